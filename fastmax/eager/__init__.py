@@ -1,0 +1,149 @@
+"""The operator in PyTorch operations, on any device: forward, analytic backward, and a forward that autograd can record."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax.eager import linear, quadratic
+from fastmax.eager.blocks import Gradients, Operands, Span, from_blocks, head_groups, recording, to_blocks
+from fastmax.eager.workspace import Workspace
+from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
+from fastmax.score import Score
+
+
+def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised (b, h, n, channels), token-major in memory, as (b, n, h, channels), where x is, else contiguous."""
+    b, h, n, _ = x.shape
+    if x.stride(1) < x.stride(2):
+        return x.new_empty(b, n, h, channels, dtype=dtype).transpose(1, 2)
+    return x.new_empty(b, h, n, channels, dtype=dtype)
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, rpe: Tensor | None, score: Score, causal: bool, algorithm: str, whole: bool):
+    """The algorithm's module and its plan; `whole` keeps all heads in one group."""
+    b, h, n, d = q.shape
+    hk, m, dv = k.shape[1], k.shape[2], v.shape[3]
+    group = h // hk
+    if rpe is not None:
+        algorithm = "quadratic"
+    elif algorithm == "auto":
+        algorithm = choose_algorithm(n, m, d, dv, causal, score.order, group)
+    if algorithm == "quadratic":
+        plan = plan_quadratic(q.device, b * hk, group, n, m)
+    else:
+        plan = plan_linear(q.device, b * hk, group, d, dv, score.order)
+    module = quadratic if algorithm == "quadratic" else linear
+    return module, plan._replace(heads=b * hk) if whole else plan
+
+
+def _five(x: Tensor, kv_heads: int) -> Tensor:
+    """(b, h, tokens, c) -> (b, kv_heads, h // kv_heads, tokens, c)."""
+    return x.unflatten(1, (kv_heads, -1))
+
+
+def _group(q, k, v, mask, rpe, score, causal, batch: slice, heads: slice) -> Operands:
+    hk = k.shape[1]
+    q, k, v = (_five(x, hk)[batch, heads] for x in (q, k, v))
+    return Operands(q, k, v, None if mask is None else mask[batch], rpe, score, causal)
+
+
+def _divide(o1: Tensor) -> tuple[Tensor, Tensor]:
+    """[numerator, z] -> o, z. A query that sees no key has z = 0 and gets output 0."""
+    numerator, z = o1[..., :-1], o1[..., -1:]
+    empty = z == 0
+    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, z)), z
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    noise: Tensor | None,
+    rpe: Tensor | None,
+    score: Score,
+    causal: bool,
+    dropout: float,
+    algorithm: str,
+) -> tuple[Tensor, Tensor]:
+    """Output (b, h, n, dv) in q's dtype and layout, denominators (b, h, n) in the compute dtype."""
+    o = empty_like_layout(q, v.shape[-1])
+    z = q.new_zeros(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    if o.numel() == 0:
+        return o, z
+    differentiable = recording(q, k, v, rpe)
+    module, plan = _plan(q, k, v, rpe, score, causal, algorithm, whole=differentiable)
+    hk = k.shape[1]
+    if differentiable:
+        parts: list[tuple[Tensor, Tensor]] = []
+        ops = _group(q, k, v, mask, rpe, score, causal, slice(None), slice(None))
+
+        def collect(span: Span, o1: Tensor):
+            parts.append(_divide(from_blocks(o1, span, ops.q)))
+
+        module.forward(ops, plan, collect, None)
+        o = torch.cat([part for part, _ in parts], dim=3).flatten(1, 2).to(q.dtype)
+        z = torch.cat([part for _, part in parts], dim=3).flatten(1, 2).squeeze(-1)
+        if q.stride(1) < q.stride(2):
+            o = o.transpose(1, 2).contiguous().transpose(1, 2)
+        return o if noise is None else torch.addcmul(o, o, noise, value=dropout), z
+    workspace = Workspace(z.dtype, q.device)
+    for batch, heads in head_groups(k.shape[0], hk, plan.heads):
+        ops = _group(q, k, v, mask, rpe, score, causal, batch, heads)
+        o_group, z_group = _five(o, hk)[batch, heads], _five(z.unsqueeze(-1), hk)[batch, heads]
+
+        def write(span: Span, o1: Tensor):
+            part, denominator = _divide(from_blocks(o1, span, ops.q))
+            o_group[:, :, :, span.start : span.stop] = part
+            z_group[:, :, :, span.start : span.stop] = denominator
+
+        module.forward(ops, plan, write, workspace)
+    return o if noise is None else o.addcmul_(o, noise, value=dropout), z
+
+
+def backward(
+    grad_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    mask: Tensor | None,
+    noise: Tensor | None,
+    rpe: Tensor | None,
+    score: Score,
+    causal: bool,
+    dropout: float,
+    algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v in their dtypes and layouts, and of rpe (empty when there is none).
+
+    With g_i = grad_i / z_i and e_i = -(grad_o_i . o_i) / z_i the derivative of the loss by the weight w_ij is
+    `u_ij = g_i . v_j + e_i`; everything else follows from `w_ij = f(s_ij)`.
+    """
+    grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v))
+    grad_rpe = q.new_zeros(0) if rpe is None else torch.zeros_like(rpe, dtype=z.dtype)
+    if q.numel() == 0 or k.numel() == 0:
+        return (*grads, grad_rpe)
+    module, plan = _plan(q, k, v, rpe, score, causal, algorithm, whole=False)
+    hk = k.shape[1]
+    workspace = Workspace(z.dtype, q.device)
+    for batch, heads in head_groups(k.shape[0], hk, plan.heads):
+        ops = _group(q, k, v, mask, rpe, score, causal, batch, heads)
+        do_group, o_group, z_group = (_five(x, hk)[batch, heads] for x in (grad_o, o, z.unsqueeze(-1)))
+        noise_group = None if noise is None else _five(noise, hk)[batch, heads]
+
+        def g1(span: Span) -> Tensor:
+            """[g, e] of a span of queries; zero where a query sees no key."""
+            do, z_span = to_blocks(do_group, span), to_blocks(z_group, span)
+            inverse = torch.where(z_span == 0, 0.0, 1.0 / z_span)
+            e = -(do * to_blocks(o_group, span)).sum(-1, keepdim=True)
+            if noise_group is not None:
+                do = torch.addcmul(do, do, to_blocks(noise_group, span), value=dropout)
+            return torch.cat([do, e], dim=-1) * inverse
+
+        sums = Gradients(ops, tuple(_five(x, hk)[batch, heads] for x in grads), grad_rpe)
+        module.backward(ops, plan, g1, sums, workspace)
+        sums.write()
+    return (*grads, grad_rpe if rpe is None else grad_rpe.to(rpe.dtype))

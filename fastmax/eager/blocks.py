@@ -1,0 +1,203 @@
+"""Cutting q, k, v into the blocks both algorithms work on.
+
+A block is a contiguous run of tokens of a group of heads, as a 3-d tensor of the compute dtype: fp32 for fp32, fp16 and
+bfloat16 input, fp64 for fp64. Values carry one more column, so that the denominator is computed like any other channel:
+`v1 = [v, 1]`, `g1 = [g, e]` in the notation of docs/algorithm.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import isqrt
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from fastmax.score import Score
+
+
+class Span(NamedTuple):
+    """Tokens `start .. start + count * length`: `count` chunks of `length`, handled side by side."""
+
+    start: int
+    count: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.count * self.length
+
+
+def spans(start: int, stop: int, length: int, count: int = 1) -> list[Span]:
+    """Cover `start .. stop` by chunks of `length`, `count` at a time; the ragged rest is a chunk of its own."""
+    out = []
+    while stop - start >= length:
+        out.append(Span(start, min(count, (stop - start) // length), length))
+        start = out[-1].stop
+    if stop > start:
+        out.append(Span(start, 1, stop - start))
+    return out
+
+
+def head_groups(batch: int, heads: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Slices over batch and kv heads with at most `size` (batch, head) pairs each."""
+    head_step = min(heads, size)
+    batch_step = max(1, size // heads)
+    for b in range(0, batch, batch_step):
+        for h in range(0, heads, head_step):
+            yield slice(b, b + batch_step), slice(h, h + head_step)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def to_blocks(x: Tensor, span: Span) -> Tensor:
+    """(batch, kv heads, group, tokens, c) -> (batch * kv heads * span.count, group * span.length, c), compute dtype."""
+    x = x[:, :, :, span.start : span.stop].to(compute_dtype(x.dtype))
+    x = x.unflatten(3, (span.count, span.length)).movedim(3, 2)
+    return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
+
+
+def from_blocks(x: Tensor, span: Span, like: Tensor) -> Tensor:
+    """Inverse of `to_blocks` for the (batch, kv heads, group) of `like`, in the compute dtype."""
+    batch, heads, group = like.shape[:3]
+    x = x.view(batch, heads, span.count, group, span.length, x.shape[-1])
+    return x.movedim(2, 3).flatten(3, 4)
+
+
+@dataclass(frozen=True)
+class Operands:
+    """One head group of the operator's inputs. 5-d: (batch, kv heads, group, tokens, channels), group = 1 for k and v."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None  # (batch, m), True = the key takes part
+    rpe: Tensor | None  # (n + m - 1, d)
+    score: Score
+    causal: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the blocks."""
+        return compute_dtype(self.q.dtype)
+
+    @property
+    def n(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def m(self) -> int:
+        return self.k.shape[3]
+
+    @property
+    def group(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def shift(self) -> int:
+        """Key `i + shift` is the last one that query i sees when causal."""
+        return self.m - self.n
+
+    def q_block(self, span: Span) -> Tensor:
+        return to_blocks(self.q, span) * self.score.scale
+
+    def k_block(self, span: Span) -> Tensor:
+        return to_blocks(self.k, span)
+
+    def v1_block(self, span: Span) -> Tensor:
+        """[v, 1], zero where the key is masked."""
+        v = to_blocks(self.v, span)
+        v1 = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
+        visible = self.key_weights(span)
+        return v1 if visible is None else v1 * visible
+
+    def key_weights(self, span: Span) -> Tensor | None:
+        """The key padding mask as a factor, (blocks, span.length, 1)."""
+        if self.mask is None:
+            return None
+        mask = self.mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)
+        return to_blocks(mask.to(compute_dtype(self.k.dtype)), span)
+
+
+class Gradients:
+    """Sums the blocks' gradients of one head group in the compute dtype, then writes them out."""
+
+    def __init__(self, ops: Operands, out: tuple[Tensor, Tensor, Tensor], rpe: Tensor | None):
+        """`out`: zeroed 5-d slices of grad_q, grad_k, grad_v; `rpe`: the sum of grad_rpe over all groups."""
+        self._ops = ops
+        self._out = out
+        self._sums = [x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out]
+        self._rpe = rpe
+
+    def _add(self, index: int, span: Span, x: Tensor) -> None:
+        total = self._sums[index][:, :, :, span.start : span.stop]
+        total += from_blocks(x, span, total)[..., : total.shape[-1]]
+
+    def add_q(self, span: Span, x: Tensor) -> None:
+        """x is the gradient of the scaled q."""
+        self._add(0, span, x * self._ops.score.scale)
+
+    def add_k(self, span: Span, x: Tensor) -> None:
+        self._add(1, span, x)
+
+    def add_v(self, span: Span, x: Tensor) -> None:
+        visible = self._ops.key_weights(span)
+        self._add(2, span, x if visible is None else x * visible)
+
+    def add_rpe(self, rows: slice, x: Tensor) -> None:
+        self._rpe[rows] += x
+
+    def write(self) -> None:
+        for total, out in zip(self._sums, self._out):
+            if total is not out:
+                out.copy_(total)
+
+
+def recording(*tensors: Tensor | None) -> bool:
+    """Whether autograd (reverse or forward mode, torch.func too) watches an operation on these tensors."""
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return True
+    return torch.autograd.forward_ad._current_level >= 0 or in_functorch()
+
+
+def in_functorch() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+class Scan:
+    """Runs a step over spans in order, carrying a state, and hands each output to `sink`.
+
+    Two levels of checkpointing, for when autograd records, keep the number of live states at the square root of the number
+    of spans, so that `use_custom_gradient=False` is linear in memory too.
+    """
+
+    def __init__(self, checkpointing: bool):
+        # torch.func transforms refuse the saved-tensor hooks that checkpointing is made of.
+        self.checkpointing = checkpointing and not in_functorch()
+
+    def call(self, function: Callable, *args):
+        if not self.checkpointing:
+            return function(*args)
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def __call__(self, step: Callable, state: tuple, todo: list[Span], sink: Callable[[Span, object], None]) -> tuple:
+        block = isqrt(len(todo)) + 1 if self.checkpointing else 1
+
+        def run(state: tuple, part: list[Span]):
+            outputs = []
+            for span in part:
+                output, state = self.call(step, span, state) if len(part) > 1 else step(span, state)
+                outputs.append(output)
+            return outputs, state
+
+        for first in range(0, len(todo), block):
+            part = todo[first : first + block]
+            outputs, state = self.call(run, state, part) if len(todo) > 1 else run(state, part)
+            for span, output in zip(part, outputs):
+                sink(span, output)
+        return state

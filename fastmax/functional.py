@@ -1,0 +1,116 @@
+"""`fastmax_attention`: from arguments to the operator and back."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax import eager, ops, validation
+from fastmax.normalization import normalize_rows
+from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
+
+
+def fastmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    drop_noise: Tensor | None = None,
+    rpe_matrix: Tensor | str | None = None,
+    dropout: float = 0.0,
+    normalize: bool | str = False,
+    temperature: float = 1.0,
+    a0: float = 1.0,
+    a1: float = 1.0,
+    a2: float = 0.5,
+    lim: float = 1.0,
+    p: int = 2,
+    key_padding_mask: Tensor | None = None,
+    use_custom_gradient: bool = True,
+    algorithm: str = "auto",
+) -> Tensor:
+    """Polynomial-kernel attention: softmax attention with `f(s) = a0 + a1 s + a2 s^2` in place of `exp(s)`.
+
+        s_ij = q_i . k_j / temperature
+        o_i  = sum_j f(s_ij) v_j / sum_j f(s_ij)         over the keys j that query i sees
+
+    There is no hidden `1 / sqrt(head_dim)`: pass `temperature=math.sqrt(head_dim)` for the usual scale.
+
+    Args:
+        q: (b, h, n, d), or 3-d (b * h, n, d); float64, float32, float16 or bfloat16, any strides.
+        k: (b, hk, m, d), h a multiple of hk: query head i uses kv head i // (h // hk). q's dtype and device.
+        v: (b, hk, m, dv).
+        causal: key j is visible to query i when `j <= i + (m - n)` (aligned at the end); n <= m.
+        drop_noise: standard normal tensor of the output's shape, for `o * (1 + dropout * drop_noise)`; drawn when None and
+            dropout > 0. No gradient flows to it.
+        rpe_matrix: relative positions. A tensor (n + m - 1, d) whose row `j - i + n - 1` is added to k_j for query i (runs on
+            the quadratic algorithm, gets a gradient); or "sinusoidal": the rows of `rpe_matrix_creator(structured=True)`,
+            factorised, with no matrix and any algorithm.
+        dropout: strength of the noise, >= 0.
+        normalize: False; True or "sequence" (each head's q, and k, scaled so that the longest row has length `lim`; not
+            causal, it looks at all rows, padding too); "token" (each row longer than `lim` scaled back to it).
+        temperature: > 0.
+        a0, a1, a2: coefficients of f. The defaults are the Taylor polynomial of exp.
+        lim: radius for `normalize`, > 0.
+        p: degree of f, 1 or 2. With 1, a2 is ignored.
+        key_padding_mask: bool (b, m), True = the key takes part. A query that sees no key gets output and gradient 0.
+        use_custom_gradient: True: one fused operator with an analytic backward. False: the same forward in PyTorch
+            operations that autograd records (higher derivatives, forward mode, torch.func).
+        algorithm: "quadratic", "linear" or "auto" (cost model in `fastmax.planner`).
+
+    Returns:
+        (b, h, n, dv), or 3-d like q, in q's dtype and memory layout.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what is accepted.
+        RuntimeError: on a second derivative or forward-mode derivative through `use_custom_gradient=True`.
+
+    Under autocast q, k, v are cast to autocast's dtype, as `scaled_dot_product_attention` does. Method: Gerami et al.,
+    "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901).
+    """
+    validation.check_flag("causal", causal)
+    q, k, v, rpe_matrix = _autocast(q, k, v, rpe_matrix)
+    validation.check_qkv(q, k, v, causal)
+    score = validation.check_score(temperature, a0, a1, a2, p)
+    kind = validation.check_normalize(normalize, lim)
+    dropout = validation.check_dropout(dropout, drop_noise, q, v.shape[-1])
+    validation.check_rpe(rpe_matrix, q, k)
+    validation.check_key_padding_mask(key_padding_mask, q, k)
+    validation.check_algorithm(algorithm, rpe_matrix)
+    if not torch.compiler.is_compiling():
+        validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
+
+    if kind is not None:
+        q, k = normalize_rows(q, kind, lim), normalize_rows(k, kind, lim)
+    if isinstance(rpe_matrix, str):
+        q, k = append_sinusoidal_query(q, k.shape[-2] - q.shape[-2]), append_sinusoidal_key(k, 0)
+        rpe_matrix = None
+    noise = None
+    if dropout > 0.0:
+        shape = (*q.shape[:-1], v.shape[-1])
+        noise = torch.randn(shape, dtype=q.dtype, device=q.device) if drop_noise is None else drop_noise.to(q.dtype)
+        noise = noise.detach()
+
+    three_d = q.dim() == 3
+    if three_d:
+        batch = 1 if key_padding_mask is None else key_padding_mask.shape[0]
+        q, k, v = (x.unflatten(0, (batch, x.shape[0] // max(batch, 1))) for x in (q, k, v))
+        noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
+    if use_custom_gradient:
+        o = ops.attention(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm)
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            o, _ = eager.forward(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm)
+    return o.flatten(0, 1) if three_d else o
+
+
+def _autocast(*tensors: object) -> tuple:
+    """Floating-point tensors in autocast's dtype when it is on, float64 excepted, as PyTorch's own operators do."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
+    )

@@ -1,0 +1,107 @@
+"""The registered operators `torch.ops.fastmax.forward` and `torch.ops.fastmax.backward`.
+
+Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
+A compiled library needs to add only kernels under a device's key (TORCH_LIBRARY_IMPL(fastmax, CUDA, ...)), which then take
+precedence. Arguments were checked by `fastmax.validation`; `scale` is 1 / temperature; `algorithm` stays "auto" up to the
+implementation, so that no choice by size ends up in a compiled graph's guards.
+
+Only q, k, v, o, the denominators z (b, h, n) and the caller's mask, noise and rpe matrix are saved for the backward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax import eager
+from fastmax.score import Score
+
+_OPTIONS = (
+    "Tensor? key_padding_mask, Tensor? drop_noise, Tensor? rpe_matrix, float scale, float a0, float a1, float a2, int p, "
+    "bool causal, float dropout, str algorithm"
+)
+_NO_SECOND_DERIVATIVE = (
+    "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
+    "gives the same numbers"
+)
+
+library = torch.library.Library("fastmax", "DEF")
+library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+library.define(
+    f"backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    noise: Tensor | None,
+    rpe: Tensor | None,
+    score: Score,
+    causal: bool,
+    dropout: float,
+    algorithm: str,
+) -> Tensor:
+    """The fused operator on 4-d, checked arguments."""
+    if torch.autograd.forward_ad._current_level >= 0 and any(
+        x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, rpe)
+    ):
+        raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
+    return torch.ops.fastmax.forward.default(q, k, v, mask, noise, rpe, *score, causal, dropout, algorithm)[0]
+
+
+def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+    score = Score(scale, a0, a1, a2, p)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return eager.forward(q, k, v, mask, noise, rpe, score, causal, dropout, algorithm)
+
+
+def _backward(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+    score = Score(scale, a0, a1, a2, p)
+    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+        return eager.backward(grad_o, q, k, v, o, z, mask, noise, rpe, score, causal, dropout, algorithm)
+
+
+library.impl("forward", _forward, "CompositeExplicitAutograd")
+library.impl("backward", _backward, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("fastmax::forward", lib=library)
+def _forward_fake(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+    z_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=z_dtype)
+
+
+@torch.library.register_fake("fastmax::backward", lib=library)
+def _backward_fake(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+    grads = (eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v))
+    return (*grads, q.new_empty(0) if rpe is None else torch.empty_like(rpe))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, mask, noise, rpe, *options = inputs
+    o, z = output
+    ctx.mark_non_differentiable(z)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, o, z, mask, noise, rpe)
+    ctx.options = options
+
+
+def _differentiate(ctx, grad_o, _):
+    nothing = (None,) * len(ctx.options)
+    if grad_o is None:
+        return (None,) * 6 + nothing
+    q, k, v, o, z, mask, noise, rpe = ctx.saved_tensors
+    dq, dk, dv, drpe = torch.ops.fastmax.backward.default(grad_o, q, k, v, o, z, mask, noise, rpe, *ctx.options)
+    return dq, dk, dv, None, None, None if rpe is None else drpe, *nothing
+
+
+def _refuse(ctx, *grads):
+    raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
+
+
+torch.library.register_autograd("fastmax::forward", _differentiate, setup_context=_save, lib=library)
+torch.library.register_autograd("fastmax::backward", _refuse, lib=library)

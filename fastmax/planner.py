@@ -1,0 +1,92 @@
+"""Which algorithm, and in blocks of what size: the cost model of the PyTorch implementation, all of it in this file.
+
+Costs are counted in multiply-adds per (batch, kv head) and turned into comparable times by the measured ratio of the two
+algorithms' rates. Block sizes come from one budget: the largest temporary should stay in the processor's cache on a CPU and
+be large enough to fill a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fastmax.eager.features import feature_count, padded_head_dim
+
+ALGORITHMS = ("auto", "quadratic", "linear")
+
+
+class Budget(NamedTuple):
+    """Elements of the largest temporary, and bounds of the chunk length."""
+
+    elements: int
+    max_rows: int
+
+
+# CPU: 2**21 fp32 elements (8 MiB) measured best of 2**18 .. 2**24 on two Cascade Lake cores with 36 MB of L3 between them.
+# Elsewhere the implementation is launch bound, so blocks are as large as memory use allows.
+_BUDGETS = {"cpu": Budget(elements=2**21, max_rows=256)}
+_OTHER_DEVICES = Budget(elements=2**26, max_rows=1024)
+
+
+class LinearPlan(NamedTuple):
+    chunk: int  # tokens between two states
+    count: int  # chunks handled side by side
+    heads: int  # (batch, kv head) pairs handled together
+
+
+class QuadraticPlan(NamedTuple):
+    rows: int  # queries a tile
+    cols: int  # keys a tile
+    heads: int  # (batch, kv head) pairs handled together
+
+
+def _budget(device: torch.device) -> Budget:
+    return _BUDGETS.get(device.type, _OTHER_DEVICES)
+
+
+def visible_pairs(n: int, m: int, causal: bool) -> int:
+    """Number of (query, key) pairs of one head."""
+    return n * m - (n * (n - 1) // 2 if causal else 0)
+
+
+def quadratic_cost(n: int, m: int, d: int, dv: int, causal: bool) -> float:
+    """Multiply-adds of one query head: scores and weighted values of every visible pair."""
+    return visible_pairs(n, m, causal) * (d + dv)
+
+
+def linear_cost(n: int, m: int, d: int, dv: int, causal: bool, order: int, group: int) -> float:
+    """Multiply-adds of one query head: its readout, its share of the state, and the causal tile of its own chunk."""
+    features = d + (feature_count(padded_head_dim(d)) if order == 2 else 0)
+    tile = 128 * (d + dv) * n if causal else 0
+    return features * dv * (n + m / group) + tile
+
+
+# Seconds a multiply-add of the linear algorithm over the quadratic one's, forward + backward, measured (see
+# docs/algorithm.md): features are built and consumed through the cache, scores are not.
+_LINEAR_RATE = {1: 2.0, 2: 1.3}
+
+
+def choose_algorithm(n: int, m: int, d: int, dv: int, causal: bool, order: int, group: int = 1) -> str:
+    """The faster algorithm by the cost model: for p = 2 the crossover lies near n = d**2."""
+    linear = _LINEAR_RATE[order] * linear_cost(n, m, d, dv, causal, order, group)
+    return "linear" if linear < quadratic_cost(n, m, d, dv, causal) else "quadratic"
+
+
+def plan_linear(device: torch.device, heads: int, group: int, d: int, dv: int, order: int) -> LinearPlan:
+    """`heads` counts the (batch, kv head) pairs of the call."""
+    budget = _budget(device)
+    width = feature_count(padded_head_dim(d)) if order == 2 else max(d, dv + 1, 128)
+    rows = max(1, budget.elements // width)
+    chunk = max(64, min(budget.max_rows if order == 2 else 128, rows) // group)
+    heads = max(1, min(heads, rows // (chunk * group)))
+    count = max(1, rows // (chunk * group * heads)) if order == 1 else 1
+    return LinearPlan(chunk, count, heads)
+
+
+def plan_quadratic(device: torch.device, heads: int, group: int, n: int, m: int) -> QuadraticPlan:
+    budget = _budget(device)
+    rows = max(16, min(n, budget.max_rows) // group)
+    cols = max(1, min(m, 4 * budget.max_rows))
+    heads = max(1, min(heads, budget.elements // (4 * rows * group * cols)))
+    return QuadraticPlan(rows, cols, heads)

@@ -1,0 +1,195 @@
+"""Every rule about arguments, checked before anything is computed.
+
+Messages name the argument, what it was and what is accepted.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from fastmax.planner import ALGORITHMS
+from fastmax.score import Score
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+NORMALIZE = (False, True, "sequence", "token")
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Ranks, shapes, dtypes and devices of q, k and v."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {_describe(x)}")
+        if x.dim() not in (3, 4) or x.dim() != q.dim():
+            raise ValueError(
+                f"{name} must be 4-d (batch, heads, tokens, head_dim) or 3-d (batch * heads, tokens, head_dim), "
+                f"with q, k and v alike; got q, k, v of {q.dim()}, {k.dim()}, {v.dim()} dimensions"
+            )
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if x.shape[-1] == 0:
+            raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(x.shape)}")
+    if q.dim() == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
+    if k.shape[-3:-1] != v.shape[-3:-1]:
+        raise ValueError(
+            f"v must have k's heads and tokens {tuple(k.shape[-3:-1])}, got {tuple(v.shape[-3:-1])}"
+        )
+    h, hk = q.shape[-3], k.shape[-3]
+    if h != hk and (hk == 0 or h % hk != 0):
+        raise ValueError(f"the heads of q must be a multiple of those of k and v, got {h} and {hk}")
+    if causal and q.shape[-2] > k.shape[-2]:
+        raise ValueError(
+            f"causal attention takes at most as many queries as keys, got n = {q.shape[-2]} and m = {k.shape[-2]} "
+            "(query i sees keys up to i + m - n)"
+        )
+
+
+def check_flag(name: str, value: object) -> None:
+    """`causal` or `mask`: a bool and nothing else."""
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"{name} must be a bool (True = causal), got {_describe(value)}; "
+            "to leave out keys pass key_padding_mask, a bool tensor of shape (batch, keys)"
+        )
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool (True = causal), got {_describe(value)}")
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a real number, got {_describe(value)}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value}")
+    return float(value)
+
+
+def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:
+    """The polynomial from its parameters."""
+    temperature = _number("temperature", temperature)
+    if temperature <= 0.0:
+        raise ValueError(f"temperature must be > 0, got {temperature}")
+    if isinstance(p, bool) or p not in (1, 2):
+        raise ValueError(f"p must be 1 or 2, got {_describe(p)}")
+    return Score(1.0 / temperature, _number("a0", a0), _number("a1", a1), _number("a2", a2), int(p))
+
+
+def check_normalize(normalize: object, lim: object) -> str | None:
+    """None, "sequence" or "token"."""
+    if not isinstance(normalize, (bool, str)) or normalize not in NORMALIZE:
+        raise ValueError(f'normalize must be False, True, "sequence" or "token", got {_describe(normalize)}')
+    if _number("lim", lim) <= 0.0:
+        raise ValueError(f"lim must be > 0, got {lim}")
+    if normalize is False:
+        return None
+    return "sequence" if normalize is True else normalize
+
+
+def check_dropout(dropout: object, drop_noise: object, q: Tensor, dv: int) -> float:
+    """The dropout rate; `drop_noise` has the output's shape."""
+    dropout = _number("dropout", dropout)
+    if dropout < 0.0:
+        raise ValueError(f"dropout must be >= 0, got {dropout}")
+    if drop_noise is None:
+        return dropout
+    if not isinstance(drop_noise, Tensor):
+        raise TypeError(f"drop_noise must be a tensor of the output's shape or None, got {_describe(drop_noise)}")
+    expected = (*q.shape[:-1], dv)
+    if tuple(drop_noise.shape) != expected:
+        raise ValueError(f"drop_noise must have the output's shape {tuple(expected)}, got {tuple(drop_noise.shape)}")
+    if drop_noise.dtype not in DTYPES:
+        raise TypeError(f"drop_noise must be floating point, got {drop_noise.dtype}")
+    if drop_noise.device != q.device:
+        raise ValueError(f"drop_noise must be on q's device {q.device}, got {drop_noise.device}")
+    return dropout
+
+
+def check_rpe(rpe_matrix: object, q: Tensor, k: Tensor) -> None:
+    """None, "sinusoidal", or an (n + m - 1, d) tensor."""
+    if rpe_matrix is None or (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
+        return
+    if not isinstance(rpe_matrix, Tensor):
+        raise TypeError(
+            f'rpe_matrix must be a tensor of shape (n + m - 1, head_dim), "sinusoidal" or None, got {_describe(rpe_matrix)}; '
+            "the causal mask is the argument after it, called mask"
+        )
+    n, m, d = q.shape[-2], k.shape[-2], q.shape[-1]
+    if rpe_matrix.dim() != 2 or rpe_matrix.shape[0] != max(n + m - 1, 0) or rpe_matrix.shape[1] != d:
+        raise ValueError(
+            f"rpe_matrix must have shape (n + m - 1, head_dim) = ({n + m - 1}, {d}), got {tuple(rpe_matrix.shape)}"
+        )
+    if rpe_matrix.dtype != q.dtype:
+        raise TypeError(f"rpe_matrix must have q's dtype {q.dtype}, got {rpe_matrix.dtype}")
+    if rpe_matrix.device != q.device:
+        raise ValueError(f"rpe_matrix must be on q's device {q.device}, got {rpe_matrix.device}")
+
+
+def check_key_padding_mask(mask: object, q: Tensor, k: Tensor) -> None:
+    """None or a bool (batch, m) tensor. For 3-d q its batch must divide batch * heads of q and of k."""
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a bool tensor of shape (batch, keys) or None, got {_describe(mask)}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"key_padding_mask must be bool (True = the key takes part), got {mask.dtype}")
+    if mask.device != q.device:
+        raise ValueError(f"key_padding_mask must be on q's device {q.device}, got {mask.device}")
+    m = k.shape[-2]
+    if mask.dim() == 2 and mask.shape[1] == m:
+        batch = mask.shape[0]
+        if q.dim() == 4 and batch == q.shape[0]:
+            return
+        if q.dim() == 3 and (batch == k.shape[0] == 0 or (batch > 0 and k.shape[0] % batch == 0)):
+            return
+    accepted = (q.shape[0], m) if q.dim() == 4 else f"(batch, {m}) with a batch that divides {k.shape[0]}"
+    raise ValueError(f"key_padding_mask must have shape {accepted}, got {tuple(mask.shape)}")
+
+
+def check_algorithm(algorithm: object, rpe_matrix: object) -> None:
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {_describe(algorithm)}")
+    if algorithm == "linear" and isinstance(rpe_matrix, Tensor):
+        raise ValueError(
+            'an rpe_matrix tensor has no linear algorithm: use algorithm="auto" or "quadratic", or rpe_matrix="sinusoidal"'
+        )
+
+
+_warned: set[tuple] = set()
+
+
+def warn_if_vanishing(score: Score, normalize: str | None, lim: float, rpe: bool) -> None:
+    """Warn, once per configuration, when f is not positive for every reachable score."""
+    radius = float("inf") if normalize is None or rpe else lim * lim * score.scale
+    if score.minimum(radius) > 0.0:
+        return
+    key = (score, normalize, lim, rpe)
+    if key in _warned:
+        return
+    _warned.add(key)
+    safe = (
+        "p = 2 is safe for every input when a2 > 0 and a1^2 < 4 a0 a2 (the default); p = 1 is safe with "
+        f"normalize when a0 > |a1| lim^2 / temperature = {abs(score.a1) * lim * lim * score.scale:g}"
+    )
+    warnings.warn(
+        f"fastmax: f(s) = a0 + a1 s{' + a2 s^2' if score.order == 2 else ''} with a0 = {score.a0:g}, a1 = {score.a1:g}"
+        f"{f', a2 = {score.a2:g}' if score.order == 2 else ''} is not positive on the range of s that these settings allow, "
+        f"so a denominator can vanish. {safe}.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
