@@ -48,11 +48,10 @@ def _group(q, k, v, mask, rpe, score, causal, batch: slice, heads: slice) -> Ope
     return Operands(q, k, v, None if mask is None else mask[batch], rpe, score, causal)
 
 
-def _divide(o1: Tensor) -> tuple[Tensor, Tensor]:
-    """[numerator, z] -> o, z. A query that sees no key has z = 0 and gets output 0."""
-    numerator, z = o1[..., :-1], o1[..., -1:]
+def _divide(numerator: Tensor, z: Tensor) -> Tensor:
+    """A query that sees no key has z = 0 and gets output 0."""
     empty = z == 0
-    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, z)), z
+    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, z))
 
 
 def forward(
@@ -79,8 +78,9 @@ def forward(
         parts: list[tuple[Tensor, Tensor]] = []
         ops = _group(q, k, v, mask, rpe, score, causal, slice(None), slice(None))
 
-        def collect(span: Span, o1: Tensor):
-            parts.append(_divide(from_blocks(o1, span, ops.q)))
+        def collect(span: Span, sums: tuple[Tensor, Tensor]):
+            numerator, denominator = (from_blocks(x, span, ops.q) for x in sums)
+            parts.append((_divide(numerator, denominator), denominator))
 
         module.forward(ops, plan, collect, None)
         o = torch.cat([part for part, _ in parts], dim=3).flatten(1, 2).to(q.dtype)
@@ -93,9 +93,9 @@ def forward(
         ops = _group(q, k, v, mask, rpe, score, causal, batch, heads)
         o_group, z_group = _five(o, hk)[batch, heads], _five(z.unsqueeze(-1), hk)[batch, heads]
 
-        def write(span: Span, o1: Tensor):
-            part, denominator = _divide(from_blocks(o1, span, ops.q))
-            o_group[:, :, :, span.start : span.stop] = part
+        def write(span: Span, sums: tuple[Tensor, Tensor], like=ops.q, o_group=o_group, z_group=z_group):
+            numerator, denominator = (from_blocks(x, span, like) for x in sums)
+            o_group[:, :, :, span.start : span.stop] = _divide(numerator, denominator)
             z_group[:, :, :, span.start : span.stop] = denominator
 
         module.forward(ops, plan, write, workspace)
@@ -134,16 +134,16 @@ def backward(
         do_group, o_group, z_group = (_five(x, hk)[batch, heads] for x in (grad_o, o, z.unsqueeze(-1)))
         noise_group = None if noise is None else _five(noise, hk)[batch, heads]
 
-        def g1(span: Span) -> Tensor:
-            """[g, e] of a span of queries; zero where a query sees no key."""
-            do, z_span = to_blocks(do_group, span), to_blocks(z_group, span)
-            inverse = torch.where(z_span == 0, 0.0, 1.0 / z_span)
-            e = -(do * to_blocks(o_group, span)).sum(-1, keepdim=True)
-            if noise_group is not None:
-                do = torch.addcmul(do, do, to_blocks(noise_group, span), value=dropout)
-            return torch.cat([do, e], dim=-1) * inverse
+        def g_e(span: Span, do=do_group, o=o_group, z=z_group, noise=noise_group) -> tuple[Tensor, Tensor]:
+            """g and e of a span of queries; zero where a query sees no key."""
+            do, z = to_blocks(do, span), to_blocks(z, span)
+            inverse = torch.where(z == 0, 0.0, 1.0 / z)
+            e = -(do * to_blocks(o, span)).sum(-1, keepdim=True) * inverse
+            if noise is not None:
+                do = torch.addcmul(do, do, to_blocks(noise, span), value=dropout)
+            return do * inverse, e
 
         sums = Gradients(ops, tuple(_five(x, hk)[batch, heads] for x in grads), grad_rpe)
-        module.backward(ops, plan, g1, sums, workspace)
+        module.backward(ops, plan, g_e, sums, workspace)
         sums.write()
     return (*grads, grad_rpe if rpe is None else grad_rpe.to(rpe.dtype))

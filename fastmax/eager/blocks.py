@@ -1,8 +1,7 @@
 """Cutting q, k, v into the blocks both algorithms work on.
 
 A block is a contiguous run of tokens of a group of heads, as a 3-d tensor of the compute dtype: fp32 for fp32, fp16 and
-bfloat16 input, fp64 for fp64. Values carry one more column, so that the denominator is computed like any other channel:
-`v1 = [v, 1]`, `g1 = [g, e]` in the notation of docs/algorithm.md.
+bfloat16 input, fp64 for fp64.
 """
 
 from __future__ import annotations
@@ -29,6 +28,10 @@ class Span(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + self.count * self.length
+
+
+# Takes a span of queries with the numerator (B, R, dv) and the denominator (B, R, 1) of its attention.
+Sink = Callable[[Span, tuple[Tensor, Tensor]], None]
 
 
 def spans(start: int, stop: int, length: int, count: int = 1) -> list[Span]:
@@ -109,12 +112,8 @@ class Operands:
     def k_block(self, span: Span) -> Tensor:
         return to_blocks(self.k, span)
 
-    def v1_block(self, span: Span) -> Tensor:
-        """[v, 1], zero where the key is masked."""
-        v = to_blocks(self.v, span)
-        v1 = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], dim=-1)
-        visible = self.key_weights(span)
-        return v1 if visible is None else v1 * visible
+    def v_block(self, span: Span) -> Tensor:
+        return to_blocks(self.v, span)
 
     def key_weights(self, span: Span) -> Tensor | None:
         """The key padding mask as a factor, (blocks, span.length, 1)."""

@@ -2,10 +2,10 @@
 
     f(q.k) = a0 + a1 q.k + a2 (q (x) q).(k (x) k)
 
-so `sum_j f(q_i.k_j) [v_j, 1]` needs of the keys only `sum_j [v_j, 1]`, `sum_j k_j [v_j, 1]^T` and
-`sum_j (k_j (x) k_j) [v_j, 1]^T`. Causal attention walks the sequence in chunks: earlier chunks through the state, the chunk
-itself through a tile of the quadratic algorithm. The backward walks forwards once for dq (the same states, rebuilt) and
-backwards once for dk and dv (states of q and [g, e] instead of k and [v, 1]).
+so `sum_j f(q_i.k_j) v_j` needs of the keys only `sum_j v_j`, `sum_j k_j v_j^T` and `sum_j (k_j (x) k_j) v_j^T`, and the
+denominator the same sums without v. Causal attention walks the sequence in chunks: earlier chunks through the state, the
+chunk itself through a tile of the quadratic algorithm. The backward walks forwards once for dq (the same states, rebuilt) and
+backwards once for dk and dv, with states of q, g and e in place of k, v and 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fastmax.eager import tiles
-from fastmax.eager.blocks import Gradients, Operands, Scan, Span, spans
+from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
 from fastmax.eager.features import (
     diagonal_size,
     feature_count,
@@ -32,33 +32,51 @@ from fastmax.score import Score
 
 
 class State(NamedTuple):
-    """Sums over tokens, for each block; e = dv + 1 channels, d padded."""
+    """Sums over tokens of features of x (B, C, d) times y (B, C, c) and times a weight (B, C, 1); d is padded.
 
-    zeroth: Tensor  # (B, 1, e)
-    first: Tensor  # (B, d, e)
-    second: Tensor | None  # (B, feature_count(d), e); None for order 1
+    Forward: x = k, y = v, weight 1 (0 where masked). Backward: x = q, y = g, weight e.
+    """
+
+    zeroth: Tensor  # (B, 1, c)
+    first: Tensor  # (B, d, c)
+    second: Tensor | None  # (B, feature_count(d), c); None for order 1, as is moment2
+    moment0: Tensor  # (B, 1, 1)
+    moment1: Tensor  # (B, 1, d)
+    moment2: Tensor | None  # (B, d, d)
 
 
-def empty_state(blocks: int, d: int, e: int, order: int, like: Tensor) -> State:
+def empty_state(blocks: int, d: int, channels: int, order: int, like: Tensor) -> State:
     """The state before any token, in the dtype and on the device of `like`."""
     d = padded_head_dim(d)
-    second = like.new_zeros(blocks, feature_count(d), e) if order == 2 else None
-    return State(like.new_zeros(blocks, 1, e), like.new_zeros(blocks, d, e), second)
+
+    def zeros(*shape: int) -> Tensor:
+        return like.new_zeros(blocks, *shape)
+
+    second = zeros(feature_count(d), channels) if order == 2 else None
+    moment2 = zeros(d, d) if order == 2 else None
+    return State(zeros(1, channels), zeros(d, channels), second, zeros(1, 1), zeros(1, d), moment2)
 
 
-def _absorb(state: State, x: Tensor, y1: Tensor, workspace: Workspace | None) -> State:
-    """Add the tokens of x (B, C, d) with y1 (B, C, e) to the state; in place when nothing is recorded."""
-    out = (None, None, None) if workspace is None else state
-    second = state.second
+def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor, workspace: Workspace | None) -> State:
+    """Add tokens to the state; in place when nothing is recorded."""
+    out = State(*(None,) * len(state)) if workspace is None else state
+    weighted = x * weight
+    second, moment2 = state.second, state.moment2
     if second is not None:
-        second = torch.baddbmm(second, pair_features(x, workspace).mT, y1, out=out[2])
-    first = torch.baddbmm(state.first, x.mT, y1, out=out[1])
-    zeroth = torch.add(state.zeroth, y1.sum(1, keepdim=True), out=out[0])
-    return State(zeroth, first, second)
+        second = torch.baddbmm(second, pair_features(x, workspace).mT, y, out=out.second)
+        moment2 = torch.baddbmm(moment2, weighted.mT, x, out=out.moment2)
+    return State(
+        torch.add(state.zeroth, y.sum(1, keepdim=True), out=out.zeroth),
+        torch.baddbmm(state.first, x.mT, y, out=out.first),
+        second,
+        torch.add(state.moment0, weight.sum(1, keepdim=True), out=out.moment0),
+        torch.add(state.moment1, weighted.sum(1, keepdim=True), out=out.moment1),
+        moment2,
+    )
 
 
-def _read(state: State, x: Tensor, score: Score, workspace: Workspace | None) -> Tensor:
-    """`sum_j f(x_i.k_j) y1_j` over the tokens j in the state: x (B, R, d) -> (B, R, e)."""
+def _read_values(state: State, x: Tensor, score: Score, workspace: Workspace | None) -> Tensor:
+    """`sum_j f(x_i.x_j) y_j` over the tokens j in the state: x (B, R, d) -> (B, R, c)."""
     out = torch.baddbmm(score.a0 * state.zeroth, x, state.first, alpha=score.a1)
     if state.second is not None:
         features = pair_features(x, workspace)
@@ -69,20 +87,29 @@ def _read(state: State, x: Tensor, score: Score, workspace: Workspace | None) ->
     return out
 
 
-def _read_gradient(state: State, x: Tensor, y1: Tensor, score: Score, workspace: Workspace) -> Tensor:
-    """`sum_j f'(x_i.k_j) (y1_i.y1_j) k_j` over the tokens j in the state: x (B, R, d), y1 (B, R, e) -> (B, R, d)."""
-    dx = score.a1 * (y1 @ state.first.mT)
+def _read_weights(state: State, x: Tensor, score: Score) -> Tensor:
+    """`sum_j f(x_i.x_j) weight_j` over the tokens j in the state: x (B, R, d) -> (B, R, 1)."""
+    out = torch.baddbmm(score.a0 * state.moment0, x, state.moment1.mT, alpha=score.a1)
+    if state.moment2 is not None:
+        out = out + score.a2 * ((x @ state.moment2) * x).sum(-1, keepdim=True)
+    return out
+
+
+def _read_gradient(state: State, x: Tensor, y: Tensor, weight: Tensor, score: Score, workspace: Workspace) -> Tensor:
+    """`sum_j f'(x_i.x_j) (y_i.y_j + weight_i weight_j) x_j` over the tokens j in the state: (B, R, d)."""
+    dx = torch.baddbmm(weight * state.moment1, y, state.first.mT).mul_(score.a1)
     if state.second is not None:
         out = workspace.buffer("features", *x.shape[:-1], state.second.shape[1])
-        grad = torch.bmm(y1, state.second.mT, out=out)
-        dx.add_(pair_features_vjp(x, grad, workspace), alpha=2.0 * score.a2)
+        grad = torch.bmm(y, state.second.mT, out=out)
+        half = torch.addcmul(pair_features_vjp(x, grad, workspace), weight, x @ state.moment2)
+        dx.add_(half, alpha=2.0 * score.a2)
     return dx
 
 
 def _exclusive(state: State, sums: State, count: int, reverse: bool) -> tuple[State, State]:
     """States before each of `count` chunks, given their sums side by side, and the state after all of them."""
 
-    def one(carry: Tensor | None, x: Tensor | None):
+    def scan(carry: Tensor | None, x: Tensor | None):
         if carry is None:
             return None, None
         x = x.unflatten(0, (-1, count))
@@ -91,7 +118,7 @@ def _exclusive(state: State, sums: State, count: int, reverse: bool) -> tuple[St
         before, after = running[:, :-1], running[:, -1]
         return (before.flip(1) if reverse else before).flatten(0, 1), after
 
-    before, after = zip(*(one(carry, x) for carry, x in zip(state, sums)))
+    before, after = zip(*(scan(carry, x) for carry, x in zip(state, sums, strict=True)), strict=True)
     return State(*before), State(*after)
 
 
@@ -101,15 +128,15 @@ class _Walk:
     def __init__(self, ops: Operands, plan: LinearPlan, workspace: Workspace | None):
         self.ops = ops
         self.workspace = workspace
-        chunks = plan.chunk, plan.count
         # Causal: queries and the keys of the same chunk go together, the m - n keys before them go into the state alone.
         self.alone = spans(0, ops.shift if ops.causal else ops.m, plan.chunk * plan.count)
-        self.queries = spans(0, ops.n, *(chunks if ops.causal else (plan.chunk * plan.count,)))
+        length, count = (plan.chunk, plan.count) if ops.causal else (plan.chunk * plan.count, 1)
+        self.queries = spans(0, ops.n, length, count)
 
     def state(self) -> State:
         blocks = self.ops.k.shape[0] * self.ops.k.shape[1]
         like = self.ops.q.new_empty(0, dtype=self.ops.dtype)
-        return empty_state(blocks, self.ops.q.shape[-1], self.ops.v.shape[-1] + 1, self.ops.score.order, like)
+        return empty_state(blocks, self.ops.q.shape[-1], self.ops.v.shape[-1], self.ops.score.order, like)
 
     def keys(self, span: Span) -> Span:
         """The keys that belong to a chunk of queries."""
@@ -118,88 +145,100 @@ class _Walk:
     def q(self, span: Span) -> Tensor:
         return pad_head_dim(self.ops.q_block(span))
 
-    def k(self, span: Span) -> Tensor:
-        return pad_head_dim(self.ops.k_block(span))
+    def k_v(self, span: Span) -> tuple[Tensor, Tensor, Tensor]:
+        """k, v and the keys' weights; v is zero where a key is masked."""
+        k, v, weight = pad_head_dim(self.ops.k_block(span)), self.ops.v_block(span), self.ops.key_weights(span)
+        if weight is None:
+            return k, v, k.new_ones(1, 1, 1).expand(*k.shape[:-1], 1)
+        return k, v * weight, weight
 
-    def advance(self, state: State, x: Tensor, y1: Tensor, span: Span, use: Callable[[State], object], reverse=False):
-        """Use the state before each chunk of the span, then add the span to it."""
+    def advance(self, state: State, tokens: tuple, span: Span, use: Callable[[State], object], reverse: bool = False):
+        """Use the state before each chunk of the span, then add the span's tokens (x, y, weight) to it."""
         if span.count == 1:
             used = use(state)
-            return used, _absorb(state, x, y1, self.workspace)
-        sums = empty_state(x.shape[0], x.shape[-1], y1.shape[-1], self.ops.score.order, x)
-        sums = _absorb(sums, x, y1, self.workspace)
-        before, after = _exclusive(state, sums, span.count, reverse)
+            return used, _absorb(state, *tokens, self.workspace)
+        x, y, _ = tokens
+        sums = empty_state(x.shape[0], x.shape[-1], y.shape[-1], self.ops.score.order, x)
+        before, after = _exclusive(state, _absorb(sums, *tokens, self.workspace), span.count, reverse)
         return use(before), after
 
 
 def forward(
-    ops: Operands,
-    plan: LinearPlan,
-    sink: Callable[[Span, Tensor], None],
-    workspace: Workspace | None,
-    state: State | None = None,
+    ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | None, state: State | None = None
 ) -> State:
-    """Hand `sum_j f(s_ij) [v_j, 1]` of every span of queries to `sink`; return the state after the last key.
+    """Hand numerator and denominator of every span of queries to `sink`; return the state after the last key.
 
-    `state` holds keys before the first one here, all of them visible to every query.
+    `state` holds keys before the first one here, all of them visible to every query. It may be overwritten.
     """
     walk = _Walk(ops, plan, workspace)
     scan = Scan(checkpointing=workspace is None)
     score, group = ops.score, ops.group
 
+    def read(state: State, q: Tensor) -> tuple[Tensor, Tensor]:
+        return _read_values(state, q, score, workspace), _read_weights(state, q, score)
+
     def absorb(span: Span, state: State):
-        return None, _absorb(state, walk.k(span), ops.v1_block(span), workspace)
+        return None, _absorb(state, *walk.k_v(span), workspace)
 
     def causal(span: Span, state: State):
-        q, k, v1 = walk.q(span), walk.k(walk.keys(span)), ops.v1_block(walk.keys(span))
-        o1, state = walk.advance(state, k, v1, span, lambda before: _read(before, q, score, workspace))
-        return o1 + tiles.forward(q, k, v1, score, group, 0, None, workspace), state
+        keys = walk.keys(span)
+        q, (k, v, weight) = walk.q(span), walk.k_v(keys)
+        (numerator, z), state = walk.advance(state, (k, v, weight), span, lambda before: read(before, q))
+        tile, z_tile = tiles.forward(q, k, v, ops.key_weights(keys), score, group, 0, None, workspace)
+        return (numerator + tile, z + z_tile), state
 
     def full(span: Span, state: State):
-        return _read(state, walk.q(span), score, workspace), state
+        return read(state, walk.q(span)), state
 
     state = scan(absorb, walk.state() if state is None else state, walk.alone, lambda span, _: None)
     return scan(causal if ops.causal else full, state, walk.queries, sink)
 
 
 def backward(
-    ops: Operands, plan: LinearPlan, g1: Callable[[Span], Tensor], grads: Gradients, workspace: Workspace
+    ops: Operands,
+    plan: LinearPlan,
+    g_e: Callable[[Span], tuple[Tensor, Tensor]],
+    grads: Gradients,
+    workspace: Workspace,
 ) -> None:
-    """Add the gradients of the head group to `grads`; `g1(span)` is [g, e] of a span of queries."""
+    """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries."""
     walk = _Walk(ops, plan, workspace)
     score, group = ops.score, ops.group
 
-    def dk_dv(state: State, k: Tensor, v1: Tensor, span: Span):
-        grads.add_k(span, _read_gradient(state, k, v1, score, workspace))
-        grads.add_v(span, _read(state, k, score, workspace)[..., :-1])
+    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor, span: Span):
+        grads.add_k(span, _read_gradient(state, k, v, weight, score, workspace))
+        grads.add_v(span, _read_values(state, k, score, workspace))
 
     state = walk.state()
     for span in walk.alone:
-        state = _absorb(state, walk.k(span), ops.v1_block(span), workspace)
+        state = _absorb(state, *walk.k_v(span), workspace)
     for span in walk.queries:
-        q, g = walk.q(span), g1(span)
+        q, (g, e) = walk.q(span), g_e(span)
 
-        def dq(before: State):
-            grads.add_q(span, _read_gradient(before, q, g, score, workspace))
+        def dq(before: State, span=span, q=q, g=g, e=e):
+            grads.add_q(span, _read_gradient(before, q, g, e, score, workspace))
 
         if ops.causal:
-            keys = walk.keys(span)
-            _, state = walk.advance(state, walk.k(keys), ops.v1_block(keys), span, dq)
+            _, state = walk.advance(state, walk.k_v(walk.keys(span)), span, dq)
         else:
             dq(state)
 
     state = walk.state()
     for span in reversed(walk.queries):
-        q, g = walk.q(span), g1(span)
+        q, (g, e) = walk.q(span), g_e(span)
         if ops.causal:
             keys = walk.keys(span)
-            k, v1 = walk.k(keys), ops.v1_block(keys)
-            _, state = walk.advance(state, q, g, span, lambda after: dk_dv(after, k, v1, keys), reverse=True)
-            dq_tile, dk_tile, dv_tile, _ = tiles.backward(q, k, v1, g, score, group, 0, None, workspace)
-            grads.add_q(span, dq_tile)
-            grads.add_k(keys, dk_tile)
-            grads.add_v(keys, dv_tile)
+            k, v, weight = walk.k_v(keys)
+
+            def use(after: State, k=k, v=v, weight=weight, keys=keys):
+                dk_dv(after, k, v, weight, keys)
+
+            _, state = walk.advance(state, (q, g, e), span, use, reverse=True)
+            tile = tiles.backward(q, k, v, ops.key_weights(keys), g, e, score, group, 0, None, workspace)
+            grads.add_q(span, tile.q)
+            grads.add_k(keys, tile.k)
+            grads.add_v(keys, tile.v)
         else:
-            state = _absorb(state, q, g, workspace)
+            state = _absorb(state, q, g, e, workspace)
     for span in walk.alone:
-        dk_dv(state, walk.k(span), ops.v1_block(span), span)
+        dk_dv(state, *walk.k_v(span), span)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from fastmax.eager import tiles
-from fastmax.eager.blocks import Gradients, Operands, Scan, Span, spans
+from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import QuadraticPlan
 
@@ -22,7 +22,7 @@ class _Tiling:
 
     def keys(self, rows: Span) -> list[Span]:
         """Blocks of the keys that some query in `rows` sees."""
-        stop = min(self.ops.m, rows.stop + self.ops.shift) if self.ops.causal else self.ops.m
+        stop = rows.stop + self.ops.shift if self.ops.causal else self.ops.m
         return spans(0, stop, self.plan.cols)
 
     def diagonal(self, rows: Span, cols: Span) -> int | None:
@@ -35,42 +35,45 @@ class _Tiling:
     def rpe(self, rows: Span, cols: Span) -> Tensor | None:
         return None if self.ops.rpe is None else self.ops.rpe[self.rpe_rows(rows, cols)].to(self.ops.dtype)
 
+    def operands(self, cols: Span) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.ops.k_block(cols), self.ops.v_block(cols), self.ops.key_weights(cols)
 
-def forward(
-    ops: Operands, plan: QuadraticPlan, sink: Callable[[Span, Tensor], None], workspace: Workspace | None
-) -> None:
-    """Hand `sum_j f(s_ij) [v_j, 1]` of every block of queries to `sink`."""
+
+def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
+    """Hand numerator and denominator of every block of queries to `sink`."""
     tiling = _Tiling(ops, plan)
     scan = Scan(checkpointing=workspace is None)
 
     def block(rows: Span, _):
         q = ops.q_block(rows)
 
-        def tile(cols: Span, state: tuple[Tensor]):
-            diagonal, rpe = tiling.diagonal(rows, cols), tiling.rpe(rows, cols)
-            k, v1 = ops.k_block(cols), ops.v1_block(cols)
-            out = tiles.forward(q, k, v1, ops.score, ops.group, diagonal, rpe, workspace)
-            return None, (state[0] + out,)
+        def tile(cols: Span, sums: tuple[Tensor, Tensor]):
+            place = tiling.diagonal(rows, cols), tiling.rpe(rows, cols)
+            part = tiles.forward(q, *tiling.operands(cols), ops.score, ops.group, *place, workspace)
+            return None, tuple(total + x for total, x in zip(sums, part, strict=True))
 
-        start = (q.new_zeros(*q.shape[:-1], ops.v.shape[-1] + 1),)
-        return scan(tile, start, tiling.keys(rows), lambda cols, _: None)[0], ()
+        start = q.new_zeros(*q.shape[:-1], ops.v.shape[-1]), q.new_zeros(*q.shape[:-1], 1)
+        return scan(tile, start, tiling.keys(rows), lambda cols, _: None), ()
 
     scan(block, (), tiling.queries, sink)
 
 
 def backward(
-    ops: Operands, plan: QuadraticPlan, g1: Callable[[Span], Tensor], grads: Gradients, workspace: Workspace
+    ops: Operands,
+    plan: QuadraticPlan,
+    g_e: Callable[[Span], tuple[Tensor, Tensor]],
+    grads: Gradients,
+    workspace: Workspace,
 ) -> None:
-    """Add the gradients of the head group to `grads`; `g1(span)` is [g, e] of a span of queries."""
+    """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries."""
     tiling = _Tiling(ops, plan)
     for rows in tiling.queries:
-        q, g = ops.q_block(rows), g1(rows)
+        q, (g, e) = ops.q_block(rows), g_e(rows)
         for cols in tiling.keys(rows):
-            k, v1 = ops.k_block(cols), ops.v1_block(cols)
-            diagonal, rpe = tiling.diagonal(rows, cols), tiling.rpe(rows, cols)
-            dq, dk, dv, drpe = tiles.backward(q, k, v1, g, ops.score, ops.group, diagonal, rpe, workspace)
-            grads.add_q(rows, dq)
-            grads.add_k(cols, dk)
-            grads.add_v(cols, dv)
-            if drpe is not None:
-                grads.add_rpe(tiling.rpe_rows(rows, cols), drpe)
+            place = tiling.diagonal(rows, cols), tiling.rpe(rows, cols)
+            tile = tiles.backward(q, *tiling.operands(cols), g, e, ops.score, ops.group, *place, workspace)
+            grads.add_q(rows, tile.q)
+            grads.add_k(cols, tile.k)
+            grads.add_v(cols, tile.v)
+            if tile.rpe is not None:
+                grads.add_rpe(tiling.rpe_rows(rows, cols), tile.rpe)

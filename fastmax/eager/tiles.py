@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,48 +45,63 @@ def _weights(s: Tensor, score: Score, workspace: Workspace | None) -> Tensor:
     return score.value(s, slope=workspace.buffer("slope", *s.shape), out=s)
 
 
-def _hide(x: Tensor, group: int, diagonal: int | None) -> Tensor:
-    """Zero, in place, what lies above the diagonal: key column j is visible to query row i when `j <= i + diagonal`."""
+def _hide(x: Tensor, group: int, diagonal: int | None, visible: Tensor | None) -> Tensor:
+    """Zero, in place, what is masked or above the diagonal: column j is visible to row i when `j <= i + diagonal`."""
     if diagonal is not None and diagonal < x.shape[-1] - 1:
         x.unflatten(1, (group, -1)).tril_(diagonal)
-    return x
+    return x if visible is None else x.mul_(visible.mT)
 
 
 def forward(
     q: Tensor,
     k: Tensor,
-    v1: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
     score: Score,
     group: int,
     diagonal: int | None,
     rpe: Tensor | None,
     workspace: Workspace | None,
-) -> Tensor:
-    """`sum_j f(q_i.k_j) v1_j` over the visible keys of the tile: (B, group * rows, e)."""
+) -> tuple[Tensor, Tensor]:
+    """`sum_j f(q_i.k_j) v_j` (B, group * rows, dv) and `sum_j f(q_i.k_j)` (B, group * rows, 1) over the visible keys.
+
+    q (B, group * rows, d) is scaled, k (B, cols, d), v (B, cols, dv); `visible` (B, cols, 1) is the key padding mask.
+    """
     s = _scores(q, k, group, rpe, workspace)
-    return _hide(_weights(s, score, workspace), group, diagonal) @ v1
+    w = _hide(_weights(s, score, workspace), group, diagonal, visible)
+    return w @ v, w.sum(-1, keepdim=True)
+
+
+class TileGradients(NamedTuple):
+    q: Tensor  # of the scaled q
+    k: Tensor
+    v: Tensor
+    rpe: Tensor | None
 
 
 def backward(
     q: Tensor,
     k: Tensor,
-    v1: Tensor,
-    g1: Tensor,
+    v: Tensor,
+    visible: Tensor | None,
+    g: Tensor,
+    e: Tensor,
     score: Score,
     group: int,
     diagonal: int | None,
     rpe: Tensor | None,
     workspace: Workspace,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Contributions of the tile to the gradients of (scaled) q, k, v and the rpe rows."""
+) -> TileGradients:
+    """Contributions of the tile to the gradients; g (B, group * rows, dv), e (B, group * rows, 1)."""
     s = _scores(q, k, group, rpe, workspace)
-    ds = torch.bmm(g1, v1.mT, out=workspace.buffer("ds", *s.shape))
-    ds = _hide(ds.mul_(score.derivative(s, out=workspace.buffer("slope", *s.shape))), group, diagonal)
-    w = _hide(_weights(s, score, workspace), group, diagonal)
-    dq = ds @ k
-    drpe = None
+    # u = g.v + e in one product of [g, e] and [v, 1]; a pass over the tile costs more.
+    u = torch.bmm(torch.cat([g, e], dim=-1), F.pad(v, (0, 1), value=1.0).mT, out=workspace.buffer("u", *s.shape))
+    ds = u.mul_(score.derivative(s, out=workspace.buffer("slope", *s.shape)))
+    ds = _hide(ds, group, diagonal, visible)
+    w = _hide(_weights(s, score, workspace), group, diagonal, visible)
+    dq, drpe = ds @ k, None
     if rpe is not None:
         skewed = _unskew(ds.unflatten(1, (group, -1))).flatten(1, 2)
         dq = dq + skewed @ rpe
         drpe = torch.einsum("brl,brd->ld", skewed, q)
-    return dq, ds.mT @ q, w.mT @ g1[..., :-1], drpe
+    return TileGradients(dq, ds.mT @ q, w.mT @ g, drpe)

@@ -1,0 +1,194 @@
+"""Train a small GPT with Fastmax attention, byte by byte, on text that is on every machine: Python's standard library.
+
+    python examples/train_char_lm.py                        # Fastmax, p = 2: about 100 seconds on two CPU cores
+    python examples/train_char_lm.py --attention softmax    # the same model with softmax attention
+    python examples/train_char_lm.py --data my_text.txt
+    python examples/train_char_lm.py --compare              # Fastmax p = 2, p = 1 and softmax from one seed, on one figure
+
+A run writes OUT/char_lm_NAME.csv, .png (losses by step) and .pt (checkpoint); --compare writes OUT/char_lm.csv and .png.
+"""
+
+import argparse
+import csv
+import sysconfig
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from model import GPT, GPTConfig
+from torch import Tensor
+from tqdm import tqdm
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--attention", choices=("fastmax", "softmax"), default="fastmax")
+    parser.add_argument("--p", type=int, choices=(1, 2), default=2, help="degree of Fastmax's polynomial")
+    parser.add_argument("--custom-gradient", action=argparse.BooleanOptionalAction, default=True,
+                        help="Fastmax's analytic backward, or autograd through the same forward")
+    parser.add_argument("--compare", action="store_true", help="train Fastmax p = 2, p = 1 and softmax, one after another")
+    parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--block-size", type=int, default=128, help="context length in bytes")
+    parser.add_argument("--n-layer", type=int, default=4)
+    parser.add_argument("--n-head", type=int, default=4)
+    parser.add_argument("--n-embd", type=int, default=128)
+    parser.add_argument("--qk-norm", action=argparse.BooleanOptionalAction, default=True,
+                        help="RMS-normalise queries and keys, so that scores stay where a polynomial resembles exp")
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser
+
+
+def load_data(path: Path | None, device: str) -> tuple[Tensor, Tensor]:
+    """Training and validation bytes, (N,) uint8: the first nine tenths and the rest."""
+    if path is None:
+        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        if not sources:
+            raise SystemExit("this Python has no standard library sources on disk: pass --data FILE")
+        text = b"\n".join(source.read_bytes() for source in sources)
+    else:
+        text = path.read_bytes()
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    split = 9 * len(data) // 10
+    return data[:split], data[split:]
+
+
+def get_batch(data: Tensor, block_size: int, batch_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random windows: tokens (B, T) and the same moved by one."""
+    if len(data) <= block_size:
+        raise SystemExit(f"{len(data)} bytes of text are too few for a block of {block_size}")
+    start = torch.randint(len(data) - block_size, (batch_size, 1), generator=generator)
+    window = data[(start + torch.arange(block_size + 1)).to(data.device)].long()
+    return window[:, :-1], window[:, 1:]
+
+
+@torch.no_grad()
+def evaluate(model: GPT, data: Tensor, batches: int = 16) -> float:
+    """Mean loss on windows that are the same at every call."""
+    model.eval()
+    generator = torch.Generator().manual_seed(0)
+    losses = [model(*get_batch(data, model.config.block_size, 32, generator)).item() for _ in range(batches)]
+    model.train()
+    return sum(losses) / batches
+
+
+def train(model: GPT, train_data: Tensor, val_data: Tensor, args: argparse.Namespace, label: str) -> list[dict]:
+    """AdamW with warmup and a cosine, as nanoGPT; returns rows of step, train, val and tokens/s, ten to a run or so."""
+    model.train()
+    decay = [x for x in model.parameters() if x.dim() == 2]
+    rest = [x for x in model.parameters() if x.dim() != 2]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
+    warmup = max(1, args.steps // 20)
+    schedule = torch.optim.lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup),
+            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, args.steps - warmup), args.lr / 10),
+        ],
+        [warmup],
+    )
+    generator = torch.Generator().manual_seed(args.seed)
+    every = max(1, args.steps // 10)
+    history, recent, seconds = [], [], 0.0
+    progress = tqdm(range(1, args.steps + 1), desc=label, unit="step")
+    for step in progress:
+        began = time.perf_counter()
+        loss = model(*get_batch(train_data, model.config.block_size, args.batch_size, generator))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        recent.append(loss.item())
+        seconds += time.perf_counter() - began
+        if step % every == 0 or step == args.steps:
+            row = {
+                "run": label,
+                "step": step,
+                "train": sum(recent) / len(recent),
+                "val": evaluate(model, val_data),
+                "tokens_per_second": round(step * args.batch_size * model.config.block_size / seconds),
+            }
+            history.append(row)
+            recent = []
+            progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}")
+    return history
+
+
+def save_history(history: list[dict], stem: Path) -> None:
+    """The rows as stem.csv, the losses of every run as stem.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{stem}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, history[0])
+        writer.writeheader()
+        writer.writerows(history)
+    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    for label in dict.fromkeys(row["run"] for row in history):
+        rows = [row for row in history if row["run"] == label]
+        steps = [row["step"] for row in rows]
+        (line,) = axis.plot(steps, [row["val"] for row in rows], marker="o", label=f"{label}, validation")
+        axis.plot(steps, [row["train"] for row in rows], color=line.get_color(), alpha=0.4, label=f"{label}, train")
+    axis.set(xlabel="step", ylabel="loss (nats per byte)")
+    axis.legend()
+    figure.savefig(f"{stem}.png", dpi=150)
+    plt.close(figure)
+
+
+def name_of(config: GPTConfig) -> str:
+    return "softmax" if config.attention == "softmax" else f"fastmax_p{config.p}"
+
+
+def main():
+    args = arguments().parse_args()
+    config = GPTConfig(
+        block_size=args.block_size, n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd, attention=args.attention,
+        p=args.p, qk_norm=args.qk_norm, custom_gradient=args.custom_gradient,
+    )
+    configs = [config]
+    if args.compare:
+        configs = [replace(config, attention=attention, p=p) for attention, p in
+                   (("fastmax", 2), ("fastmax", 1), ("softmax", 2))]
+    train_data, val_data = load_data(args.data, args.device)
+
+    history = []
+    for config in configs:
+        torch.manual_seed(args.seed)  # every run starts from the same weights
+        model = GPT(config).to(args.device)
+        history += train(model, train_data, val_data, args, name_of(config))
+
+    parameters = sum(x.numel() for x in model.parameters())
+    print(f"\n{parameters / 1e6:.2f} M parameters, {len(train_data) / 1e6:.1f} MB of text, {args.steps} steps of "
+          f"{args.batch_size} x {args.block_size} bytes on {args.device}")
+    print(f"{'attention':<14}{'train loss':>12}{'val loss':>12}{'tokens/s':>12}")
+    for label in dict.fromkeys(row["run"] for row in history):
+        last = [row for row in history if row["run"] == label][-1]
+        print(f"{label:<14}{last['train']:>12.4f}{last['val']:>12.4f}{last['tokens_per_second']:>12,}")
+
+    if args.compare:
+        stem = args.out / "char_lm"
+        save_history(history, stem)
+        print(f"wrote {stem}.csv and {stem}.png")
+        return
+    stem = args.out / f"char_lm_{name_of(config)}"
+    save_history(history, stem)
+    torch.save({"config": asdict(config), "model": model.state_dict()}, f"{stem}.pt")
+    prompt = torch.tensor([list(b"def ")], device=args.device)
+    sample = model.eval().generate(prompt, args.sample)
+    print(f"wrote {stem}.csv, {stem}.png and {stem}.pt; a sample:\n")
+    print(bytes(sample[0].tolist()).decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    main()
