@@ -1,9 +1,18 @@
 """Polynomial-kernel (Fastmax) attention for PyTorch."""
 
+from fastmax.decode import DecodeState, init_state, prefill, step
 from fastmax.functional import fastmax_attention
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.positional import rpe_matrix_creator
 
 __version__ = "0.1.0"
 
-__all__ = ["FASTMultiHeadAttention", "fastmax_attention", "rpe_matrix_creator"]
+__all__ = [
+    "DecodeState",
+    "FASTMultiHeadAttention",
+    "fastmax_attention",
+    "init_state",
+    "prefill",
+    "rpe_matrix_creator",
+    "step",
+]

@@ -36,19 +36,19 @@ class FASTMultiHeadAttention(nn.Module):
             raise TypeError(f'rpe_matrix must be "sinusoidal" or None here, got {type(rpe_matrix).__name__}; '
                             "a matrix depends on the sequence length: pass it to forward")
         self.use_custom_gradient = use_custom_gradient
-        self.defaults = dict(
-            rpe_matrix=rpe_matrix,
-            mask=mask,
-            dropout=dropout,
-            normalize=normalize,
-            temperature=temperature,
-            a0=a0,
-            a1=a1,
-            a2=a2,
-            lim=lim,
-            p=p,
-            algorithm=algorithm,
-        )
+        self.defaults = {
+            "rpe_matrix": rpe_matrix,
+            "mask": mask,
+            "dropout": dropout,
+            "normalize": normalize,
+            "temperature": temperature,
+            "a0": a0,
+            "a1": a1,
+            "a2": a2,
+            "lim": lim,
+            "p": p,
+            "algorithm": algorithm,
+        }
 
     def forward(
         self,
@@ -71,19 +71,19 @@ class FASTMultiHeadAttention(nn.Module):
         algorithm: str | None = None,
     ) -> Tensor:
         """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d. No noise in eval mode."""
-        given = dict(
-            rpe_matrix=rpe_matrix,
-            mask=mask,
-            dropout=dropout,
-            normalize=normalize,
-            temperature=temperature,
-            a0=a0,
-            a1=a1,
-            a2=a2,
-            lim=lim,
-            p=p,
-            algorithm=algorithm,
-        )
+        given = {
+            "rpe_matrix": rpe_matrix,
+            "mask": mask,
+            "dropout": dropout,
+            "normalize": normalize,
+            "temperature": temperature,
+            "a0": a0,
+            "a1": a1,
+            "a2": a2,
+            "lim": lim,
+            "p": p,
+            "algorithm": algorithm,
+        }
         options = {name: self.defaults[name] if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
         if isinstance(causal, Tensor):

@@ -27,7 +27,7 @@ def naive_attention(
     q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv) -> (b, h, n, dv). The arguments mean what they mean in
     `fastmax.fastmax_attention`; normalisation is left to the caller (`fastmax.normalization.normalize`).
     """
-    b, h, n, d = q.shape
+    _b, h, n, _d = q.shape
     m = k.shape[2]
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     i = torch.arange(n, device=q.device)[:, None]

@@ -6,16 +6,29 @@ import torch
 from torch import Tensor
 
 from fastmax.eager import linear, quadratic
-from fastmax.eager.blocks import Gradients, Operands, Span, from_blocks, head_groups, recording, to_blocks
+from fastmax.eager.blocks import (
+    Gradients,
+    Operands,
+    Span,
+    compute_dtype,
+    from_blocks,
+    head_groups,
+    recording,
+    to_blocks,
+)
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Score
 
 
+def _token_major(x: Tensor) -> bool:
+    return x.stride(1) < x.stride(2)
+
+
 def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised (b, h, n, channels), token-major in memory, as (b, n, h, channels), where x is, else contiguous."""
     b, h, n, _ = x.shape
-    if x.stride(1) < x.stride(2):
+    if _token_major(x):
         return x.new_empty(b, n, h, channels, dtype=dtype).transpose(1, 2)
     return x.new_empty(b, h, n, channels, dtype=dtype)
 
@@ -48,10 +61,50 @@ def _group(q, k, v, mask, rpe, score, causal, batch: slice, heads: slice) -> Ope
     return Operands(q, k, v, None if mask is None else mask[batch], rpe, score, causal)
 
 
-def _divide(numerator: Tensor, z: Tensor) -> Tensor:
+def divide(numerator: Tensor, z: Tensor) -> Tensor:
     """A query that sees no key has z = 0 and gets output 0."""
     empty = z == 0
     return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, z))
+
+
+class _Parts:
+    """A sink that keeps the outputs and joins them at the end, as autograd wants it."""
+
+    def __init__(self, ops: Operands):
+        self._like = ops.q
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, span: Span, sums: tuple[Tensor, Tensor]) -> None:
+        numerator, z = (from_blocks(x, span, self._like) for x in sums)
+        self._parts.append((divide(numerator, z), z))
+
+    def join(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Output in q's dtype and layout, denominators; there is at least one query."""
+        o, z = (torch.cat(parts, dim=3).flatten(1, 2) for parts in zip(*self._parts, strict=True))
+        o = o.to(q.dtype)
+        if _token_major(q):
+            o = o.transpose(1, 2).contiguous().transpose(1, 2)
+        return o, z.squeeze(-1)
+
+
+def forward_from_state(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, score: Score, values: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of n tokens that continue from a state, by the linear algorithm: output, values, weights.
+
+    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.decode.DecodeState`.
+    """
+    (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
+    if b == 0 or n == 0:
+        return empty_like_layout(q, dv), values, weights
+    plan = plan_linear(q.device, b * hk, q.shape[1] // hk, d, dv, score.order)._replace(heads=b * hk)
+    workspace = None if recording(q, k, v, values, weights) else Workspace(values.dtype, q.device)
+    ops = _group(q, k, v, mask, None, score, True, slice(None), slice(None))
+    parts = _Parts(ops)
+    state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, score.order)
+    state = linear.forward(ops, plan, parts, workspace, state)
+    values, weights = linear.pack_state(state, d)
+    return parts.join(q)[0], values.unflatten(0, (b, hk)), weights.unflatten(0, (b, hk))
 
 
 def forward(
@@ -68,25 +121,17 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output (b, h, n, dv) in q's dtype and layout, denominators (b, h, n) in the compute dtype."""
     o = empty_like_layout(q, v.shape[-1])
-    z = q.new_zeros(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+    z = q.new_zeros(q.shape[:3], dtype=compute_dtype(q.dtype))
     if o.numel() == 0:
         return o, z
     differentiable = recording(q, k, v, rpe)
     module, plan = _plan(q, k, v, rpe, score, causal, algorithm, whole=differentiable)
     hk = k.shape[1]
     if differentiable:
-        parts: list[tuple[Tensor, Tensor]] = []
         ops = _group(q, k, v, mask, rpe, score, causal, slice(None), slice(None))
-
-        def collect(span: Span, sums: tuple[Tensor, Tensor]):
-            numerator, denominator = (from_blocks(x, span, ops.q) for x in sums)
-            parts.append((_divide(numerator, denominator), denominator))
-
-        module.forward(ops, plan, collect, None)
-        o = torch.cat([part for part, _ in parts], dim=3).flatten(1, 2).to(q.dtype)
-        z = torch.cat([part for _, part in parts], dim=3).flatten(1, 2).squeeze(-1)
-        if q.stride(1) < q.stride(2):
-            o = o.transpose(1, 2).contiguous().transpose(1, 2)
+        parts = _Parts(ops)
+        module.forward(ops, plan, parts, None)
+        o, z = parts.join(q)
         return o if noise is None else torch.addcmul(o, o, noise, value=dropout), z
     workspace = Workspace(z.dtype, q.device)
     for batch, heads in head_groups(k.shape[0], hk, plan.heads):
@@ -95,7 +140,7 @@ def forward(
 
         def write(span: Span, sums: tuple[Tensor, Tensor], like=ops.q, o_group=o_group, z_group=z_group):
             numerator, denominator = (from_blocks(x, span, like) for x in sums)
-            o_group[:, :, :, span.start : span.stop] = _divide(numerator, denominator)
+            o_group[:, :, :, span.start : span.stop] = divide(numerator, denominator)
             z_group[:, :, :, span.start : span.stop] = denominator
 
         module.forward(ops, plan, write, workspace)

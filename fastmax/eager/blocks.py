@@ -133,13 +133,13 @@ class Gradients:
         self._sums = [x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out]
         self._rpe = rpe
 
-    def _add(self, index: int, span: Span, x: Tensor) -> None:
+    def _add(self, index: int, span: Span, x: Tensor, scale: float = 1.0) -> None:
         total = self._sums[index][:, :, :, span.start : span.stop]
-        total += from_blocks(x, span, total)[..., : total.shape[-1]]
+        total.add_(from_blocks(x, span, total)[..., : total.shape[-1]], alpha=scale)
 
     def add_q(self, span: Span, x: Tensor) -> None:
         """x is the gradient of the scaled q."""
-        self._add(0, span, x * self._ops.score.scale)
+        self._add(0, span, x, self._ops.score.scale)
 
     def add_k(self, span: Span, x: Tensor) -> None:
         self._add(1, span, x)
@@ -152,7 +152,7 @@ class Gradients:
         self._rpe[rows] += x
 
     def write(self) -> None:
-        for total, out in zip(self._sums, self._out):
+        for total, out in zip(self._sums, self._out, strict=True):
             if total is not out:
                 out.copy_(total)
 
@@ -197,6 +197,6 @@ class Scan:
         for first in range(0, len(todo), block):
             part = todo[first : first + block]
             outputs, state = self.call(run, state, part) if len(todo) > 1 else run(state, part)
-            for span, output in zip(part, outputs):
+            for span, output in zip(part, outputs, strict=True):
                 sink(span, output)
         return state

@@ -7,6 +7,8 @@ with a state counts them twice). At d = 64 that is 2560 features instead of 4096
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -60,8 +62,8 @@ def pair_features(x: Tensor, workspace: Workspace | None) -> Tensor:
 def pair_features_vjp(x: Tensor, grad: Tensor, workspace: Workspace) -> Tensor:
     """Half the gradient of x, given that of `pair_features(x)` with each off-diagonal pair counted twice.
 
-    By the product rule on `sum_ab x_a x_b grad_ab`; `grad` is symmetric inside the diagonal tiles, as every sum over products
-    is, so they need no special case. x is (B, R, d), grad (B, R, feature_count(d)).
+    By the product rule on `sum_ab x_a x_b grad_ab`; `grad` is symmetric inside the diagonal tiles, as sums of products
+    are, so they need no special case. x is (B, R, d), grad (B, R, feature_count(d)).
     """
     d = x.shape[-1]
     tile = min(d, TILE)
@@ -79,3 +81,40 @@ def pair_features_vjp(x: Tensor, grad: Tensor, workspace: Workspace) -> Tensor:
         dx[..., block] += product(pairs, x[..., None, stop:]).sum(-1)
         dx[..., stop:] += product(pairs, x[..., block, None]).sum(-2)
     return dx
+
+
+def symmetric_index(d: int) -> Tensor:
+    """(d, d): the row of each pair among the d(d+1)/2 pairs a <= b, in the order of `torch.triu_indices`; on the CPU."""
+    a = torch.arange(d)
+    low, high = torch.minimum(a[:, None], a), torch.maximum(a[:, None], a)
+    return low * d - low * (low - 1) // 2 + high - low
+
+
+@lru_cache(maxsize=64)
+def triangle_index(d: int) -> Tensor:
+    """For each feature of the padded head dim its row in `symmetric_index`, and d(d+1)/2 for padding; on the CPU."""
+    width = padded_head_dim(d)
+    tile = min(width, TILE)
+    columns = torch.arange(width).view(-1, tile)
+    a = [columns.unsqueeze(-1).expand(-1, -1, tile).flatten()]
+    b = [columns.unsqueeze(-2).expand(-1, tile, -1).flatten()]
+    for stop in range(tile, width, tile):
+        pairs = torch.cartesian_prod(torch.arange(stop - tile, stop), torch.arange(stop, width))
+        a.append(pairs[:, 0])
+        b.append(pairs[:, 1])
+    index = torch.full((width, width), d * (d + 1) // 2)
+    index[:d, :d] = symmetric_index(d)
+    return index[torch.cat(a), torch.cat(b)]
+
+
+def fold_pairs(state: Tensor, d: int) -> Tensor:
+    """Sums over features (B, feature_count, c) -> one row for each distinct pair (B, d(d+1)/2, c)."""
+    index = triangle_index(d)
+    first = torch.empty(d * (d + 1) // 2 + 1, dtype=torch.long)
+    first[index] = torch.arange(index.numel())
+    return state[:, first[:-1].to(state.device)]
+
+
+def unfold_pairs(rows: Tensor, d: int) -> Tensor:
+    """The inverse of `fold_pairs`."""
+    return F.pad(rows, (0, 0, 0, 1))[:, triangle_index(d).to(rows.device)]

@@ -4,8 +4,8 @@
 
 so `sum_j f(q_i.k_j) v_j` needs of the keys only `sum_j v_j`, `sum_j k_j v_j^T` and `sum_j (k_j (x) k_j) v_j^T`, and the
 denominator the same sums without v. Causal attention walks the sequence in chunks: earlier chunks through the state, the
-chunk itself through a tile of the quadratic algorithm. The backward walks forwards once for dq (the same states, rebuilt) and
-backwards once for dk and dv, with states of q, g and e in place of k, v and 1.
+chunk itself through a tile of the quadratic algorithm. The backward walks forwards once for dq (the same states,
+rebuilt) and backwards once for dk and dv, with states of q, g and e in place of k, v and 1.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastmax.eager import tiles
 from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
 from fastmax.eager.features import (
     diagonal_size,
     feature_count,
+    fold_pairs,
     pad_head_dim,
     padded_head_dim,
     pair_features,
     pair_features_vjp,
+    symmetric_index,
+    unfold_pairs,
 )
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import LinearPlan
@@ -32,9 +36,9 @@ from fastmax.score import Score
 
 
 class State(NamedTuple):
-    """Sums over tokens of features of x (B, C, d) times y (B, C, c) and times a weight (B, C, 1); d is padded.
+    """Sums over tokens of features of x (B, C, d) times y (B, C, c) and times a weight (B, C, 1), None for 1; d is padded.
 
-    Forward: x = k, y = v, weight 1 (0 where masked). Backward: x = q, y = g, weight e.
+    Forward: x = k, y = v, weight 0 where a key is masked. Backward: x = q, y = g, weight e.
     """
 
     zeroth: Tensor  # (B, 1, c)
@@ -57,10 +61,36 @@ def empty_state(blocks: int, d: int, channels: int, order: int, like: Tensor) ->
     return State(zeros(1, channels), zeros(d, channels), second, zeros(1, 1), zeros(1, d), moment2)
 
 
-def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor, workspace: Workspace | None) -> State:
+def unpack_state(values: Tensor, weights: Tensor, d: int, order: int) -> State:
+    """The state from its rows 1, x_a, x_a x_b (a <= b): values (B, rows, c), weights (B, rows). Copies."""
+    rows = torch.cat([values, weights.unsqueeze(-1)], dim=-1)
+    pad = padded_head_dim(d) - d
+    zeroth, first, pairs = rows.split([1, d, rows.shape[1] - d - 1], dim=1)
+    first = F.pad(first, (0, 0, 0, pad))
+    second = moment2 = None
+    if order == 2:
+        second = unfold_pairs(pairs, d)[..., :-1].contiguous()
+        moment2 = F.pad(pairs[:, symmetric_index(d).to(pairs.device), -1], (0, pad, 0, pad))
+    moment1 = first[..., -1].unsqueeze(1)
+    return State(zeroth[..., :-1].clone(), first[..., :-1].clone(), second, zeroth[..., -1:].clone(), moment1, moment2)
+
+
+def pack_state(state: State, d: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `unpack_state`: values (B, rows, c) and weights (B, rows)."""
+    values = [state.zeroth, state.first[:, :d]]
+    weights = [state.moment0.squeeze(1), state.moment1.squeeze(1)[:, :d]]
+    if state.second is not None:
+        a, b = torch.triu_indices(d, d, device=state.second.device)
+        values.append(fold_pairs(state.second, d))
+        weights.append(state.moment2[:, a, b])
+    return torch.cat(values, dim=1), torch.cat(weights, dim=1)
+
+
+def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor | None, workspace: Workspace | None) -> State:
     """Add tokens to the state; in place when nothing is recorded."""
     out = State(*(None,) * len(state)) if workspace is None else state
-    weighted = x * weight
+    weighted = x if weight is None else x * weight
+    count = x.shape[1] if weight is None else weight.sum(1, keepdim=True)
     second, moment2 = state.second, state.moment2
     if second is not None:
         second = torch.baddbmm(second, pair_features(x, workspace).mT, y, out=out.second)
@@ -69,7 +99,7 @@ def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor, workspace: Works
         torch.add(state.zeroth, y.sum(1, keepdim=True), out=out.zeroth),
         torch.baddbmm(state.first, x.mT, y, out=out.first),
         second,
-        torch.add(state.moment0, weight.sum(1, keepdim=True), out=out.moment0),
+        torch.add(state.moment0, count, out=out.moment0),
         torch.add(state.moment1, weighted.sum(1, keepdim=True), out=out.moment1),
         moment2,
     )
@@ -81,9 +111,10 @@ def _read_values(state: State, x: Tensor, score: Score, workspace: Workspace | N
     if state.second is not None:
         features = pair_features(x, workspace)
         split = diagonal_size(x.shape[-1])
-        out = torch.baddbmm(out, features[..., :split], state.second[:, :split], alpha=score.a2)
-        if features.shape[-1] > split:
-            out = torch.baddbmm(out, features[..., split:], state.second[:, split:], alpha=2.0 * score.a2)
+        for part, weight in ((slice(0, split), score.a2), (slice(split, None), 2.0 * score.a2)):
+            if features[..., part].shape[-1]:
+                place = None if workspace is None else out
+                out = torch.baddbmm(out, features[..., part], state.second[:, part], alpha=weight, out=place)
     return out
 
 
@@ -95,14 +126,19 @@ def _read_weights(state: State, x: Tensor, score: Score) -> Tensor:
     return out
 
 
-def _read_gradient(state: State, x: Tensor, y: Tensor, weight: Tensor, score: Score, workspace: Workspace) -> Tensor:
+def _read_gradient(
+    state: State, x: Tensor, y: Tensor, weight: Tensor | None, score: Score, workspace: Workspace
+) -> Tensor:
     """`sum_j f'(x_i.x_j) (y_i.y_j + weight_i weight_j) x_j` over the tokens j in the state: (B, R, d)."""
-    dx = torch.baddbmm(weight * state.moment1, y, state.first.mT).mul_(score.a1)
+    moment = state.moment1 if weight is None else weight * state.moment1
+    dx = torch.baddbmm(moment, y, state.first.mT, beta=score.a1, alpha=score.a1)
     if state.second is not None:
         out = workspace.buffer("features", *x.shape[:-1], state.second.shape[1])
-        grad = torch.bmm(y, state.second.mT, out=out)
-        half = torch.addcmul(pair_features_vjp(x, grad, workspace), weight, x @ state.moment2)
-        dx.add_(half, alpha=2.0 * score.a2)
+        dx.add_(pair_features_vjp(x, torch.bmm(y, state.second.mT, out=out), workspace), alpha=2.0 * score.a2)
+        if weight is None:
+            dx.baddbmm_(x, state.moment2, alpha=2.0 * score.a2)
+        else:
+            dx.addcmul_(weight, x @ state.moment2, value=2.0 * score.a2)
     return dx
 
 
@@ -145,12 +181,10 @@ class _Walk:
     def q(self, span: Span) -> Tensor:
         return pad_head_dim(self.ops.q_block(span))
 
-    def k_v(self, span: Span) -> tuple[Tensor, Tensor, Tensor]:
+    def k_v(self, span: Span) -> tuple[Tensor, Tensor, Tensor | None]:
         """k, v and the keys' weights; v is zero where a key is masked."""
         k, v, weight = pad_head_dim(self.ops.k_block(span)), self.ops.v_block(span), self.ops.key_weights(span)
-        if weight is None:
-            return k, v, k.new_ones(1, 1, 1).expand(*k.shape[:-1], 1)
-        return k, v * weight, weight
+        return k, v if weight is None else v * weight, weight
 
     def advance(self, state: State, tokens: tuple, span: Span, use: Callable[[State], object], reverse: bool = False):
         """Use the state before each chunk of the span, then add the span's tokens (x, y, weight) to it."""
@@ -184,7 +218,7 @@ def forward(
         keys = walk.keys(span)
         q, (k, v, weight) = walk.q(span), walk.k_v(keys)
         (numerator, z), state = walk.advance(state, (k, v, weight), span, lambda before: read(before, q))
-        tile, z_tile = tiles.forward(q, k, v, ops.key_weights(keys), score, group, 0, None, workspace)
+        tile, z_tile = tiles.forward(q, k, v, weight, score, group, 0, None, workspace)
         return (numerator + tile, z + z_tile), state
 
     def full(span: Span, state: State):
@@ -205,7 +239,7 @@ def backward(
     walk = _Walk(ops, plan, workspace)
     score, group = ops.score, ops.group
 
-    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor, span: Span):
+    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor | None, span: Span):
         grads.add_k(span, _read_gradient(state, k, v, weight, score, workspace))
         grads.add_v(span, _read_values(state, k, score, workspace))
 
@@ -234,7 +268,7 @@ def backward(
                 dk_dv(after, k, v, weight, keys)
 
             _, state = walk.advance(state, (q, g, e), span, use, reverse=True)
-            tile = tiles.backward(q, k, v, ops.key_weights(keys), g, e, score, group, 0, None, workspace)
+            tile = tiles.backward(q, k, v, weight, g, e, score, group, 0, None, workspace)
             grads.add_q(span, tile.q)
             grads.add_k(keys, tile.k)
             grads.add_v(keys, tile.v)

@@ -11,8 +11,8 @@ from torch import Tensor
 class Workspace:
     """Named buffers that the blocks of one call write over and over.
 
-    A fresh multi-megabyte tensor for every block costs more than the arithmetic on it where the allocator returns such pieces
-    to the system (page faults: 3 ms instead of 0.15 ms for 2 MB of features). A name stands for one temporary at a time.
+    A fresh multi-megabyte tensor for every block costs more than the arithmetic on it where the allocator returns such
+    pieces to the system (page faults: 3 ms instead of 0.3 ms for 2 MB of features). A name stands for one temporary at a time.
     Functions that take `Workspace | None` allocate as usual when it is None, which is how autograd gets to record them.
     """
 
