@@ -25,7 +25,9 @@ class GPTConfig:
     n_embd: int = 128
     attention: str = "fastmax"  # or "softmax"
     p: int = 2  # degree of Fastmax's polynomial
+    temperature: float = 1.0  # of p = 2; see make_attention
     qk_norm: bool = True
+    rope: bool = True
     custom_gradient: bool = True
 
 
@@ -35,23 +37,26 @@ class SoftmaxAttention(nn.Module):
 
 
 def make_attention(config: GPTConfig) -> nn.Module:
-    """The causal attention that `config` names, on ready-made heads."""
+    """The causal attention that `config` names, on ready-made heads.
+
+    A polynomial grows slowly, so Fastmax needs larger scores than softmax to look as sharply: p = 2 starts best without the
+    usual division by sqrt(head_dim). For p = 1 the weight 1 + s is positive only while s > -1: rows in the unit ball keep it
+    so, and a temperature a little above 1 keeps the denominator away from zero.
+    """
     if config.attention == "softmax":
         return SoftmaxAttention()
-    head_dim = config.n_embd // config.n_head
-    options = dict(mask=True, p=config.p, temperature=math.sqrt(head_dim))
-    if config.p == 1:
-        # 1 + s is a weight only while s > -1: rows in the unit ball keep it so, and a temperature a little above 1 keeps
-        # every denominator positive.
-        options |= dict(normalize="token", temperature=1.1)
-    return fastmax.FASTMultiHeadAttention(config.custom_gradient, **options)
+    if config.p == 2:
+        options = {"p": 2, "temperature": config.temperature}
+    else:
+        options = {"p": 1, "normalize": "token", "temperature": 1.1}
+    return fastmax.FASTMultiHeadAttention(config.custom_gradient, mask=True, **options)
 
 
 class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         head_dim = config.n_embd // config.n_head
-        self.n_head = config.n_head
+        self.n_head, self.rope = config.n_head, config.rope
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
         self.q_norm = nn.RMSNorm(head_dim) if config.qk_norm else nn.Identity()
@@ -61,7 +66,9 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)  # 3 x (B, nh, T, hd)
-        q, k = rope(self.q_norm(q)), rope(self.k_norm(k))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope:
+            q, k = rope(q), rope(k)
         return self.proj(self.attend(q, k, v).transpose(1, 2).reshape(B, T, C))
 
 

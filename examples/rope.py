@@ -29,9 +29,9 @@ def rope(x: Tensor, first: int = 0, base: float = 10000.0) -> Tensor:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--head-dim", type=int, default=32)
     parser.add_argument("--p", type=int, choices=(1, 2), default=2, help="degree of the polynomial")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--out", type=Path, default=Path("out"), help="directory for rope.png")
@@ -42,8 +42,10 @@ def main():
     torch.manual_seed(args.seed)
     shape = (1, args.heads, args.tokens, args.head_dim)
     q, k, v = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
-    # Rows in the unit ball keep 1 + s positive for p = 1; rotating them does not change their length.
-    options = dict(causal=True, p=args.p, normalize="token", temperature=1.0 if args.p == 2 else 1.1)
+    options = {"causal": True, "p": args.p, "temperature": args.head_dim**0.5}
+    if args.p == 1:
+        # rows in the unit ball keep 1 + s positive; rotating them does not change their length
+        options |= {"normalize": "token", "temperature": 1.1}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **more) -> Tensor:
         return fastmax.fastmax_attention(q, k, v, **(options | more))

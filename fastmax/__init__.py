@@ -4,6 +4,7 @@ from fastmax.decode import DecodeState, init_state, prefill, step
 from fastmax.functional import fastmax_attention
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.positional import rpe_matrix_creator
+from fastmax.swap import swap_attention
 
 __version__ = "0.1.0"
 
@@ -15,4 +16,5 @@ __all__ = [
     "prefill",
     "rpe_matrix_creator",
     "step",
+    "swap_attention",
 ]

@@ -86,9 +86,7 @@ def init_state(
     sinusoidal = rpe_matrix is not None
     width = head_dim + 2 * ((head_dim + 1) // 2) if sinusoidal else head_dim
     features = 1 + width + (width * (width + 1) // 2 if p == 2 else 0)
-    values = torch.zeros(
-        batch, kv_heads, features, value_dim, dtype=eager.compute_dtype(dtype), device=device
-    )
+    values = torch.zeros(batch, kv_heads, features, value_dim, dtype=eager.compute_dtype(dtype), device=device)
     return DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, sinusoidal)
 
 
@@ -110,8 +108,11 @@ def step(
         TypeError, ValueError: naming the argument.
     """
     _check(q, k, v, state, key_padding_mask)
-    if q.shape[2] != 1:
-        raise ValueError(f"q must hold one token, (b, h, 1, d), got {tuple(q.shape)}; use fastmax.prefill for more")
+    if q.shape[2] != 1 or k.shape[2] != 1:
+        raise ValueError(
+            f"q, k and v must hold one token, (b, h, 1, d), got {q.shape[2]} in q and {k.shape[2]} in k; "
+            "use fastmax.prefill for more"
+        )
     dtype, score = state.values.dtype, state.score
     q, k = _transform(q, k, state)
     key = _features(k.squeeze(2).to(dtype), score.order)

@@ -101,7 +101,8 @@ def fastmax_attention(
         o = ops.attention(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm)
     else:
         with torch.autocast(q.device.type, enabled=False):
-            o, _ = eager.forward(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm)
+            record = eager.recording(q, k, v, rpe_matrix)
+            o, _ = eager.forward(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm, record)
     return o.flatten(0, 1) if three_d else o
 
 

@@ -13,9 +13,7 @@ from fastmax import validation
 def has_kernels(device_type: str) -> bool:
     """Whether a compiled library has registered the operator for "cuda" or "cpu" beside the PyTorch implementation."""
     key = {"cuda": "CUDA", "cpu": "CPU"}[device_type]
-    return all(
-        torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", key) for name in ("forward", "backward")
-    )
+    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", key) for name in ("forward", "backward"))
 
 
 def implementation(device_type: str) -> str:

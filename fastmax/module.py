@@ -33,8 +33,10 @@ class FASTMultiHeadAttention(nn.Module):
     ):
         super().__init__()
         if rpe_matrix not in (None, "sinusoidal"):
-            raise TypeError(f'rpe_matrix must be "sinusoidal" or None here, got {type(rpe_matrix).__name__}; '
-                            "a matrix depends on the sequence length: pass it to forward")
+            raise TypeError(
+                f'rpe_matrix must be "sinusoidal" or None here, got {type(rpe_matrix).__name__}; '
+                "a matrix depends on the sequence length: pass it to forward"
+            )
         self.use_custom_gradient = use_custom_gradient
         self.defaults = {
             "rpe_matrix": rpe_matrix,

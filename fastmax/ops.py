@@ -10,6 +10,8 @@ Only q, k, v, o, the denominators z (b, h, n) and the caller's mask, noise and r
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
@@ -28,8 +30,7 @@ _NO_SECOND_DERIVATIVE = (
 library = torch.library.Library("fastmax", "DEF")
 library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
 library.define(
-    f"backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor, Tensor)"
+    f"backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -50,19 +51,28 @@ def attention(
         x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, rpe)
     ):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    return torch.ops.fastmax.forward.default(q, k, v, mask, noise, rpe, *score, causal, dropout, algorithm)[0]
+    inputs = (q, k, v, mask, noise, rpe, *score, causal, dropout, algorithm)
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
+        return torch.ops.fastmax.forward.default(*inputs)[0]
+    return _Attention.apply(*inputs)
 
 
 def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
     score = Score(scale, a0, a1, a2, p)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        return eager.forward(q, k, v, mask, noise, rpe, score, causal, dropout, algorithm)
+    with _without_autocast(q):
+        return eager.forward(q, k, v, mask, noise, rpe, score, causal, dropout, algorithm, differentiable=False)
 
 
 def _backward(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
     score = Score(scale, a0, a1, a2, p)
-    with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+    with _without_autocast(q):
         return eager.backward(grad_o, q, k, v, o, z, mask, noise, rpe, score, causal, dropout, algorithm)
+
+
+def _without_autocast(x: Tensor):
+    """Autocast must not reach the accumulations; entering its context costs more than asking."""
+    device = x.device.type
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 library.impl("forward", _forward, "CompositeExplicitAutograd")
@@ -105,3 +115,17 @@ def _refuse(ctx, *grads):
 
 torch.library.register_autograd("fastmax::forward", _differentiate, setup_context=_save, lib=library)
 torch.library.register_autograd("fastmax::backward", _refuse, lib=library)
+
+
+class _Attention(torch.autograd.Function):
+    """What `register_autograd` does, at a third of its cost a call; compilers and torch.func see the registered operator."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = torch.ops.fastmax.forward.default(*inputs)
+        _save(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    def backward(ctx, grad_o):
+        return _differentiate(ctx, grad_o, None)

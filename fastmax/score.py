@@ -12,7 +12,10 @@ class Score(NamedTuple):
     """Polynomial that replaces `exp` in the attention weights.
 
     `order` is the `p` of the public interface; `a2` is ignored when it is 1. `scale` is `1 / temperature`: whoever loads a
-    block of q multiplies it by `scale` once, so `value` and `derivative` take `s = scale * q.k` ready made.
+    block of q multiplies it by `scale` once, so that `s` is a plain product.
+
+    A pass over a tile of scores costs as much as a product, so `weights` and `slope` take `y = alpha s + beta`, which the
+    product of q and k can return as it is, and `affine` is chosen to leave them little to do.
     """
 
     scale: float
@@ -21,20 +24,37 @@ class Score(NamedTuple):
     a2: float
     order: int
 
-    def value(self, s: Tensor, slope: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """f(s) in two passes over s (one for order 1); `slope` and `out` (s itself, say) are optional places to write to."""
-        a0 = torch.full((), self.a0, dtype=s.dtype, device=s.device)
-        if self.order == 1:
-            return torch.add(a0, s, alpha=self.a1, out=out)
-        a1 = torch.full((), self.a1, dtype=s.dtype, device=s.device)
-        return torch.addcmul(a0, s, torch.add(a1, s, alpha=self.a2, out=slope), out=out)
+    @property
+    def _is_square(self) -> bool:
+        """Whether f is a2 (s + a1 / 2 a2)^2 plus a positive rest: then that form loses no digits. True for the default."""
+        return self.order == 2 and self.a2 > 0.0 and self.a1 * self.a1 < 4.0 * self.a0 * self.a2
 
-    def derivative(self, s: Tensor, out: Tensor | None = None) -> Tensor | float:
-        """f'(s): a tensor for order 2, the constant `a1` for order 1."""
+    @property
+    def affine(self) -> tuple[float, float]:
+        """alpha and beta of y."""
         if self.order == 1:
-            return self.a1
-        a1 = torch.full((), self.a1, dtype=s.dtype, device=s.device)
-        return torch.add(a1, s, alpha=2.0 * self.a2, out=out)
+            return self.a1, self.a0
+        return 1.0, self.a1 / (2.0 * self.a2) if self._is_square else 0.0
+
+    def weights(self, y: Tensor, temporary: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+        """f(s) from y; `temporary` and `out` (y itself, say) are optional places to write to."""
+        if self.order == 1:
+            return y
+
+        def constant(x: float) -> Tensor:
+            return torch.full((), x, dtype=y.dtype, device=y.device)
+
+        if self._is_square:
+            return torch.addcmul(constant(self.minimum(float("inf"))), y, y, value=self.a2, out=out)
+        return torch.addcmul(constant(self.a0), y, torch.add(constant(self.a1), y, alpha=self.a2, out=temporary), out=out)
+
+    def slope(self, y: Tensor, out: Tensor | None = None) -> tuple[float, Tensor | None]:
+        """f'(s) as a factor and a tensor (None for 1)."""
+        if self.order == 1:
+            return self.a1, None
+        if self._is_square:
+            return 2.0 * self.a2, y
+        return 1.0, torch.add(torch.full((), self.a1, dtype=y.dtype, device=y.device), y, alpha=2.0 * self.a2, out=out)
 
     def minimum(self, radius: float) -> float:
         """Smallest value of f on `[-radius, radius]` (`radius` may be infinite)."""

@@ -107,7 +107,7 @@ class SwappedMultiheadAttention(nn.Module):
             attn_mask: (n, m) or (b * heads, n, m), bool (True = blocked) or float (0 or -inf): all visible, or causal, where
                 query i sees keys up to i (as PyTorch aligns it) or up to i + m - n (aligned at the end). Anything else is
                 refused. Deciding this reads the mask; `is_causal=True` with n == m does not.
-            is_causal: the attention is causal, aligned at the start. As in PyTorch it is a hint that `attn_mask` is the causal
+            is_causal: the attention is causal, aligned at the start. As in PyTorch a hint that `attn_mask` is the causal
                 mask, trusted when n == m; unlike there, `attn_mask` may be left out.
 
         Returns:
@@ -151,9 +151,7 @@ class SwappedMultiheadAttention(nn.Module):
         biases = (None, None, None) if bias is None else bias.chunk(3)
         return tuple(F.linear(x, w, c) for x, w, c in zip((query, key, value), weights, biases, strict=True))
 
-    def _prepend_extra_keys(
-        self, k: Tensor, v: Tensor, takes_part: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _prepend_extra_keys(self, k: Tensor, v: Tensor, takes_part: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """The rows of add_bias_kv and add_zero_attn, which every query sees: put first, they come before a causal mask."""
         extra = []
         if self.bias_k is not None:

@@ -48,9 +48,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
     if k.shape[-3:-1] != v.shape[-3:-1]:
-        raise ValueError(
-            f"v must have k's heads and tokens {tuple(k.shape[-3:-1])}, got {tuple(v.shape[-3:-1])}"
-        )
+        raise ValueError(f"v must have k's heads and tokens {tuple(k.shape[-3:-1])}, got {tuple(v.shape[-3:-1])}")
     h, hk = q.shape[-3], k.shape[-3]
     if h != hk and (hk == 0 or h % hk != 0):
         raise ValueError(f"the heads of q must be a multiple of those of k and v, got {h} and {hk}")
@@ -75,9 +73,9 @@ def check_flag(name: str, value: object) -> None:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a real number, got {_describe(value)}")
-    if not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # not math.isfinite: torch.compile passes symbolic floats through here
         raise ValueError(f"{name} must be finite, got {value}")
-    return float(value)
+    return value
 
 
 def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:

@@ -66,13 +66,16 @@ def cases() -> list[Case]:
     options = {"causal": True, "temperature": 32**0.5}
     ball = {"normalize": "token", "temperature": 2.0}  # keeps 1 + s positive, which p = 1 needs
     table = [
-        Case(f"p={p} {algorithm} {'causal' if causal else 'full'}",
-             {**(options if p == 2 else ball), "p": p, "algorithm": algorithm, "causal": causal})
+        Case(
+            f"p={p} {algorithm} {'causal' if causal else 'full'}",
+            {**(options if p == 2 else ball), "p": p, "algorithm": algorithm, "causal": causal},
+        )
         for p, algorithm, causal in itertools.product((2, 1), ("quadratic", "linear"), (True, False))
     ]
     table += [
         Case(f"{str(dtype).removeprefix('torch.')} {algorithm}", {**options, "algorithm": algorithm}, dtype=dtype)
-        for dtype in (torch.float64, torch.float16, torch.bfloat16) for algorithm in ("quadratic", "linear")
+        for dtype in (torch.float64, torch.float16, torch.bfloat16)
+        for algorithm in ("quadratic", "linear")
     ]
     for algorithm in ("quadratic", "linear"):
         here = {**options, "algorithm": algorithm}
@@ -139,8 +142,7 @@ def measure(tensors: dict[str, Tensor], options: dict) -> list[Errors]:
         return difference / size if size > 1e-10 else difference
 
     return [
-        Errors(name, error(custom, name), error(autograd, name), 2.0 * error(plain, name) + FLOOR[q.dtype])
-        for name in exact
+        Errors(name, error(custom, name), error(autograd, name), 2.0 * error(plain, name) + FLOOR[q.dtype]) for name in exact
     ]
 
 
@@ -173,8 +175,9 @@ def random_tensors(case: Case, device: torch.device | str, seed: int = 0) -> dic
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m fastmax.verify", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m fastmax.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="run the configurations whose name contains this")
@@ -193,9 +196,7 @@ def main(arguments: list[str] | None = None) -> int:
         passed = all(row.passed for row in rows)
         failed += not passed
         shown = [row for row in rows if row.tensor != "rpe_matrix"]
-        numbers = " ".join(
-            "".join(f"{getattr(row, which):>9.1e}" for row in shown) for which in ("custom", "autograd")
-        )
+        numbers = " ".join("".join(f"{getattr(row, which):>9.1e}" for row in shown) for which in ("custom", "autograd"))
         share = max(max(row.custom, row.autograd) / row.allowed for row in rows)
         print(f"{case.name:<38}{numbers} {share:>11.0%}{'' if passed else '  FAILED'}", flush=True)
     print(f"{len(chosen) - failed} of {len(chosen)} configurations within the limit")

@@ -13,12 +13,24 @@ from fastmax.eager.blocks import (
     compute_dtype,
     from_blocks,
     head_groups,
+    in_functorch,
     recording,
     to_blocks,
 )
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Score
+
+__all__ = [
+    "backward",
+    "compute_dtype",
+    "divide",
+    "empty_like_layout",
+    "forward",
+    "forward_from_state",
+    "in_functorch",
+    "recording",
+]
 
 
 def _token_major(x: Tensor) -> bool:
@@ -118,13 +130,18 @@ def forward(
     causal: bool,
     dropout: float,
     algorithm: str,
+    differentiable: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Output (b, h, n, dv) in q's dtype and layout, denominators (b, h, n) in the compute dtype."""
+    """Output (b, h, n, dv) in q's dtype and layout, denominators (b, h, n) in the compute dtype.
+
+    `differentiable` keeps to operations that autograd can record; otherwise large temporaries are written in place.
+    """
     o = empty_like_layout(q, v.shape[-1])
     z = q.new_zeros(q.shape[:3], dtype=compute_dtype(q.dtype))
-    if o.numel() == 0:
-        return o, z
-    differentiable = recording(q, k, v, rpe)
+    if o.numel() == 0 or k.numel() == 0:
+        o.zero_()
+        nothing = sum(x.flatten()[:0].sum() for x in (q, k, v))  # 0, but part of the graph
+        return (o + nothing if differentiable else o), z
     module, plan = _plan(q, k, v, rpe, score, causal, algorithm, whole=differentiable)
     hk = k.shape[1]
     if differentiable:

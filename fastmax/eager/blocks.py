@@ -12,6 +12,7 @@ from math import isqrt
 from typing import NamedTuple
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -61,15 +62,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
 def to_blocks(x: Tensor, span: Span) -> Tensor:
     """(batch, kv heads, group, tokens, c) -> (batch * kv heads * span.count, group * span.length, c), compute dtype."""
     x = x[:, :, :, span.start : span.stop].to(compute_dtype(x.dtype))
-    x = x.unflatten(3, (span.count, span.length)).movedim(3, 2)
-    return x.reshape(-1, x.shape[3] * x.shape[4], x.shape[5])
+    return rearrange(x, "b h g (count t) c -> (b h count) (g t) c", count=span.count)
 
 
 def from_blocks(x: Tensor, span: Span, like: Tensor) -> Tensor:
     """Inverse of `to_blocks` for the (batch, kv heads, group) of `like`, in the compute dtype."""
-    batch, heads, group = like.shape[:3]
-    x = x.view(batch, heads, span.count, group, span.length, x.shape[-1])
-    return x.movedim(2, 3).flatten(3, 4)
+    b, h, g = like.shape[:3]
+    return rearrange(x, "(b h count) (g t) c -> b h g (count t) c", b=b, h=h, g=g, count=span.count)
 
 
 @dataclass(frozen=True)
@@ -165,6 +164,7 @@ def recording(*tensors: Tensor | None) -> bool:
 
 
 def in_functorch() -> bool:
+    """Whether a torch.func transform (grad, vmap, jvp, ...) is active."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -21,22 +21,20 @@ class _Tiling:
         self.queries = spans(0, ops.n, plan.rows)
 
     def keys(self, rows: Span) -> list[Span]:
-        """Blocks of the keys that some query in `rows` sees."""
-        stop = rows.stop + self.ops.shift if self.ops.causal else self.ops.m
-        return spans(0, stop, self.plan.cols)
-
-    def diagonal(self, rows: Span, cols: Span) -> int | None:
-        return rows.start + self.ops.shift - cols.start if self.ops.causal else None
+        """Blocks of the keys that some query in `rows` sees; causal: first those that all of them see."""
+        if not self.ops.causal:
+            return spans(0, self.ops.m, self.plan.cols)
+        diagonal = rows.start + self.ops.shift
+        return spans(0, diagonal, self.plan.cols) + spans(diagonal, rows.stop + self.ops.shift, self.plan.cols)
 
     def rpe_rows(self, rows: Span, cols: Span) -> slice:
         """Rows `j - i + n - 1` of the rpe matrix for the queries i and keys j of a tile."""
         return slice(cols.start - rows.stop + self.ops.n, cols.stop - rows.start + self.ops.n - 1)
 
-    def rpe(self, rows: Span, cols: Span) -> Tensor | None:
-        return None if self.ops.rpe is None else self.ops.rpe[self.rpe_rows(rows, cols)].to(self.ops.dtype)
-
-    def operands(self, cols: Span) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.ops.k_block(cols), self.ops.v_block(cols), self.ops.key_weights(cols)
+    def place(self, rows: Span, cols: Span) -> tiles.Place:
+        diagonal = rows.start + self.ops.shift - cols.start if self.ops.causal else None
+        rpe = None if self.ops.rpe is None else self.ops.rpe[self.rpe_rows(rows, cols)].to(self.ops.dtype)
+        return tiles.Place(self.ops.group, diagonal, self.ops.key_weights(cols), rpe)
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
@@ -48,8 +46,8 @@ def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace
         q = ops.q_block(rows)
 
         def tile(cols: Span, sums: tuple[Tensor, Tensor]):
-            place = tiling.diagonal(rows, cols), tiling.rpe(rows, cols)
-            part = tiles.forward(q, *tiling.operands(cols), ops.score, ops.group, *place, workspace)
+            k, v = ops.k_block(cols), ops.v_block(cols)
+            part = tiles.forward(q, k, v, ops.score, tiling.place(rows, cols), workspace)
             return None, tuple(total + x for total, x in zip(sums, part, strict=True))
 
         start = q.new_zeros(*q.shape[:-1], ops.v.shape[-1]), q.new_zeros(*q.shape[:-1], 1)
@@ -70,8 +68,8 @@ def backward(
     for rows in tiling.queries:
         q, (g, e) = ops.q_block(rows), g_e(rows)
         for cols in tiling.keys(rows):
-            place = tiling.diagonal(rows, cols), tiling.rpe(rows, cols)
-            tile = tiles.backward(q, *tiling.operands(cols), g, e, ops.score, ops.group, *place, workspace)
+            k, v = ops.k_block(cols), ops.v_block(cols)
+            tile = tiles.backward(q, k, v, g, e, ops.score, tiling.place(rows, cols), workspace)
             grads.add_q(rows, tile.q)
             grads.add_k(cols, tile.k)
             grads.add_v(cols, tile.v)

@@ -1,0 +1,34 @@
+# Needs Python >= 3.10 and make. Everything is installed into a virtual environment of its own.
+PYTHON ?= python3
+VENV ?= .venv
+# Installed where the environment has no torch yet.
+TORCH ?= torch==2.13.0
+
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)  ## train the character model, then check the custom gradient
+	$(BIN)/python examples/train_char_lm.py
+	$(BIN)/python -m fastmax.verify
+
+test: $(READY)  ## all tests; those that need a GPU are skipped without one
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax attention
+	$(BIN)/python -m benchmarks.run cpu
+	$(BIN)/python -m benchmarks.memory
+
+$(READY): pyproject.toml setup.py
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -m pip install -e ".[examples,lint,test,transformers]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

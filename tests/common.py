@@ -1,0 +1,322 @@
+"""What the tests share: the definition, the numerical contract, sizes and inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastmax import fastmax_attention
+from fastmax.planner import plan_linear, plan_quadratic
+
+CPU = torch.device("cpu")
+CHUNK = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=2).chunk
+CHUNK_P1 = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=1).chunk
+ROWS, COLS, _ = plan_quadratic(CPU, heads=1, group=1, n=2**20, m=2**20)
+
+ALGORITHMS = ("quadratic", "linear")
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Absolute part of the contract. float64 has nothing more exact to be compared with, only another order of summation.
+FLOOR = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
+
+by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+by_gradient = pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
+by_causal = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+by_order = pytest.mark.parametrize("p", [1, 2], ids=["p1", "p2"])
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+
+
+# ---- the definition
+
+
+def sinusoidal_rows(n: int, m: int, d: int) -> Tensor:
+    """The sinusoidal rpe matrix (n + m - 1, d) in float64, element by element."""
+    rows = []
+    for row in range(n + m - 1):
+        t = m - 1 - row  # (i + m - n) - j with row = j - i + n - 1
+        angles = [t * 10000.0 ** (-2.0 * (column // 2) / d) for column in range(d)]
+        rows.append([math.cos(x) if column % 2 else math.sin(x) for column, x in enumerate(angles)])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def _normalized(x: Tensor, normalize: bool | str, lim: float) -> Tensor:
+    length = (x * x).sum(-1, keepdim=True).sqrt()
+    if normalize is False:
+        return x
+    if normalize == "token":
+        return torch.where(length > lim, x * lim / torch.where(length > lim, length, 1.0), x)
+    longest = length.amax(-2, keepdim=True)
+    return x * lim / torch.where(longest > 0, longest, 1.0)
+
+
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    drop_noise: Tensor | None = None,
+    rpe_matrix: Tensor | str | None = None,
+    dropout: float = 0.0,
+    normalize: bool | str = False,
+    temperature: float = 1.0,
+    a0: float = 1.0,
+    a1: float = 1.0,
+    a2: float = 0.5,
+    lim: float = 1.0,
+    p: int = 2,
+    key_padding_mask: Tensor | None = None,
+    hold_denominator: bool = False,
+) -> Tensor:
+    """The operator from its definition, every weight spelled out, in the dtype of q; 4-d or 3-d.
+
+    `hold_denominator` treats the denominators as constants, which changes only the gradients (see `Expected`).
+    """
+    if q.dim() == 3:
+        batch = 1 if key_padding_mask is None else key_padding_mask.shape[0]
+        q, k, v = (x.unflatten(0, (batch, -1)) for x in (q, k, v))
+        noise = None if drop_noise is None else drop_noise.unflatten(0, (batch, -1))
+        return definition(
+            q, k, v, causal=causal, drop_noise=noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
+            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, key_padding_mask=key_padding_mask,
+            hold_denominator=hold_denominator,
+        ).flatten(0, 1)  # fmt: skip
+    (b, h, n, d), m = q.shape, k.shape[2]
+    q, k = _normalized(q, normalize, lim), _normalized(k, normalize, lim)
+    k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
+    if isinstance(rpe_matrix, str):
+        rpe_matrix = sinusoidal_rows(n, m, d).to(q)
+    s = q @ k.mT
+    i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]
+    if rpe_matrix is not None:
+        s = s + (q.unsqueeze(3) * rpe_matrix[j - i + n - 1]).sum(-1)
+    s = s / temperature
+    f = a0 + a1 * s
+    if p == 2:
+        f = f + a2 * s * s
+    visible = torch.ones(b, h, n, m, dtype=torch.bool, device=q.device)
+    if causal:
+        visible = visible & (j <= i + (m - n))
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask[:, None, None, :]
+    w = torch.where(visible, f, 0.0)
+    z = w.sum(-1, keepdim=True)
+    if hold_denominator:
+        z = z.detach()
+    seen = visible.any(-1, keepdim=True)
+    o = torch.where(seen, (w @ v) / torch.where(seen, z, 1.0), 0.0)
+    return o if dropout == 0.0 else o * (1.0 + dropout * drop_noise)
+
+
+# ---- the numerical contract
+
+
+def assert_within_contract(name: str, actual: Tensor, plain: Tensor, exact: Tensor, scale: Tensor | None = None) -> None:
+    """Relative Frobenius error against `exact` (float64) at most twice that of `plain` (same formula and dtype), plus a floor.
+
+    `scale` replaces `exact` in what the floor is relative to, for gradients that are zero by cancellation.
+    """
+    assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    assert actual.dtype == plain.dtype, f"{name}: dtype {actual.dtype}, expected {plain.dtype}"
+    error = torch.linalg.vector_norm(actual.double() - exact).item()
+    plain_error = torch.linalg.vector_norm(plain.double() - exact).item()
+    norm = torch.linalg.vector_norm(exact if scale is None else scale).item()
+    bound = 2.0 * plain_error + FLOOR[actual.dtype] * norm
+    # Written so that a NaN fails.
+    assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g}; plain PyTorch has {plain_error:.3g}, norm {norm:.3g}"
+
+
+def run(attention, inputs: dict[str, Tensor], grad_o: Tensor, **options) -> dict[str, Tensor]:
+    """Output and the gradient of every tensor in `inputs`."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    o = attention(**leaves, **options)
+    grads = torch.autograd.grad(o, list(leaves.values()), grad_o)
+    return {"o": o.detach()} | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+
+
+def exactly(x):
+    """Floating-point tensors in float64, anything else as it is."""
+    return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+class Expected:
+    """Output and gradients of one call by the definition: in float64, and in the dtype of the inputs ("plain PyTorch")."""
+
+    def __init__(self, inputs: dict[str, Tensor], grad_o: Tensor, **options):
+        self.inputs, self.grad_o, self.options = inputs, grad_o, options
+        wide = {name: exactly(x) for name, x in inputs.items()}, exactly(grad_o)
+        wide_options = {name: exactly(x) for name, x in options.items()}
+        self.plain = run(definition, inputs, grad_o, **options)
+        self.exact = run(definition, *wide, **wide_options)
+        # With one visible key, say, the gradients of q and k are differences of equal numbers; their floor is relative to
+        # one of the two, the gradient at a constant denominator.
+        self.scale = dict.fromkeys(self.exact)
+        if any(x.norm() < 1e-9 * grad_o.double().norm() for x in self.exact.values()):
+            terms = run(partial(definition, hold_denominator=True), *wide, **wide_options)
+            for name, x in self.exact.items():
+                if x.norm() < 1e-12 * terms[name].norm():
+                    self.scale[name] = terms[name]
+
+    def check(self, *, custom: bool, algorithm: str = "auto") -> dict[str, Tensor]:
+        """Run `fastmax_attention` and hold output and gradients to the contract; returns them."""
+        attention = partial(fastmax_attention, use_custom_gradient=custom, algorithm=algorithm)
+        actual = run(attention, self.inputs, self.grad_o, **self.options)
+        for name, x in actual.items():
+            assert_within_contract(name, x, self.plain[name], self.exact[name], self.scale[name])
+        return actual
+
+
+def check(inputs: dict[str, Tensor], grad_o: Tensor, *, custom: bool, algorithm: str = "auto", **options) -> dict[str, Tensor]:
+    """One call held to the contract; `Expected` where several calls share a reference."""
+    return Expected(inputs, grad_o, **options).check(custom=custom, algorithm=algorithm)
+
+
+# ---- sizes and inputs
+
+
+@dataclass(frozen=True)
+class Case:
+    """A size; its name says which path it takes."""
+
+    name: str
+    n: int
+    m: int = 0  # n
+    b: int = 1
+    h: int = 2
+    hk: int = 0  # h
+    d: int = 16
+    dv: int = 0  # d
+
+    def __post_init__(self):
+        for name, default in (("m", self.n), ("hk", self.h), ("dv", self.d)):
+            object.__setattr__(self, name, getattr(self, name) or default)
+
+
+CASES = (
+    Case("one token", n=1),
+    Case("17 tokens, less than any block", n=17),
+    Case("one query after 37 keys, as in decoding", n=1, m=37),
+    Case("one query past a chunk of keys", n=1, m=CHUNK + 1),
+    Case("p=1 chunk - 1", n=CHUNK_P1 - 1),
+    Case("p=1 chunk", n=CHUNK_P1),
+    Case("p=1 chunk + 1", n=CHUNK_P1 + 1),
+    Case("p=1 three chunks side by side and a ragged one", n=3 * CHUNK_P1 + 17),
+    Case("p=2 chunk - 1", n=CHUNK - 1),
+    Case("p=2 chunk", n=CHUNK),
+    Case("p=2 chunk + 1", n=CHUNK + 1),
+    Case("p=2 two chunks and a ragged one", n=2 * CHUNK + 17),
+    Case("query rows of a tile - 1", n=ROWS - 1, h=1),
+    Case("query rows of a tile + 1", n=ROWS + 1, h=1),
+    Case("keys of a tile - 1", n=33, m=COLS - 1, h=1),
+    Case("keys of a tile", n=33, m=COLS, h=1),
+    Case("keys of a tile + 1", n=33, m=COLS + 1, h=1),
+    Case("n < m, diagonal ends inside a tile", n=100, m=COLS + 60, h=1),
+    Case("n < m, keys before the queries fill no chunk", n=70, m=73),
+    Case("n < m, keys before the queries fill a chunk and more", n=70, m=70 + CHUNK + 5),
+    Case("n > m", n=70, m=33),
+    Case("n > m, more queries than a chunk", n=CHUNK + 9, m=5),
+    Case("GQA, 3 query heads to a kv head", n=70, m=75, b=2, h=6, hk=2),
+    Case("GQA, ragged chunks", n=CHUNK + 3, h=4, hk=2),
+    Case("MQA, 4 query heads to one", n=70, h=4, hk=1),
+    Case("dv > d", n=40, dv=24),
+    Case("dv < d", n=40, dv=7),
+    Case("dv = 1", n=40, dv=1),
+    Case("d = 1", n=40, d=1, dv=3),
+    Case("d = 5, odd and less than a feature tile", n=40, d=5),
+    Case("d = 17, a feature tile + 1", n=40, d=17),
+    Case("d = 33, odd", n=40, d=33, dv=20),
+    Case("d = 64, more heads than the linear algorithm takes together", n=CHUNK + 1, h=4, d=64),
+    Case("more heads than the quadratic algorithm takes together", n=ROWS + 1, b=2, h=5, d=4),
+    Case("d = 128", n=40, d=128),
+)
+
+LAYOUTS = ("contiguous", "packed qkv", "token-major", "transposed", "sliced rows", "expanded")
+by_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def bounded(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Tensor:
+    """Random rows of length <= 0.9: |q.k| < 1, so that 1 + s is positive too and a relative error means something."""
+    x = torch.randn(shape, dtype=torch.float64)
+    x = 0.9 * x * torch.rand(*shape[:-1], 1, dtype=torch.float64) / x.norm(dim=-1, keepdim=True)
+    return x.to(device, dtype)
+
+
+def make_inputs(
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    layout: str = "contiguous",
+    q_and_k=bounded,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """{"q": (b, h, n, d), "k": (b, hk, m, d), "v": (b, hk, m, dv)} with real strides, and grad_o (b, h, n, dv)."""
+    b, h, hk, n, m, d, dv = case.b, case.h, case.hk, case.n, case.m, case.d, case.dv
+    q, k = q_and_k(b, h, n, d, dtype=dtype, device=device), q_and_k(b, hk, m, d, dtype=dtype, device=device)
+    v = torch.randn(b, hk, m, dv, dtype=torch.float64).to(device, dtype)
+    grad_o = torch.randn(b, h, n, dv, dtype=torch.float64).to(device, dtype)
+    inputs = {"q": q, "k": k, "v": v}
+    if layout == "packed qkv":
+        assert n == m and d == dv
+        packed = torch.cat([x.transpose(1, 2) for x in (q, k, v)], dim=2)  # (b, n, h + 2 hk, d)
+        inputs = {name: x.transpose(1, 2) for name, x in zip("qkv", packed.split((h, hk, hk), dim=2), strict=True)}
+    elif layout == "token-major":
+        inputs = {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in inputs.items()}
+        grad_o = grad_o.transpose(1, 2).contiguous().transpose(1, 2)
+    elif layout == "transposed":
+        inputs = {name: x.mT.contiguous().mT for name, x in inputs.items()}
+        grad_o = grad_o.mT.contiguous().mT
+    elif layout == "sliced rows":
+        inputs = {name: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] : 2 * x.shape[-1]] for name, x in inputs.items()}
+        grad_o = torch.cat([grad_o, grad_o], dim=2)[:, :, n:]
+    elif layout == "expanded":
+        inputs = {name: x[:, :1].expand_as(x) for name, x in inputs.items()}
+        grad_o = grad_o[:, :, :1].expand_as(grad_o)
+    else:
+        assert layout == "contiguous"
+    return inputs, grad_o
+
+
+def make_options(name: str, case: Case, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> dict:
+    """Keyword arguments for the option called `name` in OPTIONS."""
+    b, h, n, m, dv = case.b, case.h, case.n, case.m, case.dv
+    options = dict(OPTIONS[name])
+    if options.pop("padding", False):
+        mask = torch.rand(b, m) > 0.3
+        mask[:, 0] = True  # every query of a causal call sees a key; fully masked rows have tests of their own
+        options["key_padding_mask"] = mask.to(device)
+    if "dropout" in options:
+        options["drop_noise"] = torch.randn(b, h, n, dv, dtype=torch.float64).to(device, dtype)
+    return options
+
+
+OPTIONS = {
+    "defaults": {},
+    "p=1": dict(p=1),
+    "temperature": dict(temperature=2.5),
+    "small temperature": dict(temperature=0.3),
+    "coefficients": dict(a0=2.0, a1=0.7, a2=0.3),
+    "no constant term": dict(a0=0.0, a1=0.0, a2=1.0),
+    "p=1 coefficients": dict(p=1, a0=3.0, a1=-1.5),
+    "p=1 constant": dict(p=1, a0=1.0, a1=0.0),
+    "normalize=True": dict(normalize=True),
+    "normalize=sequence": dict(normalize="sequence", lim=0.7),
+    "normalize=token": dict(normalize="token", lim=0.5),
+    "normalize=token, p=1, temperature": dict(normalize="token", lim=2.0, temperature=5.0, p=1),
+    "key padding": dict(padding=True),
+    "noise": dict(dropout=0.4),
+    "sinusoidal": dict(rpe_matrix="sinusoidal", temperature=4.0),
+    "sinusoidal, p=1": dict(rpe_matrix="sinusoidal", temperature=20.0, p=1),
+    "everything": dict(
+        padding=True, dropout=0.2, rpe_matrix="sinusoidal", normalize="token", lim=0.8, temperature=3.0, a0=1.5, a1=0.9, a2=0.4
+    ),
+}
+by_option = pytest.mark.parametrize("option", OPTIONS)

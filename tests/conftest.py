@@ -1,0 +1,48 @@
+"""Fixtures of the whole suite: devices, seeds, poisoned memory."""
+
+import importlib
+import os
+import warnings
+
+# cuBLAS is deterministic only with a fixed workspace, and reads this before CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("fastmax", deadline=None, derandomize=True, database=None, max_examples=25)
+hypothesis.settings.load_profile("fastmax")
+
+
+def pytest_configure(config):
+    # p = 1 and other polynomials that can vanish are tested on inputs where they do not; test_validation.py has the warning.
+    config.addinivalue_line("filterwarnings", "ignore:fastmax. f.s. .* is not positive:RuntimeWarning")
+    # In deterministic mode torch fills what `empty` returns with NaN (`fill_uninitialized_memory`, on by default), so that an
+    # element nobody writes is seen. test_common.py checks that it does.
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    # The sizes here are small: threads would wait for each other more than they work, all the more under pytest-xdist.
+    torch.set_num_threads(1)
+    # The first use of forward mode makes torch script its decompositions, which warns of its own deprecation.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return torch.device(request.param)

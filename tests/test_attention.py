@@ -1,0 +1,449 @@
+"""Output and gradients against the definition in float64: every row of the contract, size by size and option by option."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+from common import (
+    ALGORITHMS,
+    CASES,
+    CHUNK,
+    Case,
+    Expected,
+    assert_within_contract,
+    bounded,
+    by_algorithm,
+    by_causal,
+    by_dtype,
+    by_gradient,
+    by_layout,
+    by_option,
+    by_order,
+    check,
+    definition,
+    dtype_id,
+    make_inputs,
+    make_options,
+    run,
+    sinusoidal_rows,
+)
+
+from fastmax import fastmax_attention
+
+MIDDLE = Case("a chunk and more", n=CHUNK + 13, m=CHUNK + 20, b=2, h=2, hk=1, d=8, dv=6)
+SMALL = Case("small", n=30, m=35, b=2, h=4, hk=2, d=8, dv=6)
+SQUARE = Case("square", n=40, b=2, h=3, d=8)
+
+
+@lru_cache(maxsize=1)  # the parametrisation below runs through algorithms and gradients first
+def expected(case, dtype, device, causal, option="defaults", p=2):
+    inputs, grad_o = make_inputs(case, dtype, device)
+    return Expected(inputs, grad_o, **({"causal": causal, "p": p} | make_options(option, case, dtype, device)))
+
+
+@by_algorithm
+@by_gradient
+@by_order
+@pytest.mark.parametrize(
+    "case, causal",
+    [
+        pytest.param(case, causal, id=f"{case.name}-{'causal' if causal else 'full'}")
+        for case in CASES
+        for causal in (False, True)
+        if case.n <= case.m or not causal
+    ],
+)
+def test_sizes(case, causal, p, algorithm, custom, device):
+    expected(case, torch.float32, device, causal, p=p).check(custom=custom, algorithm=algorithm)
+
+
+@by_algorithm
+@by_gradient
+@by_order
+@by_causal
+@by_dtype
+def test_dtypes(dtype, causal, p, algorithm, custom, device):
+    expected(MIDDLE, dtype, device, causal, p=p).check(custom=custom, algorithm=algorithm)
+
+
+@by_algorithm
+@by_gradient
+@by_causal
+@by_option
+def test_options(option, causal, algorithm, custom, device):
+    expected(MIDDLE, torch.float32, device, causal, option).check(custom=custom, algorithm=algorithm)
+
+
+@by_option
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
+@by_gradient
+def test_options_in_half_precision(option, dtype, custom, device):
+    inputs, grad_o = make_inputs(SMALL, dtype, device)
+    check(inputs, grad_o, custom=custom, algorithm="linear", causal=True, **make_options(option, SMALL, dtype, device))
+
+
+@by_layout
+@by_causal
+@by_algorithm
+@by_gradient
+def test_strides(layout, causal, algorithm, custom, device):
+    inputs, grad_o = make_inputs(SQUARE, device=device, layout=layout)
+    check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal)
+
+
+@by_algorithm
+@by_gradient
+def test_scores_of_any_size(algorithm, custom, device):
+    """The default polynomial is positive everywhere, so q and k need no bound."""
+
+    def normal(*shape, dtype, device):
+        return 2.0 * torch.randn(shape, dtype=torch.float64).to(device, dtype)
+
+    inputs, grad_o = make_inputs(MIDDLE, device=device, q_and_k=normal)
+    check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=True)
+
+
+@by_algorithm
+@by_gradient
+@pytest.mark.parametrize("size", [1e-30, 1e3], ids=["tiny", "large"])
+def test_extreme_scores(size, algorithm, custom, device):
+    """Far from any overflow of the accumulator nothing becomes NaN; at 0 the output is the mean of v."""
+
+    def scaled(*shape, dtype, device):
+        return size * torch.randn(shape, dtype=torch.float64).to(device, dtype)
+
+    inputs, grad_o = make_inputs(MIDDLE, device=device, q_and_k=scaled)
+    check(inputs, grad_o, custom=custom, algorithm=algorithm)
+
+
+@by_algorithm
+@by_gradient
+def test_scores_beyond_the_range_of_half_precision(algorithm, custom, device):
+    """Scores of 1e3 have f = 5e5, past the largest float16: the accumulator is fp32."""
+
+    def scaled(*shape, dtype, device):
+        return 20.0 * torch.randn(shape, dtype=torch.float64).to(device, dtype)
+
+    inputs, _ = make_inputs(SMALL, torch.float16, device, q_and_k=scaled)
+    o = fastmax_attention(**inputs, use_custom_gradient=custom, algorithm=algorithm)
+    exact = definition(**{name: x.double() for name, x in inputs.items()})
+    assert (o.double() - exact).norm() <= 2e-3 * exact.norm()
+
+
+# ---- shapes
+
+
+@by_algorithm
+@by_gradient
+@by_causal
+def test_three_dimensions(causal, algorithm, custom, device):
+    inputs, grad_o = make_inputs(SMALL, device=device)
+    flat = {name: x.flatten(0, 1) for name, x in inputs.items()}
+    out = check(flat, grad_o.flatten(0, 1), custom=custom, algorithm=algorithm, causal=causal)
+    whole = fastmax_attention(**inputs, causal=causal, algorithm=algorithm, use_custom_gradient=custom)
+    assert out["o"].shape == (SMALL.b * SMALL.h, SMALL.n, SMALL.dv)
+    torch.testing.assert_close(out["o"], whole.flatten(0, 1))
+
+
+@by_gradient
+def test_three_dimensions_with_padding_and_noise(custom, device):
+    inputs, grad_o = make_inputs(SMALL, device=device)
+    flat = {name: x.flatten(0, 1) for name, x in inputs.items()}
+    options = make_options("everything", SMALL, device=device)
+    options["drop_noise"] = options["drop_noise"].flatten(0, 1)
+    check(flat, grad_o.flatten(0, 1), custom=custom, causal=True, **options)
+
+
+@by_gradient
+@by_algorithm
+@by_dtype
+@pytest.mark.parametrize("layout", ["contiguous", "packed qkv", "token-major"])
+def test_output_layout(layout, dtype, algorithm, custom, device):
+    """The output lies in memory as q does: heads before tokens, or tokens before heads; and it is dense."""
+    inputs, grad_o = make_inputs(SQUARE, dtype, device, layout)
+    out = run(fastmax_attention, inputs, grad_o, use_custom_gradient=custom, algorithm=algorithm)
+    o = out["o"]
+    assert o.shape == (SQUARE.b, SQUARE.h, SQUARE.n, SQUARE.dv)
+    assert o.dtype == dtype and o.device.type == device.type
+    assert (o if layout == "contiguous" else o.transpose(1, 2)).is_contiguous()
+    for name in "qkv":
+        assert out[f"grad {name}"].shape == inputs[name].shape
+        assert out[f"grad {name}"].dtype == dtype
+
+
+@by_gradient
+@by_algorithm
+@by_causal
+@pytest.mark.parametrize("shape", [dict(b=0), dict(n=0), dict(n=0, m=0)], ids=["no batch", "no queries", "no tokens"])
+def test_empty(shape, causal, algorithm, custom, device):
+    b, n, m = (shape.get(name, size) for name, size in (("b", 2), ("n", 5), ("m", 5)))
+    inputs = {
+        "q": torch.randn(b, 4, n, 8, device=device),
+        "k": torch.randn(b, 2, m, 8, device=device),
+        "v": torch.randn(b, 2, m, 6, device=device),
+    }
+    out = run(
+        fastmax_attention,
+        inputs,
+        torch.randn(b, 4, n, 6, device=device),
+        causal=causal,
+        algorithm=algorithm,
+        use_custom_gradient=custom,
+    )
+    assert out["o"].shape == (b, 4, n, 6)
+    for name, x in inputs.items():
+        assert torch.equal(out[f"grad {name}"], torch.zeros_like(x))
+
+
+@by_gradient
+@by_algorithm
+@pytest.mark.parametrize("option", ["normalize=True", "normalize=token", "sinusoidal", "noise", "key padding"])
+def test_empty_with_options(option, algorithm, custom, device):
+    empty = torch.randn(2, 4, 0, 8, device=device, requires_grad=True)
+    options = dict(
+        {
+            "normalize=True": dict(normalize=True),
+            "normalize=token": dict(normalize="token"),
+            "sinusoidal": dict(rpe_matrix="sinusoidal"),
+            "noise": dict(dropout=0.5),
+            "key padding": dict(key_padding_mask=torch.ones(2, 0, dtype=torch.bool, device=device)),
+        }[option]
+    )
+    o = fastmax_attention(empty, empty, empty, use_custom_gradient=custom, algorithm=algorithm, **options)
+    assert o.shape == (2, 4, 0, 8)
+    o.sum().backward()
+    assert empty.grad.shape == empty.shape
+
+
+@by_gradient
+@by_algorithm
+def test_no_keys(algorithm, custom, device):
+    """A query with no visible key has output 0 and gradient 0."""
+    inputs = {
+        "q": torch.randn(2, 4, 5, 8, device=device),
+        "k": torch.randn(2, 2, 0, 8, device=device),
+        "v": torch.randn(2, 2, 0, 6, device=device),
+    }
+    grad_o = torch.randn(2, 4, 5, 6, device=device)
+    out = run(fastmax_attention, inputs, grad_o, algorithm=algorithm, use_custom_gradient=custom)
+    assert torch.equal(out["o"], torch.zeros(2, 4, 5, 6, device=device))
+    assert torch.equal(out["grad q"], torch.zeros_like(inputs["q"]))
+
+
+@by_gradient
+@by_algorithm
+@by_layout
+def test_inputs_are_never_written(layout, algorithm, custom, device):
+    inputs, grad_o = make_inputs(SQUARE, device=device, layout=layout)
+    options = make_options("everything", SQUARE, device=device)
+    tensors = [*inputs.values(), grad_o, options["key_padding_mask"], options["drop_noise"]]
+    before, versions = [x.clone() for x in tensors], [x._version for x in tensors]
+    run(fastmax_attention, inputs, grad_o, causal=True, algorithm=algorithm, use_custom_gradient=custom, **options)
+    assert [x._version for x in tensors] == versions
+    for x, y in zip(tensors, before, strict=True):
+        assert torch.equal(x, y)
+
+
+# ---- key padding mask
+
+
+@by_gradient
+@by_algorithm
+@by_causal
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch_equals_its_sequences(side, causal, algorithm, custom, device):
+    """Each sequence of a padded batch gets what it gets alone, whatever the padding holds."""
+    inputs, _ = make_inputs(SQUARE, device=device)
+    mask = torch.zeros(2, SQUARE.n, dtype=torch.bool, device=device)
+    for row, length in zip(mask, (40, 23), strict=True):
+        row[(slice(-length, None) if side == "left" else slice(length))] = True
+    for name in "kv":
+        inputs[name] = torch.where(mask[:, None, :, None], inputs[name], 50.0)
+    o = fastmax_attention(
+        **inputs, causal=causal, key_padding_mask=mask, algorithm=algorithm, use_custom_gradient=custom
+    )
+    for row in range(2):
+        keep = mask[row]
+        q, k, v = (inputs[name][row : row + 1, :, keep].double() for name in "qkv")
+        alone = definition(q, k, v, causal=causal)
+        torch.testing.assert_close(o[row : row + 1, :, keep].double(), alone, rtol=1e-5, atol=1e-6)
+
+
+@by_gradient
+@by_algorithm
+@by_causal
+@by_order
+def test_fully_masked_rows(p, causal, algorithm, custom, device):
+    """Zero output and zero gradient, no NaN, and no trace in the other rows."""
+    inputs, grad_o = make_inputs(SQUARE, device=device)
+    mask = torch.ones(2, SQUARE.n, dtype=torch.bool, device=device)
+    mask[0] = False  # a sequence without keys
+    mask[1, :7] = False  # causal: the first 7 queries see none
+    options = dict(causal=causal, p=p, key_padding_mask=mask)
+    out = check(inputs, grad_o, custom=custom, algorithm=algorithm, **options)
+    assert torch.equal(out["o"][0], torch.zeros_like(out["o"][0]))
+    for name in "qkv":
+        assert torch.equal(out[f"grad {name}"][0], torch.zeros_like(inputs[name][0]))
+    if causal:
+        assert torch.equal(out["o"][1, :, :7], torch.zeros_like(out["o"][1, :, :7]))
+        assert torch.equal(out["grad q"][1, :, :7], torch.zeros_like(inputs["q"][1, :, :7]))
+    for name in "kv":
+        assert torch.equal(out[f"grad {name}"][1, :, :7], torch.zeros_like(inputs[name][1, :, :7]))
+
+
+# ---- normalize
+
+
+@by_gradient
+@by_dtype
+@pytest.mark.parametrize("normalize", [True, "sequence", "token"])
+def test_normalize(normalize, dtype, custom, device):
+    def normal(*shape, dtype, device):
+        return 3.0 * torch.randn(shape, dtype=torch.float64).to(device, dtype)
+
+    inputs, grad_o = make_inputs(SMALL, dtype, device, q_and_k=normal)
+    options = dict(normalize=normalize, lim=1.3, temperature=0.8)
+    check(inputs, grad_o, custom=custom, algorithm="linear", causal=True, **options)
+
+
+@by_gradient
+@pytest.mark.parametrize("normalize", [True, "sequence", "token"])
+def test_normalize_keeps_zero_input_zero(normalize, custom, device):
+    """Zero q and k: every score is 0, the output is the mean of v, and no gradient is NaN."""
+    inputs, grad_o = make_inputs(SMALL, device=device)
+    inputs["q"], inputs["k"] = torch.zeros_like(inputs["q"]), torch.zeros_like(inputs["k"])
+    out = run(fastmax_attention, inputs, grad_o, normalize=normalize, use_custom_gradient=custom)
+    mean = inputs["v"].mean(2, keepdim=True).repeat_interleave(2, dim=1)
+    torch.testing.assert_close(out["o"], mean.expand_as(out["o"]))
+    for x in out.values():
+        assert x.isfinite().all()
+
+
+def test_normalize_true_means_sequence(device):
+    inputs, _ = make_inputs(SMALL, device=device)
+    assert torch.equal(fastmax_attention(**inputs, normalize=True), fastmax_attention(**inputs, normalize="sequence"))
+
+
+@by_gradient
+@pytest.mark.parametrize("size", [1e-25, 1e25], ids=["tiny", "huge"])
+def test_normalize_sequence_neither_overflows_nor_underflows(size, custom, device):
+    """Scaling all of q and k changes nothing, even where their squares leave the range of fp32."""
+    inputs, _ = make_inputs(SMALL, device=device)
+    scaled = dict(inputs, q=size * inputs["q"], k=size * inputs["k"])
+    o = fastmax_attention(**inputs, normalize="sequence", use_custom_gradient=custom)
+    torch.testing.assert_close(fastmax_attention(**scaled, normalize="sequence", use_custom_gradient=custom), o)
+
+
+# ---- noise
+
+
+@by_algorithm
+@by_gradient
+def test_drawn_noise_is_standard_normal_and_multiplies(algorithm, custom, device):
+    case = Case("many outputs", n=100, b=2, h=4, d=4, dv=50)
+    inputs, _ = make_inputs(case, device=device)
+    options = dict(algorithm=algorithm, use_custom_gradient=custom)
+    quiet = fastmax_attention(**inputs, **options)
+    noise = (fastmax_attention(**inputs, dropout=0.5, **options) / quiet - 1.0) / 0.5
+    noise = noise[quiet.abs() > 1e-3]
+    assert noise.numel() > 30_000
+    assert noise.mean().abs() < 0.03 and (noise.std() - 1.0).abs() < 0.03
+    assert (noise < -2.0).any(), "1 + dropout * noise may change sign"
+
+
+@by_gradient
+def test_drawn_noise_follows_the_generator(custom, device):
+    inputs, _ = make_inputs(SMALL, device=device)
+
+    def call(seed):
+        torch.manual_seed(seed)
+        return fastmax_attention(**inputs, dropout=0.3, use_custom_gradient=custom)
+
+    assert torch.equal(call(1), call(1))
+    assert not torch.equal(call(1), call(2))
+
+
+@by_gradient
+def test_no_noise_without_dropout(custom, device):
+    inputs, _ = make_inputs(SMALL, device=device)
+    noise = torch.randn(SMALL.b, SMALL.h, SMALL.n, SMALL.dv, device=device)
+    o = fastmax_attention(**inputs, use_custom_gradient=custom)
+    state = torch.get_rng_state()
+    assert torch.equal(fastmax_attention(**inputs, drop_noise=noise, use_custom_gradient=custom), o)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@by_gradient
+def test_no_gradient_flows_to_the_noise(custom, device):
+    inputs, grad_o = make_inputs(SMALL, device=device)
+    noise = torch.randn(grad_o.shape, device=device, requires_grad=True)
+    q = inputs["q"].requires_grad_()
+    fastmax_attention(**inputs, drop_noise=noise, dropout=0.3, use_custom_gradient=custom).backward(grad_o)
+    assert noise.grad is None and q.grad is not None
+
+
+# ---- relative positions
+
+
+@by_gradient
+@by_causal
+@by_dtype
+@pytest.mark.parametrize("algorithm", ["auto", "quadratic"])
+def test_rpe_tensor(algorithm, dtype, causal, custom, device):
+    inputs, grad_o = make_inputs(SMALL, dtype, device)
+    inputs["rpe_matrix"] = 0.5 * bounded(SMALL.n + SMALL.m - 1, SMALL.d, dtype=dtype, device=device)
+    check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal, temperature=1.5)
+
+
+@by_gradient
+@by_order
+@pytest.mark.parametrize("option", ["defaults", "key padding", "noise", "normalize=token"])
+def test_rpe_tensor_across_tiles(option, p, custom, device):
+    case = Case("ragged tiles", n=CHUNK + 13, m=CHUNK + 20, h=4, hk=2, d=7, dv=5)
+    inputs, grad_o = make_inputs(case, device=device)
+    inputs["rpe_matrix"] = 0.3 * bounded(case.n + case.m - 1, case.d, device=device)
+    options = dict(make_options(option, case, device=device), p=p, temperature=2.0)
+    check(inputs, grad_o, custom=custom, causal=True, **options)
+
+
+@by_gradient
+@pytest.mark.parametrize("shape", [(1, 1), (1, 9), (2, 2), (9, 4)], ids=lambda s: f"n={s[0]} m={s[1]}")
+def test_rpe_tensor_at_small_sizes(shape, custom, device):
+    case = Case("small", n=shape[0], m=shape[1], d=3, dv=4)
+    inputs, grad_o = make_inputs(case, device=device)
+    inputs["rpe_matrix"] = bounded(case.n + case.m - 1, case.d, device=device)
+    check(inputs, grad_o, custom=custom, temperature=3.0)
+
+
+@by_gradient
+@by_algorithm
+@by_causal
+@pytest.mark.parametrize("d", [1, 4, 7], ids=lambda d: f"d={d}")
+@pytest.mark.parametrize("shape", [(20, 20), (6, 20), (1, 20)], ids=lambda s: f"n={s[0]} m={s[1]}")
+def test_sinusoidal_equals_its_matrix(shape, d, causal, algorithm, custom, device):
+    """The factorised form against the quadratic algorithm with the sinusoids written out as a matrix."""
+    n, m = shape
+    inputs, grad_o = make_inputs(Case("", n=n, m=m, d=d, dv=5), torch.float64, device)
+    options = dict(causal=causal, use_custom_gradient=custom, temperature=3.0)
+    factorised = run(fastmax_attention, inputs, grad_o, rpe_matrix="sinusoidal", algorithm=algorithm, **options)
+    rows = sinusoidal_rows(n, m, d).to(device)
+    explicit = run(fastmax_attention, inputs, grad_o, rpe_matrix=rows, **options)
+    for name, x in factorised.items():
+        torch.testing.assert_close(x, explicit[name], rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+# ---- the choice of algorithm
+
+
+@by_gradient
+@by_causal
+@by_order
+@pytest.mark.parametrize("n", [20, 4 * CHUNK], ids=["short", "long"])
+def test_auto_equals_both_algorithms(n, p, causal, custom, device):
+    inputs, grad_o = make_inputs(Case("", n=n, h=1, d=4), torch.float64, device)
+    options = dict(p=p, causal=causal, use_custom_gradient=custom)
+    auto = run(fastmax_attention, inputs, grad_o, **options)
+    for algorithm in ALGORITHMS:
+        forced = run(fastmax_attention, inputs, grad_o, algorithm=algorithm, **options)
+        for name, x in auto.items():
+            assert_within_contract(name, forced[name], x, x)

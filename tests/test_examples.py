@@ -1,0 +1,166 @@
+"""Every example in a tiny setting, as a user runs it; `fastmax.verify` and `fastmax.info`."""
+
+import csv
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastmax import info, verify
+
+ROOT = Path(__file__).parents[1]
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
+TINY = ["--steps", "3", "--n-layer", "1", "--block-size", "16", "--batch-size", "2"]
+
+
+def run(*command: object, status: int = 0) -> str:
+    """What `python command...` prints; one thread, because these models are too small for more."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    arguments = [sys.executable, *map(str, command)]
+    result = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    assert result.returncode == status, result.stderr
+    return result.stdout
+
+
+def rows(path: Path) -> list[dict]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> tuple[Path, Path]:
+    """A text, and the directory of a tiny softmax and a tiny Fastmax model trained on it."""
+    out = tmp_path_factory.mktemp("char_lm")
+    (out / "text.txt").write_text(TEXT)
+    for attention in ("softmax", "fastmax"):
+        printed = run("examples/train_char_lm.py", "--attention", attention, *TINY, "--sample", 5, "--data", out / "text.txt",
+                      "--device", "cpu", "--out", out)
+        assert "tokens/s" in printed and "def " in printed
+    return out / "text.txt", out
+
+
+def test_char_lm_compares_three_attentions(tmp_path, trained):
+    text, _ = trained
+    run("examples/train_char_lm.py", "--compare", *TINY, "--data", text, "--device", "cpu", "--out", tmp_path)
+    history = rows(tmp_path / "char_lm.csv")
+    assert [row["run"] for row in history] == ["fastmax_p2"] * 3 + ["fastmax_p1"] * 3 + ["softmax"] * 3
+    assert all(0.0 < float(row["val"]) < 6.0 for row in history)  # log(256) = 5.5 is a guess
+    assert (tmp_path / "char_lm.png").stat().st_size > 1000
+
+
+def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
+    text, out = trained
+    run("examples/train_char_lm.py", "--no-custom-gradient", *TINY, "--sample", 1, "--data", text, "--device", "cpu",
+        "--out", tmp_path)
+    custom, autograd = (
+        [float(row["val"]) for row in rows(directory / "char_lm_fastmax_p2.csv")] for directory in (out, tmp_path)
+    )
+    assert custom == pytest.approx(autograd, rel=1e-4)
+    checkpoints = [torch.load(directory / "char_lm_fastmax_p2.pt", weights_only=True) for directory in (out, tmp_path)]
+    assert [checkpoint["config"]["custom_gradient"] for checkpoint in checkpoints] == [True, False]
+
+
+def test_swap_into_a_trained_checkpoint(tmp_path, trained):
+    text, out = trained
+    checkpoint = out / "char_lm_softmax.pt"
+    printed = run("examples/swap_into_transformer.py", "--checkpoint", checkpoint, "--steps", 2, "--batch-size", 2,
+                  "--data", text, "--device", "cpu", "--out", tmp_path)
+    losses = dict(line.rsplit(maxsplit=1) for line in printed.splitlines() if " " in line)
+    losses = {name.strip(): loss for name, loss in losses.items()}
+    last = float(rows(out / "char_lm_softmax.csv")[-1]["val"])
+    assert float(losses["softmax, as trained"]) == pytest.approx(last, abs=2e-4)
+    assert losses["swapped, no training"] != losses["softmax, as trained"]
+    assert all(0.0 < float(losses[f"{name}, 2 steps of fine-tuning"]) < 6.0 for name in ("fastmax_p2", "softmax"))
+    before, after = torch.load(checkpoint, weights_only=True), torch.load(tmp_path / "swap.pt", weights_only=True)
+    assert before["model"].keys() == after["model"].keys()
+    assert after["config"]["attention"] == "fastmax"
+
+
+def test_swap_refuses_a_fastmax_checkpoint(tmp_path, trained):
+    text, out = trained
+    run("examples/swap_into_transformer.py", "--checkpoint", out / "char_lm_fastmax_p2.pt", "--data", text, "--out", tmp_path,
+        status=2)
+
+
+def test_associative_recall(tmp_path):
+    tiny = ["--steps", 2, "--pairs", 2, 3, "--batch-size", 4, "--vocab", 8, "--n-embd", 16, "--device", "cpu"]
+    run("examples/associative_recall.py", *tiny, "--out", tmp_path)
+    table = rows(tmp_path / "associative_recall.csv")
+    assert [row["attention"] for row in table] == ["fastmax p=1", "fastmax p=2", "softmax"]
+    assert all(0.0 <= float(row[column]) <= 1.0 for row in table for column in ("pairs_2", "pairs_3"))
+
+
+def test_digits(tmp_path):
+    tiny = ["--epochs", 3, "--batch-size", 32, "--lr", 5e-3, "--seeds", 1, "--layers", 1, "--dim", 32, "--heads", 2]
+    run("examples/train_digits.py", *tiny, "--device", "cpu", "--out", tmp_path)
+    last = {row["attention"]: float(row["accuracy"]) for row in rows(tmp_path / "digits.csv") if row["epoch"] == "3"}
+    assert set(last) == {"fastmax p=2", "fastmax p=1", "softmax"}
+    assert min(last.values()) > 0.3  # guessing is 0.1
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_rope(tmp_path, p):
+    printed = run("examples/rope.py", "--tokens", 40, "--head-dim", 8, "--heads", 1, "--p", p, "--out", tmp_path)
+    table = {line[:42].strip(): float(line[42:52]) for line in printed.splitlines()[1:6]}
+    changed = table.pop("earlier tokens shuffled, with RoPE")
+    assert len(table) == 4 and max(table.values()) < 1e-8 and changed > 1e-3
+    assert (tmp_path / "rope.png").exists()
+
+
+def test_verify_gradient_of_one_configuration(tmp_path):
+    options = ["--tokens", 40, "--head-dim", 8, "--kv-heads", 2, "--dropout", 0.1, "--rpe", "--draws", 1]
+    run("examples/verify_gradient.py", *options, "--device", "cpu", "--out", tmp_path)
+    table = rows(tmp_path / "verify_gradient.csv")
+    assert [row["tensor"] for row in table] == ["o", "q", "k", "v", "rpe_matrix"]
+    assert all(row["passed"] == "True" for row in table)
+
+
+def test_verify_passes_every_configuration():
+    printed = run("-m", "fastmax.verify", "--device", "cpu")
+    count = len(verify.cases())
+    assert f"{count} of {count} configurations within the limit" in printed and "FAILED" not in printed
+
+
+@pytest.mark.parametrize("wrong", [1.0 + 1e-4, math.nan], ids=["scaled", "nan"])
+@pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
+def test_verify_catches_a_wrong_operator(monkeypatch, capsys, custom, wrong):
+    right = verify.fastmax_attention
+
+    def perturbed(*tensors, use_custom_gradient, **options):
+        o = right(*tensors, use_custom_gradient=use_custom_gradient, **options)
+        return o * wrong if use_custom_gradient is custom else o
+
+    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    assert verify.main(["--device", "cpu", "--only", "p=2 linear causal"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_verify_catches_a_wrong_gradient(monkeypatch):
+    right = verify.fastmax_attention
+
+    def perturbed(q, k, v, **options):
+        k = torch.lerp(k.detach(), k, 1.001)  # k itself, with a gradient too large by 0.1%
+        return right(q, k, v, **options)
+
+    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    case = next(case for case in verify.cases() if case.name == "p=2 quadratic causal")
+    errors = verify.measure(verify.random_tensors(case, "cpu"), case.options)
+    assert {row.tensor for row in errors if not row.passed} == {"k"}
+
+
+def test_info_names_the_implementation():
+    printed = run("-m", "fastmax.info")
+    assert torch.__version__ in printed
+    assert info.implementation("cpu") in printed.splitlines()
+    assert not info.has_kernels("cpu") and "PyTorch implementation" in info.implementation("cpu")
+
+
+def test_info_sees_registered_kernels(monkeypatch):
+    monkeypatch.setattr(info, "has_kernels", lambda device_type: device_type == "cuda")
+    assert "compiled kernels" in info.implementation("cuda")
+    assert dict(info.report())["compiled for cuda"] == "yes"

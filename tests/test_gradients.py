@@ -1,0 +1,172 @@
+"""Derivatives against finite differences, and the two sides of `use_custom_gradient` against each other."""
+
+from functools import partial
+
+import pytest
+import torch
+from common import (
+    ALGORITHMS,
+    CHUNK,
+    Case,
+    by_algorithm,
+    by_causal,
+    by_gradient,
+    by_option,
+    by_order,
+    make_inputs,
+    make_options,
+    run,
+)
+from torch.autograd import forward_ad, gradcheck, gradgradcheck
+
+from fastmax import fastmax_attention
+
+TINY = Case("tiny", n=3, m=4, b=1, h=2, hk=1, d=3, dv=2)
+
+
+def tiny_leaves(device):
+    inputs, _ = make_inputs(TINY, torch.float64, device)
+    return tuple(x.requires_grad_() for x in inputs.values())
+
+
+@by_algorithm
+@by_gradient
+@by_causal
+@by_option
+def test_gradcheck(option, causal, custom, algorithm, device):
+    options = make_options(option, TINY, torch.float64, device)
+    attention = partial(
+        fastmax_attention, causal=causal, use_custom_gradient=custom, algorithm=algorithm, **options
+    )
+    assert gradcheck(attention, tiny_leaves(device))
+
+
+@by_gradient
+@by_causal
+@by_order
+def test_gradcheck_rpe_tensor(p, causal, custom, device):
+    rpe = (0.2 * torch.randn(TINY.n + TINY.m - 1, TINY.d, dtype=torch.float64)).to(device).requires_grad_()
+
+    def attention(q, k, v, rpe_matrix):
+        return fastmax_attention(q, k, v, rpe_matrix=rpe_matrix, causal=causal, p=p, use_custom_gradient=custom)
+
+    assert gradcheck(attention, (*tiny_leaves(device), rpe))
+
+
+@by_algorithm
+@by_gradient
+@by_order
+def test_gradcheck_across_chunks(p, custom, algorithm, device):
+    """Random directions (fast mode): the gradient that crosses from one chunk's state to the next."""
+    inputs, _ = make_inputs(Case("", n=CHUNK + 3, h=1, d=2, dv=1), torch.float64, device)
+    attention = partial(fastmax_attention, causal=True, p=p, use_custom_gradient=custom, algorithm=algorithm)
+    assert gradcheck(attention, tuple(x.requires_grad_() for x in inputs.values()), fast_mode=True)
+
+
+@by_algorithm
+@by_causal
+@pytest.mark.parametrize(
+    "option", ["defaults", "p=1", "coefficients", "normalize=True", "normalize=token", "key padding", "noise", "everything"]
+)
+def test_second_and_forward_derivatives_by_autograd(option, causal, algorithm, device):
+    options = make_options(option, TINY, torch.float64, device)
+    attention = partial(fastmax_attention, causal=causal, use_custom_gradient=False, algorithm=algorithm, **options)
+    leaves = tiny_leaves(device)
+    assert gradgradcheck(attention, leaves, fast_mode=True)
+    assert gradcheck(attention, leaves, check_forward_ad=True, fast_mode=True)
+
+
+def test_second_and_forward_derivatives_of_rpe_tensor(device):
+    rpe = (0.2 * torch.randn(TINY.n + TINY.m - 1, TINY.d, dtype=torch.float64)).to(device).requires_grad_()
+
+    def attention(q, k, v, rpe_matrix):
+        return fastmax_attention(q, k, v, rpe_matrix=rpe_matrix, causal=True, use_custom_gradient=False)
+
+    assert gradgradcheck(attention, (*tiny_leaves(device), rpe), fast_mode=True)
+    assert gradcheck(attention, (*tiny_leaves(device), rpe), check_forward_ad=True, fast_mode=True)
+
+
+@by_algorithm
+def test_torch_func_by_autograd(algorithm, device):
+    """jvp, vjp and the Hessian of torch.func agree with torch.autograd."""
+    q, k, v = (x.detach() for x in tiny_leaves(device))
+
+    def loss(q):
+        return fastmax_attention(q, k, v, causal=True, use_custom_gradient=False, algorithm=algorithm).square().sum()
+
+    gradient = torch.autograd.functional.jacobian(loss, q)
+    torch.testing.assert_close(torch.func.grad(loss)(q), gradient)
+    direction = torch.randn_like(q)
+    _, slope = torch.func.jvp(loss, (q,), (direction,))
+    torch.testing.assert_close(slope, (gradient * direction).sum())
+    torch.testing.assert_close(torch.func.hessian(loss)(q), torch.autograd.functional.hessian(loss, q))
+
+
+@by_algorithm
+@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+def test_second_derivative_of_the_custom_gradient_is_refused(names, algorithm, device):
+    inputs, _ = make_inputs(TINY, torch.float64, device)
+    leaves = [inputs[name].requires_grad_() for name in names]
+    o = fastmax_attention(**inputs, causal=True, algorithm=algorithm)
+    first = torch.autograd.grad(o.square().sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivative.*use_custom_gradient=False"):
+        torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+
+def test_forward_derivative_of_the_custom_gradient_is_refused(device):
+    q, k, v = (x.detach() for x in tiny_leaves(device))
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(RuntimeError, match=r"forward-mode derivative.*use_custom_gradient=False"),
+    ):
+        fastmax_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
+    with pytest.raises(RuntimeError, match=r"forward-mode derivative.*use_custom_gradient=False"):
+        torch.func.jvp(lambda q: fastmax_attention(q, k, v), (q,), (torch.ones_like(q),))
+
+
+@by_causal
+@pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
+@by_option
+def test_custom_equals_autograd(option, algorithm, causal, device):
+    """The toggle changes only who computes: both sides agree to float64 rounding."""
+    case = Case("", n=CHUNK // 4 + 3, m=CHUNK // 4 + 9, b=2, h=4, hk=2, d=7, dv=5)
+    inputs, grad_o = make_inputs(case, torch.float64, device)
+    options = dict(make_options(option, case, torch.float64, device), causal=causal, algorithm=algorithm)
+    custom = run(fastmax_attention, inputs, grad_o, use_custom_gradient=True, **options)
+    autograd = run(fastmax_attention, inputs, grad_o, use_custom_gradient=False, **options)
+    for name, x in custom.items():
+        assert (x - autograd[name]).norm() <= 1e-12 * x.norm(), name
+
+
+def test_custom_equals_autograd_for_drawn_noise(device):
+    """The same noise is drawn whoever computes."""
+    inputs, grad_o = make_inputs(TINY, torch.float64, device)
+    outputs = []
+    for custom in (True, False):
+        torch.manual_seed(3)
+        outputs.append(run(fastmax_attention, inputs, grad_o, dropout=0.5, use_custom_gradient=custom))
+    for name, x in outputs[0].items():
+        torch.testing.assert_close(x, outputs[1][name])
+
+
+@by_gradient
+@by_algorithm
+@pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv"])
+def test_only_some_inputs_need_a_gradient(names, algorithm, custom, device):
+    inputs, grad_o = make_inputs(TINY, torch.float64, device)
+    options = dict(causal=True, algorithm=algorithm, use_custom_gradient=custom)
+    everything = run(fastmax_attention, inputs, grad_o, **options)
+    leaves = {name: x.requires_grad_() if name in names else x for name, x in inputs.items()}
+    fastmax_attention(**leaves, **options).backward(grad_o)
+    for name, x in leaves.items():
+        if name in names:
+            torch.testing.assert_close(x.grad, everything[f"grad {name}"])
+        else:
+            assert x.grad is None
+
+
+@by_gradient
+def test_one_tensor_in_several_places(custom, device):
+    """q, k and v may be one tensor; its gradient is the sum."""
+    x = torch.randn(2, 3, 9, 4, dtype=torch.float64, device=device, requires_grad=True)
+    assert gradcheck(lambda x: fastmax_attention(x, x, x, causal=True, use_custom_gradient=custom), (x,), fast_mode=True)

@@ -1,0 +1,184 @@
+"""`FASTMultiHeadAttention`: the ancestor's positional order, defaults, eval mode, copies."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from common import Case, by_gradient, make_inputs, make_options
+
+from fastmax import FASTMultiHeadAttention, fastmax_attention, rpe_matrix_creator
+
+CASE = Case("", n=20, b=2, h=3, d=8, dv=6)
+ORDER = (
+    "q", "k", "v", "drop_noise", "rpe_matrix", "mask", "dropout", "normalize", "temperature", "a0", "a1", "a2", "lim", "p",
+)  # fmt: skip
+
+
+def test_positional_order():
+    parameters = inspect.signature(FASTMultiHeadAttention.forward).parameters.values()
+    positional = [x.name for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    assert tuple(positional) == ("self", *ORDER)
+    constructor = list(inspect.signature(FASTMultiHeadAttention).parameters.values())
+    assert constructor[0].name == "use_custom_gradient" and constructor[0].default is True
+
+
+@by_gradient
+def test_every_positional_argument_lands_where_it_should(custom, device):
+    """All fourteen by position, each different from its default, against the same by name."""
+    inputs, _ = make_inputs(CASE, device=device)
+    noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
+    rpe = rpe_matrix_creator(CASE.n, CASE.d, device, structured=True)
+    values = (noise, rpe, True, 0.3, "token", 2.5, 1.5, 0.75, 0.25, 0.8, 2)
+    o = FASTMultiHeadAttention(custom)(*inputs.values(), *values)
+    options = dict(zip(ORDER[3:], values, strict=True))
+    options["causal"] = options.pop("mask")
+    assert torch.equal(o, fastmax_attention(**inputs, use_custom_gradient=custom, **options))
+    for name in set(options) - {"drop_noise", "rpe_matrix"}:  # each of them matters
+        default = inspect.signature(fastmax_attention).parameters[name].default
+        if options[name] != default:
+            changed = fastmax_attention(**inputs, use_custom_gradient=custom, **(options | {name: default}))
+            assert not torch.equal(o, changed), name
+
+
+def test_defaults_are_those_of_the_contract(device):
+    """mask=False, dropout=0.0, normalize=False, temperature=1.0, a0=1.0, a1=1.0, a2=0.5, lim=1.0, p=2."""
+    inputs, _ = make_inputs(CASE, device=device)
+    o = FASTMultiHeadAttention()(**inputs)
+    spelled = FASTMultiHeadAttention()(*inputs.values(), None, None, False, 0.0, False, 1.0, 1.0, 1.0, 0.5, 1.0, 2)
+    assert torch.equal(o, spelled)
+    assert torch.equal(o, fastmax_attention(**inputs))
+
+
+OTHER = {
+    "rpe_matrix": "sinusoidal",
+    "mask": True,
+    "dropout": 0.3,
+    "normalize": True,
+    "temperature": 2.5,
+    "a0": 1.5,
+    "a1": 0.75,
+    "a2": 0.25,
+    "lim": 0.4,
+    "p": 1,
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_constructor_sets_defaults_and_forward_overrides(name, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    base = {"normalize": "token"} if name == "lim" else {}
+    value = {name: OTHER[name]}
+
+    def call(module, **options):
+        torch.manual_seed(1)
+        return module(**inputs, **options)
+
+    default = call(FASTMultiHeadAttention(**base))
+    set_in_constructor = FASTMultiHeadAttention(**base, **value)
+    expected = call(FASTMultiHeadAttention(**base), **value)
+    assert not torch.equal(expected, default)
+    assert torch.equal(call(set_in_constructor), expected)
+    assert torch.equal(call(set_in_constructor, **{name: None}), expected)
+    if name != "rpe_matrix":  # None is the module's, so "none at all" cannot be said in forward
+        parameter = inspect.signature(fastmax_attention).parameters["causal" if name == "mask" else name]
+        assert torch.equal(call(set_in_constructor, **{name: parameter.default}), default)
+
+
+def test_falsy_values_override(device):
+    """0, 0.0 and False are values; only None means the module's."""
+    inputs, _ = make_inputs(CASE, device=device)
+    module = FASTMultiHeadAttention(mask=True, dropout=0.5, normalize=True, a1=0.3)
+    o = module(**inputs, mask=False, dropout=0.0, normalize=False, a1=0.0)
+    assert torch.equal(o, fastmax_attention(**inputs, a1=0.0))
+
+
+@by_gradient
+def test_eval_mode_adds_no_noise(custom, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    module = FASTMultiHeadAttention(custom, dropout=0.5)
+    noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
+    quiet = fastmax_attention(**inputs, use_custom_gradient=custom)
+    assert not torch.equal(module(**inputs), quiet)
+    module.eval()
+    assert torch.equal(module(**inputs), quiet)
+    assert torch.equal(module(**inputs, drop_noise=noise), quiet)
+    assert torch.equal(module(**inputs, drop_noise=noise, dropout=0.9), quiet)
+    module.train()
+    assert not torch.equal(module(**inputs, drop_noise=noise), quiet)
+
+
+def test_key_padding_mask_and_algorithm_are_keywords(device):
+    inputs, _ = make_inputs(CASE, device=device)
+    options = make_options("key padding", CASE, device=device) | {"algorithm": "linear"}
+    assert torch.equal(FASTMultiHeadAttention()(**inputs, **options), fastmax_attention(**inputs, **options))
+
+
+@pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
+def test_the_toggle_reaches_the_operator(custom, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    q = inputs["q"].requires_grad_()
+    o = FASTMultiHeadAttention(use_custom_gradient=custom)(**inputs)
+    (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    if custom:
+        with pytest.raises(RuntimeError, match="use_custom_gradient=False"):
+            grad.sum().backward()
+    else:
+        grad.sum().backward()
+        assert q.grad.norm() > 0
+
+
+def test_a_mask_in_the_place_of_rpe_matrix_is_a_type_error():
+    inputs, _ = make_inputs(CASE)
+    with pytest.raises(TypeError, match="rpe_matrix.*mask"):
+        FASTMultiHeadAttention()(*inputs.values(), None, True)
+
+
+def test_a_tensor_in_the_place_of_mask_points_to_key_padding_mask():
+    inputs, _ = make_inputs(CASE)
+    with pytest.raises(TypeError, match="mask.*key_padding_mask"):
+        FASTMultiHeadAttention()(*inputs.values(), None, None, torch.ones(CASE.n, CASE.n, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"p": 3}, {"temperature": 0.0}, {"normalize": "row"}, {"dropout": -1.0}, {"rpe_matrix": True}, {"algorithm": "fast"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_bad_options_raise_in_the_constructor_or_the_call(options):
+    inputs, _ = make_inputs(CASE)
+    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
+        FASTMultiHeadAttention(**options)(**inputs)
+
+
+def test_it_has_no_state():
+    module = FASTMultiHeadAttention(normalize="token", p=1)
+    assert module.state_dict() == {} and list(module.parameters()) == []
+    module.load_state_dict({})
+
+
+def through_pickle(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+def through_torch_save(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, through_pickle, through_torch_save])
+def test_copies_compute_the_same(duplicate, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    module = FASTMultiHeadAttention(False, mask=True, normalize="token", temperature=2.0, a1=0.5, rpe_matrix="sinusoidal").eval()
+    again = duplicate(module)
+    assert again.use_custom_gradient is False and not again.training
+    assert torch.equal(again(**inputs), module(**inputs))
+
+
+def test_repr_names_the_options():
+    text = repr(FASTMultiHeadAttention(p=1, temperature=8.0))
+    assert "p=1" in text and "temperature=8.0" in text and "use_custom_gradient=True" in text

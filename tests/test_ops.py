@@ -1,0 +1,425 @@
+"""The registered operators inside PyTorch: opcheck, compile, export, autocast, checkpointing, DDP; repeatability; memory."""
+
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from common import (
+    CHUNK,
+    Case,
+    by_algorithm,
+    by_causal,
+    by_gradient,
+    by_layout,
+    by_option,
+    by_order,
+    dtype_id,
+    make_inputs,
+    make_options,
+    run,
+)
+from torch import nn
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from fastmax import FASTMultiHeadAttention, fastmax_attention
+
+CASE = Case("", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
+SQUARE = Case("", n=24, b=2, h=2, d=8)
+
+
+class Block(nn.Module):
+    """Projections around the attention, as in a model."""
+
+    def __init__(self, width=16, heads=2, **options):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention = FASTMultiHeadAttention(**options)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        return self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+# ---- opcheck
+
+
+def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *, mask=False, noise=False, rpe=False,
+                       p=2, causal=False, algorithm="auto"):  # fmt: skip
+    """Arguments of torch.ops.fastmax.forward with leaves that need a gradient, and grad_o."""
+    inputs, grad_o = make_inputs(case, dtype, device, layout)
+    leaves = [x.requires_grad_() for x in inputs.values()]
+    mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
+    noise = torch.randn(case.b, case.h, case.n, case.dv, device=device, dtype=dtype) if noise else None
+    rpe = torch.randn(case.n + case.m - 1, case.d, device=device, dtype=dtype, requires_grad=True) if rpe else None
+    return (*leaves, mask, noise, rpe, 0.5, 1.0, 1.0, 0.5, p, causal, 0.2 if noise is not None else 0.0, algorithm), grad_o
+
+
+OPERATOR_CALLS = {
+    "defaults": (CASE, {}),
+    "causal, linear": (CASE, {"causal": True, "algorithm": "linear"}),
+    "p=1, linear": (CASE, {"p": 1, "algorithm": "linear"}),
+    "mask, noise": (CASE, {"mask": True, "noise": True, "causal": True}),
+    "rpe": (CASE, {"rpe": True}),
+    "token-major": (SQUARE, {"layout": "token-major"}),
+    "packed qkv": (SQUARE, {"layout": "packed qkv"}),
+    "transposed": (SQUARE, {"layout": "transposed"}),
+    "bfloat16": (CASE, {"dtype": torch.bfloat16}),
+    "float64": (CASE, {"dtype": torch.float64, "mask": True}),
+    "empty": (Case("", n=0, b=2), {}),
+}
+by_operator_call = pytest.mark.parametrize("call", OPERATOR_CALLS)
+
+
+@by_operator_call
+def test_opcheck_forward(call, device):
+    case, options = OPERATOR_CALLS[call]
+    arguments, _ = operator_arguments(case, device, **options)
+    torch.library.opcheck(torch.ops.fastmax.forward.default, arguments)
+
+
+@by_operator_call
+def test_opcheck_backward(call, device):
+    case, options = OPERATOR_CALLS[call]
+    arguments, grad_o = operator_arguments(case, device, **options)
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+    o, z = torch.ops.fastmax.forward(*arguments)
+    q, k, v, *rest = arguments
+    torch.library.opcheck(torch.ops.fastmax.backward.default, (grad_o, q, k, v, o, z, *rest))
+
+
+@by_layout
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_fake_tensors_have_the_real_layout(layout, dtype, device):
+    """What tracing believes about shapes, strides and dtypes is what the operators return."""
+    arguments, grad_o = operator_arguments(SQUARE, device, dtype, layout)
+    arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+    def both(q, k, v, grad_o):
+        o, z = torch.ops.fastmax.forward(q, k, v, *arguments[3:])
+        return o, z, *torch.ops.fastmax.backward(grad_o, q, k, v, o, z, *arguments[3:])
+
+    real = both(*arguments[:3], grad_o)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = both(*(mode.from_tensor(x) for x in (*arguments[:3], grad_o)))
+    for x, y in zip(real, fake, strict=True):
+        assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+# ---- torch.compile, torch.export
+
+
+# Importing the compiler runs deprecated parts of torch.
+torch_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compare(actual, expected):
+    for name, x in expected.items():
+        torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize(
+    "option", ["defaults", "normalize=True", "normalize=token", "key padding", "noise", "sinusoidal", "everything"]
+)
+def test_compile_options(option, device, fresh_dynamo):
+    """One graph, no break, the same numbers: the traced program alone, run by aot_eager."""
+    inputs, grad_o = make_inputs(CASE, device=device)
+    options = make_options(option, CASE, device=device) | {"causal": True}
+    compiled = torch.compile(fastmax_attention, fullgraph=True, backend="aot_eager")
+    compare(run(compiled, inputs, grad_o, **options), run(fastmax_attention, inputs, grad_o, **options))
+
+
+def test_compile_rpe_tensor(device, fresh_dynamo):
+    inputs, grad_o = make_inputs(CASE, device=device)
+    inputs["rpe_matrix"] = 0.1 * torch.randn(CASE.n + CASE.m - 1, CASE.d, device=device)
+    compiled = torch.compile(fastmax_attention, fullgraph=True, backend="aot_eager")
+    compare(run(compiled, inputs, grad_o), run(fastmax_attention, inputs, grad_o))
+
+
+@by_causal
+def test_compile_dynamic_is_one_graph_for_all_lengths(causal, device, fresh_dynamo):
+    """No length, and no choice of algorithm by length, ends up in a guard."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fastmax_attention, fullgraph=True, dynamic=True, backend=counter)
+    for n in (12, 37, 200, 3 * CHUNK + 5):  # on both sides of the crossover, d**2 = 16
+        inputs, grad_o = make_inputs(Case("", n=n, d=4), device=device)
+        compare(run(compiled, inputs, grad_o, causal=causal), run(fastmax_attention, inputs, grad_o, causal=causal))
+    assert counter.frame_count == 1
+
+
+@torch_warns
+@by_gradient
+def test_compile_inductor(custom, device, fresh_dynamo):
+    """A model's block through the real compiler, forward and backward."""
+    block = Block(use_custom_gradient=custom, mask=True, temperature=2.0).to(device)
+    compiled = torch.compile(block, fullgraph=True)
+    x = torch.randn(2, 20, 16, device=device)
+    for module in (block, compiled):
+        module(x).square().sum().backward()
+        grads = [p.grad.clone() for p in block.parameters()]
+        block.zero_grad()
+        if module is block:
+            expected, y = grads, block(x)
+    torch.testing.assert_close(grads, expected)
+    torch.testing.assert_close(compiled(x), y)
+
+
+@torch_warns
+def test_compile_inductor_dynamic(device, fresh_dynamo):
+    block = Block(mask=True, normalize="token").to(device)
+    compiled = torch.compile(block, fullgraph=True, dynamic=True)
+    for n in (9, 33, 130):
+        x = torch.randn(2, n, 16, device=device)
+        torch.testing.assert_close(compiled(x), block(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"mask": True, "normalize": "token", "rpe_matrix": "sinusoidal"}], ids=["full", "causal"])
+def test_export_with_dynamic_length(options, device):
+    block = Block(**options).to(device).eval()
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(block, (torch.randn(2, 11, 16, device=device),), dynamic_shapes={"x": {1: length}})
+    for n in (2, 50, 700):
+        x = torch.randn(2, n, 16, device=device)
+        torch.testing.assert_close(program.module()(x), block(x))
+
+
+# ---- autocast, checkpointing, functional_call, DDP
+
+
+@by_gradient
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_autocast(dtype, custom, device):
+    """As scaled_dot_product_attention: computed in autocast's dtype, gradients in the leaves' own."""
+    inputs, grad_o = make_inputs(CASE, device=device)
+    options = {"use_custom_gradient": custom, "causal": True}
+    cast = {name: x.to(dtype) for name, x in inputs.items()}
+    expected = run(fastmax_attention, cast, grad_o.to(dtype), **options)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    with torch.autocast(device.type, dtype):
+        o = fastmax_attention(**leaves, **options)
+    assert o.dtype == dtype and torch.equal(o, expected["o"])
+    o.backward(grad_o.to(dtype))
+    for name, x in leaves.items():
+        assert torch.equal(x.grad, expected[f"grad {name}"].float())
+
+
+@by_gradient
+def test_autocast_mixes_dtypes_and_leaves_float64(custom, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    with torch.autocast(device.type, torch.bfloat16):
+        mixed = fastmax_attention(inputs["q"], inputs["k"].bfloat16(), inputs["v"], use_custom_gradient=custom)
+        wide = fastmax_attention(*(x.double() for x in inputs.values()), use_custom_gradient=custom)
+    assert mixed.dtype == torch.bfloat16 and wide.dtype == torch.float64
+
+
+@by_gradient
+def test_autocast_trains_a_block(custom, device):
+    block = Block(use_custom_gradient=custom).to(device)
+    with torch.autocast(device.type, torch.bfloat16):
+        block(torch.randn(2, 20, 16, device=device)).float().square().mean().backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in block.parameters())
+
+
+@by_gradient
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("dropout", [0.0, 0.4], ids=["no noise", "noise"])
+def test_activation_checkpointing(dropout, reentrant, custom, device):
+    """Recomputing gives the same bits, noise included."""
+    inputs, grad_o = make_inputs(CASE, device=device)
+    attention = partial(fastmax_attention, causal=True, dropout=dropout, use_custom_gradient=custom)
+
+    def saved(q, k, v):
+        return checkpoint(attention, q, k, v, use_reentrant=reentrant)
+
+    torch.manual_seed(5)
+    expected = run(attention, inputs, grad_o)
+    torch.manual_seed(5)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    o = saved(**leaves)
+    o.backward(grad_o)  # the reentrant form refuses autograd.grad
+    assert torch.equal(o, expected["o"])
+    for name, x in leaves.items():
+        assert torch.equal(x.grad, expected[f"grad {name}"])
+
+
+@by_gradient
+def test_functional_call(custom, device):
+    block, other = (Block(use_custom_gradient=custom).to(device) for _ in range(2))
+    x = torch.randn(2, 20, 16, device=device)
+    parameters = dict(other.named_parameters())
+    y = torch.func.functional_call(block, parameters, x)
+    assert torch.equal(y, other(x)) and not torch.equal(y, block(x))
+    grads = torch.autograd.grad(y.square().sum(), list(parameters.values()))
+    expected = torch.autograd.grad(other(x).square().sum(), list(parameters.values()))
+    for grad, reference in zip(grads, expected, strict=True):
+        assert torch.equal(grad, reference)
+
+
+def test_functional_call_under_torch_func_grad(device):
+    block = Block(use_custom_gradient=False).to(device)
+    x = torch.randn(2, 20, 16, device=device)
+
+    def loss(parameters):
+        return torch.func.functional_call(block, parameters, x).square().sum()
+
+    parameters = {name: p.detach() for name, p in block.named_parameters()}
+    grads = torch.func.grad(loss)(parameters)
+    block(x).square().sum().backward()
+    for name, p in block.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad)
+
+
+def train_half_a_batch(rank, file, x, state, results):
+    init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    for custom in (True, False):
+        block = Block(use_custom_gradient=custom, mask=True)
+        block.load_state_dict(state)
+        DistributedDataParallel(block)(x[2 * rank : 2 * rank + 2]).square().mean().backward()
+        results[rank, custom] = {name: p.grad for name, p in block.named_parameters()}
+    destroy_process_group()
+
+
+def test_ddp(tmp_path):
+    """Two gloo processes with half the batch each get the gradients of one process with all of it, whoever computes."""
+    block = Block(mask=True)
+    x = torch.randn(4, 20, 16)
+    block(x).square().mean().backward()
+    with torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        torch.multiprocessing.spawn(train_half_a_batch, (tmp_path / "store", x, block.state_dict(), results), nprocs=2)
+        for custom in (True, False):
+            first, second = results[0, custom], results[1, custom]
+            for name, p in block.named_parameters():
+                assert torch.equal(first[name], second[name])
+                torch.testing.assert_close(first[name], p.grad)
+
+
+# ---- repeatability
+
+
+@pytest.fixture
+def several_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+@by_algorithm
+@by_gradient
+@by_order
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_bitwise_repeatable(dtype, p, custom, algorithm, device, several_threads):
+    inputs, grad_o = make_inputs(Case("", n=CHUNK + 13, b=2, h=4, hk=2, d=16), dtype, device)
+    options = {"p": p, "causal": True, "algorithm": algorithm, "use_custom_gradient": custom}
+    first = run(fastmax_attention, inputs, grad_o, **options)
+    for _ in range(3):
+        again = run(fastmax_attention, inputs, grad_o, **options)
+        for name, x in first.items():
+            assert torch.equal(x, again[name]), name
+
+
+@by_option
+def test_training_and_inference_agree(option, device):
+    """Recording for autograd does not change the output of the custom operator by a bit."""
+    inputs, _ = make_inputs(CASE, device=device)
+    options = make_options(option, CASE, device=device)
+    with torch.no_grad():
+        quiet = fastmax_attention(**inputs, **options)
+    with torch.inference_mode():
+        inference = fastmax_attention(**inputs, **options)
+    recorded = fastmax_attention(**{name: x.requires_grad_() for name, x in inputs.items()}, **options)
+    assert torch.equal(quiet, recorded) and torch.equal(inference, recorded)
+
+
+# ---- memory
+
+
+@by_algorithm
+@by_causal
+def test_saved_for_backward(causal, algorithm, device):
+    """The custom gradient keeps q, k, v, o, the denominators (b, h, n), mask and noise, and nothing else."""
+    inputs, _ = make_inputs(CASE, device=device)
+    inputs = {name: x.requires_grad_() for name, x in inputs.items()}
+    options = make_options("key padding", CASE, device=device) | make_options("noise", CASE, device=device)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        o = fastmax_attention(**inputs, causal=causal, algorithm=algorithm, **options)
+    known = [*inputs.values(), o, options["key_padding_mask"], options["drop_noise"]]
+    known = {x.untyped_storage().data_ptr() for x in known}
+    rest = [x for x in saved if x.untyped_storage().data_ptr() not in known]
+    assert [tuple(x.shape) for x in rest] == [(CASE.b, CASE.h, CASE.n)]
+    assert len({x.untyped_storage().data_ptr() for x in saved}) == len(known) + 1
+
+
+class Memory(TorchDispatchMode):
+    """Largest tensor made, and the peak of bytes alive, inside the registered operators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.alive = self.peak = 0
+        self._known = weakref.WeakSet()
+
+    def _free(self, size):
+        self.alive -= size
+
+    def _see(self, x):
+        self.largest = max(self.largest, x.numel() if x.is_contiguous() else 0)
+        storage = x.untyped_storage()
+        if storage not in self._known:
+            self._known.add(storage)
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._free, storage.nbytes())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastmax":
+            key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            with self:
+                out = func.redispatch(key, *args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self._see(x)
+        return out
+
+
+def test_memory_sees_inside_the_operator():
+    inputs, _ = make_inputs(Case("", n=64, d=4, h=1))
+    with Memory() as memory:
+        fastmax_attention(**inputs, algorithm="quadratic")
+    assert memory.largest >= 64 * 64, "one tile of scores"
+    assert memory.peak >= 4 * 64 * 64 and memory.alive < memory.peak
+
+
+def footprint(n, d, p, causal, algorithm, custom):
+    inputs, grad_o = make_inputs(Case("", n=n, h=1, d=d))
+    with Memory() as memory:
+        run(fastmax_attention, inputs, grad_o, p=p, causal=causal, algorithm=algorithm, use_custom_gradient=custom)
+    return memory
+
+
+@by_gradient
+@by_causal
+@pytest.mark.parametrize("algorithm, p", [("quadratic", 2), ("linear", 2), ("linear", 1)])
+def test_memory_is_linear_in_tokens(algorithm, p, causal, custom):
+    """No (n, m) tensor, no (n, d^2) tensor, no state per token: doubling n adds O(n d) and the largest tensor stays small."""
+    n, d = 3072, 48
+    half, whole = (footprint(size, d, p, causal, algorithm, custom) for size in (n // 2, n))
+    assert whole.largest < n * d * d / 4 and whole.largest < n * n / 4
+    # 4 bytes an element. Beside q, k, v, o and the four gradients a few working copies.
+    assert whole.peak - half.peak < 4 * 40 * (n // 2) * d

@@ -1,0 +1,437 @@
+"""The Hugging Face integration on small random models: against the same models with dense masks and a naive polynomial."""
+
+import importlib
+import math
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from fastmax import fastmax_attention
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import eager_mask  # noqa: E402
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
+
+import fastmax.integrations.transformers as integration  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
+
+VOCABULARY, PAD = 40, 0
+
+
+def polynomial_forward(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
+    """transformers' eager attention with 1 + s + s^2 / 2 for exp(s); attention_mask (b, 1, n, m), 0 = visible."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    s = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    w = 1 + s + s * s / 2
+    if attention_mask is not None:
+        w = torch.where(attention_mask == 0, w, 0.0)
+    z = w.sum(-1, keepdim=True)
+    o = torch.where(z == 0, 0.0, w / z) @ value
+    return o.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("polynomial", polynomial_forward)
+transformers.AttentionMaskInterface.register("polynomial", eager_mask)
+
+
+def llama(**options):
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 24,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "initializer_range": 0.3,  # scores of order one, so that masks and scales matter
+        "pad_token_id": PAD,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    } | options
+    return make(transformers.LlamaForCausalLM, transformers.LlamaConfig(**options))
+
+
+def gpt2(**options):
+    options = {
+        "vocab_size": VOCABULARY,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 3,
+        "n_positions": 64,
+        "initializer_range": 0.3,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "pad_token_id": PAD,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    } | options
+    return make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**options))
+
+
+def make(kind, config):
+    """A float64 model in eval mode, with attn_implementation="fastmax"."""
+    torch.manual_seed(0)
+    config._attn_implementation = "fastmax"
+    return kind(config).double().eval()
+
+
+FAMILIES = pytest.mark.parametrize("family", [llama, gpt2])
+
+
+def tokens(*shape) -> Tensor:
+    return torch.randint(1, VOCABULARY, shape)
+
+
+def padding_mask(side: str | None, lengths=(9, 6, 1)) -> Tensor | None:
+    """(batch, keys), 1 = takes part."""
+    if side is None:
+        return None
+    position = torch.arange(max(lengths))
+    rows = [position < length if side == "right" else position >= max(lengths) - length for length in lengths]
+    return torch.stack(rows).long()
+
+
+def run(model, ids, mask, **kwargs) -> Tensor:
+    """Logits. Positions count from the first token that is no padding, as generate counts them."""
+    if mask is not None:
+        kwargs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    return model(ids, **kwargs).logits
+
+
+# ---- the whole model
+
+
+@FAMILIES
+@pytest.mark.parametrize("side", [None, "right", "left"])
+def test_equals_the_naive_model(family, side):
+    model = family()
+    ids, mask = tokens(3, 9), padding_mask(side)
+    real = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
+
+    def logits_and_gradients():
+        logits = run(model, ids, mask)[real]
+        loss = torch.nn.functional.cross_entropy(logits, ids[real])
+        return logits, torch.autograd.grad(loss, tuple(model.parameters()))
+
+    fastmax = logits_and_gradients()
+    model.set_attn_implementation("polynomial")
+    naive = logits_and_gradients()
+    torch.testing.assert_close(fastmax, naive, rtol=1e-8, atol=1e-9)
+    model.set_attn_implementation("eager")
+    first = slice(9)  # the first sequence has no padding, of which softmax makes NaN
+    assert (logits_and_gradients()[0][first] - naive[0][first]).abs().max() > 1e-3
+
+
+def test_one_layer_by_hand():
+    model = llama()
+    attention = model.model.layers[0].self_attn
+    seen = {}
+
+    def keep(module, args, kwargs, output):
+        seen.update(kwargs, output=output[0])
+
+    attention.register_forward_hook(keep, with_kwargs=True)
+    run(model, tokens(3, 9), padding_mask("right"))
+
+    x = seen["hidden_states"]
+    q, k, v = (
+        projection(x).unflatten(-1, (-1, 6)).transpose(1, 2)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    q, k = apply_rotary_pos_emb(q, k, *seen["position_embeddings"])
+    o = fastmax_attention(
+        q, k, v, causal=True, temperature=math.sqrt(6), key_padding_mask=padding_mask("right").bool()
+    )
+    torch.testing.assert_close(seen["output"], attention.o_proj(o.transpose(1, 2).flatten(2)))
+
+
+@FAMILIES
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch_equals_sequences_alone(family, side):
+    model = family()
+    ids, mask = tokens(3, 9), padding_mask(side)
+    together = run(model, ids, mask)
+    for row, keep in enumerate(mask.bool()):
+        alone = run(model, ids[row, keep][None], None)
+        torch.testing.assert_close(together[row, keep][None], alone)
+
+
+@FAMILIES
+def test_training_step(family):
+    model = family().train().float()
+    ids = tokens(2, 16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.5
+
+
+# ---- generation
+
+
+@FAMILIES
+@pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beams"])
+def test_generate_with_cache_equals_without(family, beams):
+    model = family()
+    ids, mask = tokens(3, 9), padding_mask("left")
+    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "num_beams": beams}
+    cached = model.generate(ids, **options, use_cache=True)
+    recomputed = model.generate(ids, **options, use_cache=False)
+    assert cached.shape == (3, 21)
+    assert torch.equal(cached, recomputed)
+    for row, keep in enumerate(mask.bool()):
+        alone = model.generate(ids[row, keep][None], **options | {"attention_mask": mask[row, keep][None]})
+        assert torch.equal(alone[0, -12:], cached[row, -12:])
+
+
+@FAMILIES
+def test_cached_logits_equal_one_pass(family):
+    """Prefill, several tokens at once on top of the cache (as speculative decoding does), then one."""
+    model = family()
+    ids = tokens(2, 9)
+    expected = model(ids).logits
+    first = model(ids[:, :4], use_cache=True)
+    several = model(ids[:, 4:8], past_key_values=first.past_key_values, use_cache=True)
+    last = model(ids[:, 8:], past_key_values=several.past_key_values, use_cache=True)
+    torch.testing.assert_close(torch.cat((first.logits, several.logits, last.logits), dim=1), expected)
+
+
+# ---- bidirectional and cross attention
+
+
+def bert():
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=3,
+        max_position_embeddings=64, initializer_range=0.3, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+    return make(transformers.BertModel, config)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
+def test_bidirectional_model(given):
+    model = bert()
+    for layer in model.encoder.layer:
+        del layer.attention.self.is_causal  # the mask alone must say it
+    ids, mask = tokens(3, 9), padding_mask("right")
+    keep = mask.bool() if given else torch.ones_like(mask).bool()
+    o = model(ids, attention_mask=mask if given else None).last_hidden_state
+    model.set_attn_implementation("polynomial")
+    expected = model(ids, attention_mask=mask if given else None).last_hidden_state
+    torch.testing.assert_close(o[keep], expected[keep])
+
+
+def test_encoder_decoder_model():
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=24, encoder_layers=2, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        encoder_attention_heads=2, decoder_attention_heads=3, max_position_embeddings=64, init_std=0.3, dropout=0.0,
+        pad_token_id=PAD, bos_token_id=1, eos_token_id=None, decoder_start_token_id=1, forced_eos_token_id=None,
+    )  # fmt: skip
+    model = make(transformers.BartForConditionalGeneration, config)
+    source, mask, target = tokens(3, 9), padding_mask("right"), tokens(3, 5)
+    logits = model(source, attention_mask=mask, decoder_input_ids=target).logits
+    options = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
+    cached = model.generate(source, **options, use_cache=True)
+    assert torch.equal(cached, model.generate(source, **options, use_cache=False))
+    model.set_attn_implementation("polynomial")
+    torch.testing.assert_close(logits, model(source, attention_mask=mask, decoder_input_ids=target).logits)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["mask", "no mask"])
+def test_causal_model_used_bidirectionally(given):
+    """transformers' own switch: is_causal=False in the call."""
+    model = llama()
+    ids, mask = tokens(3, 9), padding_mask("right")
+    arguments = {"is_causal": False, "attention_mask": mask if given else None}
+    logits = model(ids, **arguments).logits
+    model.set_attn_implementation("polynomial")
+    keep = mask.bool() if given else torch.ones_like(mask).bool()
+    torch.testing.assert_close(logits[keep], model(ids, **arguments).logits[keep])
+
+
+# ---- options
+
+
+def recorded_call(model, *args, **kwargs):
+    """Arguments of the first call of fastmax_attention."""
+    with mock.patch.object(integration, "fastmax_attention", side_effect=fastmax_attention) as attention:
+        model(*args, **kwargs)
+    return attention.call_args_list[0]
+
+
+def test_grouped_keys_are_not_repeated():
+    q, k, v = recorded_call(llama(), tokens(2, 5)).args
+    assert q.shape == (2, 4, 5, 6) and k.shape == v.shape == (2, 2, 5, 6)
+
+
+@pytest.mark.parametrize(
+    "model, temperature",
+    [(llama, math.sqrt(6)), (gpt2, math.sqrt(8)), (lambda: gpt2(scale_attn_weights=False), 1.0)],
+    ids=["llama", "gpt2", "gpt2 unscaled"],
+)
+def test_default_temperature_is_the_inverse_scale(model, temperature):
+    assert recorded_call(model(), tokens(2, 5)).kwargs["temperature"] == pytest.approx(temperature)
+
+
+def test_scale_left_to_the_attention_function():
+    attention = llama().model.layers[0].self_attn
+    q = torch.randn(1, 4, 3, 6, dtype=torch.float64)
+    o, _ = integration.fastmax_attention_forward(attention, q, q, q, None, scaling=None)
+    torch.testing.assert_close(o.transpose(1, 2), fastmax_attention(q, q, q, causal=True, temperature=math.sqrt(6)))
+
+
+@pytest.mark.filterwarnings("ignore:fastmax. f.s. = .* is not positive:RuntimeWarning")  # p = 1
+def test_options_from_the_configuration():
+    model = llama(fastmax={"p": 1, "temperature": 30.0})
+    call = recorded_call(model, tokens(2, 5))
+    assert call.kwargs["p"] == 1 and call.kwargs["temperature"] == 30.0
+    restored = transformers.LlamaConfig.from_dict(model.config.to_dict())
+    assert restored.fastmax == {"p": 1, "temperature": 30.0}
+
+
+def test_configure():
+    model = llama()
+    ids = tokens(2, 5)
+    before = model(ids).logits
+    integration.configure(model, temperature=30.0, normalize="token")
+    assert recorded_call(model, ids).kwargs["normalize"] == "token"
+    assert not torch.allclose(model(ids).logits, before)
+    integration.configure(model.config)
+    assert torch.equal(model(ids).logits, before)
+    with pytest.raises(TypeError, match=r"unknown fastmax option 'sharpness'.*temperature"):
+        integration.configure(model, sharpness=2)
+    model.config.fastmax = {"sharpness": 2}
+    with pytest.raises(TypeError, match="unknown fastmax option 'sharpness'"):
+        model(ids)
+
+
+def test_configure_reaches_sub_configurations():
+    config = transformers.LlavaConfig()
+    integration.configure(config, p=1)
+    assert config.fastmax == config.text_config.fastmax == config.vision_config.fastmax == {"p": 1}
+
+
+def test_noise_only_in_training():
+    model = llama(fastmax={"dropout": 0.5})
+    ids = tokens(2, 5)
+    exact = model(ids).logits
+    assert torch.equal(model(ids).logits, exact)
+    assert not torch.allclose(model.train()(ids).logits, exact)
+
+
+def test_compiled_model():
+    torch.compiler.reset()
+    model = llama()
+    ids, mask = tokens(3, 9), padding_mask("right")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    logits = compiled(ids, attention_mask=mask, use_cache=False).logits
+    torch.testing.assert_close(logits, model(ids, attention_mask=mask, use_cache=False).logits)
+
+
+# ---- what is not the same function
+
+
+def mistral():
+    config = transformers.MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4,
+    )  # fmt: skip
+    return make(transformers.MistralForCausalLM, config)
+
+
+def ids_and(**kwargs):
+    return {"input_ids": tokens(2, 8)} | kwargs
+
+
+PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]] * 2)
+REFUSED = {
+    "sliding window": (mistral, ids_and(), "sliding windows"),
+    "packed sequences": (llama, ids_and(position_ids=PACKED, use_cache=False), "packed sequences"),
+    "custom mask": (llama, ids_and(attention_mask=torch.ones(2, 1, 8, 8).tril().bool()), "custom 4-d mask"),
+    "mask of the new tokens only": (llama, ids_and(attention_mask=torch.ones(2, 5)), "must cover all 8 keys"),
+}
+
+
+@pytest.mark.parametrize("model, arguments, message", REFUSED.values(), ids=REFUSED)
+def test_refused(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model()(**arguments)
+
+
+@pytest.mark.parametrize("name", sorted(integration._OTHER_FUNCTIONS))
+def test_refused_by_argument(name):
+    attention = llama().model.layers[0].self_attn
+    q = torch.randn(1, 4, 3, 6)
+    integration.fastmax_attention_forward(attention, q, q, q, None, **{name: None})
+    with pytest.raises(ValueError, match=f"does not support {name}"):
+        integration.fastmax_attention_forward(attention, q, q, q, None, **{name: torch.ones(4)})
+
+
+def test_attention_weights_are_refused():
+    attention = llama().model.layers[0].self_attn
+    q = torch.randn(1, 4, 3, 6)
+    with pytest.raises(ValueError, match="no attention weights to return"):
+        integration.fastmax_attention_forward(attention, q, q, q, None, output_attentions=True)
+
+
+def test_attention_dropout_is_refused_in_training_only():
+    model, ids = llama(attention_dropout=0.1), tokens(2, 5)
+    model(ids)
+    with pytest.raises(ValueError, match=r"no attention weights to drop, got dropout = 0.1"):
+        model.train()(ids)
+
+
+@FAMILIES
+def test_static_cache_is_refused(family):
+    with pytest.raises(ValueError, match="static cache"):
+        family().generate(tokens(1, 4), max_new_tokens=4, cache_implementation="static", disable_compile=True)
+
+
+def test_sequence_normalisation_has_no_cached_form():
+    model = llama(fastmax={"normalize": "sequence"})
+    ids = tokens(1, 4)
+    options = {"max_new_tokens": 3, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert model.generate(ids, **options, use_cache=False).shape == (1, 7)
+    with pytest.raises(ValueError, match='normalize="sequence" looks at all rows'):
+        model.generate(ids, **options, use_cache=True)
+
+
+def test_layer_that_does_not_say_whether_it_is_causal():
+    attention = llama().model.layers[0].self_attn
+    q = torch.randn(1, 4, 3, 6)
+    del attention.is_causal
+    with pytest.raises(ValueError, match="neither by a mask nor by is_causal"):
+        integration.fastmax_attention_forward(attention, q, q, q, None)
+    attention.is_causal = False
+    with pytest.raises(ValueError, match="for bidirectional layers"):
+        integration.fastmax_attention_forward(attention, q, q, q, torch.ones(1, 3, dtype=torch.bool))
+
+
+# ---- the package itself
+
+
+def reimport(monkeypatch):
+    monkeypatch.delitem(sys.modules, "fastmax.integrations.transformers")
+    return importlib.import_module("fastmax.integrations.transformers")
+
+
+def test_missing_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"needs transformers >= 5.4: pip install 'fastmax\[transformers\]'"):
+        reimport(monkeypatch)
+
+
+def test_old_package(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.3.1")
+    with pytest.raises(ImportError, match=r"needs transformers >= 5.4, found 5.3.1"):
+        reimport(monkeypatch)

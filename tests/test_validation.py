@@ -1,0 +1,261 @@
+"""Every bad input raises the right exception, which names the argument, what it was and what it takes, before any work."""
+
+import re
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fastmax
+from fastmax import fastmax_attention
+
+B, H, HK, N, M, D, DV = 2, 4, 2, 5, 7, 8, 6
+
+
+def tensor(*shape, dtype=torch.float32, device="cpu"):
+    return torch.ones(shape, device=device).to(dtype)
+
+
+def good():
+    return {"q": tensor(B, H, N, D), "k": tensor(B, HK, M, D), "v": tensor(B, HK, M, DV)}
+
+
+class NoCompute(TorchDispatchMode):
+    """Fails on any tensor operation."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} ran before the arguments were checked")
+
+
+def test_no_compute_notices_a_good_call():
+    with pytest.raises(AssertionError, match="ran before"), NoCompute():
+        fastmax_attention(**good())
+
+
+# name: (arguments that differ from `good`, exception, what its message must hold)
+BAD = {
+    "q is no tensor": ({"q": [[1.0]]}, TypeError, ["q must be", "list"]),
+    "k is None": ({"k": None}, TypeError, ["k must be", "None"]),
+    "v is an array": ({"v": "v"}, TypeError, ["v must be", "'v'"]),
+    "q of rank 2": ({"q": tensor(N, D)}, ValueError, ["q must be", "4-d", "3-d", "2"]),
+    "q of rank 5": ({"q": tensor(1, B, H, N, D)}, ValueError, ["q must be", "4-d", "5"]),
+    "k of rank 3 with q of rank 4": ({"k": tensor(HK, M, D)}, ValueError, ["k must be", "3"]),
+    "v of rank 2": ({"v": tensor(M, DV)}, ValueError, ["v must be", "2"]),
+    "batch sizes differ": ({"k": tensor(3, HK, M, D)}, ValueError, ["batch", "2", "3"]),
+    "batch size of v differs": ({"v": tensor(3, HK, M, DV)}, ValueError, ["v", "3"]),
+    "head dims of q and k differ": ({"k": tensor(B, HK, M, D + 1)}, ValueError, ["k must", "head_dim", "8", "9"]),
+    "tokens of k and v differ": ({"v": tensor(B, HK, M + 1, DV)}, ValueError, ["v must", "tokens", "7", "8"]),
+    "heads of k and v differ": ({"v": tensor(B, 1, M, DV)}, ValueError, ["v must", "heads", "1", "2"]),
+    "heads do not divide": (
+        {"k": tensor(B, 3, M, D), "v": tensor(B, 3, M, DV)},
+        ValueError,
+        ["heads", "multiple", "4", "3"],
+    ),
+    "more kv heads than query heads": (
+        {"k": tensor(B, 8, M, D), "v": tensor(B, 8, M, DV)},
+        ValueError,
+        ["heads", "multiple", "4", "8"],
+    ),
+    "no head dim": ({"q": tensor(B, H, N, 0), "k": tensor(B, HK, M, 0)}, ValueError, ["head_dim", "0"]),
+    "no value head dim": ({"v": tensor(B, HK, M, 0)}, ValueError, ["v must", "head_dim"]),
+    "k has another dtype": ({"k": tensor(B, HK, M, D, dtype=torch.float64)}, TypeError, ["k must", "float32", "float64"]),
+    "v has another dtype": ({"v": tensor(B, HK, M, DV, dtype=torch.float16)}, TypeError, ["v must", "float32", "float16"]),
+    "k on another device": ({"k": tensor(B, HK, M, D, device="meta")}, ValueError, ["k must", "device", "cpu", "meta"]),
+    "v on another device": ({"v": tensor(B, HK, M, DV, device="meta")}, ValueError, ["v must", "device", "cpu", "meta"]),
+    "more queries than keys, causal": (
+        {"q": tensor(B, H, 9, D), "causal": True},
+        ValueError,
+        ["causal", "n = 9", "m = 7"],
+    ),
+    "causal is a tensor": (
+        {"causal": torch.ones(N, M, dtype=torch.bool)},
+        TypeError,
+        ["causal must be a bool", "key_padding_mask"],
+    ),
+    "causal is an int": ({"causal": 1}, TypeError, ["causal must be a bool", "1"]),
+    "causal is None": ({"causal": None}, TypeError, ["causal must be a bool", "None"]),
+    "temperature of zero": ({"temperature": 0.0}, ValueError, ["temperature must", "0"]),
+    "negative temperature": ({"temperature": -1.0}, ValueError, ["temperature must", "-1"]),
+    "temperature as text": ({"temperature": "1"}, TypeError, ["temperature must", "'1'"]),
+    "lim of zero": ({"normalize": True, "lim": 0.0}, ValueError, ["lim must", "0"]),
+    "negative lim": ({"normalize": "token", "lim": -2.0}, ValueError, ["lim must", "-2"]),
+    "p of zero": ({"p": 0}, ValueError, ["p must", "1 or 2", "0"]),
+    "p of three": ({"p": 3}, ValueError, ["p must", "1 or 2", "3"]),
+    "p between": ({"p": 1.5}, ValueError, ["p must", "1 or 2", "1.5"]),
+    "unknown normalize": ({"normalize": "row"}, ValueError, ["normalize must", "sequence", "token", "row"]),
+    "normalize is a number": ({"normalize": 2}, ValueError, ["normalize must", "sequence", "token", "2"]),
+    "negative dropout": ({"dropout": -0.1}, ValueError, ["dropout must", "-0.1"]),
+    "dropout is a tensor": ({"dropout": tensor(2, 3)}, TypeError, ["dropout must", "(2, 3)"]),
+    "noise is no tensor": ({"drop_noise": 0.5, "dropout": 0.1}, TypeError, ["drop_noise must", "0.5"]),
+    "noise of q's shape": (
+        {"drop_noise": tensor(B, H, N, D), "dropout": 0.1},
+        ValueError,
+        ["drop_noise must", "(2, 4, 5, 6)", "(2, 4, 5, 8)"],
+    ),
+    "noise to be broadcast": ({"drop_noise": tensor(1), "dropout": 0.1}, ValueError, ["drop_noise must", "(2, 4, 5, 6)", "(1,)"]),
+    "noise of integers": (
+        {"drop_noise": tensor(B, H, N, DV, dtype=torch.int64), "dropout": 0.1},
+        TypeError,
+        ["drop_noise must", "int64"],
+    ),
+    "noise on another device": (
+        {"drop_noise": tensor(B, H, N, DV, device="meta"), "dropout": 0.1},
+        ValueError,
+        ["drop_noise must", "cpu", "meta"],
+    ),
+    "rpe_matrix is True": ({"rpe_matrix": True}, TypeError, ["rpe_matrix must", "sinusoidal", "True", "mask"]),
+    "rpe_matrix is False": ({"rpe_matrix": False}, TypeError, ["rpe_matrix must", "sinusoidal", "False", "mask"]),
+    "rpe_matrix is a number": ({"rpe_matrix": 3}, TypeError, ["rpe_matrix must", "3"]),
+    "rpe_matrix is an unknown word": ({"rpe_matrix": "learned"}, TypeError, ["rpe_matrix must", "sinusoidal", "learned"]),
+    "rpe_matrix for n = m": ({"rpe_matrix": tensor(2 * N - 1, D)}, ValueError, ["rpe_matrix must", "(11, 8)", "(9, 8)"]),
+    "rpe_matrix of another head dim": ({"rpe_matrix": tensor(N + M - 1, D + 1)}, ValueError, ["rpe_matrix must", "(11, 8)", "(11, 9)"]),
+    "rpe_matrix of rank 3": ({"rpe_matrix": tensor(1, N + M - 1, D)}, ValueError, ["rpe_matrix must", "(1, 11, 8)"]),
+    "rpe_matrix of another dtype": (
+        {"rpe_matrix": tensor(N + M - 1, D, dtype=torch.float64)},
+        TypeError,
+        ["rpe_matrix must", "float32", "float64"],
+    ),
+    "rpe_matrix on another device": (
+        {"rpe_matrix": tensor(N + M - 1, D, device="meta")},
+        ValueError,
+        ["rpe_matrix must", "cpu", "meta"],
+    ),
+    "rpe_matrix with the linear algorithm": (
+        {"rpe_matrix": tensor(N + M - 1, D), "algorithm": "linear"},
+        ValueError,
+        ["rpe_matrix", "linear", "quadratic", "sinusoidal"],
+    ),
+    "key_padding_mask is no tensor": ({"key_padding_mask": True}, TypeError, ["key_padding_mask must", "bool tensor", "True"]),
+    "key_padding_mask of floats": ({"key_padding_mask": tensor(B, M)}, TypeError, ["key_padding_mask must", "bool", "float32"]),
+    "key_padding_mask of another length": (
+        {"key_padding_mask": tensor(B, N, dtype=torch.bool)},
+        ValueError,
+        ["key_padding_mask must", "(2, 7)", "(2, 5)"],
+    ),
+    "key_padding_mask to be broadcast": (
+        {"key_padding_mask": tensor(1, M, dtype=torch.bool)},
+        ValueError,
+        ["key_padding_mask must", "(2, 7)", "(1, 7)"],
+    ),
+    "key_padding_mask of rank 4": (
+        {"key_padding_mask": tensor(B, 1, 1, M, dtype=torch.bool)},
+        ValueError,
+        ["key_padding_mask must", "(2, 7)", "(2, 1, 1, 7)"],
+    ),
+    "key_padding_mask on another device": (
+        {"key_padding_mask": tensor(B, M, dtype=torch.bool, device="meta")},
+        ValueError,
+        ["key_padding_mask must", "cpu", "meta"],
+    ),
+    "unknown algorithm": ({"algorithm": "fast"}, ValueError, ["algorithm must", "auto", "quadratic", "linear", "fast"]),
+    "algorithm is None": ({"algorithm": None}, ValueError, ["algorithm must", "auto", "None"]),
+}
+for _dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
+    _all = {name: torch.ones(x.shape).to(_dtype) for name, x in good().items()}
+    _name = str(_dtype).removeprefix("torch.")
+    BAD[f"dtype {_name}"] = (_all, TypeError, ["q must", "float32", "bfloat16", _name])
+for _name in ("temperature", "a0", "a1", "a2", "lim", "dropout"):
+    for _value in (float("nan"), float("inf"), float("-inf")):
+        BAD[f"{_name} = {_value}"] = ({_name: _value}, ValueError, [f"{_name} must", str(_value)])
+    BAD[f"{_name} = None"] = ({_name: None}, TypeError, [f"{_name} must", "None"])
+
+
+@pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, custom):
+    changes, exception, parts = BAD[name]
+    arguments = good() | changes
+    with pytest.raises(Exception) as raised, NoCompute():
+        fastmax_attention(**arguments, use_custom_gradient=custom)
+    assert raised.type is exception, f"{raised.type.__name__}: {raised.value}"
+    for part in parts:
+        assert part in str(raised.value)
+
+
+THREE_D = {
+    "ranks differ": ({"k": tensor(B, HK, M, D)}, ValueError, ["k must"]),
+    "heads do not divide": ({"k": tensor(3, M, D), "v": tensor(3, M, DV)}, ValueError, ["heads", "8", "3"]),
+    "mask does not divide": ({"key_padding_mask": tensor(3, M, dtype=torch.bool)}, ValueError, ["key_padding_mask", "(3, 7)"]),
+    "noise of rank 4": ({"drop_noise": tensor(B, H, N, DV), "dropout": 0.1}, ValueError, ["drop_noise", "(8, 5, 6)"]),
+}
+
+
+@pytest.mark.parametrize("name", THREE_D)
+def test_bad_input_of_three_dimensions(name):
+    changes, exception, parts = THREE_D[name]
+    arguments = {name: x.flatten(0, 1) for name, x in good().items()} | changes
+    with pytest.raises(exception) as raised, NoCompute():
+        fastmax_attention(**arguments)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+def test_options_are_keywords():
+    with pytest.raises(TypeError, match="positional"):
+        fastmax_attention(*good().values(), True)
+
+
+def test_a_good_call_raises_and_warns_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for causal in (False, True):
+            assert fastmax_attention(**good(), causal=causal, temperature=2, dropout=0.1, normalize="token").shape == (B, H, N, DV)
+
+
+@pytest.mark.parametrize("bad", [{"n": 0}, {"n": -1}, {"d": 0}], ids=["n = 0", "n < 0", "d = 0"])
+def test_rpe_matrix_creator_refuses(bad):
+    with pytest.raises(ValueError, match="|".join(bad)):
+        fastmax.rpe_matrix_creator(**({"n": 4, "d": 4} | bad))
+
+
+def test_rpe_matrix_creator_refuses_integer_dtypes():
+    with pytest.raises(TypeError, match="dtype"):
+        fastmax.rpe_matrix_creator(4, 4, dtype=torch.int64)
+
+
+# ---- denominators that can vanish
+
+
+def vanishing(**options):
+    """The warnings of one call; options made unique by the caller, because each configuration warns once a process."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fastmax_attention(**good(), **options)
+    return [w for w in caught if issubclass(w.category, RuntimeWarning) and "not positive" in str(w.message)]
+
+
+UNSAFE = {
+    "p=1": {"p": 1, "a1": 1.0101},
+    "p=1 at the limit": {"p": 1, "a0": 1.0102, "a1": 1.0102, "normalize": True},
+    "p=1, lim too large": {"p": 1, "a1": 1.0103, "normalize": "token", "lim": 1.5},
+    "p=1, temperature too small": {"p": 1, "a1": 0.9104, "normalize": True, "temperature": 0.5},
+    "p=2, discriminant": {"a0": 1.0105, "a1": 2.0, "a2": 0.5},
+    "p=2, a2 = 0": {"a1": 1.0106, "a2": 0.0},
+    "p=2, a2 < 0": {"a1": 1.0107, "a2": -0.1},
+}
+SAFE = {
+    "defaults": {},
+    "p=2": {"a0": 1.0, "a1": 1.4, "a2": 0.5},
+    "p=2 without a1": {"a1": 0.0, "a2": 0.0},
+    "p=1, normalize": {"p": 1, "a1": 0.9201, "normalize": True},
+    "p=1, normalize=token, temperature": {"p": 1, "a1": 0.9202, "normalize": "token", "lim": 2.0, "temperature": 4.0},
+    "p=1 without a1": {"p": 1, "a1": 0.0},
+    "p=1 ignores a2": {"p": 1, "a1": 0.0, "a2": -5.0},
+}
+
+
+@pytest.mark.parametrize("name", UNSAFE)
+def test_vanishing_denominators_warn_once(name):
+    (first,) = vanishing(**UNSAFE[name])
+    assert re.search(r"a2 > 0 and a1\^2 < 4 a0 a2", str(first.message)), "says what is safe for p = 2"
+    assert re.search(r"a0 > \|a1\| lim\^2 / temperature", str(first.message)), "says what is safe for p = 1"
+    assert first.filename == __file__, "points at the caller"
+    assert vanishing(**UNSAFE[name]) == []
+    (other,) = vanishing(**(UNSAFE[name] | {"a0": UNSAFE[name].get("a0", 1.0) - 0.001}))
+    assert str(other.message) != str(first.message)
+
+
+@pytest.mark.parametrize("name", SAFE)
+def test_safe_settings_do_not_warn(name):
+    assert vanishing(**SAFE[name]) == []
