@@ -1,6 +1,6 @@
 """Train a small GPT with Fastmax attention, byte by byte, on text that is on every machine: Python's standard library.
 
-    python examples/train_char_lm.py                        # Fastmax, p = 2: a few minutes or less on two CPU cores
+    python examples/train_char_lm.py                        # Fastmax, p = 2: under two minutes on two CPU cores
     python examples/train_char_lm.py --attention softmax    # the same model with softmax attention
     python examples/train_char_lm.py --data my_text.txt
     python examples/train_char_lm.py --compare              # Fastmax p = 2, p = 1 and softmax from one seed, on one figure
@@ -132,7 +132,7 @@ def save_history(history: list[dict], stem: Path) -> None:
 
     stem.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{stem}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, history[0])
+        writer = csv.DictWriter(file, ["run", "step", "train", "val"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(history)
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fastmax import validation
 from fastmax.functional import fastmax_attention
 
 
@@ -37,6 +38,11 @@ class FASTMultiHeadAttention(nn.Module):
                 f'rpe_matrix must be "sinusoidal" or None here, got {type(rpe_matrix).__name__}; '
                 "a matrix depends on the sequence length: pass it to forward"
             )
+        validation.check_flag("mask", mask)
+        validation.check_dropout(dropout)
+        validation.check_normalize(normalize, lim)
+        validation.check_score(temperature, a0, a1, a2, p)
+        validation.check_algorithm(algorithm, rpe_matrix)
         self.use_custom_gradient = use_custom_gradient
         self.defaults = {
             "rpe_matrix": rpe_matrix,
@@ -88,10 +94,7 @@ class FASTMultiHeadAttention(nn.Module):
         }
         options = {name: self.defaults[name] if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
-        if isinstance(causal, Tensor):
-            from fastmax.validation import check_flag
-
-            check_flag("mask", causal)
+        validation.check_flag("mask", causal)
         if not self.training:
             options["dropout"], drop_noise = 0.0, None
         return fastmax_attention(

@@ -13,6 +13,7 @@ import torch
 
 from fastmax.eager.features import feature_count, padded_head_dim
 
+MIN_CHUNK = 128  # tokens; shorter products lose more than the smaller causal tile saves
 ALGORITHMS = ("auto", "quadratic", "linear")
 
 
@@ -25,10 +26,10 @@ class Budget(NamedTuple):
     tile_cols: int
 
 
-# CPU: measured best of 2**18 .. 2**23 elements and 128 .. 1024 rows on two Cascade Lake cores (1 MB of L2 each, 36 MB of L3):
-# twice as fast as what fits in L2, because fewer and longer products and passes outweigh the traffic.
+# CPU: measured best of 2**18 .. 2**23 elements, chunks of 128 .. 1024 and tiles of 128 .. 512 x 256 .. 1024 on two Cascade Lake
+# cores (1 MB of L2 each, 36 MB of L3): twice as fast as what fits in L2, since fewer and longer operations outweigh traffic.
 # Elsewhere the implementation is launch bound, so blocks are as large as memory use allows.
-_BUDGETS = {"cpu": Budget(elements=2**21, max_rows=512, tile_rows=256, tile_cols=512)}
+_BUDGETS = {"cpu": Budget(elements=2**21, max_rows=512, tile_rows=256, tile_cols=256)}
 _OTHER_DEVICES = Budget(elements=2**26, max_rows=1024, tile_rows=1024, tile_cols=4096)
 
 
@@ -67,7 +68,7 @@ def linear_cost(n: int, m: int, d: int, dv: int, causal: bool, order: int, group
 
 # Seconds a multiply-add of the linear algorithm over the quadratic one's, forward + backward, measured (see
 # docs/algorithm.md): features are built and consumed through the cache, scores are not.
-_LINEAR_RATE = {1: 2.0, 2: 1.3}
+_LINEAR_RATE = {1: 1.1, 2: 1.4}
 
 
 def choose_algorithm(n: int, m: int, d: int, dv: int, causal: bool, order: int, group: int = 1) -> str:
@@ -79,12 +80,12 @@ def choose_algorithm(n: int, m: int, d: int, dv: int, causal: bool, order: int, 
 def plan_linear(device: torch.device, heads: int, group: int, d: int, dv: int, order: int) -> LinearPlan:
     """`heads` counts the (batch, kv head) pairs of the call."""
     budget = _budget(device)
-    width = feature_count(padded_head_dim(d)) if order == 2 else max(d, dv + 1, 128)
-    rows = max(1, budget.elements // width)
-    chunk = max(64, min(budget.max_rows if order == 2 else 128, rows) // group)
+    features = feature_count(padded_head_dim(d)) if order == 2 else d
+    rows = budget.elements // max(features, d * dv if order == 2 else dv, MIN_CHUNK)
+    # The causal tile costs as the chunk is long, the state's traffic as it is short: balanced near a sixth of the features.
+    chunk = max(64, min(max(MIN_CHUNK, features // 6), budget.max_rows, max(rows, 2 * MIN_CHUNK)) // group)
     heads = max(1, min(heads, rows // (chunk * group)))
-    count = max(1, rows // (chunk * group * heads)) if order == 1 else 1
-    return LinearPlan(chunk, count, heads)
+    return LinearPlan(chunk, max(1, rows // (chunk * group * heads)), heads)
 
 
 def plan_quadratic(device: torch.device, heads: int, group: int, n: int, m: int) -> QuadraticPlan:

@@ -99,13 +99,18 @@ def check_normalize(normalize: object, lim: object) -> str | None:
     return "sequence" if normalize is True else normalize
 
 
-def check_dropout(dropout: object, drop_noise: object, q: Tensor, dv: int) -> float:
-    """The dropout rate; `drop_noise` has the output's shape."""
+def check_dropout(dropout: object) -> float:
+    """The strength of the noise."""
     dropout = _number("dropout", dropout)
     if dropout < 0.0:
         raise ValueError(f"dropout must be >= 0, got {dropout}")
+    return dropout
+
+
+def check_drop_noise(drop_noise: object, q: Tensor, dv: int) -> None:
+    """None or a tensor of the output's shape."""
     if drop_noise is None:
-        return dropout
+        return
     if not isinstance(drop_noise, Tensor):
         raise TypeError(f"drop_noise must be a tensor of the output's shape or None, got {_describe(drop_noise)}")
     expected = (*q.shape[:-1], dv)
@@ -115,7 +120,6 @@ def check_dropout(dropout: object, drop_noise: object, q: Tensor, dv: int) -> fl
         raise TypeError(f"drop_noise must be floating point, got {drop_noise.dtype}")
     if drop_noise.device != q.device:
         raise ValueError(f"drop_noise must be on q's device {q.device}, got {drop_noise.device}")
-    return dropout
 
 
 def check_rpe(rpe_matrix: object, q: Tensor, k: Tensor) -> None:

@@ -6,6 +6,8 @@ import warnings
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Compile in this process: workers start more slowly than the little there is to compile.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import hypothesis
 import pytest

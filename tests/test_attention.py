@@ -174,7 +174,7 @@ def test_output_layout(layout, dtype, algorithm, custom, device):
 @by_gradient
 @by_algorithm
 @by_causal
-@pytest.mark.parametrize("shape", [dict(b=0), dict(n=0), dict(n=0, m=0)], ids=["no batch", "no queries", "no tokens"])
+@pytest.mark.parametrize("shape", [{"b": 0}, {"n": 0}, {"n": 0, "m": 0}], ids=["no batch", "no queries", "no tokens"])
 def test_empty(shape, causal, algorithm, custom, device):
     b, n, m = (shape.get(name, size) for name, size in (("b", 2), ("n", 5), ("m", 5)))
     inputs = {
@@ -202,11 +202,11 @@ def test_empty_with_options(option, algorithm, custom, device):
     empty = torch.randn(2, 4, 0, 8, device=device, requires_grad=True)
     options = dict(
         {
-            "normalize=True": dict(normalize=True),
-            "normalize=token": dict(normalize="token"),
-            "sinusoidal": dict(rpe_matrix="sinusoidal"),
-            "noise": dict(dropout=0.5),
-            "key padding": dict(key_padding_mask=torch.ones(2, 0, dtype=torch.bool, device=device)),
+            "normalize=True": {"normalize": True},
+            "normalize=token": {"normalize": "token"},
+            "sinusoidal": {"rpe_matrix": "sinusoidal"},
+            "noise": {"dropout": 0.5},
+            "key padding": {"key_padding_mask": torch.ones(2, 0, dtype=torch.bool, device=device)},
         }[option]
     )
     o = fastmax_attention(empty, empty, empty, use_custom_gradient=custom, algorithm=algorithm, **options)
@@ -279,7 +279,7 @@ def test_fully_masked_rows(p, causal, algorithm, custom, device):
     mask = torch.ones(2, SQUARE.n, dtype=torch.bool, device=device)
     mask[0] = False  # a sequence without keys
     mask[1, :7] = False  # causal: the first 7 queries see none
-    options = dict(causal=causal, p=p, key_padding_mask=mask)
+    options = {"causal": causal, "p": p, "key_padding_mask": mask}
     out = check(inputs, grad_o, custom=custom, algorithm=algorithm, **options)
     assert torch.equal(out["o"][0], torch.zeros_like(out["o"][0]))
     for name in "qkv":
@@ -302,7 +302,7 @@ def test_normalize(normalize, dtype, custom, device):
         return 3.0 * torch.randn(shape, dtype=torch.float64).to(device, dtype)
 
     inputs, grad_o = make_inputs(SMALL, dtype, device, q_and_k=normal)
-    options = dict(normalize=normalize, lim=1.3, temperature=0.8)
+    options = {"normalize": normalize, "lim": 1.3, "temperature": 0.8}
     check(inputs, grad_o, custom=custom, algorithm="linear", causal=True, **options)
 
 
@@ -342,7 +342,7 @@ def test_normalize_sequence_neither_overflows_nor_underflows(size, custom, devic
 def test_drawn_noise_is_standard_normal_and_multiplies(algorithm, custom, device):
     case = Case("many outputs", n=100, b=2, h=4, d=4, dv=50)
     inputs, _ = make_inputs(case, device=device)
-    options = dict(algorithm=algorithm, use_custom_gradient=custom)
+    options = {"algorithm": algorithm, "use_custom_gradient": custom}
     quiet = fastmax_attention(**inputs, **options)
     noise = (fastmax_attention(**inputs, dropout=0.5, **options) / quiet - 1.0) / 0.5
     noise = noise[quiet.abs() > 1e-3]
@@ -424,7 +424,7 @@ def test_sinusoidal_equals_its_matrix(shape, d, causal, algorithm, custom, devic
     """The factorised form against the quadratic algorithm with the sinusoids written out as a matrix."""
     n, m = shape
     inputs, grad_o = make_inputs(Case("", n=n, m=m, d=d, dv=5), torch.float64, device)
-    options = dict(causal=causal, use_custom_gradient=custom, temperature=3.0)
+    options = {"causal": causal, "use_custom_gradient": custom, "temperature": 3.0}
     factorised = run(fastmax_attention, inputs, grad_o, rpe_matrix="sinusoidal", algorithm=algorithm, **options)
     rows = sinusoidal_rows(n, m, d).to(device)
     explicit = run(fastmax_attention, inputs, grad_o, rpe_matrix=rows, **options)
@@ -441,7 +441,7 @@ def test_sinusoidal_equals_its_matrix(shape, d, causal, algorithm, custom, devic
 @pytest.mark.parametrize("n", [20, 4 * CHUNK], ids=["short", "long"])
 def test_auto_equals_both_algorithms(n, p, causal, custom, device):
     inputs, grad_o = make_inputs(Case("", n=n, h=1, d=4), torch.float64, device)
-    options = dict(p=p, causal=causal, use_custom_gradient=custom)
+    options = {"p": p, "causal": causal, "use_custom_gradient": custom}
     auto = run(fastmax_attention, inputs, grad_o, **options)
     for algorithm in ALGORITHMS:
         forced = run(fastmax_attention, inputs, grad_o, algorithm=algorithm, **options)

@@ -221,5 +221,5 @@ def test_bad_tokens(name, function):
 
 def test_step_takes_one_token():
     x = torch.zeros(2, 2, 3, 5)
-    with pytest.raises(ValueError, match="one token.*prefill"):
+    with pytest.raises(ValueError, match=r"one token.*prefill"):
         fastmax.step(x, x, x, fastmax.init_state(2, 2, 5))

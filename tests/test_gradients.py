@@ -154,7 +154,7 @@ def test_custom_equals_autograd_for_drawn_noise(device):
 @pytest.mark.parametrize("names", ["q", "k", "v", "qk", "kv"])
 def test_only_some_inputs_need_a_gradient(names, algorithm, custom, device):
     inputs, grad_o = make_inputs(TINY, torch.float64, device)
-    options = dict(causal=True, algorithm=algorithm, use_custom_gradient=custom)
+    options = {"causal": True, "algorithm": algorithm, "use_custom_gradient": custom}
     everything = run(fastmax_attention, inputs, grad_o, **options)
     leaves = {name: x.requires_grad_() if name in names else x for name, x in inputs.items()}
     fastmax_attention(**leaves, **options).backward(grad_o)

@@ -132,13 +132,13 @@ def test_the_toggle_reaches_the_operator(custom, device):
 
 def test_a_mask_in_the_place_of_rpe_matrix_is_a_type_error():
     inputs, _ = make_inputs(CASE)
-    with pytest.raises(TypeError, match="rpe_matrix.*mask"):
+    with pytest.raises(TypeError, match=r"rpe_matrix.*mask"):
         FASTMultiHeadAttention()(*inputs.values(), None, True)
 
 
 def test_a_tensor_in_the_place_of_mask_points_to_key_padding_mask():
     inputs, _ = make_inputs(CASE)
-    with pytest.raises(TypeError, match="mask.*key_padding_mask"):
+    with pytest.raises(TypeError, match=r"mask.*key_padding_mask"):
         FASTMultiHeadAttention()(*inputs.values(), None, None, torch.ones(CASE.n, CASE.n, dtype=torch.bool))
 
 
@@ -173,7 +173,8 @@ def through_torch_save(module):
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, through_pickle, through_torch_save])
 def test_copies_compute_the_same(duplicate, device):
     inputs, _ = make_inputs(CASE, device=device)
-    module = FASTMultiHeadAttention(False, mask=True, normalize="token", temperature=2.0, a1=0.5, rpe_matrix="sinusoidal").eval()
+    options = {"mask": True, "normalize": "token", "temperature": 2.0, "a1": 0.5, "rpe_matrix": "sinusoidal"}
+    module = FASTMultiHeadAttention(False, **options).eval()
     again = duplicate(module)
     assert again.use_custom_gradient is False and not again.training
     assert torch.equal(again(**inputs), module(**inputs))

@@ -25,7 +25,7 @@ def test_structured_rows_by_hand():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
-@pytest.mark.parametrize("kind", [dict(), dict(is_zero=False), dict(structured=True)], ids=["zeros", "normal", "structured"])
+@pytest.mark.parametrize("kind", [{}, {"is_zero": False}, {"structured": True}], ids=["zeros", "normal", "structured"])
 def test_shape_dtype_and_device(kind, dtype, device):
     for d in (4, 7):
         rows = rpe_matrix_creator(9, d, device, dtype, **kind)
@@ -60,7 +60,7 @@ def test_structured_rows_stay_exact_far_away():
 @pytest.mark.parametrize("d", [4, 7], ids=["even", "odd"])
 def test_creator_sinusoidal_and_tensor_agree(d, causal, custom, device):
     inputs, grad_o = make_inputs(Case("", n=21, d=d), torch.float64, device)
-    options = dict(causal=causal, use_custom_gradient=custom, temperature=3.0)
+    options = {"causal": causal, "use_custom_gradient": custom, "temperature": 3.0}
     rows = rpe_matrix_creator(21, d, device, torch.float64, structured=True)
     by_rows = run(fastmax_attention, inputs, grad_o, rpe_matrix=rows, **options)
     by_name = run(fastmax_attention, inputs, grad_o, rpe_matrix="sinusoidal", algorithm="linear", **options)

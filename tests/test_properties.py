@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fastmax import fastmax_attention
 
 # float64 throughout: what is left between two ways of computing one number is rounding.
-CLOSE = dict(rtol=1e-9, atol=1e-10)
+CLOSE = {"rtol": 1e-9, "atol": 1e-10}
 
 
 @st.composite
@@ -26,15 +26,15 @@ def calls(draw, causal=(False, True), normalize=(False, "sequence", "token")):
     torch.manual_seed(draw(st.integers(0, 2**31)))
     inputs, grad_o = make_inputs(case, torch.float64)
     p = draw(st.sampled_from([1, 2]))
-    options = dict(
-        causal=is_causal,
-        p=p,
-        a0=draw(st.floats(1.0, 3.0)),
-        a1=draw(st.floats(-1.0, 1.0)),
-        a2=draw(st.floats(0.3, 1.0)),
-        temperature=draw(st.floats(1.5, 4.0)),
-        normalize=draw(st.sampled_from(normalize)),
-    )
+    options = {
+        "causal": is_causal,
+        "p": p,
+        "a0": draw(st.floats(1.0, 3.0)),
+        "a1": draw(st.floats(-1.0, 1.0)),
+        "a2": draw(st.floats(0.3, 1.0)),
+        "temperature": draw(st.floats(1.5, 4.0)),
+        "normalize": draw(st.sampled_from(normalize)),
+    }
     if draw(st.booleans()):
         options["key_padding_mask"] = torch.rand(case.b, m) > 0.4
     if draw(st.booleans()):
@@ -192,7 +192,7 @@ def test_normalize_token_leaves_short_rows_alone(lim, custom):
     inputs, grad_o = make_inputs(Case("", n=50, d=6), torch.float64)
     for name in "qk":
         inputs[name] = 0.99 * lim * inputs[name] / 0.9
-    options = dict(use_custom_gradient=custom, temperature=2.0 * lim * lim)
+    options = {"use_custom_gradient": custom, "temperature": 2.0 * lim * lim}
     out = run(fastmax_attention, inputs, grad_o, normalize="token", lim=lim, **options)
     assert_all_close(out, run(fastmax_attention, inputs, grad_o, **options))
 
@@ -202,5 +202,5 @@ def test_normalize_token_leaves_short_rows_alone(lim, custom):
 def test_duplicating_every_key_changes_nothing(algorithm, custom):
     inputs, _ = make_inputs(Case("", n=33, m=70, d=5), torch.float64)
     doubled = dict(inputs) | {name: torch.cat([inputs[name]] * 2, dim=2) for name in "kv"}
-    options = dict(algorithm=algorithm, use_custom_gradient=custom)
+    options = {"algorithm": algorithm, "use_custom_gradient": custom}
     torch.testing.assert_close(fastmax_attention(**doubled, **options), fastmax_attention(**inputs, **options), **CLOSE)

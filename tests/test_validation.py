@@ -93,7 +93,11 @@ BAD = {
         ValueError,
         ["drop_noise must", "(2, 4, 5, 6)", "(2, 4, 5, 8)"],
     ),
-    "noise to be broadcast": ({"drop_noise": tensor(1), "dropout": 0.1}, ValueError, ["drop_noise must", "(2, 4, 5, 6)", "(1,)"]),
+    "noise to be broadcast": (
+        {"drop_noise": tensor(1), "dropout": 0.1},
+        ValueError,
+        ["drop_noise must", "(2, 4, 5, 6)", "(1,)"],
+    ),
     "noise of integers": (
         {"drop_noise": tensor(B, H, N, DV, dtype=torch.int64), "dropout": 0.1},
         TypeError,
@@ -109,7 +113,11 @@ BAD = {
     "rpe_matrix is a number": ({"rpe_matrix": 3}, TypeError, ["rpe_matrix must", "3"]),
     "rpe_matrix is an unknown word": ({"rpe_matrix": "learned"}, TypeError, ["rpe_matrix must", "sinusoidal", "learned"]),
     "rpe_matrix for n = m": ({"rpe_matrix": tensor(2 * N - 1, D)}, ValueError, ["rpe_matrix must", "(11, 8)", "(9, 8)"]),
-    "rpe_matrix of another head dim": ({"rpe_matrix": tensor(N + M - 1, D + 1)}, ValueError, ["rpe_matrix must", "(11, 8)", "(11, 9)"]),
+    "rpe_matrix of another head dim": (
+        {"rpe_matrix": tensor(N + M - 1, D + 1)},
+        ValueError,
+        ["rpe_matrix must", "(11, 8)", "(11, 9)"],
+    ),
     "rpe_matrix of rank 3": ({"rpe_matrix": tensor(1, N + M - 1, D)}, ValueError, ["rpe_matrix must", "(1, 11, 8)"]),
     "rpe_matrix of another dtype": (
         {"rpe_matrix": tensor(N + M - 1, D, dtype=torch.float64)},
@@ -200,7 +208,8 @@ def test_a_good_call_raises_and_warns_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for causal in (False, True):
-            assert fastmax_attention(**good(), causal=causal, temperature=2, dropout=0.1, normalize="token").shape == (B, H, N, DV)
+            o = fastmax_attention(**good(), causal=causal, temperature=2, dropout=0.1, normalize="token")
+            assert o.shape == (B, H, N, DV)
 
 
 @pytest.mark.parametrize("bad", [{"n": 0}, {"n": -1}, {"d": 0}], ids=["n = 0", "n < 0", "d = 0"])

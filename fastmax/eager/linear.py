@@ -152,11 +152,12 @@ def _exclusive(state: State, sums: State, count: int, reverse: bool) -> tuple[St
     def scan(carry: Tensor | None, x: Tensor | None):
         if carry is None:
             return None, None
-        x = x.unflatten(0, (-1, count))
-        x = x.flip(1) if reverse else x
-        running = torch.cat([carry.unsqueeze(1), x], dim=1).cumsum(1)
-        before, after = running[:, :-1], running[:, -1]
-        return (before.flip(1) if reverse else before).flatten(0, 1), after
+        chunks = x.unflatten(0, (-1, count)).unbind(1)
+        before = []
+        for chunk in reversed(chunks) if reverse else chunks:
+            before.append(carry)
+            carry = carry + chunk
+        return torch.stack(before[::-1] if reverse else before, dim=1).flatten(0, 1), carry
 
     before, after = zip(*(scan(carry, x) for carry, x in zip(state, sums, strict=True)), strict=True)
     return State(*before), State(*after)
