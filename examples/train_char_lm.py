@@ -25,8 +25,12 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--attention", choices=("fastmax", "softmax"), default="fastmax")
     parser.add_argument("--p", type=int, choices=(1, 2), default=2, help="degree of Fastmax's polynomial")
-    parser.add_argument("--custom-gradient", action=argparse.BooleanOptionalAction, default=True,
-                        help="Fastmax's analytic backward, or autograd through the same forward")
+    parser.add_argument(
+        "--custom-gradient",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="Fastmax's analytic backward, or autograd through the same forward",
+    )
     parser.add_argument("--compare", action="store_true", help="train Fastmax p = 2, p = 1 and softmax, one after another")
     parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
     parser.add_argument("--steps", type=int, default=600)
@@ -35,8 +39,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--n-layer", type=int, default=4)
     parser.add_argument("--n-head", type=int, default=4)
     parser.add_argument("--n-embd", type=int, default=128)
-    parser.add_argument("--qk-norm", action=argparse.BooleanOptionalAction, default=True,
-                        help="RMS-normalise queries and keys, so that scores stay where a polynomial resembles exp")
+    parser.add_argument(
+        "--qk-norm",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="RMS-normalise queries and keys, so that scores stay where a polynomial resembles exp",
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="divides the scores of p = 2")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
@@ -154,13 +162,21 @@ def name_of(config: GPTConfig) -> str:
 def main():
     args = arguments().parse_args()
     config = GPTConfig(
-        block_size=args.block_size, n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd, attention=args.attention,
-        p=args.p, temperature=args.temperature, qk_norm=args.qk_norm, custom_gradient=args.custom_gradient,
+        block_size=args.block_size,
+        n_layer=args.n_layer,
+        n_head=args.n_head,
+        n_embd=args.n_embd,
+        attention=args.attention,
+        p=args.p,
+        temperature=args.temperature,
+        qk_norm=args.qk_norm,
+        custom_gradient=args.custom_gradient,
     )
     configs = [config]
     if args.compare:
-        configs = [replace(config, attention=attention, p=p) for attention, p in
-                   (("fastmax", 2), ("fastmax", 1), ("softmax", 2))]
+        configs = [
+            replace(config, attention=attention, p=p) for attention, p in (("fastmax", 2), ("fastmax", 1), ("softmax", 2))
+        ]
     train_data, val_data = load_data(args.data, args.device)
 
     history = []
@@ -170,8 +186,10 @@ def main():
         history += train(model, train_data, val_data, args, name_of(config))
 
     parameters = sum(x.numel() for x in model.parameters())
-    print(f"\n{parameters / 1e6:.2f} M parameters, {len(train_data) / 1e6:.1f} MB of text, {args.steps} steps of "
-          f"{args.batch_size} x {args.block_size} bytes on {args.device}")
+    print(
+        f"\n{parameters / 1e6:.2f} M parameters, {len(train_data) / 1e6:.1f} MB of text, {args.steps} steps of "
+        f"{args.batch_size} x {args.block_size} bytes on {args.device}"
+    )
     print(f"{'attention':<14}{'train loss':>12}{'val loss':>12}{'tokens/s':>12}")
     for label in dict.fromkeys(row["run"] for row in history):
         last = [row for row in history if row["run"] == label][-1]

@@ -51,9 +51,19 @@ def main() -> int:
     options["temperature"] = args.temperature or args.head_dim**0.5
     options["normalize"] = False if args.normalize == "none" else args.normalize
     case = verify.Case(
-        "yours", options, batch=args.batch, heads=args.heads, kv_heads=args.kv_heads or args.heads, queries=args.tokens,
-        keys=args.keys or args.tokens, head_dim=args.head_dim, value_dim=args.value_dim or args.head_dim,
-        dtype=getattr(torch, args.dtype), padding=args.padding, noise=args.dropout > 0.0, rpe=args.rpe,
+        "yours",
+        options,
+        batch=args.batch,
+        heads=args.heads,
+        kv_heads=args.kv_heads or args.heads,
+        queries=args.tokens,
+        keys=args.keys or args.tokens,
+        head_dim=args.head_dim,
+        value_dim=args.value_dim or args.head_dim,
+        dtype=getattr(torch, args.dtype),
+        padding=args.padding,
+        noise=args.dropout > 0.0,
+        rpe=args.rpe,
     )
 
     draws = []

@@ -259,9 +259,7 @@ def test_padded_batch_equals_its_sequences(side, causal, algorithm, custom, devi
         row[(slice(-length, None) if side == "left" else slice(length))] = True
     for name in "kv":
         inputs[name] = torch.where(mask[:, None, :, None], inputs[name], 50.0)
-    o = fastmax_attention(
-        **inputs, causal=causal, key_padding_mask=mask, algorithm=algorithm, use_custom_gradient=custom
-    )
+    o = fastmax_attention(**inputs, causal=causal, key_padding_mask=mask, algorithm=algorithm, use_custom_gradient=custom)
     for row in range(2):
         keep = mask[row]
         q, k, v = (inputs[name][row : row + 1, :, keep].double() for name in "qkv")

@@ -38,8 +38,20 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
     out = tmp_path_factory.mktemp("char_lm")
     (out / "text.txt").write_text(TEXT)
     for attention in ("softmax", "fastmax"):
-        printed = run("examples/train_char_lm.py", "--attention", attention, *TINY, "--sample", 5, "--data", out / "text.txt",
-                      "--device", "cpu", "--out", out)
+        printed = run(
+            "examples/train_char_lm.py",
+            "--attention",
+            attention,
+            *TINY,
+            "--sample",
+            5,
+            "--data",
+            out / "text.txt",
+            "--device",
+            "cpu",
+            "--out",
+            out,
+        )
         assert "tokens/s" in printed and "def " in printed
     return out / "text.txt", out
 
@@ -55,8 +67,19 @@ def test_char_lm_compares_three_attentions(tmp_path, trained):
 
 def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
     text, out = trained
-    run("examples/train_char_lm.py", "--no-custom-gradient", *TINY, "--sample", 1, "--data", text, "--device", "cpu",
-        "--out", tmp_path)
+    run(
+        "examples/train_char_lm.py",
+        "--no-custom-gradient",
+        *TINY,
+        "--sample",
+        1,
+        "--data",
+        text,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    )
     custom, autograd = (
         [float(row["val"]) for row in rows(directory / "char_lm_fastmax_p2.csv")] for directory in (out, tmp_path)
     )
@@ -68,8 +91,21 @@ def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
 def test_swap_into_a_trained_checkpoint(tmp_path, trained):
     text, out = trained
     checkpoint = out / "char_lm_softmax.pt"
-    printed = run("examples/swap_into_transformer.py", "--checkpoint", checkpoint, "--steps", 2, "--batch-size", 2,
-                  "--data", text, "--device", "cpu", "--out", tmp_path)
+    printed = run(
+        "examples/swap_into_transformer.py",
+        "--checkpoint",
+        checkpoint,
+        "--steps",
+        2,
+        "--batch-size",
+        2,
+        "--data",
+        text,
+        "--device",
+        "cpu",
+        "--out",
+        tmp_path,
+    )
     losses = dict(line.rsplit(maxsplit=1) for line in printed.splitlines() if " " in line)
     losses = {name.strip(): loss for name, loss in losses.items()}
     last = float(rows(out / "char_lm_softmax.csv")[-1]["val"])
@@ -83,8 +119,16 @@ def test_swap_into_a_trained_checkpoint(tmp_path, trained):
 
 def test_swap_refuses_a_fastmax_checkpoint(tmp_path, trained):
     text, out = trained
-    run("examples/swap_into_transformer.py", "--checkpoint", out / "char_lm_fastmax_p2.pt", "--data", text, "--out", tmp_path,
-        status=2)
+    run(
+        "examples/swap_into_transformer.py",
+        "--checkpoint",
+        out / "char_lm_fastmax_p2.pt",
+        "--data",
+        text,
+        "--out",
+        tmp_path,
+        status=2,
+    )
 
 
 def test_associative_recall(tmp_path):

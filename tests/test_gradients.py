@@ -35,9 +35,7 @@ def tiny_leaves(device):
 @by_option
 def test_gradcheck(option, causal, custom, algorithm, device):
     options = make_options(option, TINY, torch.float64, device)
-    attention = partial(
-        fastmax_attention, causal=causal, use_custom_gradient=custom, algorithm=algorithm, **options
-    )
+    attention = partial(fastmax_attention, causal=causal, use_custom_gradient=custom, algorithm=algorithm, **options)
     assert gradcheck(attention, tiny_leaves(device))
 
 

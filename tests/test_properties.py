@@ -93,9 +93,7 @@ def test_permuting_heads_and_batch_permutes_the_output(call, algorithm, data):
     assert_all_close(again, {name: permute(x) for name, x in out.items()})
 
 
-@given(
-    call=calls(causal=(True,), normalize=(False, "token")), algorithm=st.sampled_from(ALGORITHMS), data=st.data()
-)
+@given(call=calls(causal=(True,), normalize=(False, "token")), algorithm=st.sampled_from(ALGORITHMS), data=st.data())
 def test_causal_output_does_not_depend_on_the_future(call, algorithm, data):
     """Change every query, key and value after one position: no output up to it moves by a bit, and no gradient leaks back."""
     inputs, grad_o, options = call
