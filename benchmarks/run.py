@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.registry import PROVIDERS, SUITES, Case, Provider
 
 CHECKED_ROWS = 16
+MIN_SECONDS = 4.0  # short cases are repeated this long
 
 
 def make_inputs(case: Case) -> tuple[Tensor, ...]:
@@ -47,9 +48,9 @@ def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor) -> fl
 
 
 def take_turns(calls: list[Callable[[], object]], rounds: int, dropped: int) -> list[Tensor]:
-    """Seconds of every kept round, one tensor a call."""
+    """Seconds of every kept round, one tensor a call: at least `rounds` of them, and as many as fit in MIN_SECONDS."""
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(dropped + rounds):
+    while len(times[0]) < dropped + rounds or sum(map(sum, times)) < MIN_SECONDS:
         for call, seconds in zip(calls, times, strict=True):
             start = time.perf_counter()
             call()

@@ -29,7 +29,7 @@ class Budget(NamedTuple):
 # CPU: measured best of 2**18 .. 2**23 elements, chunks of 128 .. 1024 and tiles of 128 .. 512 x 256 .. 1024 on two Cascade Lake
 # cores (1 MB of L2 each, 36 MB of L3): twice as fast as what fits in L2, since fewer and longer operations outweigh traffic.
 # Elsewhere the implementation is launch bound, so blocks are as large as memory use allows.
-_BUDGETS = {"cpu": Budget(elements=2**21, max_rows=512, tile_rows=256, tile_cols=256)}
+_BUDGETS = {"cpu": Budget(elements=2**22, max_rows=512, tile_rows=256, tile_cols=256)}
 _OTHER_DEVICES = Budget(elements=2**26, max_rows=1024, tile_rows=1024, tile_cols=4096)
 
 
@@ -83,7 +83,8 @@ def plan_linear(device: torch.device, heads: int, group: int, d: int, dv: int, o
     features = feature_count(padded_head_dim(d)) if order == 2 else d
     rows = budget.elements // max(features, d * dv if order == 2 else dv, MIN_CHUNK)
     # The causal tile costs as the chunk is long, the state's traffic as it is short: balanced near a sixth of the features.
-    chunk = max(64, min(max(MIN_CHUNK, features // 6), budget.max_rows, max(rows, 2 * MIN_CHUNK)) // group)
+    shortest = 2 * MIN_CHUNK if order == 2 else MIN_CHUNK
+    chunk = max(64, min(max(shortest, features // 6), budget.max_rows) // group)
     heads = max(1, min(heads, rows // (chunk * group)))
     return LinearPlan(chunk, max(1, rows // (chunk * group * heads)), heads)
 
@@ -92,5 +93,5 @@ def plan_quadratic(device: torch.device, heads: int, group: int, n: int, m: int)
     budget = _budget(device)
     rows = max(16, min(n, budget.tile_rows) // group)
     cols = max(1, min(m, budget.tile_cols))
-    heads = max(1, min(heads, budget.elements // (2 * rows * group * cols)))
+    heads = max(1, min(heads, budget.elements // (4 * rows * group * cols)))
     return QuadraticPlan(rows, cols, heads)
