@@ -123,7 +123,7 @@ def step(
     values = torch.addcmul(state.values, key.unsqueeze(-1), v.to(dtype))
     weights = state.weights + key
     query = query.unflatten(1, (k.shape[1], -1))  # (b, hk, group, features)
-    o = eager.divide(query @ values, query @ weights.unsqueeze(-1)).flatten(1, 2).unsqueeze(2).to(q.dtype)
+    o = ((query @ values) * eager.reciprocal(query @ weights.unsqueeze(-1))).flatten(1, 2).unsqueeze(2).to(q.dtype)
     return o, replace(state, values=values, weights=weights, tokens=state.tokens + 1)
 
 

@@ -81,7 +81,8 @@ def plan_linear(device: torch.device, heads: int, group: int, d: int, dv: int, o
     """`heads` counts the (batch, kv head) pairs of the call."""
     budget = _budget(device)
     features = feature_count(padded_head_dim(d)) if order == 2 else d
-    rows = budget.elements // max(features, d * dv if order == 2 else dv, MIN_CHUNK)
+    # Order 1 has no single large temporary but several small ones.
+    rows = budget.elements // (max(features, d * dv) if order == 2 else 4 * max(d, dv, MIN_CHUNK))
     # The causal tile costs as the chunk is long, the state's traffic as it is short: balanced near a sixth of the features.
     shortest = 2 * MIN_CHUNK if order == 2 else MIN_CHUNK
     chunk = max(64, min(max(shortest, features // 6), budget.max_rows) // group)

@@ -24,11 +24,11 @@ from fastmax.score import Score
 __all__ = [
     "backward",
     "compute_dtype",
-    "divide",
     "empty_like_layout",
     "forward",
     "forward_from_state",
     "in_functorch",
+    "reciprocal",
     "recording",
 ]
 
@@ -73,10 +73,10 @@ def _group(q, k, v, mask, rpe, score, causal, batch: slice, heads: slice) -> Ope
     return Operands(q, k, v, None if mask is None else mask[batch], rpe, score, causal)
 
 
-def divide(numerator: Tensor, z: Tensor) -> Tensor:
-    """A query that sees no key has z = 0 and gets output 0."""
+def reciprocal(z: Tensor) -> Tensor:
+    """1 / z, and 0 for z = 0: a query that sees no key gets output 0 (and, by the inner `where`, gradient 0, not NaN)."""
     empty = z == 0
-    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, z))
+    return torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, z))
 
 
 class _Parts:
@@ -88,7 +88,7 @@ class _Parts:
 
     def __call__(self, span: Span, sums: tuple[Tensor, Tensor]) -> None:
         numerator, z = (from_blocks(x, span, self._like) for x in sums)
-        self._parts.append((divide(numerator, z), z))
+        self._parts.append((numerator * reciprocal(z), z))
 
     def join(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Output in q's dtype and layout, denominators; there is at least one query."""
@@ -157,7 +157,7 @@ def forward(
 
         def write(span: Span, sums: tuple[Tensor, Tensor], like=ops.q, o_group=o_group, z_group=z_group):
             numerator, denominator = (from_blocks(x, span, like) for x in sums)
-            o_group[:, :, :, span.start : span.stop] = divide(numerator, denominator)
+            torch.mul(numerator, reciprocal(denominator), out=o_group[:, :, :, span.start : span.stop])
             z_group[:, :, :, span.start : span.stop] = denominator
 
         module.forward(ops, plan, write, workspace)
@@ -198,8 +198,7 @@ def backward(
 
         def g_e(span: Span, do=do_group, o=o_group, z=z_group, noise=noise_group) -> tuple[Tensor, Tensor]:
             """g and e of a span of queries; zero where a query sees no key."""
-            do, z = to_blocks(do, span), to_blocks(z, span)
-            inverse = torch.where(z == 0, 0.0, 1.0 / z)
+            do, inverse = to_blocks(do, span), reciprocal(to_blocks(z, span))
             e = -(do * to_blocks(o, span)).sum(-1, keepdim=True) * inverse
             if noise is not None:
                 do = torch.addcmul(do, do, to_blocks(noise, span), value=dropout)

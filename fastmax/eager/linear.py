@@ -224,9 +224,8 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
     def causal(span: Span, state: State):
         keys = walk.keys(span)
         q, (k, v, weight) = walk.q(span), walk.k_v(keys)
-        (numerator, z), state = walk.advance(state, (k, v, weight), span, lambda before: read(before, q))
-        tile, z_tile = tiles.forward(q, k, v, score, walk.place(weight), workspace)
-        return (numerator + tile, z + z_tile), state
+        sums, state = walk.advance(state, (k, v, weight), span, lambda before: read(before, q))
+        return tiles.forward(q, k, v, sums, score, walk.place(weight), workspace), state
 
     def full(span: Span, state: State):
         return read(state, walk.q(span)), state

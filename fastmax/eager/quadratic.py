@@ -47,8 +47,7 @@ def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace
 
         def tile(cols: Span, sums: tuple[Tensor, Tensor]):
             k, v = ops.k_block(cols), ops.v_block(cols)
-            part = tiles.forward(q, k, v, ops.score, tiling.place(rows, cols), workspace)
-            return None, tuple(total + x for total, x in zip(sums, part, strict=True))
+            return None, tiles.forward(q, k, v, sums, ops.score, tiling.place(rows, cols), workspace)
 
         start = q.new_zeros(*q.shape[:-1], ops.v.shape[-1]), q.new_zeros(*q.shape[:-1], 1)
         return scan(tile, start, tiling.keys(rows), lambda cols, _: None), ()

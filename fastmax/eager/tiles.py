@@ -28,13 +28,22 @@ class TileGradients(NamedTuple):
     rpe: Tensor | None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, score: Score, place: Place, workspace: Workspace | None) -> tuple[Tensor, Tensor]:
-    """`sum_j f(q_i.k_j) v_j` (B, group * rows, dv) and `sum_j f(q_i.k_j)` (B, group * rows, 1) over the visible keys.
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: tuple[Tensor, Tensor],
+    score: Score,
+    place: Place,
+    workspace: Workspace | None,
+) -> tuple[Tensor, Tensor]:
+    """Add `sum_j f(q_i.k_j) v_j` (B, group * rows, dv) and `sum_j f(q_i.k_j)` (B, group * rows, 1) over the visible keys.
 
-    q (B, group * rows, d) is scaled, k (B, cols, d), v (B, cols, dv).
+    q (B, group * rows, d) is scaled, k (B, cols, d), v (B, cols, dv). `sums` is overwritten where nothing is recorded.
     """
     w = _weights(_affine_scores(q, k, score, place, workspace), score, place, workspace)
-    return w @ v, w.sum(-1, keepdim=True)
+    numerator, z = sums
+    return torch.baddbmm(numerator, w, v, out=None if workspace is None else numerator), z + w.sum(-1, keepdim=True)
 
 
 def backward(
