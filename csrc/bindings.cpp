@@ -1,0 +1,341 @@
+// fastmax::forward and fastmax::backward for CUDA tensors, against the libtorch stable ABI: tensors to params, allocation,
+// device guard, stream. The schemas are declared in Python, where arguments were validated; checked again here is only what
+// would be unsafe.
+
+#include <cuda_runtime.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cost_model.h"
+#include "dispatch.h"
+#include "launch.h"
+#include "params.h"
+
+// Declared by libtorch only when it is built with CUDA; this library must also build against a CPU-only one.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace fastmax {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+struct Device {
+  int arch;      // compute capability * 10
+  int sm_count;
+};
+
+Device current_device(int index) {
+  constexpr int kMaxDevices = 64;
+  static std::array<Device, kMaxDevices> devices;
+  static std::array<std::once_flag, kMaxDevices> queried;
+  STD_TORCH_CHECK(index >= 0 && index < kMaxDevices, "fastmax: device index ", index, " is out of range");
+  std::call_once(queried[index], [index] {
+    int major = 0, minor = 0, sm_count = 0;
+    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "compute capability");
+    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "compute capability");
+    check_cuda(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, index), "multiprocessor count");
+    devices[index] = {major * 10 + minor, sm_count};
+  });
+  const Device device = devices[index];
+  STD_TORCH_CHECK(device.arch >= kMinArch, "fastmax: compute capability ", device.arch / 10, ".", device.arch % 10,
+                  " is not supported; the kernels need 8.0 or newer");
+  return device;
+}
+
+// algorithm is "auto", "quadratic" or "linear"; ":tf32" after it lets fp32 products run in TF32.
+struct AlgorithmChoice {
+  std::string name;
+  bool allow_tf32;
+};
+
+AlgorithmChoice parse_algorithm(const std::string& algorithm) {
+  const size_t colon = algorithm.find(':');
+  const std::string name = algorithm.substr(0, colon);
+  const bool has_suffix = colon != std::string::npos;
+  STD_TORCH_CHECK(name == "auto" || name == "quadratic" || name == "linear", "fastmax: algorithm must be auto, quadratic or linear, ",
+                  "got ", algorithm);
+  STD_TORCH_CHECK(!has_suffix || algorithm.substr(colon) == ":tf32", "fastmax: unknown algorithm suffix in ", algorithm);
+  return {name, has_suffix};
+}
+
+MathMode math_mode(ScalarType dtype, bool allow_tf32) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return MathMode::kBF16;
+    case ScalarType::Half: return MathMode::kFP16;
+    case ScalarType::Float: return allow_tf32 ? MathMode::kTF32 : MathMode::kFP32;
+    default: STD_TORCH_CHECK(false, "fastmax: the CUDA kernels take bfloat16, float16 and float32, got ", toString(dtype));
+  }
+}
+
+bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }
+
+Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, int device_index) {
+  AtenTensorHandle handle = nullptr;
+  const int32_t dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_code,
+                                                         aoti_torch_device_type_cuda(), device_index, &handle));
+  return Tensor(handle);
+}
+
+// (b, h, tokens, d), token-major (b, tokens, h, d) in memory or contiguous.
+Tensor empty_like_layout(const Tensor& like, int64_t d) {
+  const int64_t b = like.size(0), h = like.size(1), n = like.size(2);
+  const std::vector<int64_t> strides = is_token_major(like) ? std::vector<int64_t>{n * h * d, d, h * d, 1}
+                                                            : std::vector<int64_t>{h * n * d, n * d, d, 1};
+  return empty_strided({b, h, n, d}, strides, like.scalar_type(), like.get_device_index());
+}
+
+Stride stride_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
+
+// The kernels move 16 bytes at a time.
+bool is_aligned(const Tensor& x) {
+  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
+  if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 != 0 || x.stride(3) != 1 || x.size(3) % elements != 0) return false;
+  for (int i = 0; i < 3; ++i) {
+    if (x.stride(i) % elements != 0 && x.size(i) > 1) return false;
+  }
+  return true;
+}
+
+// x itself where the kernels can read it, else a copy whose last dimension is padded with zeros to a multiple of 16 bytes.
+Tensor readable(const Tensor& x) {
+  if (is_aligned(x)) return x;
+  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
+  const int64_t d = x.size(3), padded = (d + elements - 1) / elements * elements;
+  if (padded == d) {
+    Tensor copy = empty_like_layout(x, d);
+    torch::stable::copy_(copy, x);
+    return copy;
+  }
+  const std::vector<int64_t> sizes{x.size(0), x.size(1), x.size(2), padded};
+  Tensor copy = torch::stable::new_zeros(x, sizes);
+  Tensor columns = torch::stable::narrow(copy, 3, 0, d);
+  torch::stable::copy_(columns, x);
+  return copy;
+}
+
+// An output: aligned as the kernels need it, and narrowed to the caller's columns at the end.
+struct Output {
+  Tensor storage;
+  int64_t columns;
+
+  Output(const Tensor& like, int64_t d, int64_t padded) : storage(empty_like_layout(like, padded)), columns(d) {}
+
+  Tensor result() const {
+    if (storage.size(3) == columns) return storage;
+    Tensor dense = empty_like_layout(storage, columns);
+    torch::stable::copy_(dense, torch::stable::narrow(const_cast<Tensor&>(storage), 3, 0, columns));
+    return dense;
+  }
+};
+
+OptionalTensor readable(const OptionalTensor& x) { return x.has_value() ? OptionalTensor(readable(*x)) : std::nullopt; }
+
+cudaStream_t current_stream(int device_index) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+struct Parameters {
+  double scale, a0, a1, a2;
+  int64_t order;
+  bool causal;
+  double dropout;
+  bool allow_tf32;
+};
+
+void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Parameters& x) {
+  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "fastmax: q, k and v must be 4-dimensional");
+  STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "fastmax: q, k and v differ in dtype");
+  STD_TORCH_CHECK(k.get_device_index() == q.get_device_index() && v.get_device_index() == q.get_device_index(),
+                  "fastmax: q, k and v are on different devices");
+  STD_TORCH_CHECK(k.size(0) == q.size(0) && v.size(0) == q.size(0) && v.size(1) == k.size(1) && v.size(2) == k.size(2) &&
+                      k.size(3) == q.size(3) && k.size(1) > 0 && q.size(1) % k.size(1) == 0,
+                  "fastmax: shapes of q, k and v do not match");
+  STD_TORCH_CHECK(x.order == 1 || x.order == 2, "fastmax: p must be 1 or 2, got ", x.order);
+  STD_TORCH_CHECK(q.size(2) <= INT_MAX / 2 && k.size(2) <= INT_MAX / 2, "fastmax: too many tokens");
+  STD_TORCH_CHECK(!x.causal || q.size(2) <= k.size(2), "fastmax: causal attention needs n <= m");
+
+  p.b = static_cast<int>(q.size(0));
+  p.h = static_cast<int>(q.size(1));
+  p.hk = static_cast<int>(k.size(1));
+  p.n = static_cast<int>(q.size(2));
+  p.m = static_cast<int>(k.size(2));
+  p.d = static_cast<int>(q.size(3));
+  p.dv = static_cast<int>(v.size(3));
+  p.head_dim = native_head_dim(p.d > p.dv ? p.d : p.dv);
+  STD_TORCH_CHECK(p.head_dim != 0, "fastmax: no CUDA kernel for head dims d = ", p.d, ", dv = ", p.dv, "; compiled: ", supported_rows());
+  p.math = math_mode(q.scalar_type(), x.allow_tf32);
+
+  p.scale = static_cast<float>(x.scale);
+  p.a0 = static_cast<float>(x.a0);
+  p.a1 = static_cast<float>(x.a1);
+  p.a2 = x.order == 2 ? static_cast<float>(x.a2) : 0.f;
+  p.order = static_cast<int>(x.order);
+  p.causal = x.causal;
+  p.causal_offset = p.m - p.n;
+  p.dropout = static_cast<float>(x.dropout);
+
+  const Device device = current_device(q.get_device_index());
+  p.sm_arch = device.arch;
+  p.sm_count = device.sm_count;
+}
+
+template <class Params>
+void fill_optional(Params& p, const OptionalTensor& mask, const OptionalTensor& noise) {
+  p.key_padding_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
+  p.mask_batch_stride = mask.has_value() ? mask->stride(0) : 0;
+  p.noise = noise.has_value() ? noise->data_ptr() : nullptr;
+  p.noise_stride = noise.has_value() ? stride_of(*noise) : Stride{};
+}
+
+OptionalTensor contiguous_mask(const OptionalTensor& mask, const Tensor& k) {
+  if (!mask.has_value()) return std::nullopt;
+  STD_TORCH_CHECK(mask->dim() == 2 && mask->size(0) == k.size(0) && mask->size(1) == k.size(2) &&
+                      mask->scalar_type() == ScalarType::Bool,
+                  "fastmax: key_padding_mask must be bool of shape (batch, keys)");
+  return mask->stride(1) == 1 ? mask : OptionalTensor(torch::stable::contiguous(*mask));
+}
+
+OptionalTensor checked_noise(const OptionalTensor& noise, const Tensor& q, const Tensor& v) {
+  if (!noise.has_value()) return std::nullopt;
+  STD_TORCH_CHECK(noise->dim() == 4 && noise->size(0) == q.size(0) && noise->size(1) == q.size(1) && noise->size(2) == q.size(2) &&
+                      noise->size(3) == v.size(3),
+                  "fastmax: drop_noise must have the output's shape");
+  if (noise->scalar_type() == q.scalar_type()) return readable(noise);
+  return readable(torch::stable::to(*noise, q.scalar_type()));
+}
+
+Algorithm resolve(const AlgorithmChoice& choice, const Problem& p) {
+  if (choice.name == "quadratic") return Algorithm::kQuadratic;
+  if (choice.name == "linear") return Algorithm::kLinear;
+  return choose_algorithm(p);
+}
+
+Tensor allocate_workspace(size_t bytes, int device_index) {
+  return empty_strided({static_cast<int64_t>(bytes)}, {1}, ScalarType::Byte, device_index);
+}
+
+bool is_empty(const Tensor& x) { return x.numel() == 0; }
+
+Tensor zeros_like_layout(const Tensor& like, int64_t d) {
+  Tensor x = empty_like_layout(like, d);
+  return torch::stable::zero_(x);
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
+                                   const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale, double a0,
+                                   double a1, double a2, int64_t order, bool causal, double dropout, const std::string& algorithm) {
+  STD_TORCH_CHECK(!rpe_matrix.has_value(), "fastmax: rpe_matrix has no CUDA kernel; the PyTorch operators take it");
+  const int device_index = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device_index);
+  const AlgorithmChoice choice = parse_algorithm(algorithm);
+  const int64_t b = q_in.size(0), h = q_in.size(1), n = q_in.size(2);
+
+  Tensor z = empty_strided({b, h, n}, {h * n, n, 1}, ScalarType::Float, device_index);
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
+    return {zeros_like_layout(q_in, v_in.size(3)), torch::stable::zero_(z)};
+  }
+
+  const Tensor q = readable(q_in), k = readable(k_in), v = readable(v_in);
+  FwdParams p{};
+  fill_problem(p, q, k, v, {scale, a0, a1, a2, order, causal, dropout, choice.allow_tf32});
+  const OptionalTensor mask = contiguous_mask(key_padding_mask, k), noise = checked_noise(drop_noise, q, v_in);
+  fill_optional(p, mask, noise);
+  p.q = q.data_ptr(), p.q_stride = stride_of(q);
+  p.k = k.data_ptr(), p.k_stride = stride_of(k);
+  p.v = v.data_ptr(), p.v_stride = stride_of(v);
+
+  Output o(q_in, v_in.size(3), v.size(3));
+  p.o = o.storage.data_ptr(), p.o_stride = stride_of(o.storage);
+  p.z = static_cast<float*>(z.data_ptr());
+
+  const cudaStream_t stream = current_stream(device_index);
+  if (resolve(choice, p) == Algorithm::kLinear) {
+    const Tensor workspace = allocate_workspace(linear_fwd_workspace_bytes(p), device_index);
+    p.workspace = workspace.data_ptr();
+    launch_linear_fwd(p, stream);
+  } else {
+    FASTMAX_DISPATCH_MATH(p, quadratic_fwd, p, stream);
+  }
+  return {o.result(), z};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                                    const Tensor& o_in, const Tensor& z, const OptionalTensor& key_padding_mask,
+                                                    const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale,
+                                                    double a0, double a1, double a2, int64_t order, bool causal, double dropout,
+                                                    const std::string& algorithm) {
+  STD_TORCH_CHECK(!rpe_matrix.has_value(), "fastmax: rpe_matrix has no CUDA kernel; the PyTorch operators take it");
+  const int device_index = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device_index);
+  const AlgorithmChoice choice = parse_algorithm(algorithm);
+
+  Tensor grad_rpe = empty_strided({0}, {1}, q_in.scalar_type(), device_index);
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
+    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
+            grad_rpe};
+  }
+
+  const Tensor q = readable(q_in), k = readable(k_in), v = readable(v_in), o = readable(o_in), grad_o = readable(grad_o_in);
+  BwdParams p{};
+  fill_problem(p, q, k, v, {scale, a0, a1, a2, order, causal, dropout, choice.allow_tf32});
+  STD_TORCH_CHECK(z.scalar_type() == ScalarType::Float && z.is_contiguous() && z.numel() == int64_t{p.b} * p.h * p.n,
+                  "fastmax: z must be the forward's second output");
+  STD_TORCH_CHECK(o.numel() == int64_t{p.b} * p.h * p.n * p.dv && grad_o.numel() == o.numel() &&
+                      grad_o.scalar_type() == q.scalar_type() && o.scalar_type() == q.scalar_type(),
+                  "fastmax: o and grad_o must have the output's shape and dtype");
+  const OptionalTensor mask = contiguous_mask(key_padding_mask, k), noise = checked_noise(drop_noise, q, v_in);
+  fill_optional(p, mask, noise);
+  p.q = q.data_ptr(), p.q_stride = stride_of(q);
+  p.k = k.data_ptr(), p.k_stride = stride_of(k);
+  p.v = v.data_ptr(), p.v_stride = stride_of(v);
+  p.o = o.data_ptr(), p.o_stride = stride_of(o);
+  p.grad_o = grad_o.data_ptr(), p.grad_o_stride = stride_of(grad_o);
+  p.z = static_cast<const float*>(z.data_ptr());
+
+  Output grad_q(q_in, q_in.size(3), q.size(3)), grad_k(k_in, k_in.size(3), k.size(3)), grad_v(v_in, v_in.size(3), v.size(3));
+  p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
+  p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
+  p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
+
+  const cudaStream_t stream = current_stream(device_index);
+  if (resolve(choice, p) == Algorithm::kLinear) {
+    const Tensor workspace = allocate_workspace(linear_bwd_workspace_bytes(p), device_index);
+    p.workspace = workspace.data_ptr();
+    launch_linear_bwd(p, stream);
+  } else {
+    const Tensor workspace = allocate_workspace(quadratic_bwd_workspace_bytes(p), device_index);
+    p.workspace = workspace.data_ptr();
+    FASTMAX_DISPATCH_MATH(p, quadratic_bwd, p, stream);
+  }
+  return {grad_q.result(), grad_k.result(), grad_v.result(), grad_rpe};
+}
+
+}  // namespace
+}  // namespace fastmax
+
+// The compiled rows of dispatch.h, for Python through ctypes.
+extern "C" __attribute__((visibility("default"))) const char* fastmax_supported() {
+  static const std::string rows = fastmax::supported_rows();
+  return rows.c_str();
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&fastmax::forward));
+  m.impl("backward", TORCH_BOX(&fastmax::backward));
+}

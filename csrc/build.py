@@ -1,0 +1,163 @@
+"""Builds libfastmax.so with nvcc and ninja; no GPU and no CUDA build of PyTorch needed.
+
+    python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--fail-on-spills]
+
+What is compiled follows from file names and contents: `*_sm80.cu` for every architecture, `*_sm90.cu` for sm_90a alone, and a
+source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and they run side by side).
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+DEFAULT_ARCHS = (80, 86, 89, 90, 100, 120)  # and PTX of the last one
+MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
+TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest libtorch that the library loads with
+SOURCE_DIR = Path(__file__).resolve().parent
+
+# Kernels that may spill registers, by a pattern of the demangled name: the reason why.
+SPILL_EXCEPTIONS = {
+    r"quadratic_bwd_kv_kernel<fastmax::(Bf16|Fp16), (64|128)>": "two fp32 accumulators and two resident operands take 192 of 255 "
+    "registers; the few words spilled are read once per block or stage, and fewer rows per warp measured slower (H200: +10%)",
+    r"quadratic_bwd_kv_kernel<fastmax::Fp32, 128>": "true fp32 holds every operand twice (hi and lo)",
+    r"quadratic_fwd_kernel<fastmax::Fp32, 128>": "true fp32 holds every operand twice (hi and lo)",
+}
+
+
+class BuildError(RuntimeError):
+    """One sentence that says why the library cannot be built."""
+
+
+def cuda_home() -> Path:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home:
+        return Path(home)
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        raise BuildError("nvcc was not found: install the CUDA toolkit or set CUDA_HOME")
+    listing = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.*)$", listing, re.MULTILINE)
+    return Path(top.group(1).strip()).resolve() if top else Path(nvcc).resolve().parent.parent
+
+
+def torch_home() -> Path:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise BuildError("PyTorch was not found: the build needs its headers")
+    return Path(spec.submodule_search_locations[0])
+
+
+def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:
+    suffix = re.search(r"_sm(\d+)$", source.stem)
+    if suffix and int(suffix[1]) == 90:
+        return ["-gencode=arch=compute_90a,code=sm_90a"] if 90 in archs else []
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return flags + [f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+
+
+def ninja_file(out: Path, archs: tuple[int, ...]) -> str:
+    cuda, torch = cuda_home(), torch_home()
+    cuda_lib = next(
+        (d for d in (cuda / "lib64", cuda / "lib", cuda / "targets/x86_64-linux/lib") if (d / "libcudart_static.a").exists()),
+        None,
+    )
+    if cuda_lib is None:
+        raise BuildError(f"libcudart_static.a was not found under {cuda}")
+    nvcc = cuda / "bin/nvcc" if (cuda / "bin/nvcc").exists() else shutil.which("nvcc")
+    lines = [
+        f"nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -I{SOURCE_DIR} -Xptxas -v",
+        f"cxx_flags = -std=c++20 -O2 -fPIC -fvisibility=hidden -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} "
+        f"-I{SOURCE_DIR} -I{torch / 'include'} -isystem {cuda / 'include'}",
+        "",
+        "rule nvcc",
+        f"  command = {nvcc} $nvcc_flags $extra -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule cxx",
+        "  command = c++ $cxx_flags -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        # libtorch_cuda.so may be missing here: its name alone is recorded, and the one symbol used from it.
+        "rule stub",
+        "  command = echo 'int aoti_torch_get_current_cuda_stream(int i, void** s) { return 1; }' | "
+        "cc -shared -fPIC -Wl,-soname,libtorch_cuda.so -x c - -o $out",
+        "rule link",
+        f"  command = c++ -shared -o $out $in -Wl,--no-as-needed -L{torch / 'lib'} -ltorch_cpu -Wl,--as-needed "
+        f"-L{cuda_lib} -lcudart_static -ldl -lpthread -lrt -Wl,--exclude-libs,ALL",
+        "",
+        "build stub/libtorch_cuda.so: stub",
+    ]
+    objects = []
+    for source in sorted(SOURCE_DIR.glob("*.cu")):
+        flags = arch_flags(source, archs)
+        if not flags:
+            continue
+        sharded = "FASTMAX_MATH" in source.read_text()
+        for mode in MATH_MODES if sharded else (None,):
+            name = f"{source.stem}.{mode.lower()}.o" if mode else f"{source.stem}.o"
+            extra = flags + ([f"-DFASTMAX_MATH={mode}"] if mode else [])
+            lines += [f"build {name}: nvcc {source}", f"  extra = {' '.join(extra)}"]
+            objects.append(name)
+    for source in sorted(SOURCE_DIR.glob("*.cpp")):
+        lines.append(f"build {source.stem}.o: cxx {source}")
+        objects.append(f"{source.stem}.o")
+    lines += [f"build libfastmax.so: link {' '.join(objects)} stub/libtorch_cuda.so", "default libfastmax.so", ""]
+    return "\n".join(lines)
+
+
+def build(out: Path, archs: tuple[int, ...] = DEFAULT_ARCHS, jobs: int | None = None) -> Path:
+    """Compiles everything for archs into out and returns the path of the library."""
+    ninja = shutil.which("ninja")
+    if ninja is None:
+        raise BuildError("ninja was not found: pip install ninja")
+    (out / "stub").mkdir(parents=True, exist_ok=True)
+    (out / "build.ninja").write_text(ninja_file(out, tuple(sorted(archs))))
+    command = [ninja, "-C", str(out)] + (["-j", str(jobs)] if jobs else [])
+    if subprocess.run(command).returncode != 0:
+        raise BuildError(f"the compilation failed: see above, or run {' '.join(command)}")
+    return out / "libfastmax.so"
+
+
+def spills(out: Path) -> list[str]:
+    """One line per kernel and architecture that spills registers, read from the compiler's reports in out."""
+    found = []
+    for log in sorted(out.glob("*.o.log")):
+        kernel = "?"
+        for line in log.read_text().splitlines():
+            if entry := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
+                kernel = f"{entry[2]} {entry[1]}"
+            elif (count := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)) and count[1] + count[
+                2
+            ] != "00":
+                found.append(f"{kernel}: {count[1]} bytes stored, {count[2]} loaded")
+    if found and (filt := shutil.which("c++filt")):
+        found = subprocess.run([filt], input="\n".join(found), capture_output=True, text=True).stdout.splitlines()
+    return [line for line in found if not any(re.search(pattern, line) for pattern in SPILL_EXCEPTIONS)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--archs", default=os.environ.get("FASTMAX_CUDA_ARCHS", ",".join(map(str, DEFAULT_ARCHS))))
+    parser.add_argument("--out", type=Path, default=SOURCE_DIR.parent / "build")
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--fail-on-spills", action="store_true")
+    args = parser.parse_args()
+    try:
+        library = build(args.out.resolve(), tuple(int(a) for a in re.split(r"[ ,;]+", args.archs.strip())), args.jobs)
+    except BuildError as error:
+        print(f"fastmax: {error}", file=sys.stderr)
+        return 1
+    spilled = spills(args.out.resolve())
+    for line in spilled:
+        print(f"register spill: {line}", file=sys.stderr)
+    print(library)
+    return 1 if spilled and args.fail_on_spills else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

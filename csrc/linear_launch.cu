@@ -1,0 +1,404 @@
+// The linear algorithm as a sequence of passes: chunk length, workspace, arguments. No kernels here.
+//
+// Workspace per state (b * hk of them), head_dim D, F = D (D + 1) / 2 + 2 D features (in blocks of eight columns):
+//   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
+//              the suffix states
+//   parts      only where one walk per state leaves multiprocessors idle, and for order 1: as many in fp32
+// and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
+
+#include <algorithm>
+
+#include "dispatch.h"
+#include "linear.h"
+#include "linear_dispatch.h"
+
+namespace fastmax {
+namespace {
+
+int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim^2 / chunk per element, against
+// the quadratic work within a chunk.
+int chunk_length(const Problem& p) {
+  const int head_dim = linear_head_dim(p.head_dim);
+  if (p.order == 1) return p.math == MathMode::kBF16 && head_dim <= 64 ? 128 : 256;
+  if (head_dim == 64) return p.math == MathMode::kBF16 ? 256 : 512;  // fp32 snapshots are twice as large
+  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : 1024;
+}
+
+// Snapshots of one phase; longer sequences are processed in several, each handing its accumulators on to the next.
+constexpr int64_t kPhaseBytes = int64_t{832} << 20;
+
+bool runs_as_tf32(const Problem& p) { return p.math == MathMode::kFP16; }
+
+bool is_full(const Problem& p) { return p.math == MathMode::kFP32; }
+int blocks_per_state(const Problem& p) { return state_blocks(linear_head_dim(p.head_dim), is_full(p)); }
+
+// x rows looking at y rows. x_heads and y_heads are per batch entry.
+LinearProblem make_problem(const Problem& p, int x_heads, int y_heads, int nx, int ny, int boundary_offset) {
+  LinearProblem r{};
+  r.batch = p.b;
+  r.state_heads = p.hk;
+  r.x_group = x_heads / p.hk;
+  r.y_group = y_heads / p.hk;
+  r.nx = nx, r.ny = ny;
+  r.d = p.d, r.dv = p.dv;
+  r.causal = p.causal;
+  r.order = p.order;
+  r.sm_arch = p.sm_arch;
+  if (p.causal) {
+    r.pad = round_up(boundary_offset, kBoundary) - boundary_offset;
+    r.boundary = boundary_offset + r.pad;
+    r.chunk = r.part = chunk_length(p);
+    r.chunks = (nx + r.chunk - 1) / r.chunk;
+  } else {
+    r.pad = 0;
+    r.boundary = round_up(ny, kBoundary);
+    r.chunk = round_up(nx, 256);
+    r.chunks = 1;
+    // Enough parts for every multiprocessor, of at least 256 rows.
+    const int64_t blocks_per_part = int64_t{r.states()} * (p.order == 2 ? blocks_per_state(p) : 1);
+    const int64_t parts = std::max<int64_t>(1, 2 * p.sm_count / blocks_per_part);
+    r.part = std::max(256, round_up(static_cast<int>((r.boundary + parts - 1) / parts), kBoundary));
+  }
+  return r;
+}
+
+// The state kernel walks y once per state, or sums parts that are then scanned.
+bool uses_parts(const Problem& p, const LinearProblem& r) {
+  if (p.order == 1) return true;
+  const int64_t blocks = int64_t{r.states()} * blocks_per_state(p);
+  return r.parts() > 1 && blocks < p.sm_count * 3 / 4;
+}
+
+// Hands out 256-byte aligned pieces of the workspace; with a null base, counts bytes.
+class Workspace {
+ public:
+  explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    const size_t at = used_;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
+    return reinterpret_cast<T*>(base_ + at);
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+struct StateBuffers {
+  char* snapshots;
+  float* sums;
+  float* parts;
+  float* carry;
+};
+
+int64_t snapshot_bytes(const Problem& p) {
+  return state_words(linear_head_dim(p.head_dim), p.order) * (p.math == MathMode::kBF16 ? 4 : 8);
+}
+
+int phase_count(const Problem& p, const LinearProblem& r) {
+  if (uses_parts(p, r)) return 1;
+  const int64_t bytes = int64_t{r.states()} * r.chunks * snapshot_bytes(p);
+  return static_cast<int>(std::min<int64_t>(r.chunks, (bytes + kPhaseBytes - 1) / kPhaseBytes));
+}
+
+// x rows [first_row, first_row + problem.nx) of a problem, as a problem of its own.
+struct Phase {
+  LinearProblem problem;
+  int first_row;
+  int begin;  // where its state walk starts
+};
+
+Phase make_phase(const LinearProblem& r, int phases, int index) {
+  const int chunks = (r.chunks + phases - 1) / phases;
+  const int first = std::min(r.chunks, index * chunks), last = std::min(r.chunks, first + chunks);
+  Phase phase{r, first * r.chunk, index == 0 ? 0 : r.boundary + (first - 1) * r.chunk};
+  phase.problem.boundary += first * r.chunk;
+  phase.problem.chunks = last - first;
+  phase.problem.nx = std::min(r.nx - phase.first_row, phase.problem.chunks * r.chunk);
+  return phase;
+}
+
+struct StateBytes {
+  int64_t snapshots = 0, sums = 0, parts = 0, carry = 0;
+
+  void cover(const Problem& p, const LinearProblem& r) {
+    const int head_dim = linear_head_dim(p.head_dim);
+    if (r.boundary + int64_t{r.chunks - 1} * r.chunk == 0) return;
+    const int phases = phase_count(p, r);
+    const int64_t slots = int64_t{r.states()} * ((r.chunks + phases - 1) / phases);
+    snapshots = std::max(snapshots, slots * snapshot_bytes(p));
+    if (phases > 1) carry = int64_t{r.states()} * blocks_per_state(p) * state_carry(head_dim, is_full(p)) * kStateThreads;
+    sums = std::max(sums, slots * state_sums(head_dim));
+    if (uses_parts(p, r)) parts = std::max(parts, int64_t{r.states()} * r.parts() * part_floats(head_dim, p.order));
+  }
+  StateBuffers take(Workspace& w) const { return {w.take<char>(snapshots), w.take<float>(sums), w.take<float>(parts), w.take<float>(carry)}; }
+};
+
+View view(const void* data, const Stride& s) { return {data, s.batch, s.head, s.token}; }
+
+View contiguous(const void* data, int heads, int tokens, int columns) {
+  return {data, int64_t{heads} * tokens * columns, int64_t{tokens} * columns, columns};
+}
+
+// The same rows, last first. bytes: of an element.
+View reversed(View v, int tokens, int bytes) {
+  v.data = static_cast<const char*>(v.data) + (tokens - 1) * v.token * bytes;
+  v.token = -v.token;
+  return v;
+}
+
+// Rows from `row` on.
+View advanced(View v, int row, int bytes) {
+  if (v.data != nullptr) v.data = static_cast<const char*>(v.data) + row * v.token * bytes;
+  return v;
+}
+RowMask advanced(RowMask m, int row) {
+  if (m.data != nullptr) m.data += static_cast<int64_t>(row) * m.token;
+  return m;
+}
+RowScale advanced(RowScale s, int row) {
+  if (s.data != nullptr) s.data += static_cast<int64_t>(row) * s.token;
+  return s;
+}
+
+RowMask row_mask(const uint8_t* data, int64_t batch_stride) { return {data, batch_stride, 1}; }
+RowMask reversed(RowMask m, int tokens) {
+  if (m.data != nullptr) m.data += tokens - 1;
+  m.token = -1;
+  return m;
+}
+
+struct Inputs {
+  View q, k, v;
+};
+
+// q, k and v as the kernels take them: fp16 widened to fp32 in the workspace.
+struct WidenedInputs {
+  float *q = nullptr, *k = nullptr, *v = nullptr;
+
+  WidenedInputs(const Problem& p, Workspace& w) {
+    if (!runs_as_tf32(p)) return;
+    q = w.take<float>(int64_t{p.b} * p.h * p.n * p.d);
+    k = w.take<float>(int64_t{p.b} * p.hk * p.m * p.d);
+    v = w.take<float>(int64_t{p.b} * p.hk * p.m * p.dv);
+  }
+
+  template <class Params>
+  Inputs fill(const Params& p, cudaStream_t stream) const {
+    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride)};
+    if (q == nullptr) return in;
+    linear_widen<Fp16>(in.q, q, p.b, p.h, p.n, p.d, stream);
+    linear_widen<Fp16>(in.k, k, p.b, p.hk, p.m, p.d, stream);
+    linear_widen<Fp16>(in.v, v, p.b, p.hk, p.m, p.dv, stream);
+    return {contiguous(q, p.h, p.n, p.d), contiguous(k, p.hk, p.m, p.d), contiguous(v, p.hk, p.m, p.dv)};
+  }
+};
+
+MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
+
+// Calls function<Math>(args...) for the mode whose kernels run.
+#define FASTMAX_LINEAR(p, function, ...)                           \
+  do {                                                             \
+    switch (kernel_math(p)) {                                      \
+      case MathMode::kBF16: function<Bf16>(__VA_ARGS__); break;    \
+      case MathMode::kFP32: function<Fp32>(__VA_ARGS__); break;    \
+      default: function<Tf32>(__VA_ARGS__); break;                 \
+    }                                                              \
+  } while (0)
+
+// Runs the phases of a problem: the states, then whoever reads them.
+template <class Consume>
+void run_phases(const Problem& p, const LinearProblem& r, const StateBuffers& buffers, StateArgs state, cudaStream_t stream,
+                const Consume& consume) {
+  const bool parts = uses_parts(p, r);
+  const int phases = phase_count(p, r);
+  for (int i = 0; i < phases; ++i) {
+    const Phase phase = make_phase(r, phases, i);
+    if (phase.problem.chunks <= 0) break;
+    static_cast<LinearProblem&>(state) = phase.problem;
+    state.snapshots = buffers.snapshots, state.sums = buffers.sums;
+    state.parts_sum = parts ? buffers.parts : nullptr;
+    state.begin = phase.begin;
+    state.carry = phases > 1 ? buffers.carry : nullptr;
+    FASTMAX_LINEAR(p, linear_state, state, p.head_dim, stream);
+    consume(phase);
+  }
+}
+
+void run_read(const Problem& p, const Phase& phase, const StateBuffers& buffers, ReadArgs a, int bytes, cudaStream_t stream) {
+  static_cast<LinearProblem&>(a) = phase.problem;
+  const int out_bytes = runs_as_tf32(p) ? 2 : bytes;
+  a.x = advanced(a.x, phase.first_row, bytes);
+  a.out = advanced(a.out, phase.first_row, out_bytes);
+  a.noise = advanced(a.noise, phase.first_row, out_bytes);
+  a.x_mask = advanced(a.x_mask, phase.first_row);
+  if (a.z != nullptr) a.z += phase.first_row;
+  a.snapshots = buffers.snapshots, a.sums = buffers.sums;
+  FASTMAX_LINEAR(p, linear_read, a, p.head_dim, stream);
+}
+
+void run_grad(const Problem& p, const Phase& phase, const StateBuffers& buffers, GradArgs a, int bytes, cudaStream_t stream) {
+  static_cast<LinearProblem&>(a) = phase.problem;
+  a.x = advanced(a.x, phase.first_row, bytes);
+  a.x2 = advanced(a.x2, phase.first_row, bytes);
+  a.out = advanced(a.out, phase.first_row, runs_as_tf32(p) ? 2 : bytes);
+  a.x_mask = advanced(a.x_mask, phase.first_row);
+  a.x_scale = advanced(a.x_scale, phase.first_row);
+  a.snapshots = buffers.snapshots, a.sums = buffers.sums;
+  FASTMAX_LINEAR(p, linear_grad, a, p.head_dim, stream);
+}
+
+int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
+
+// Coefficients of f and of scale f' as polynomials of the unscaled dot product.
+struct Coefficients {
+  float c0, c1, c2, g0, g1;
+  explicit Coefficients(const Problem& p)
+      : c0(p.a0),
+        c1(p.a1 * p.scale),
+        c2(p.order == 2 ? p.a2 * p.scale * p.scale : 0.f),
+        g0(c1),
+        g1(2.f * c2) {}
+};
+
+struct FwdPlan {
+  LinearProblem problem;
+  WidenedInputs widened;
+  StateBuffers buffers;
+  size_t bytes;
+
+  FwdPlan(const FwdParams& p, Workspace w)
+      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset)), widened(p, w) {
+    StateBytes size;
+    size.cover(p, problem);
+    buffers = size.take(w);
+    bytes = w.used();
+  }
+};
+
+struct BwdPlan {
+  LinearProblem q_problem;   // grad_q: queries looking at keys
+  LinearProblem kv_problem;  // grad_k, grad_v: keys looking at queries, both reversed
+  WidenedInputs widened;
+  char* g;
+  float* e;
+  StateBuffers buffers;
+  size_t bytes;
+
+  BwdPlan(const BwdParams& p, Workspace w)
+      : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset)),
+        kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0)),
+        widened(p, w) {
+    const int64_t rows = int64_t{p.b} * p.h * p.n;
+    g = w.take<char>(rows * p.dv * element_bytes(p));
+    e = w.take<float>(rows);
+    StateBytes size;
+    size.cover(p, q_problem);
+    size.cover(p, kv_problem);
+    buffers = size.take(w);
+    bytes = w.used();
+  }
+};
+
+}  // namespace
+
+size_t linear_fwd_workspace_bytes(const FwdParams& p) { return FwdPlan(p, Workspace(nullptr)).bytes; }
+size_t linear_bwd_workspace_bytes(const BwdParams& p) { return BwdPlan(p, Workspace(nullptr)).bytes; }
+
+void launch_linear_fwd(const FwdParams& p, cudaStream_t stream) {
+  const FwdPlan plan(p, Workspace(p.workspace));
+  const Inputs in = plan.widened.fill(p, stream);
+  const RowMask mask = row_mask(p.key_padding_mask, p.mask_batch_stride);
+  const Coefficients f(p);
+
+  StateArgs state{};
+  state.y = in.k, state.w = in.v;
+  state.mask = mask;
+  state.weights = {f.c2, f.c1, f.c2};
+
+  ReadArgs read{};
+  read.x = in.q, read.y = in.k, read.w = in.v;
+  read.y_mask = mask;
+  read.c0 = f.c0, read.c1 = f.c1, read.c2 = f.c2;
+  read.out = view(p.o, p.o_stride);
+  read.half_out = runs_as_tf32(p);
+  read.z = p.z;
+  read.z_head = p.n;
+  read.noise = view(p.noise, p.noise_stride);
+  read.dropout = p.dropout;
+
+  run_phases(p, plan.problem, plan.buffers, state, stream,
+             [&](const Phase& phase) { run_read(p, phase, plan.buffers, read, element_bytes(p), stream); });
+}
+
+void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
+  const BwdPlan plan(p, Workspace(p.workspace));
+  const Inputs in = plan.widened.fill(p, stream);
+  const RowMask mask = row_mask(p.key_padding_mask, p.mask_batch_stride);
+  const Coefficients f(p);
+  const int bytes = element_bytes(p), out_bytes = runs_as_tf32(p) ? 2 : bytes;
+
+  PrepareArgs prepare{};
+  prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
+  prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
+  prepare.noise = view(p.noise, p.noise_stride);
+  prepare.dropout = p.dropout;
+  prepare.z = p.z;
+  prepare.g = plan.g, prepare.e = plan.e;
+  FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
+  const View g = contiguous(plan.g, p.h, p.n, p.dv);
+
+  // grad_q: prefix states of (k, v).
+  StateArgs prefix{};
+  prefix.y = in.k, prefix.w = in.v;
+  prefix.mask = mask;
+  prefix.weights = {f.c2, f.c1, f.g1};
+
+  GradArgs grad_q{};
+  grad_q.x = in.q, grad_q.x2 = g, grad_q.y = in.k, grad_q.y2 = in.v;
+  grad_q.y_mask = mask;
+  grad_q.x_scale = {plan.e, p.n, 1};
+  grad_q.g0 = f.g0, grad_q.g1 = f.g1;
+  grad_q.out = view(p.grad_q, p.grad_q_stride);
+  grad_q.half_out = runs_as_tf32(p);
+
+  run_phases(p, plan.q_problem, plan.buffers, prefix, stream,
+             [&](const Phase& phase) { run_grad(p, phase, plan.buffers, grad_q, bytes, stream); });
+
+  // grad_k and grad_v: suffix states of (q, g), as prefixes of the reversed sequences.
+  const View q = reversed(in.q, p.n, bytes), k = reversed(in.k, p.m, bytes), v = reversed(in.v, p.m, bytes);
+  const View g_reversed = reversed(g, p.n, bytes);
+  const RowScale e_reversed{plan.e + p.n - 1, p.n, -1};
+  const RowMask key_mask = reversed(mask, p.m);
+
+  StateArgs suffix{};
+  suffix.y = q, suffix.w = g_reversed;
+  suffix.y_scale = e_reversed;
+  suffix.weights = {f.c2, f.c1, f.g1};
+
+  ReadArgs grad_v{};
+  grad_v.x = k, grad_v.y = q, grad_v.w = g_reversed;
+  grad_v.x_mask = key_mask;
+  grad_v.c0 = f.c0, grad_v.c1 = f.c1, grad_v.c2 = f.c2;
+  grad_v.out = reversed(view(p.grad_v, p.grad_v_stride), p.m, out_bytes);
+  grad_v.half_out = runs_as_tf32(p);
+
+  GradArgs grad_k{};
+  grad_k.x = k, grad_k.x2 = v, grad_k.y = q, grad_k.y2 = g_reversed;
+  grad_k.x_mask = key_mask;
+  grad_k.y_scale = e_reversed;
+  grad_k.g0 = f.g0, grad_k.g1 = f.g1;
+  grad_k.out = reversed(view(p.grad_k, p.grad_k_stride), p.m, out_bytes);
+  grad_k.half_out = runs_as_tf32(p);
+
+  run_phases(p, plan.kv_problem, plan.buffers, suffix, stream, [&](const Phase& phase) {
+    run_read(p, phase, plan.buffers, grad_v, bytes, stream);
+    run_grad(p, phase, plan.buffers, grad_k, bytes, stream);
+  });
+}
+
+}  // namespace fastmax

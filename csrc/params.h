@@ -1,0 +1,82 @@
+// What a kernel launch needs to know: one plain struct per direction, passed by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fastmax {
+
+// Arithmetic of the matrix products. fp32 tensors use kTF32 when PyTorch allows it, else kFP32 (three TF32 products).
+enum class MathMode : int { kBF16 = 0, kFP16 = 1, kTF32 = 2, kFP32 = 3 };
+
+// Strides in elements; the last dimension has unit stride. Pointers and strides are multiples of 16 bytes.
+struct Stride {
+  int64_t batch;
+  int64_t head;
+  int64_t token;
+};
+
+// The problem, shared by both directions.
+struct Problem {
+  int b;         // batch
+  int h;         // query heads
+  int hk;        // key/value heads; query head i reads key/value head i / (h / hk)
+  int n;         // queries
+  int m;         // keys
+  int d;         // columns of q and k, <= head_dim, a multiple of 16 bytes
+  int dv;        // columns of v and o, <= head_dim, a multiple of 16 bytes
+  int head_dim;  // the native head dim that the kernels are compiled for: one of 16, 32, 64, 96, 128
+  MathMode math;
+
+  float scale;       // s = scale * q.k
+  float a0, a1, a2;  // f(s) = a0 + a1 s + a2 s^2; a2 = 0 when order == 1
+  int order;         // 1 or 2
+  bool causal;       // key j is visible to query i iff j <= i + causal_offset
+  int causal_offset; // m - n
+  float dropout;     // o *= 1 + dropout * noise
+
+  int sm_arch;   // compute capability * 10 of the current device: 80, 90, ...
+  int sm_count;  // multiprocessors of the current device
+};
+
+struct FwdParams : Problem {
+  const void* q;  // (b, h, n, d)
+  const void* k;  // (b, hk, m, d)
+  const void* v;  // (b, hk, m, dv)
+  Stride q_stride, k_stride, v_stride;
+
+  const uint8_t* key_padding_mask;  // (b, m), nonzero = the key takes part; null: all do
+  int64_t mask_batch_stride;
+  const void* noise;  // (b, h, n, dv) in q's dtype, or null
+  Stride noise_stride;
+
+  void* o;  // (b, h, n, dv)
+  Stride o_stride;
+  float* z;  // (b, h, n) contiguous: sum_j w_ij
+
+  void* workspace;  // *_fwd_workspace_bytes() bytes, 256-byte aligned, or null when that is 0
+};
+
+struct BwdParams : Problem {
+  const void* q;
+  const void* k;
+  const void* v;
+  const void* o;       // the forward's output, noise included
+  const void* grad_o;  // (b, h, n, dv)
+  const float* z;      // (b, h, n) contiguous
+  Stride q_stride, k_stride, v_stride, o_stride, grad_o_stride;
+
+  const uint8_t* key_padding_mask;
+  int64_t mask_batch_stride;
+  const void* noise;
+  Stride noise_stride;
+
+  void* grad_q;  // (b, h, n, d)
+  void* grad_k;  // (b, hk, m, d)
+  void* grad_v;  // (b, hk, m, dv)
+  Stride grad_q_stride, grad_k_stride, grad_v_stride;
+
+  void* workspace;  // *_bwd_workspace_bytes() bytes, 256-byte aligned, or null when that is 0
+};
+
+}  // namespace fastmax

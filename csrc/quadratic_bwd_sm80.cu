@@ -1,0 +1,481 @@
+// Quadratic backward, without atomics. With x_ij = q_i . k_j and per query the weight polynomial f(scale x) / z_i written as
+// w0 + w1 x + w2 x^2, and delta_i = grad_o_i . o_i:
+//   p_ij = w0 + w1 x + w2 x^2     ds_ij = (w1 + 2 w2 x) (grad_o_i . v_j - delta_i)
+//   grad_v_j = sum_i p_ij grad_o_i     grad_k_j = sum_i ds_ij q_i     grad_q_i = sum_j ds_ij k_j
+// (grad_o with the noise factor in it). Three kernels: row scores (w0, w1, w2, delta) of each query; grad_k and grad_v by
+// blocks that own keys and stream queries; grad_q by blocks that own queries and stream keys. Scores are computed twice, seven
+// products instead of five, so that every sum has one owner and a fixed order.
+//
+// The owner's rows are the rows of every product, so p and ds go from accumulators to operands within a thread.
+
+#include <type_traits>
+
+#include "dispatch.h"
+#include "launch.h"
+#include "score.h"
+#include "tile_config.h"
+#include "tile_ops.h"
+
+namespace fastmax {
+namespace {
+
+using Score = PolynomialScore<2>;  // order 1 is a2 = 0
+
+constexpr int kRowScoreThreads = 256;
+
+// Threads per row, a power of two; each takes 16 bytes of it.
+template <class Element, int kHeadDim>
+__host__ __device__ constexpr int row_score_lanes() {
+  int lanes = 2;
+  while (lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
+  return lanes;
+}
+
+template <class Element, int kHeadDim>
+__global__ void __launch_bounds__(kRowScoreThreads) row_score_kernel(const BwdParams p, float4* row_scores, Element* noisy_grad_o) {
+  constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
+  constexpr int kLanes = row_score_lanes<Element, kHeadDim>();
+  static_assert(kLanes <= kWarpSize, "a row is reduced within a warp");
+  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowScoreThreads + threadIdx.x) / kLanes;
+  const int col = threadIdx.x % kLanes * kVector;
+  const int64_t rows = static_cast<int64_t>(p.b) * p.h * p.n;
+  const bool inside = row < rows && col < p.dv;
+
+  float delta = 0.f;
+  if (inside) {
+    const int64_t query = row % p.n, head = row / p.n % p.h, batch = row / p.n / p.h;
+    const auto at = [&](const void* base, const Stride& s) {
+      return static_cast<const Element*>(base) + batch * s.batch + head * s.head + query * s.token + col;
+    };
+    const Element* grad_o = at(p.grad_o, p.grad_o_stride);
+    const Element* o = at(p.o, p.o_stride);
+#pragma unroll
+    for (int i = 0; i < kVector; i += 2) {
+      const float2 x = load_pair(grad_o + i), y = load_pair(o + i);
+      delta = fmaf(x.x, y.x, fmaf(x.y, y.y, delta));
+    }
+    if (noisy_grad_o != nullptr) {
+      const Element* noise = at(p.noise, p.noise_stride);
+#pragma unroll
+      for (int i = 0; i < kVector; i += 2) {
+        const float2 x = load_pair(grad_o + i), y = load_pair(noise + i);
+        store_pair(noisy_grad_o + row * p.dv + col + i, x.x * fmaf(p.dropout, y.x, 1.f), x.y * fmaf(p.dropout, y.y, 1.f));
+      }
+    }
+  }
+#pragma unroll
+  for (int lane = kLanes / 2; lane > 0; lane /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, lane);
+  if (row < rows && threadIdx.x % kLanes == 0) {
+    const float z = p.z[row];
+    const float inverse = z == 0.f ? 0.f : 1.f / z;
+    const Score score(p);
+    row_scores[row] = make_float4(score.c0 * inverse, score.c1 * inverse, score.c2 * inverse, delta);
+  }
+}
+
+struct Weight {
+  float p, ds;
+};
+
+__device__ __forceinline__ Weight weight_and_derivative(const float4& row, float x, float dp) {
+  const float slope = fmaf(row.z, x, row.y);
+  return {fmaf(slope, x, row.x), fmaf(row.z, x, slope) * (dp - row.w)};
+}
+
+// The two operands that a block owns: fragments in registers, or tiles in shared memory that are read again for each slab.
+template <class Math, int kHeadDim, int kRowTiles, bool kInRegisters>
+struct ResidentOperand;
+
+template <class Math, int kHeadDim, int kRowTiles>
+struct ResidentOperand<Math, kHeadDim, kRowTiles, true> {
+  static constexpr int kUnroll = kHeadDim / 16;  // registers cannot be indexed at run time
+  FragmentA<Math> fragment[kRowTiles][kHeadDim / 16];
+
+  __device__ __forceinline__ ResidentOperand(const typename Math::Element* src, int64_t token_stride, int warp_row, int row_end,
+                                             int cols, uint32_t, int) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int kk = 0; kk < kHeadDim / 16; ++kk) {
+        load_a_global<Math>(fragment[i][kk], src, token_stride, warp_row + i * 16, row_end, kk * 16, cols);
+      }
+    }
+  }
+  __device__ __forceinline__ void read(FragmentA<Math>& a, int i, int kk) const {
+#pragma unroll
+    for (int r = 0; r < FragmentSize<Math>::kA; ++r) a[r] = fragment[i][kk][r];
+  }
+};
+
+template <class Math, int kHeadDim, int kRowTiles>
+struct ResidentOperand<Math, kHeadDim, kRowTiles, false> {
+  static constexpr int kUnroll = 2;
+  uint32_t tile;
+  int row;  // of this warp, in the tile
+
+  // The tile arrives with the first stage of the ring: nothing is committed or waited for here.
+  __device__ __forceinline__ ResidentOperand(const typename Math::Element* src, int64_t token_stride, int warp_row, int row_end,
+                                             int cols, uint32_t tile, int block_row)
+      : tile(tile), row(warp_row - block_row) {
+    constexpr int kWarps = 4;
+    load_tile_async<typename Math::Element, kWarps * kRowTiles * 16, kHeadDim, kWarps * kWarpSize>(
+        tile, src, token_stride, block_row, row_end, cols);
+  }
+  __device__ __forceinline__ void read(FragmentA<Math>& a, int i, int kk) const {
+    load_a<Math, kHeadDim>(a, tile, row + i * 16, kk * 16);
+  }
+};
+
+// Both products of 8 or 16 streamed tokens with the owned rows: x = first rows x tokens at base, dp = second rows x tokens at
+// base + second_offset. The products are interleaved: a chain of dependent tensor-core instructions alone would wait for itself.
+// kHalves = 2: 16 tokens, base for load_b_pair_at; kHalves = 1: 8 tokens, base for load_b8_at.
+template <class Math, int kHeadDim, int kRowTiles, int kHalves, class Operand>
+__device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4], float (&dp)[kHalves][kRowTiles][4],
+                                                const Operand& first, const Operand& second, uint32_t base, int second_offset) {
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[half][i][e] = dp[half][i][e] = 0.f;
+    }
+  }
+  // B fragments per step: two token halves of one k16 block, or consecutive k16 blocks of one half.
+  constexpr int kBlocks = kHalves == 2 ? 1 : kB8Fragments<Math, kHeadDim>;
+#pragma unroll(Operand::kUnroll)
+  for (int kk = 0; kk < kHeadDim / 16; kk += kBlocks) {
+    FragmentB<Math> b[kBlocks * kHalves], c[kBlocks * kHalves];
+    if constexpr (kHalves == 2) {
+      load_b_pair_at<Math, kHeadDim>(b[0], b[1], base, kk * 16);
+      load_b_pair_at<Math, kHeadDim>(c[0], c[1], base + second_offset, kk * 16);
+    } else {
+      load_b8_at<Math, kHeadDim>(b, base, kk * 16);
+      load_b8_at<Math, kHeadDim>(c, base + second_offset, kk * 16);
+    }
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        FragmentA<Math> a;
+        first.read(a, i, kk + block);
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) mma<Math>(x[half][i], a, b[block + half]);
+        second.read(a, i, kk + block);
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) mma<Math>(dp[half][i], a, c[block + half]);
+      }
+    }
+  }
+}
+
+// acc += weights (16 x 16) times the 16 tokens at base (load_b_trans_pair_at).
+template <class Math, int kHeadDim, int kRowTiles>
+__device__ __forceinline__ void accumulate_slab(float (&acc)[kRowTiles][kHeadDim / 8][4], const WeightsA<Math> (&w)[kRowTiles],
+                                                uint32_t base) {
+#pragma unroll
+  for (int c = 0; c < kHeadDim / 16; ++c) {
+    WeightsB<Math> b0, b1;
+    load_b_trans_pair_at<Math, kHeadDim>(b0, b1, base, c * 16);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) mma_weights_pair<Math>(acc[i][2 * c], acc[i][2 * c + 1], w[i], b0, b1);
+  }
+}
+
+template <class Element, int kHeadDim, int kRowTiles>
+__device__ __forceinline__ void store_rows(const float (&acc)[kRowTiles][kHeadDim / 8][4], Element* dst, int64_t token_stride,
+                                           int warp_row, int row_end, int cols, const uint8_t* keep) {
+  const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + i * 16 + half * 8 + g;
+      if (row >= row_end) continue;
+      const bool zero = keep != nullptr && keep[row] == 0;
+#pragma unroll
+      for (int c = 0; c < kHeadDim / 8; ++c) {
+        const int col = c * 8 + t * 2;
+        if (col >= cols) break;
+        store_pair(dst + row * token_stride + col, zero ? 0.f : acc[i][c][2 * half], zero ? 0.f : acc[i][c][2 * half + 1]);
+      }
+    }
+  }
+}
+
+struct KvPosition {
+  int block_row, batch, kv_head;
+};
+template <int kRows>
+__device__ __forceinline__ KvPosition kv_position(const BwdParams& p, unsigned block, int row_blocks) {
+  const unsigned head = block / row_blocks;
+  return {static_cast<int>(block % row_blocks) * kRows, static_cast<int>(head / p.hk), static_cast<int>(head % p.hk)};
+}
+
+// grad_k, grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
+template <class Math, int kHeadDim>
+__global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, QuadraticBwdKvTile<Math, kHeadDim>::kMinBlocks)
+    quadratic_bwd_kv_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
+                            const int row_blocks) {
+  using Tile = QuadraticBwdKvTile<Math, kHeadDim>;
+  using Element = typename Math::Element;
+  using Operand = ResidentOperand<Math, kHeadDim, Tile::kRowTiles, Tile::kOperandsInRegisters>;
+  constexpr int kRowTiles = Tile::kRowTiles, kHalves = Tile::kHalvesTogether;
+  extern __shared__ __align__(128) char shared[];
+  const uint32_t ring = ptx::smem_address(shared) + Tile::kResidentBytes;
+
+  // The first keys are seen by the most queries: longest first.
+  const KvPosition in = kv_position<Tile::kRows>(p, blockIdx.x, row_blocks);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int g = lane / 4, t = lane % 4;
+  const int warp_row = in.block_row + warp * kRowTiles * 16;
+  const Element* k = static_cast<const Element*>(p.k) + in.batch * p.k_stride.batch + in.kv_head * p.k_stride.head;
+  const Element* v = static_cast<const Element*>(p.v) + in.batch * p.v_stride.batch + in.kv_head * p.v_stride.head;
+  const Operand k_rows(k, p.k_stride.token, warp_row, p.m, p.d, ptx::smem_address(shared), in.block_row);
+  const Operand v_rows(v, p.v_stride.token, warp_row, p.m, p.dv, ptx::smem_address(shared) + Tile::kResidentBytes / 2, in.block_row);
+
+  float grad_k[kRowTiles][kHeadDim / 8][4] = {};
+  float grad_v[kRowTiles][kHeadDim / 8][4] = {};
+  const uint32_t lane_b =
+      ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b<Math, kHeadDim>() : lane_offset_b8<Math, kHeadDim>()));
+  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_trans<Math, kHeadDim>());
+  const int warp_first_query = first_query(p, warp_row);                          // queries before see no key of this warp
+  const int warp_unmasked_query = first_query(p, warp_row + kRowTiles * 16 - 1);  // queries from here on see all of them
+  const int tiles = (p.n + Tile::kStream - 1) / Tile::kStream;
+  const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> loader(threadIdx.x);
+
+  for (int head_in_group = 0; head_in_group < p.h / p.hk; ++head_in_group) {
+    // fp32: computed again for each head, or the inner loop spills. In 16 bits the kernel measured 5% faster without (H200).
+    const KvPosition at = Tile::k16 ? in : kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x), row_blocks);
+    const int64_t head = at.kv_head * (p.h / p.hk) + head_in_group;
+    const Element* q = static_cast<const Element*>(p.q) + at.batch * p.q_stride.batch + head * p.q_stride.head;
+    const Element* grad_o = static_cast<const Element*>(grad_o_base) + at.batch * grad_o_stride.batch + head * grad_o_stride.head;
+    const float4* head_scores = row_scores + (at.batch * p.h + head) * p.n;
+    const auto load_stage = [&](int tile) {
+      const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
+      const int begin = tile * Tile::kStream;
+      loader.load(stage, q, p.q_stride.token, begin, p.n, p.d);
+      loader.load(stage + Tile::kTileBytes, grad_o, grad_o_stride.token, begin, p.n, p.dv);
+      if (Tile::kStream == Tile::kThreads || threadIdx.x < Tile::kStream) {
+        const int query = begin + static_cast<int>(threadIdx.x);  // zeros past the last query: no weight
+        ptx::cp_async_16(stage + 2 * Tile::kTileBytes + threadIdx.x * 16, head_scores + query, query < p.n ? 16 : 0);
+      }
+      ptx::cp_async_commit();
+    };
+
+    int tile = first_query(p, at.block_row) / Tile::kStream;
+    __syncthreads();  // all are done with the stages of the head before
+    load_stage(tile);
+    for (; tile < tiles; ++tile) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();  // the stage is complete for all threads, and all are done with the other one
+      if (tile + 1 < tiles) load_stage(tile + 1);
+
+      const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
+      const uint32_t scores = ring + stage + 2 * Tile::kTileBytes + t * 32;
+      const int begin = tile * Tile::kStream;
+      // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
+      const auto add_slab = [&](int slab, auto masked) {
+        constexpr bool kMasked = decltype(masked)::value;
+        const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of q; grad_o's are kTileBytes further on
+        const uint32_t rows_trans = stage + slab * Tile::kRowBytes + lane_b_trans;
+        WeightsA<Math> weights[kRowTiles], derivatives[kRowTiles];
+#pragma unroll
+        for (int first_half = 0; first_half < 2; first_half += kHalves) {
+          float x[kHalves][kRowTiles][4], dp[kHalves][kRowTiles][4];
+          multiply_tokens<Math, kHeadDim, kRowTiles, kHalves>(x, dp, k_rows, v_rows, rows + first_half * 8 * Tile::kRowBytes,
+                                                              Tile::kTileBytes);
+#pragma unroll
+          for (int j = 0; j < kHalves; ++j) {
+            const int half = first_half + j;
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float4 row = ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16);
+              const int query = begin + slab + half * 8 + t * 2 + e;
+#pragma unroll
+              for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+                for (int r = 0; r < 2; ++r) {
+                  Weight weight = weight_and_derivative(row, x[j][i][2 * r + e], dp[j][i][2 * r + e]);
+                  if (kMasked && query < first_query(p, warp_row + i * 16 + r * 8 + g)) weight = {0.f, 0.f};
+                  x[j][i][2 * r + e] = weight.p;
+                  dp[j][i][2 * r + e] = weight.ds;
+                }
+              }
+            }
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i) {
+              half_a_from_accumulator<Math>(weights[i], half, x[j][i]);
+              half_a_from_accumulator<Math>(derivatives[i], half, dp[j][i]);
+            }
+          }
+        }
+        accumulate_slab<Math, kHeadDim, kRowTiles>(grad_v, weights, rows_trans + Tile::kTileBytes);
+        accumulate_slab<Math, kHeadDim, kRowTiles>(grad_k, derivatives, rows_trans);
+      };
+      if (begin >= warp_unmasked_query) {
+#pragma unroll(Tile::kUnroll)
+        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
+      } else {
+#pragma unroll 1
+        for (int slab = 0; slab < Tile::kStream; slab += 16) {
+          if (begin + slab + 15 >= warp_first_query) add_slab(slab, std::true_type{});
+        }
+      }
+    }
+  }
+
+  // Computed again, so that the main loop need not keep it in registers.
+  const KvPosition out = kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x), row_blocks);
+  // A padded key has no weight in any row.
+  const uint8_t* keep = p.key_padding_mask == nullptr ? nullptr : p.key_padding_mask + out.batch * p.mask_batch_stride;
+  Element* dst_k = static_cast<Element*>(p.grad_k) + out.batch * p.grad_k_stride.batch + out.kv_head * p.grad_k_stride.head;
+  Element* dst_v = static_cast<Element*>(p.grad_v) + out.batch * p.grad_v_stride.batch + out.kv_head * p.grad_v_stride.head;
+  store_rows<Element, kHeadDim, kRowTiles>(grad_k, dst_k, p.grad_k_stride.token, warp_row, p.m, p.d, keep);
+  store_rows<Element, kHeadDim, kRowTiles>(grad_v, dst_v, p.grad_v_stride.token, warp_row, p.m, p.dv, keep);
+}
+
+// grad_q: a block owns kRows queries of one head and streams the keys they see.
+template <class Math, int kHeadDim>
+__global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, QuadraticBwdQTile<Math, kHeadDim>::kMinBlocks)
+    quadratic_bwd_q_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
+                           const int row_blocks) {
+  using Tile = QuadraticBwdQTile<Math, kHeadDim>;
+  using Element = typename Math::Element;
+  using Operand = ResidentOperand<Math, kHeadDim, Tile::kRowTiles, Tile::kOperandsInRegisters>;
+  constexpr int kRowTiles = Tile::kRowTiles, kHalves = Tile::kHalvesTogether;
+  extern __shared__ __align__(128) char shared[];
+  const uint32_t ring = ptx::smem_address(shared) + Tile::kResidentBytes;
+
+  const int block_row = (row_blocks - 1 - static_cast<int>(blockIdx.x) % row_blocks) * Tile::kRows;
+  const HeadIndex in = head_index(p, blockIdx.x / row_blocks);
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int g = lane / 4, t = lane % 4;
+  const int warp_row = block_row + warp * kRowTiles * 16;
+
+  const Element* q = static_cast<const Element*>(p.q) + in.batch * p.q_stride.batch + in.head * p.q_stride.head;
+  const Element* k = static_cast<const Element*>(p.k) + in.batch * p.k_stride.batch + in.kv_head * p.k_stride.head;
+  const Element* v = static_cast<const Element*>(p.v) + in.batch * p.v_stride.batch + in.kv_head * p.v_stride.head;
+  const Element* grad_o = static_cast<const Element*>(grad_o_base) + in.batch * grad_o_stride.batch + in.head * grad_o_stride.head;
+
+  const Operand q_rows(q, p.q_stride.token, warp_row, p.n, p.d, ptx::smem_address(shared), block_row);
+  const Operand grad_o_rows(grad_o, grad_o_stride.token, warp_row, p.n, p.dv, ptx::smem_address(shared) + Tile::kResidentBytes / 2,
+                            block_row);
+
+  const int key_end = last_visible_key(p, min(block_row + Tile::kRows, p.n) - 1) + 1;
+  const int tiles = (key_end + Tile::kStream - 1) / Tile::kStream;
+  const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> loader(threadIdx.x);
+  const auto load_stage = [&](int tile) {
+    const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
+    const int begin = tile * Tile::kStream;
+    loader.load(stage, k, p.k_stride.token, begin, p.m, p.d);
+    loader.load(stage + Tile::kTileBytes, v, p.v_stride.token, begin, p.m, p.dv);
+    ptx::cp_async_commit();
+  };
+  load_stage(0);
+
+  float4 row[kRowTiles][2];
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int query = min(warp_row + i * 16 + half * 8 + g, p.n - 1);
+      row[i][half] = row_scores[(static_cast<int64_t>(in.batch) * p.h + in.head) * p.n + query];
+    }
+  }
+  float grad_q[kRowTiles][kHeadDim / 8][4] = {};
+  const uint32_t lane_b =
+      ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b<Math, kHeadDim>() : lane_offset_b8<Math, kHeadDim>()));
+  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_trans<Math, kHeadDim>());
+  const int unmasked_end = p.key_padding_mask == nullptr ? last_visible_key(p, warp_row) + 1 : 0;
+  const int warp_last_key = last_visible_key(p, warp_row + kRowTiles * 16 - 1);
+
+  for (int tile = 0; tile < tiles; ++tile) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // the stage is complete for all threads, and all are done with the other one
+    if (tile + 1 < tiles) load_stage(tile + 1);
+
+    const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
+    const int begin = tile * Tile::kStream;
+    // One slab of 16 keys; masked: some may be invisible.
+    const auto add_slab = [&](int slab, auto masked) {
+        constexpr bool kMasked = decltype(masked)::value;
+      const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of k; v's are kTileBytes further on
+      WeightsA<Math> derivatives[kRowTiles];
+#pragma unroll
+      for (int first_half = 0; first_half < 2; first_half += kHalves) {
+        float x[kHalves][kRowTiles][4], dp[kHalves][kRowTiles][4];
+        multiply_tokens<Math, kHeadDim, kRowTiles, kHalves>(x, dp, q_rows, grad_o_rows, rows + first_half * 8 * Tile::kRowBytes,
+                                                            Tile::kTileBytes);
+#pragma unroll
+        for (int j = 0; j < kHalves; ++j) {
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float derivative = weight_and_derivative(row[i][e / 2], x[j][i][e], dp[j][i][e]).ds;
+              if (kMasked) {
+                const int key = begin + slab + (first_half + j) * 8 + t * 2 + e % 2;
+                const bool visible =
+                    key <= last_visible_key(p, warp_row + i * 16 + e / 2 * 8 + g) &&
+                    keeps_key(p.key_padding_mask, p.mask_batch_stride, blockIdx.x / row_blocks / p.h, key, p.m);
+                derivative = visible ? derivative : 0.f;
+              }
+              dp[j][i][e] = derivative;
+            }
+            half_a_from_accumulator<Math>(derivatives[i], first_half + j, dp[j][i]);
+          }
+        }
+      }
+      accumulate_slab<Math, kHeadDim, kRowTiles>(grad_q, derivatives, stage + slab * Tile::kRowBytes + lane_b_trans);
+    };
+    if (begin + Tile::kStream <= unmasked_end) {
+#pragma unroll(Tile::kUnroll)
+      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
+    } else {
+#pragma unroll 1
+      for (int slab = 0; slab < Tile::kStream && begin + slab <= warp_last_key; slab += 16) add_slab(slab, std::true_type{});
+    }
+  }
+
+  // Computed again, so that the main loop need not keep it in registers.
+  const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
+  Element* dst = static_cast<Element*>(p.grad_q) + out.batch * p.grad_q_stride.batch + out.head * p.grad_q_stride.head;
+  store_rows<Element, kHeadDim, kRowTiles>(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d, nullptr);
+}
+
+struct LaunchQuadraticBwd {
+  template <class Math, int kHeadDim>
+  static void run(const BwdParams& p, cudaStream_t stream) {
+    using Element = typename Math::Element;
+    float4* row_scores = static_cast<float4*>(p.workspace);
+    char* after_scores = static_cast<char*>(p.workspace) + quadratic_row_score_bytes(p);
+    Element* noisy_grad_o = p.noise == nullptr ? nullptr : reinterpret_cast<Element*>(after_scores);
+    const void* grad_o = p.noise == nullptr ? p.grad_o : noisy_grad_o;
+    const Stride grad_o_stride =
+        p.noise == nullptr ? p.grad_o_stride : Stride{int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
+
+    constexpr int kRowsPerBlock = kRowScoreThreads / row_score_lanes<Element, kHeadDim>();
+    const int64_t rows = int64_t{p.b} * p.h * p.n;
+    launch_kernel("row_score", row_score_kernel<Element, kHeadDim>, grid_1d((rows + kRowsPerBlock - 1) / kRowsPerBlock),
+                  kRowScoreThreads, 0, stream, p, row_scores, noisy_grad_o);
+
+    using KvTile = QuadraticBwdKvTile<Math, kHeadDim>;
+    const int key_blocks = (p.m + KvTile::kRows - 1) / KvTile::kRows;
+    launch_kernel("quadratic_bwd_kv_sm80", quadratic_bwd_kv_kernel<Math, kHeadDim>, grid_1d(int64_t{key_blocks} * p.b * p.hk),
+                  KvTile::kThreads, KvTile::kSharedBytes, stream, p, row_scores, grad_o, grad_o_stride, key_blocks);
+
+    using QTile = QuadraticBwdQTile<Math, kHeadDim>;
+    const int query_blocks = (p.n + QTile::kRows - 1) / QTile::kRows;
+    launch_kernel("quadratic_bwd_q_sm80", quadratic_bwd_q_kernel<Math, kHeadDim>, grid_1d(int64_t{query_blocks} * p.b * p.h),
+                  QTile::kThreads, QTile::kSharedBytes, stream, p, row_scores, grad_o, grad_o_stride, query_blocks);
+  }
+};
+
+}  // namespace
+
+template <>
+void quadratic_bwd<FASTMAX_MATH>(const BwdParams& p, cudaStream_t stream) {
+  dispatch_head_dim<LaunchQuadraticBwd, FASTMAX_MATH>(p, p, stream);
+}
+
+}  // namespace fastmax
