@@ -1,7 +1,7 @@
 """Which algorithm, and in blocks of what size: the cost model of the PyTorch implementation, all of it in this file.
 
-Costs are counted in multiply-adds of a query head. Block sizes come from one budget: the largest temporary should stay in the processor's cache on a CPU and
-be large enough to fill a GPU.
+Costs are counted in multiply-adds of a query head. Block sizes come from one budget: the largest temporary should stay in the
+processor's cache on a CPU and be large enough to fill a GPU.
 """
 
 from __future__ import annotations
