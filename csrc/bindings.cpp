@@ -1,6 +1,6 @@
 // fastmax::forward and fastmax::backward for CUDA tensors, against the libtorch stable ABI: tensors to params, allocation,
 // device guard, stream. The schemas are declared in Python, where arguments were validated; checked again here is only what
-// would be unsafe.
+// would be unsafe. Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
 
 #include <cuda_runtime.h>
 
@@ -10,14 +10,16 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
-#include <mutex>
+#include <climits>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "cost_model.h"
+#include "device.h"
 #include "dispatch.h"
 #include "launch.h"
 #include "params.h"
@@ -32,52 +34,31 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-struct Device {
-  int arch;      // compute capability * 10
-  int sm_count;
-};
-
-Device current_device(int index) {
-  constexpr int kMaxDevices = 64;
-  static std::array<Device, kMaxDevices> devices;
-  static std::array<std::once_flag, kMaxDevices> queried;
-  STD_TORCH_CHECK(index >= 0 && index < kMaxDevices, "fastmax: device index ", index, " is out of range");
-  std::call_once(queried[index], [index] {
-    int major = 0, minor = 0, sm_count = 0;
-    check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "compute capability");
-    check_cuda(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, index), "compute capability");
-    check_cuda(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, index), "multiprocessor count");
-    devices[index] = {major * 10 + minor, sm_count};
-  });
-  const Device device = devices[index];
-  STD_TORCH_CHECK(device.arch >= kMinArch, "fastmax: compute capability ", device.arch / 10, ".", device.arch % 10,
-                  " is not supported; the kernels need 8.0 or newer");
-  return device;
-}
-
-// algorithm is "auto", "quadratic" or "linear"; ":tf32" after it lets fp32 products run in TF32.
-struct AlgorithmChoice {
-  std::string name;
-  bool allow_tf32;
-};
-
-AlgorithmChoice parse_algorithm(const std::string& algorithm) {
-  const size_t colon = algorithm.find(':');
-  const std::string name = algorithm.substr(0, colon);
-  const bool has_suffix = colon != std::string::npos;
-  STD_TORCH_CHECK(name == "auto" || name == "quadratic" || name == "linear", "fastmax: algorithm must be auto, quadratic or linear, ",
-                  "got ", algorithm);
-  STD_TORCH_CHECK(!has_suffix || algorithm.substr(colon) == ":tf32", "fastmax: unknown algorithm suffix in ", algorithm);
-  return {name, has_suffix};
-}
-
 MathMode math_mode(ScalarType dtype, bool allow_tf32) {
   switch (dtype) {
     case ScalarType::BFloat16: return MathMode::kBF16;
     case ScalarType::Half: return MathMode::kFP16;
-    case ScalarType::Float: return allow_tf32 ? MathMode::kTF32 : MathMode::kFP32;
-    default: STD_TORCH_CHECK(false, "fastmax: the CUDA kernels take bfloat16, float16 and float32, got ", toString(dtype));
+    default: return allow_tf32 ? MathMode::kTF32 : MathMode::kFP32;
   }
+}
+
+// Whether the kernels compute this call. If not, the PyTorch implementation does.
+bool is_covered(const Tensor& q, const Tensor& v, const OptionalTensor& rpe_matrix) {
+  const ScalarType dtype = q.scalar_type();
+  const int64_t widest = std::max(q.size(3), v.size(3));
+  return !rpe_matrix.has_value() && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
+         widest <= INT_MAX && native_head_dim(static_cast<int>(widest)) != 0 && get_device(q.get_device_index()).problem.empty();
+}
+
+// Calls an operator of fastmax that returns Outputs tensors.
+template <size_t Outputs, class... Args>
+std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args) {
+  static_assert(Outputs <= sizeof...(Args));
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  std::array<Tensor, Outputs> outputs;
+  for (size_t i = 0; i < Outputs; ++i) outputs[i] = torch::stable::detail::to<Tensor>(stack[i]);
+  return outputs;
 }
 
 bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }
@@ -178,7 +159,6 @@ void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
   p.d = static_cast<int>(q.size(3));
   p.dv = static_cast<int>(v.size(3));
   p.head_dim = native_head_dim(p.d > p.dv ? p.d : p.dv);
-  STD_TORCH_CHECK(p.head_dim != 0, "fastmax: no CUDA kernel for head dims d = ", p.d, ", dv = ", p.dv, "; compiled: ", supported_rows());
   p.math = math_mode(q.scalar_type(), x.allow_tf32);
 
   p.scale = static_cast<float>(x.scale);
@@ -190,7 +170,7 @@ void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
   p.causal_offset = p.m - p.n;
   p.dropout = static_cast<float>(x.dropout);
 
-  const Device device = current_device(q.get_device_index());
+  const Device& device = get_device(q.get_device_index());
   p.sm_arch = device.arch;
   p.sm_count = device.sm_count;
 }
@@ -220,9 +200,10 @@ OptionalTensor checked_noise(const OptionalTensor& noise, const Tensor& q, const
   return readable(torch::stable::to(*noise, q.scalar_type()));
 }
 
-Algorithm resolve(const AlgorithmChoice& choice, const Problem& p) {
-  if (choice.name == "quadratic") return Algorithm::kQuadratic;
-  if (choice.name == "linear") return Algorithm::kLinear;
+Algorithm resolve(const std::string& algorithm, const Problem& p) {
+  if (algorithm == "quadratic") return Algorithm::kQuadratic;
+  if (algorithm == "linear") return Algorithm::kLinear;
+  STD_TORCH_CHECK(algorithm == "auto", "fastmax: algorithm must be auto, quadratic or linear, got ", algorithm);
   return choose_algorithm(p);
 }
 
@@ -239,11 +220,14 @@ Tensor zeros_like_layout(const Tensor& like, int64_t d) {
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
                                    const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale, double a0,
-                                   double a1, double a2, int64_t order, bool causal, double dropout, const std::string& algorithm) {
-  STD_TORCH_CHECK(!rpe_matrix.has_value(), "fastmax: rpe_matrix has no CUDA kernel; the PyTorch operators take it");
+                                   double a1, double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
   const int device_index = q_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device_index);
-  const AlgorithmChoice choice = parse_algorithm(algorithm);
+  if (!is_covered(q_in, v_in, rpe_matrix)) {
+    const auto [o, z] = call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, scale,
+                                         a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+    return {o, z};
+  }
   const int64_t b = q_in.size(0), h = q_in.size(1), n = q_in.size(2);
 
   Tensor z = empty_strided({b, h, n}, {h * n, n, 1}, ScalarType::Float, device_index);
@@ -253,7 +237,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
 
   const Tensor q = readable(q_in), k = readable(k_in), v = readable(v_in);
   FwdParams p{};
-  fill_problem(p, q, k, v, {scale, a0, a1, a2, order, causal, dropout, choice.allow_tf32});
+  fill_problem(p, q, k, v, {scale, a0, a1, a2, order, causal, dropout, allow_tf32});
   const OptionalTensor mask = contiguous_mask(key_padding_mask, k), noise = checked_noise(drop_noise, q, v_in);
   fill_optional(p, mask, noise);
   p.q = q.data_ptr(), p.q_stride = stride_of(q);
@@ -265,7 +249,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   p.z = static_cast<float*>(z.data_ptr());
 
   const cudaStream_t stream = current_stream(device_index);
-  if (resolve(choice, p) == Algorithm::kLinear) {
+  if (resolve(algorithm, p) == Algorithm::kLinear) {
     const Tensor workspace = allocate_workspace(linear_fwd_workspace_bytes(p), device_index);
     p.workspace = workspace.data_ptr();
     launch_linear_fwd(p, stream);
@@ -279,11 +263,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, con
                                                     const Tensor& o_in, const Tensor& z, const OptionalTensor& key_padding_mask,
                                                     const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale,
                                                     double a0, double a1, double a2, int64_t order, bool causal, double dropout,
-                                                    const std::string& algorithm) {
-  STD_TORCH_CHECK(!rpe_matrix.has_value(), "fastmax: rpe_matrix has no CUDA kernel; the PyTorch operators take it");
+                                                    const std::string& algorithm, bool allow_tf32) {
   const int device_index = q_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device_index);
-  const AlgorithmChoice choice = parse_algorithm(algorithm);
+  if (!is_covered(q_in, v_in, rpe_matrix)) {
+    const auto [grad_q, grad_k, grad_v, grad_rpe] =
+        call_operator<4>("fastmax::eager_backward", grad_o_in, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise, rpe_matrix,
+                         scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+    return {grad_q, grad_k, grad_v, grad_rpe};
+  }
 
   Tensor grad_rpe = empty_strided({0}, {1}, q_in.scalar_type(), device_index);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
@@ -293,7 +281,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, con
 
   const Tensor q = readable(q_in), k = readable(k_in), v = readable(v_in), o = readable(o_in), grad_o = readable(grad_o_in);
   BwdParams p{};
-  fill_problem(p, q, k, v, {scale, a0, a1, a2, order, causal, dropout, choice.allow_tf32});
+  fill_problem(p, q, k, v, {scale, a0, a1, a2, order, causal, dropout, allow_tf32});
   STD_TORCH_CHECK(z.scalar_type() == ScalarType::Float && z.is_contiguous() && z.numel() == int64_t{p.b} * p.h * p.n,
                   "fastmax: z must be the forward's second output");
   STD_TORCH_CHECK(o.numel() == int64_t{p.b} * p.h * p.n * p.dv && grad_o.numel() == o.numel() &&
@@ -314,7 +302,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, con
   p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
 
   const cudaStream_t stream = current_stream(device_index);
-  if (resolve(choice, p) == Algorithm::kLinear) {
+  if (resolve(algorithm, p) == Algorithm::kLinear) {
     const Tensor workspace = allocate_workspace(linear_bwd_workspace_bytes(p), device_index);
     p.workspace = workspace.data_ptr();
     launch_linear_bwd(p, stream);
@@ -329,10 +317,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, con
 }  // namespace
 }  // namespace fastmax
 
-// The compiled rows of dispatch.h, for Python through ctypes.
-extern "C" __attribute__((visibility("default"))) const char* fastmax_supported() {
-  static const std::string rows = fastmax::supported_rows();
-  return rows.c_str();
+// For fastmax/extension.py, which reads them through ctypes.
+#define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
+
+// SCHEMA_VERSION in fastmax/extension.py: the schemas that these functions are written for.
+FASTMAX_EXPORT int fastmax_schema_version() { return 1; }
+
+// Why kernels do not run on a device, or null when they do.
+FASTMAX_EXPORT const char* fastmax_device_problem(int index) {
+  const std::string& problem = fastmax::get_device(index).problem;
+  return problem.empty() ? nullptr : problem.c_str();
+}
+
+FASTMAX_EXPORT const char* fastmax_build_info() {
+  static const std::string info = "architectures " FASTMAX_ARCHS "; bf16, fp16, tf32, fp32; head dims up to" +
+                                  fastmax::head_dims() + "; CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
+                                  std::to_string(CUDART_VERSION % 1000 / 10);
+  return info.c_str();
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-DEFAULT_ARCHS = (80, 86, 89, 90, 100, 120)  # and PTX of the last one
+DEFAULT_ARCHS = (80, 86, 89, 90, 100, 120)  # and PTX of the first, for every newer device that is not in the list
 MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest libtorch that the library loads with
 SOURCE_DIR = Path(__file__).resolve().parent
@@ -52,15 +52,50 @@ def torch_home() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+def missing() -> str | None:
+    """What is not there to build with, as a sentence; None when everything is."""
+    if sys.platform != "linux":
+        return f"the kernels are built on Linux only, not on {sys.platform}"
+    try:
+        cuda_home()
+        torch_home()
+        ninja_program()
+    except BuildError as error:
+        return str(error)
+    return None
+
+
+def ninja_program() -> str:
+    beside_python = Path(sys.executable).with_name("ninja")  # a virtual environment that is not on PATH
+    ninja = shutil.which("ninja") or (str(beside_python) if beside_python.exists() else None)
+    if ninja is None:
+        raise BuildError("ninja was not found: pip install ninja")
+    return ninja
+
+
+def requested_archs() -> tuple[int, ...]:
+    """FASTMAX_CUDA_ARCHS, or every architecture that the library supports."""
+    return parse_archs(os.environ.get("FASTMAX_CUDA_ARCHS", ""))
+
+
+def parse_archs(text: str) -> tuple[int, ...]:
+    """(80, 86, 90) from the text "80,86 90"; the default from an empty text."""
+    parts = [part for part in re.split(r"[ ,;]+", text) if part]
+    for part in parts:
+        if not part.isdigit() or int(part) < min(DEFAULT_ARCHS):
+            raise BuildError(f"architectures must be numbers from {min(DEFAULT_ARCHS)} on, such as 80,90, got {part!r}")
+    return tuple(sorted({int(part) for part in parts})) or DEFAULT_ARCHS
+
+
 def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:
     suffix = re.search(r"_sm(\d+)$", source.stem)
     if suffix and int(suffix[1]) == 90:
         return ["-gencode=arch=compute_90a,code=sm_90a"] if 90 in archs else []
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    return flags + [f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+    return flags + [f"-gencode=arch=compute_{archs[0]},code=compute_{archs[0]}"]
 
 
-def ninja_file(out: Path, archs: tuple[int, ...]) -> str:
+def ninja_file(archs: tuple[int, ...]) -> str:
     cuda, torch = cuda_home(), torch_home()
     cuda_lib = next(
         (d for d in (cuda / "lib64", cuda / "lib", cuda / "targets/x86_64-linux/lib") if (d / "libcudart_static.a").exists()),
@@ -70,16 +105,20 @@ def ninja_file(out: Path, archs: tuple[int, ...]) -> str:
         raise BuildError(f"libcudart_static.a was not found under {cuda}")
     nvcc = cuda / "bin/nvcc" if (cuda / "bin/nvcc").exists() else shutil.which("nvcc")
     lines = [
-        f"nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -I{SOURCE_DIR} -Xptxas -v",
+        f"nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -I{SOURCE_DIR} -Xptxas -v "
+        f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'",
         f"cxx_flags = -std=c++20 -O2 -fPIC -fvisibility=hidden -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} "
+        f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"' "
         f"-I{SOURCE_DIR} -I{torch / 'include'} -isystem {cuda / 'include'}",
         "",
         "rule nvcc",
         f"  command = {nvcc} $nvcc_flags $extra -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
+        "  description = nvcc $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule cxx",
         "  command = c++ $cxx_flags -MD -MF $out.d -c $in -o $out",
+        "  description = c++ $out",
         "  depfile = $out.d",
         "  deps = gcc",
         # libtorch_cuda.so may be missing here: its name alone is recorded, and the one symbol used from it.
@@ -89,6 +128,7 @@ def ninja_file(out: Path, archs: tuple[int, ...]) -> str:
         "rule link",
         f"  command = c++ -shared -o $out $in -Wl,--no-as-needed -L{torch / 'lib'} -ltorch_cpu -Wl,--as-needed "
         f"-L{cuda_lib} -lcudart_static -ldl -lpthread -lrt -Wl,--exclude-libs,ALL",
+        "  description = link $out",
         "",
         "build stub/libtorch_cuda.so: stub",
     ]
@@ -112,11 +152,9 @@ def ninja_file(out: Path, archs: tuple[int, ...]) -> str:
 
 def build(out: Path, archs: tuple[int, ...] = DEFAULT_ARCHS, jobs: int | None = None) -> Path:
     """Compiles everything for archs into out and returns the path of the library."""
-    ninja = shutil.which("ninja")
-    if ninja is None:
-        raise BuildError("ninja was not found: pip install ninja")
+    ninja = ninja_program()
     (out / "stub").mkdir(parents=True, exist_ok=True)
-    (out / "build.ninja").write_text(ninja_file(out, tuple(sorted(archs))))
+    (out / "build.ninja").write_text(ninja_file(archs))
     command = [ninja, "-C", str(out)] + (["-j", str(jobs)] if jobs else [])
     if subprocess.run(command).returncode != 0:
         raise BuildError(f"the compilation failed: see above, or run {' '.join(command)}")
@@ -131,10 +169,9 @@ def spills(out: Path) -> list[str]:
         for line in log.read_text().splitlines():
             if entry := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
                 kernel = f"{entry[2]} {entry[1]}"
-            elif (count := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line)) and count[1] + count[
-                2
-            ] != "00":
-                found.append(f"{kernel}: {count[1]} bytes stored, {count[2]} loaded")
+            elif count := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+                if int(count[1]) + int(count[2]) > 0:
+                    found.append(f"{kernel}: {count[1]} bytes stored, {count[2]} loaded")
     if found and (filt := shutil.which("c++filt")):
         found = subprocess.run([filt], input="\n".join(found), capture_output=True, text=True).stdout.splitlines()
     return [line for line in found if not any(re.search(pattern, line) for pattern in SPILL_EXCEPTIONS)]
@@ -142,13 +179,13 @@ def spills(out: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--archs", default=os.environ.get("FASTMAX_CUDA_ARCHS", ",".join(map(str, DEFAULT_ARCHS))))
+    parser.add_argument("--archs", default=os.environ.get("FASTMAX_CUDA_ARCHS", ""), help="80,90; default: all")
     parser.add_argument("--out", type=Path, default=SOURCE_DIR.parent / "build")
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--fail-on-spills", action="store_true")
     args = parser.parse_args()
     try:
-        library = build(args.out.resolve(), tuple(int(a) for a in re.split(r"[ ,;]+", args.archs.strip())), args.jobs)
+        library = build(args.out.resolve(), parse_archs(args.archs), args.jobs)
     except BuildError as error:
         print(f"fastmax: {error}", file=sys.stderr)
         return 1

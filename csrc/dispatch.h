@@ -1,5 +1,5 @@
-// The one table of what is compiled: rows of (compute capability, arithmetic mode, head dim). Dispatch, error texts and the
-// list that Python reads through fastmax_supported() come from it. A newer architecture's kernels are more rows.
+// The one table of what is compiled: rows of (compute capability, head dim), each for every arithmetic mode. Dispatch, error texts
+// and what `python -m fastmax.info` prints come from it. A newer architecture's kernels are more rows.
 #pragma once
 
 #include <climits>
@@ -16,15 +16,13 @@ namespace fastmax {
 
 inline constexpr int kMinArch = 80;
 
-// "80 bf16 16;80 bf16 32;...": what supported() tells Python.
-inline std::string supported_rows() {
-  std::string rows;
-  for (const char* mode : {"bf16", "fp16", "tf32", "fp32"}) {
-#define FASTMAX_APPEND(arch, head_dim) rows += std::string(#arch " ") + mode + " " #head_dim ";";
-    FASTMAX_HEAD_DIMS(FASTMAX_APPEND)
+// " 16 32 64 ..."
+inline std::string head_dims() {
+  std::string dims;
+#define FASTMAX_APPEND(arch, head_dim) dims += " " #head_dim;
+  FASTMAX_HEAD_DIMS(FASTMAX_APPEND)
 #undef FASTMAX_APPEND
-  }
-  return rows;
+  return dims;
 }
 
 // The smallest compiled head dim that holds d columns, or 0.
@@ -46,7 +44,7 @@ void dispatch_head_dim(const Problem& p, Args&&... args) {
     FASTMAX_HEAD_DIMS(FASTMAX_CASE)
 #undef FASTMAX_CASE
     default:
-      throw std::runtime_error("fastmax: no kernel for head_dim " + std::to_string(p.head_dim) + "; compiled: " + supported_rows());
+      throw std::runtime_error("fastmax: no kernel for head_dim " + std::to_string(p.head_dim) + "; compiled:" + head_dims());
   }
 }
 

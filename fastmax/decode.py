@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fastmax import eager, validation
+from fastmax import eager, ops, validation
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Score
@@ -113,17 +113,8 @@ def step(
             f"q, k and v must hold one token, (b, h, 1, d), got {q.shape[2]} in q and {k.shape[2]} in k; "
             "use fastmax.prefill for more"
         )
-    dtype, score = state.values.dtype, state.score
     q, k = _transform(q, k, state)
-    key = _features(k.squeeze(2).to(dtype), score.order)
-    if key_padding_mask is not None:
-        key = key * key_padding_mask.unsqueeze(-1)
-    query = _features(score.scale * q.squeeze(2).to(dtype), score.order)
-    query = query * _coefficients(q.shape[-1], score, query)
-    values = torch.addcmul(state.values, key.unsqueeze(-1), v.to(dtype))
-    weights = state.weights + key
-    query = query.unflatten(1, (k.shape[1], -1))  # (b, hk, group, features)
-    o = ((query @ values) * eager.reciprocal(query @ weights.unsqueeze(-1))).flatten(1, 2).unsqueeze(2).to(q.dtype)
+    o, values, weights = ops.decode_step(q, k, v, state.values, state.weights, key_padding_mask, state.score)
     return o, replace(state, values=values, weights=weights, tokens=state.tokens + 1)
 
 
@@ -179,21 +170,3 @@ def _transform(q: Tensor, k: Tensor, state: DecodeState) -> tuple[Tensor, Tensor
     if state.sinusoidal:
         q, k = append_sinusoidal_query(q, state.tokens), append_sinusoidal_key(k, state.tokens)
     return q, k
-
-
-def _features(x: Tensor, order: int) -> Tensor:
-    """(..., d) -> (..., features): 1, x_a and, for order 2, x_a x_b for a <= b."""
-    parts = [torch.ones_like(x[..., :1]), x]
-    if order == 2:
-        a, b = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
-        parts.append(x[..., a] * x[..., b])
-    return torch.cat(parts, dim=-1)
-
-
-def _coefficients(d: int, score: Score, like: Tensor) -> Tensor:
-    """What f makes of each feature of a query; the product of two different columns stands for two equal terms."""
-    parts = [like.new_full((1,), score.a0), like.new_full((d,), score.a1)]
-    if score.order == 2:
-        a, b = torch.triu_indices(d, d, device=like.device)
-        parts.append(torch.where(a == b, like.new_tensor(score.a2), 2.0 * score.a2))
-    return torch.cat(parts)

@@ -7,23 +7,17 @@ import platform
 import torch
 
 import fastmax
-from fastmax import validation
+from fastmax import extension, validation
 
 
-def has_kernels(device_type: str) -> bool:
-    """Whether a compiled library has registered the operator for "cuda" or "cpu" beside the PyTorch implementation."""
-    key = {"cuda": "CUDA", "cpu": "CPU"}[device_type]
-    return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", key) for name in ("forward", "backward"))
-
-
-def implementation(device_type: str) -> str:
-    """One sentence: what computes `use_custom_gradient=True` on such a device."""
-    if has_kernels(device_type):
-        return f"On {device_type} fastmax runs its compiled kernels."
-    return (
-        f"On {device_type} fastmax runs its PyTorch implementation (tiled matrix products with an analytic backward): "
-        f"no compiled {device_type} kernels are loaded."
-    )
+def implementation(device: torch.device) -> str:
+    """One sentence: what computes `use_custom_gradient=True` on this device."""
+    if device.type != "cuda":
+        return f"On {device} fastmax runs its PyTorch implementation (tiled matrix products with an analytic backward)."
+    reason = extension.problem(device)
+    if reason is None:
+        return f"On {device} fastmax runs its CUDA kernels."
+    return f"On {device} fastmax runs its PyTorch implementation, not its CUDA kernels: {reason}."
 
 
 def report() -> list[tuple[str, str]]:
@@ -40,8 +34,12 @@ def report() -> list[tuple[str, str]]:
         rows.append((f"cuda:{index}", f"{device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"))
     if torch.cuda.device_count() == 0:
         rows.append(("CUDA devices", "none"))
-    for device_type in ("cpu", "cuda"):
-        rows.append((f"compiled for {device_type}", "yes" if has_kernels(device_type) else "no"))
+    built = extension.PATH.exists()
+    rows.append(
+        ("CUDA extension", f"{extension.PATH}, {extension.PATH.stat().st_size / 2**20:.0f} MiB" if built else "not built")
+    )
+    problem = extension.problem()
+    rows.append(("loaded", extension.build_info() if problem is None else f"no: {problem}"))
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in validation.DTYPES)
     rows.append(("supported", f"{dtypes}; any head_dim; p = 1 and 2"))
     return rows
@@ -52,8 +50,9 @@ def main():
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
         print(f"{name:<{width}}{value}")
-    for device_type in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        print(implementation(device_type))
+    devices = [torch.device("cpu")] + [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices:
+        print(implementation(device))
 
 
 if __name__ == "__main__":

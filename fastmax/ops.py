@@ -1,9 +1,11 @@
 """The registered operators `torch.ops.fastmax.forward` and `torch.ops.fastmax.backward`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
-A compiled library needs to add only kernels under a device's key (TORCH_LIBRARY_IMPL(fastmax, CUDA, ...)), which then take
-precedence. Arguments were checked by `fastmax.validation`; `scale` is 1 / temperature; `algorithm` stays "auto" up to the
-implementation, so that no choice by size ends up in a compiled graph's guards.
+The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
+(float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and `eager_backward`, the PyTorch
+implementation under names of its own. Arguments were checked by `fastmax.validation`; `scale` is 1 / temperature; `algorithm`
+stays "auto" up to the implementation, so that no choice by size ends up in a compiled graph's guards; `allow_tf32` is read by
+kernels only, since PyTorch's own matrix products obey its precision setting by themselves.
 
 Only q, k, v, o, the denominators z (b, h, n) and the caller's mask, noise and rpe matrix are saved for the backward.
 """
@@ -15,12 +17,12 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from fastmax import eager
+from fastmax import eager, extension
 from fastmax.score import Score
 
 _OPTIONS = (
     "Tensor? key_padding_mask, Tensor? drop_noise, Tensor? rpe_matrix, float scale, float a0, float a1, float a2, int p, "
-    "bool causal, float dropout, str algorithm"
+    "bool causal, float dropout, str algorithm, bool allow_tf32=False"
 )
 _NO_SECOND_DERIVATIVE = (
     "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
@@ -28,9 +30,15 @@ _NO_SECOND_DERIVATIVE = (
 )
 
 library = torch.library.Library("fastmax", "DEF")
-library.define(f"forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+for _prefix in ("", "eager_"):
+    library.define(f"{_prefix}forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+    library.define(
+        f"{_prefix}backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {_OPTIONS}) "
+        "-> (Tensor, Tensor, Tensor, Tensor)"
+    )
 library.define(
-    f"backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)"
+    "decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, float scale, float a0, "
+    "float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -51,22 +59,48 @@ def attention(
         x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, rpe)
     ):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    inputs = (q, k, v, mask, noise, rpe, *score, causal, dropout, algorithm)
+    if q.is_cuda and not torch.compiler.is_compiling():
+        extension.warn_if_unused(q.device)
+    allow_tf32 = q.is_cuda and q.dtype == torch.float32 and _allow_tf32()
+    inputs = (q, k, v, mask, noise, rpe, *score, causal, dropout, algorithm, allow_tf32)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
         return torch.ops.fastmax.forward.default(*inputs)[0]
     return _Attention.apply(*inputs)
 
 
-def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+@torch.compiler.assume_constant_result  # compiled code is guarded by the setting all the same
+def _allow_tf32() -> bool:
+    """What `torch.set_float32_matmul_precision` and its newer forms come to for CUDA."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def decode_step(
+    q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decode`."""
+    tensors = (q, k, v, values, weights)
+    if eager.recording(*tensors):
+        return eager.decode_step(*tensors, mask, score)
+    if q.is_cuda and not torch.compiler.is_compiling():
+        extension.warn_if_unused(q.device)
+    return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+
+
+def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     score = Score(scale, a0, a1, a2, p)
     with _without_autocast(q):
         return eager.forward(q, k, v, mask, noise, rpe, score, causal, dropout, algorithm, differentiable=False)
 
 
-def _backward(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+def _backward(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     score = Score(scale, a0, a1, a2, p)
     with _without_autocast(q):
         return eager.backward(grad_o, q, k, v, o, z, mask, noise, rpe, score, causal, dropout, algorithm)
+
+
+def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    with _without_autocast(q):
+        return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
 def _without_autocast(x: Tensor):
@@ -75,20 +109,32 @@ def _without_autocast(x: Tensor):
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
-library.impl("forward", _forward, "CompositeExplicitAutograd")
-library.impl("backward", _backward, "CompositeExplicitAutograd")
+for _name, _implementation in {
+    "forward": _forward,
+    "eager_forward": _forward,
+    "backward": _backward,
+    "eager_backward": _backward,
+    "decode_step": _decode_step,
+}.items():
+    library.impl(_name, _implementation, "CompositeExplicitAutograd")
+extension.load()
 
 
 @torch.library.register_fake("fastmax::forward", lib=library)
-def _forward_fake(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+def _forward_fake(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     z_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=z_dtype)
 
 
 @torch.library.register_fake("fastmax::backward", lib=library)
-def _backward_fake(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm):
+def _backward_fake(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     grads = (eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v))
     return (*grads, q.new_empty(0) if rpe is None else torch.empty_like(rpe))
+
+
+@torch.library.register_fake("fastmax::decode_step", lib=library)
+def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(values), torch.empty_like(weights)
 
 
 def _save(ctx, inputs, output):

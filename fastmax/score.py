@@ -1,4 +1,4 @@
-"""The score function `f(s) = a0 + a1 s + a2 s^2` and its derivative."""
+"""The score function `f(s) = a0 + a1 s + a2 s^2`, its derivative, and division by its sums."""
 
 from __future__ import annotations
 
@@ -66,3 +66,9 @@ class Score(NamedTuple):
         if radius == float("inf"):
             return float("-inf")
         return min(self.a0 + self.a1 * x + a2 * x * x for x in (-radius, radius))
+
+
+def reciprocal(z: Tensor) -> Tensor:
+    """1 / z, and 0 for z = 0: a query that sees no key gets output 0 (and, by the inner `where`, gradient 0, not NaN)."""
+    empty = z == 0
+    return torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, z))

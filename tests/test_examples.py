@@ -200,11 +200,16 @@ def test_verify_catches_a_wrong_gradient(monkeypatch):
 def test_info_names_the_implementation():
     printed = run("-m", "fastmax.info")
     assert torch.__version__ in printed
-    assert info.implementation("cpu") in printed.splitlines()
-    assert not info.has_kernels("cpu") and "PyTorch implementation" in info.implementation("cpu")
+    assert info.implementation(torch.device("cpu")) in printed.splitlines()
+    assert "PyTorch implementation" in info.implementation(torch.device("cpu"))
 
 
-def test_info_sees_registered_kernels(monkeypatch):
-    monkeypatch.setattr(info, "has_kernels", lambda device_type: device_type == "cuda")
-    assert "compiled kernels" in info.implementation("cuda")
-    assert dict(info.report())["compiled for cuda"] == "yes"
+def test_info_tells_kernels_from_their_absence(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(info.extension, "problem", lambda device=None: None)
+    monkeypatch.setattr(info.extension, "build_info", lambda: "architectures 90")
+    assert info.implementation(device) == "On cuda:0 fastmax runs its CUDA kernels."
+    assert dict(info.report())["loaded"] == "architectures 90"
+    monkeypatch.setattr(info.extension, "problem", lambda device=None: "there is no nvcc")
+    assert info.implementation(device).endswith("not its CUDA kernels: there is no nvcc.")
+    assert dict(info.report())["loaded"] == "no: there is no nvcc"

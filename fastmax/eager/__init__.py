@@ -17,18 +17,19 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
+from fastmax.eager.recurrent import decode_step
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
-from fastmax.score import Score
+from fastmax.score import Score, reciprocal
 
 __all__ = [
     "backward",
     "compute_dtype",
+    "decode_step",
     "empty_like_layout",
     "forward",
     "forward_from_state",
     "in_functorch",
-    "reciprocal",
     "recording",
 ]
 
@@ -71,12 +72,6 @@ def _group(q, k, v, mask, rpe, score, causal, batch: slice, heads: slice) -> Ope
     hk = k.shape[1]
     q, k, v = (_five(x, hk)[batch, heads] for x in (q, k, v))
     return Operands(q, k, v, None if mask is None else mask[batch], rpe, score, causal)
-
-
-def reciprocal(z: Tensor) -> Tensor:
-    """1 / z, and 0 for z = 0: a query that sees no key gets output 0 (and, by the inner `where`, gradient 0, not NaN)."""
-    empty = z == 0
-    return torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, z))
 
 
 class _Parts:

@@ -1,0 +1,46 @@
+"""One recurrent step: a token joins the state of sums over distinct features, and its queries read it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax.score import Score, reciprocal
+
+
+def decode_step(
+    q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output (b, h, 1, dv) in q's dtype, and the new values (b, hk, features, dv) and weights (b, hk, features).
+
+    q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `fastmax.decode.DecodeState`; mask bool (b, 1).
+    """
+    dtype = values.dtype
+    key = _features(k.squeeze(2).to(dtype), score.order)
+    if mask is not None:
+        key = key * mask.unsqueeze(-1)
+    query = _features(score.scale * q.squeeze(2).to(dtype), score.order)
+    query = query * _coefficients(q.shape[-1], score, query)
+    values = torch.addcmul(values, key.unsqueeze(-1), v.to(dtype))
+    weights = weights + key
+    query = query.unflatten(1, (k.shape[1], -1))  # (b, hk, group, features)
+    o = (query @ values) * reciprocal(query @ weights.unsqueeze(-1))
+    return o.flatten(1, 2).unsqueeze(2).to(q.dtype), values, weights
+
+
+def _features(x: Tensor, order: int) -> Tensor:
+    """(..., d) -> (..., features): 1, x_a and, for order 2, x_a x_b for a <= b."""
+    parts = [torch.ones_like(x[..., :1]), x]
+    if order == 2:
+        a, b = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device)
+        parts.append(x[..., a] * x[..., b])
+    return torch.cat(parts, dim=-1)
+
+
+def _coefficients(d: int, score: Score, like: Tensor) -> Tensor:
+    """What f makes of each feature of a query; the product of two different columns stands for two equal terms."""
+    parts = [like.new_full((1,), score.a0), like.new_full((d,), score.a1)]
+    if score.order == 2:
+        a, b = torch.triu_indices(d, d, device=like.device)
+        parts.append(torch.where(a == b, like.new_tensor(score.a2), 2.0 * score.a2))
+    return torch.cat(parts)

@@ -1,0 +1,93 @@
+"""The CUDA extension, a compiled library of kernels: where it is, loading it, and why it does not run where it does not.
+
+The library (built from `csrc/` by `setup.py`) registers kernels for the operators of `fastmax.ops` when it is loaded. It holds
+no Python symbols, so one file serves every Python and every PyTorch from 2.11 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+PATH = Path(__file__).with_name("libfastmax.so")
+HOW_TO_BUILD = (
+    "install the CUDA toolkit (nvcc), then `pip install --no-build-isolation .` in fastmax's source tree "
+    "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
+)
+
+SCHEMA_VERSION = 1  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
+
+_problem: str | None = "it was not asked for yet"
+
+
+def load() -> None:
+    """Loads the library where PyTorch has CUDA; otherwise `problem()` says why not.
+
+    Raises:
+        ImportError: the library belongs to another version of this package.
+    """
+    global _problem
+    if torch.version.cuda is None:
+        _problem = f"this PyTorch ({torch.__version__}) was built without CUDA"
+    elif not PATH.exists():
+        _problem = f"the CUDA extension was not built: {HOW_TO_BUILD}"
+    else:
+        try:
+            torch.ops.load_library(str(PATH))
+        except OSError as error:
+            _problem = f"the CUDA extension {PATH} does not load ({error}): rebuild it for this PyTorch; {HOW_TO_BUILD}"
+            return
+        if (built := _symbol("fastmax_schema_version")()) != SCHEMA_VERSION:
+            raise ImportError(
+                f"{PATH} was built from another version of fastmax (operator schemas {built}, this package has "
+                f"{SCHEMA_VERSION}): remove it or rebuild it; {HOW_TO_BUILD}"
+            )
+        _problem = None
+
+
+def problem(device: torch.device | None = None) -> str | None:
+    """Why the kernels do not run (on this CUDA device, when one is given), in words; None when they do."""
+    if _problem is not None or device is None:
+        return _problem
+    return _device_problem(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _symbol(name: str):
+    return getattr(ctypes.CDLL(str(PATH)), name)
+
+
+@lru_cache
+def _device_problem(index: int) -> str | None:
+    query = _symbol("fastmax_device_problem")
+    query.argtypes, query.restype = [ctypes.c_int], ctypes.c_char_p
+    answer = query(index)
+    return None if answer is None else answer.decode()
+
+
+def build_info() -> str:
+    """What the loaded library was built for: architectures, head dims, arithmetic."""
+    query = _symbol("fastmax_build_info")
+    query.argtypes, query.restype = [], ctypes.c_char_p
+    return query().decode()
+
+
+_checked: set[int | None] = set()
+
+
+def warn_if_unused(device: torch.device) -> None:
+    """Warns once for a CUDA device on which PyTorch operations do the work of the kernels."""
+    if device.index in _checked:
+        return
+    _checked.add(device.index)
+    reason = problem(device)
+    if reason is not None:
+        warnings.warn(
+            f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.",
+            RuntimeWarning,
+            stacklevel=4,
+        )
