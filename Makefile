@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 # Installed where the environment has no torch yet.
 TORCH ?= torch==2.13.0
+# The CUDA kernels are built where there is a GPU and nvcc, for that GPU; setup.py says what else it takes.
+export FASTMAX_CUDA_ARCHS ?= native
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -27,7 +29,8 @@ bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax atten
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
-	$(BIN)/python -m pip install -e ".[examples,lint,test,transformers]"
+	$(BIN)/python -m pip install "setuptools>=77" ninja
+	$(BIN)/python -m pip install --no-build-isolation -e ".[examples,lint,test,transformers]"
 	touch $@
 
 clean:

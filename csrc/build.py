@@ -60,6 +60,7 @@ def missing() -> str | None:
         cuda_home()
         torch_home()
         ninja_program()
+        requested_archs()
     except BuildError as error:
         return str(error)
     return None
@@ -74,17 +75,31 @@ def ninja_program() -> str:
 
 
 def requested_archs() -> tuple[int, ...]:
-    """FASTMAX_CUDA_ARCHS, or every architecture that the library supports."""
+    """FASTMAX_CUDA_ARCHS ("80,90", or "native" for the GPUs of this machine), or every architecture that the library supports."""
     return parse_archs(os.environ.get("FASTMAX_CUDA_ARCHS", ""))
 
 
 def parse_archs(text: str) -> tuple[int, ...]:
-    """(80, 86, 90) from the text "80,86 90"; the default from an empty text."""
+    """(80, 86, 90) from the text "80,86 90"; this machine's from "native"; the default from an empty text."""
+    if text == "native":
+        return native_archs()
     parts = [part for part in re.split(r"[ ,;]+", text) if part]
     for part in parts:
         if not part.isdigit() or int(part) < min(DEFAULT_ARCHS):
             raise BuildError(f"architectures must be numbers from {min(DEFAULT_ARCHS)} on, such as 80,90, got {part!r}")
     return tuple(sorted({int(part) for part in parts})) or DEFAULT_ARCHS
+
+
+def native_archs() -> tuple[int, ...]:
+    import torch
+
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    archs = sorted(10 * major + minor for major, minor in found if major >= 8)
+    if not archs:
+        raise BuildError(
+            "FASTMAX_CUDA_ARCHS is native, and PyTorch sees no CUDA device of compute capability 8.0 or newer here"
+        )
+    return tuple(archs)
 
 
 def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:

@@ -62,10 +62,10 @@ def attention(
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
     allow_tf32 = q.is_cuda and q.dtype == torch.float32 and _allow_tf32()
-    inputs = (q, k, v, mask, noise, rpe, *score, causal, dropout, algorithm, allow_tf32)
+    options = (*score, causal, dropout, algorithm, allow_tf32)
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
-        return torch.ops.fastmax.forward.default(*inputs)[0]
-    return _Attention.apply(*inputs)
+        return torch.ops.fastmax.forward.default(q, k, v, mask, noise, rpe, *options)[0]
+    return _Attention.apply(q, k, v, mask, noise, rpe, options)
 
 
 @torch.compiler.assume_constant_result  # compiled code is guarded by the setting all the same
@@ -146,13 +146,17 @@ def _save(ctx, inputs, output):
     ctx.options = options
 
 
-def _differentiate(ctx, grad_o, _):
-    nothing = (None,) * len(ctx.options)
+def _gradients(ctx, grad_o):
+    """Of q, k, v, mask, noise and rpe."""
     if grad_o is None:
-        return (None,) * 6 + nothing
+        return (None,) * 6
     q, k, v, o, z, mask, noise, rpe = ctx.saved_tensors
     dq, dk, dv, drpe = torch.ops.fastmax.backward.default(grad_o, q, k, v, o, z, mask, noise, rpe, *ctx.options)
-    return dq, dk, dv, None, None, None if rpe is None else drpe, *nothing
+    return dq, dk, dv, None, None, None if rpe is None else drpe
+
+
+def _differentiate(ctx, grad_o, _):
+    return *_gradients(ctx, grad_o), *(None,) * len(ctx.options)
 
 
 def _refuse(ctx, *grads):
@@ -167,11 +171,16 @@ class _Attention(torch.autograd.Function):
     """What `register_autograd` does, at a third of its cost a call; compilers and torch.func see the registered operator."""
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output = torch.ops.fastmax.forward.default(*inputs)
+    def forward(ctx, q, k, v, mask, noise, rpe, options):
+        inputs = (q, k, v, mask, noise, rpe, *options)
+        with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
+            output = torch.ops.fastmax.forward.default(*inputs)
         _save(ctx, inputs, output)
         return output[0]
 
     @staticmethod
     def backward(ctx, grad_o):
-        return _differentiate(ctx, grad_o, None)
+        if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
+            return *_gradients(ctx, grad_o), None
+        with torch._C._AutoDispatchBelowAutograd():
+            return *_gradients(ctx, grad_o), None

@@ -71,7 +71,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
         raise TypeError(f"{name} must be a real number, got {_describe(value)}")
     if not -math.inf < value < math.inf:  # not math.isfinite: torch.compile passes symbolic floats through here
         raise ValueError(f"{name} must be finite, got {value}")
