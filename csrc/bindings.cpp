@@ -4,16 +4,12 @@
 
 #include <cuda_runtime.h>
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <array>
 #include <climits>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -23,24 +19,10 @@
 #include "dispatch.h"
 #include "launch.h"
 #include "params.h"
-
-// Declared by libtorch only when it is built with CUDA; this library must also build against a CPU-only one.
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#include "tensors.h"
 
 namespace fastmax {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-MathMode math_mode(ScalarType dtype, bool allow_tf32) {
-  switch (dtype) {
-    case ScalarType::BFloat16: return MathMode::kBF16;
-    case ScalarType::Half: return MathMode::kFP16;
-    default: return allow_tf32 ? MathMode::kTF32 : MathMode::kFP32;
-  }
-}
 
 // Whether the kernels compute this call. If not, the PyTorch implementation does.
 bool is_covered(const Tensor& q, const Tensor& v, const OptionalTensor& rpe_matrix) {
@@ -50,26 +32,7 @@ bool is_covered(const Tensor& q, const Tensor& v, const OptionalTensor& rpe_matr
          widest <= INT_MAX && native_head_dim(static_cast<int>(widest)) != 0 && get_device(q.get_device_index()).problem.empty();
 }
 
-// Calls an operator of fastmax that returns Outputs tensors.
-template <size_t Outputs, class... Args>
-std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args) {
-  static_assert(Outputs <= sizeof...(Args));
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
-  std::array<Tensor, Outputs> outputs;
-  for (size_t i = 0; i < Outputs; ++i) outputs[i] = torch::stable::detail::to<Tensor>(stack[i]);
-  return outputs;
-}
-
 bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }
-
-Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, int device_index) {
-  AtenTensorHandle handle = nullptr;
-  const int32_t dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_code,
-                                                         aoti_torch_device_type_cuda(), device_index, &handle));
-  return Tensor(handle);
-}
 
 // (b, h, tokens, d), token-major (b, tokens, h, d) in memory or contiguous.
 Tensor empty_like_layout(const Tensor& like, int64_t d) {
@@ -124,12 +87,6 @@ struct Output {
 };
 
 OptionalTensor readable(const OptionalTensor& x) { return x.has_value() ? OptionalTensor(readable(*x)) : std::nullopt; }
-
-cudaStream_t current_stream(int device_index) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
-  return static_cast<cudaStream_t>(stream);
-}
 
 struct Parameters {
   double scale, a0, a1, a2;

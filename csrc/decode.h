@@ -9,35 +9,42 @@
 
 namespace fastmax {
 
-// A state of (batch, key/value head), fp32, rows of dv + 1 columns padded to decode_columns(dv): the values' columns, then the
-// denominator's. Rows (decode_rows(d, order)):
-//   0           sum v, and the count of tokens
-//   1 .. d      sum k_a v
-//   then, order 2, for a <= b in the order (0,0), (0,1), ..., (0,d-1), (1,1), ...:   sum k_a k_b v
-constexpr __host__ __device__ int64_t decode_rows(int d, int order) { return 1 + d + (order == 2 ? int64_t{d} * (d + 1) / 2 : 0); }
-constexpr __host__ __device__ int decode_columns(int dv) { return (dv + 1 + 3) / 4 * 4; }
+// Rows of a state: 1, k_a and, order 2, k_a k_b for a <= b in the order (0,0), (0,1), ..., (0,d-1), (1,1), ...
+constexpr __host__ __device__ int decode_rows(int d, int order) { return 1 + d + (order == 2 ? d * (d + 1) / 2 : 0); }
+
+constexpr int kMaxDecodeHeadDim = 256;
+
+// Strides in elements, of any size.
+struct TokenStride {
+  int64_t batch;
+  int64_t head;
+  int64_t column;
+};
 
 struct DecodeParams {
-  int b, h, hk, d, dv;
-  MathMode math;  // of q, k, v and o
-  float scale, a0, a1, a2;
-  int order;
+  int b, h, hk, d, dv;  // d, dv <= kMaxDecodeHeadDim
+  MathMode math;        // of q, k, v and o; the arithmetic is fp32
+  float scale;          // s = scale * q.k
+  float a0, a1, a2;     // f(s) = a0 + a1 s + a2 s^2
+  int order;            // 1 or 2
   int sm_count;
 
   const void* q;  // (b, h, d)
   const void* k;  // (b, hk, d)
   const void* v;  // (b, hk, dv)
-  int64_t q_batch, q_head, k_batch, k_head, v_batch, v_head;  // strides in elements
-  float* state;   // (b, hk, decode_rows, decode_columns) contiguous; updated in place
-  void* o;        // (b, h, dv)
-  int64_t o_batch, o_head;
-  float* partial;  // decode_workspace_bytes()
+  TokenStride q_stride, k_stride, v_stride;
+  const uint8_t* key_padding_mask;  // (b), zero = the token does not join the state; null: all do
+  int64_t mask_stride;
+
+  const float* values;   // (b, hk, rows, dv) contiguous: sum of features(k) v
+  const float* weights;  // (b, hk, rows) contiguous: sum of features(k)
+  float* new_values;     // like values; neither may overlap what is read
+  float* new_weights;
+  void* o;               // (b, h, dv) contiguous
 };
 
-size_t decode_workspace_bytes(const DecodeParams& p);
-
-// state += features(k) (v, 1)^T, then o = f-weighted mean read with q: a row of state is read and written once, for all query
-// heads of its group.
+// new state = state + features(k) (v, 1); o = its values over its weights, both summed with f's weights of features(q). The state is
+// read and written once for up to 8 query heads per key/value head, and read once more for every 8 beyond.
 void launch_decode(const DecodeParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

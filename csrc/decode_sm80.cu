@@ -1,10 +1,13 @@
-// Recurrent decoding, bound by memory: the state (features x (dv + 1) floats per key/value head) streams through registers once.
+// Recurrent decoding, bound by memory: the state streams through registers once.
 //
-// A block owns some state rows of one (batch, key/value head): it adds this token's term to each, writes it back, and
-// accumulates weight * row for every query head of the group. Blocks of a head leave partial sums in a workspace; a second
-// kernel adds them in a fixed order and divides.
+// A block owns a slice of columns of the state of one (batch, key/value head) and walks all its rows, so every sum stays within
+// the block: no partial sums in memory, no second kernel, one order of summation. Each warp owns a range of rows. A lane computes
+// the features of one row in 32 and hands them to the lanes that hold that row's values by shuffles.
 
 #include "decode.h"
+
+#include <algorithm>
+
 #include "dispatch.h"
 #include "dtype.h"
 #include "launch.h"
@@ -12,21 +15,24 @@
 namespace fastmax {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kMaxHeadDim = 256;
-constexpr int kMaxRows = 512;  // state rows per block
-constexpr int kUnroll = 4;     // float4 of state in flight per thread
+constexpr int kMaxWarps = 16;  // of a block, which then has a multiprocessor to itself
+constexpr int kUnroll = 4;     // vectors that a lane has in flight: 32 KB of state per multiprocessor
+// Vectors of a row per block, as powers of two: 64 bytes, below which DRAM accesses are split; a warp's lanes.
+constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
+static_assert(kUnroll * (32 >> kMinLog2Slice) <= 32, "a batch of loads covers at most the 32 rows of a chunk");
 
-// Rows per block: enough blocks to fill the device several times over, enough rows to amortise the partial sums.
-int rows_per_block(const DecodeParams& p) {
-  const int64_t rows = decode_rows(p.d, p.order) * p.b * p.hk;
-  const int64_t wanted = rows / (int64_t{p.sm_count} * 16) + 1;
-  return static_cast<int>(wanted < 64 ? 64 : wanted > kMaxRows ? kMaxRows : wanted);
+__device__ __forceinline__ float multiply_add(float a, float x, float y) { return fmaf(a, x, y); }
+__device__ __forceinline__ float4 multiply_add(float a, float4 x, float4 y) {
+  return make_float4(fmaf(a, x.x, y.x), fmaf(a, x.y, y.y), fmaf(a, x.z, y.z), fmaf(a, x.w, y.w));
 }
 
-int row_blocks(const DecodeParams& p) {
-  const int per_block = rows_per_block(p);
-  return static_cast<int>((decode_rows(p.d, p.order) + per_block - 1) / per_block);
+// The sum over the lanes whose numbers differ in the bits from first_bit up.
+__device__ __forceinline__ float sum_lanes(float x, int first_bit) {
+  for (int bit = first_bit; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
+  return x;
+}
+__device__ __forceinline__ float4 sum_lanes(float4 x, int first_bit) {
+  return make_float4(sum_lanes(x.x, first_bit), sum_lanes(x.y, first_bit), sum_lanes(x.z, first_bit), sum_lanes(x.w, first_bit));
 }
 
 // Columns of the second-order row r (counted from the first of them): a is the largest with first(a) <= r.
@@ -40,143 +46,180 @@ __device__ __forceinline__ void pair_of_row(int r, int d, int& a, int& b) {
   b = a + r - first(a);
 }
 
-// kHeads: query heads of the group that one pass over the rows serves; the first pass also updates the state.
-template <class Element, int kHeads>
-__global__ void __launch_bounds__(kThreads, kHeads == 1 ? 4 : 2)
-    decode_update_kernel(const DecodeParams p, const int rows_per_block, const int blocks) {
-  __shared__ float k[kMaxHeadDim], q[kHeads][kMaxHeadDim];
-  __shared__ float feature[kMaxRows], weight[kHeads][kMaxRows];
-  __shared__ float4 v[(kMaxHeadDim + 4) / 4];
-  __shared__ float4 sums[kHeads][kThreads];
-  const int group = p.h / p.hk, columns = decode_columns(p.dv), vectors = columns / 4;
-  const int head_index = blockIdx.x / blocks, block = blockIdx.x % blocks;
-  const int batch = head_index / p.hk, kv_head = head_index % p.hk;
-  const int64_t state_rows = decode_rows(p.d, p.order);
-  const int row_begin = block * rows_per_block;
-  const int rows = static_cast<int>(min(state_rows - row_begin, int64_t{rows_per_block}));
+// What a launch covers: query heads of each group from first_head on, and 2^log2_vectors vectors of every row per block.
+struct Work {
+  int group, first_head;
+  int slices, log2_vectors;
+};
 
-  // A row is read by `vectors` neighbouring threads; the threads left over idle.
-  const int rows_at_once = kThreads / vectors;
-  const int my_row = threadIdx.x / vectors, my_vector = threadIdx.x % vectors;
-  const int first_row = my_row < rows_at_once ? my_row : rows;
-  float4* state = reinterpret_cast<float4*>(p.state) + (head_index * state_rows + row_begin) * vectors + my_vector;
-  for (int first_head = 0; first_head < group; first_head += kHeads) {
-    const int heads = min(kHeads, group - first_head);
-    if (first_head == 0) {
-      const Element* k_in = static_cast<const Element*>(p.k) + batch * p.k_batch + kv_head * p.k_head;
-      const Element* v_in = static_cast<const Element*>(p.v) + batch * p.v_batch + kv_head * p.v_head;
-      for (int i = threadIdx.x; i < p.d; i += kThreads) k[i] = to_float(k_in[i]);
-      for (int i = threadIdx.x; i < columns; i += kThreads) {
-        reinterpret_cast<float*>(v)[i] = i < p.dv ? to_float(v_in[i]) : i == p.dv ? 1.f : 0.f;
-      }
-    }
-    for (int i = threadIdx.x; i < heads * p.d; i += kThreads) {
-      const int head = kv_head * group + first_head + i / p.d;
-      q[i / p.d][i % p.d] = to_float(static_cast<const Element*>(p.q)[batch * p.q_batch + head * p.q_head + i % p.d]);
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < rows; i += kThreads) {
-      const int row = row_begin + i;
-      if (row == 0) {
-        feature[i] = 1.f;
-        for (int h = 0; h < heads; ++h) weight[h][i] = p.a0;
-      } else if (row <= p.d) {
-        feature[i] = k[row - 1];
-        for (int h = 0; h < heads; ++h) weight[h][i] = p.a1 * p.scale * q[h][row - 1];
-      } else {
-        int a, b;
-        pair_of_row(row - 1 - p.d, p.d, a, b);
-        feature[i] = k[a] * k[b];
-        const float factor = p.a2 * p.scale * p.scale * (a == b ? 1.f : 2.f);
-        for (int h = 0; h < heads; ++h) weight[h][i] = factor * q[h][a] * q[h][b];
-      }
-    }
-    __syncthreads();
+// Rows of shared memory for k, v and the queries times scale, a warp a row.
+enum TokenRow { kKey, kValue, kQueries };
 
-    float4 acc[kHeads] = {};
-    const float4 value = v[my_vector];
-    for (int row0 = first_row; row0 < rows; row0 += kUnroll * rows_at_once) {
-      float4 s[kUnroll];
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const int row = row0 + i * rows_at_once;
-        if (row < rows) s[i] = __ldcs(state + row * vectors);
-      }
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const int row = row0 + i * rows_at_once;
-        if (row >= rows) break;
-        if (first_head == 0) {
-          const float f = feature[row];
-          s[i].x = fmaf(f, value.x, s[i].x), s[i].y = fmaf(f, value.y, s[i].y);
-          s[i].z = fmaf(f, value.z, s[i].z), s[i].w = fmaf(f, value.w, s[i].w);
-          __stcs(state + row * vectors, s[i]);
-        }
-#pragma unroll
-        for (int h = 0; h < kHeads; ++h) {
-          if (h >= heads) break;
-          const float w = weight[h][row];
-          acc[h].x = fmaf(w, s[i].x, acc[h].x), acc[h].y = fmaf(w, s[i].y, acc[h].y);
-          acc[h].z = fmaf(w, s[i].z, acc[h].z), acc[h].w = fmaf(w, s[i].w, acc[h].w);
-        }
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < kHeads; ++h) sums[h][threadIdx.x] = acc[h];
-    __syncthreads();
-    for (int i = threadIdx.x; i < heads * vectors; i += kThreads) {
-      const int h = i / vectors, vector = i % vectors;
-      float4 total = make_float4(0.f, 0.f, 0.f, 0.f);
-      for (int row = 0; row < rows_at_once; ++row) {
-        const float4 x = sums[h][row * vectors + vector];
-        total.x += x.x, total.y += x.y, total.z += x.z, total.w += x.w;
-      }
-      const int64_t head = int64_t{batch} * p.h + kv_head * group + first_head + h;
-      reinterpret_cast<float4*>(p.partial)[(head * blocks + block) * vectors + vector] = total;
-    }
-    __syncthreads();  // shared memory is free for the next heads
+template <class Element>
+__device__ __forceinline__ void load_token(const DecodeParams& p, int batch, int kv_head, int first_head, int heads,
+                                           float (*rows)[kMaxDecodeHeadDim]) {
+  for (int row = threadIdx.x / 32; row < kQueries + heads; row += blockDim.x / 32) {
+    const TokenStride& stride = row == kKey ? p.k_stride : row == kValue ? p.v_stride : p.q_stride;
+    const void* base = row == kKey ? p.k : row == kValue ? p.v : p.q;
+    const int head = row < kQueries ? kv_head : first_head + row - kQueries, columns = row == kValue ? p.dv : p.d;
+    const Element* x = static_cast<const Element*>(base) + batch * stride.batch + head * stride.head;
+    const float factor = row < kQueries ? 1.f : p.scale;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < columns; i += 32) rows[row][i] = factor * to_float(x[i * stride.column]);
   }
 }
 
-template <class Element>
-__global__ void __launch_bounds__(kMaxHeadDim + 32) decode_finish_kernel(const DecodeParams p, const int blocks) {
-  __shared__ float denominator;
-  const int columns = decode_columns(p.dv), column = threadIdx.x;
-  const int64_t head = blockIdx.x;
-  float total = 0.f;
-  if (column <= p.dv) {
-    for (int i = 0; i < blocks; ++i) total += p.partial[(head * blocks + i) * columns + column];
+__device__ __forceinline__ void store(void* x, MathMode dtype, int64_t i, float value) {
+  switch (dtype) {
+    case MathMode::kBF16: static_cast<__nv_bfloat16*>(x)[i] = from_float<__nv_bfloat16>(value); break;
+    case MathMode::kFP16: static_cast<__half*>(x)[i] = from_float<__half>(value); break;
+    default: static_cast<float*>(x)[i] = value;
   }
-  if (column == p.dv) denominator = total;
+}
+
+// kHeads: query heads of a group that one launch serves; the first launch also updates the state, further ones read the new one.
+// The dtype of q, k, v and o concerns few instructions and is no template parameter: it would triple the kernels to compile.
+template <class Vector, int kHeads>
+__global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeParams p, const Work work) {
+  constexpr int kWidth = sizeof(Vector) / sizeof(float);
+  alignas(Vector) __shared__ float token[kQueries + kHeads][kMaxDecodeHeadDim];
+  __shared__ float warp_denominators[kHeads][kMaxWarps];
+  extern __shared__ float4 dynamic_smem[];
+  float* warp_numerators = reinterpret_cast<float*>(dynamic_smem);  // (kHeads, warps, columns of the slice)
+
+  const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // which tells the compiler that loops over rows do not diverge
+  const int kv_head = blockIdx.y;
+  const int batch = blockIdx.x / work.slices, slice = blockIdx.x % work.slices;
+  const int first_head = kv_head * work.group + work.first_head, heads = min(kHeads, work.group - work.first_head);
+  const bool updates = work.first_head == 0;
+
+  const int rows = decode_rows(p.d, p.order), warp_rows = (rows + warps - 1) / warps;
+  const int row_begin = min(warp * warp_rows, rows), row_end = min(row_begin + warp_rows, rows);
+  const int slice_vectors = 1 << work.log2_vectors, slice_columns = slice_vectors * kWidth;
+  const int lane_row = lane >> work.log2_vectors, lane_column = (lane & (slice_vectors - 1)) * kWidth;
+  const int rows_per_load = 32 >> work.log2_vectors, rows_per_batch = kUnroll * rows_per_load;
+  const int column = slice * slice_columns + lane_column;
+  const bool has_column = column < p.dv;
+
+  // Vectors in flight, refilled one by one as they are used; the first are on their way while k, q and v are fetched.
+  const int64_t first_row = (int64_t{batch} * p.hk + kv_head) * rows + row_begin;
+  const float* source = p.values + (first_row + lane_row) * p.dv + column;
+  float* target = p.new_values + (first_row + lane_row) * p.dv + column;
+  const int step = rows_per_load * p.dv;
+  int rows_left = has_column ? row_end - row_begin - lane_row : 0;  // to store; rows_per_batch fewer are left to load
+  Vector pending[kUnroll];
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) {
+    pending[i] = i * rows_per_load < rows_left ? __ldcs(reinterpret_cast<const Vector*>(source)) : Vector{};
+    source += step;
+  }
+
+  switch (p.math) {
+    case MathMode::kBF16: load_token<__nv_bfloat16>(p, batch, kv_head, first_head, heads, token); break;
+    case MathMode::kFP16: load_token<__half>(p, batch, kv_head, first_head, heads, token); break;
+    default: load_token<float>(p, batch, kv_head, first_head, heads, token); break;
+  }
+  const bool joins = updates && (p.key_padding_mask == nullptr || p.key_padding_mask[batch * p.mask_stride] != 0);
   __syncthreads();
-  if (column < p.dv) {
-    Element* o = static_cast<Element*>(p.o) + head / p.h * p.o_batch + head % p.h * p.o_head;
-    o[column] = from_float<Element>(denominator == 0.f ? 0.f : total / denominator);
+
+  const Vector value = joins && has_column ? *reinterpret_cast<const Vector*>(token[kValue] + column) : Vector{};
+  Vector numerator[kHeads] = {};
+  float denominator[kHeads] = {};
+  for (int chunk = 0; chunk < row_end - row_begin; chunk += 32) {
+    // This lane's row of the chunk: its feature of k, and f's weight of that feature for each query head.
+    const int row = row_begin + chunk + lane;
+    float feature = 0.f, weight[kHeads] = {};
+    if (row < row_end) {
+      float sum = p.weights[first_row + chunk + lane];
+      int a = -1, b = row - 1;  // -1 stands for a factor 1
+      if (row > p.d) pair_of_row(row - 1 - p.d, p.d, a, b);
+      const auto product = [&](const float* x) { return (a < 0 ? 1.f : x[a]) * (b < 0 ? 1.f : x[b]); };
+      const float coefficient = b < 0 ? p.a0 : a < 0 ? p.a1 : a == b ? p.a2 : 2.f * p.a2;
+      if (joins) feature = product(token[kKey]);
+      sum += feature;
+      if (updates && slice == 0) p.new_weights[first_row + chunk + lane] = sum;
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        if (h < heads) weight[h] = coefficient * product(token[kQueries + h]);
+        denominator[h] = fmaf(weight[h], sum, denominator[h]);
+      }
+    }
+#pragma unroll 1
+    for (int row0 = 0; row0 < min(32, row_end - row_begin - chunk); row0 += rows_per_batch) {
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int owner = row0 + i * rows_per_load + lane_row;  // the lane with this row's feature
+        const Vector x = multiply_add(__shfl_sync(~0u, feature, owner), value, pending[i]);
+        if (updates && rows_left > 0) __stcs(reinterpret_cast<Vector*>(target), x);
+        pending[i] = rows_left > rows_per_batch ? __ldcs(reinterpret_cast<const Vector*>(source)) : Vector{};
+        source += step, target += step, rows_left -= rows_per_load;
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) numerator[h] = multiply_add(__shfl_sync(~0u, weight[h], owner), x, numerator[h]);
+      }
+    }
+  }
+
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const Vector sum = sum_lanes(numerator[h], slice_vectors);
+    if (lane < slice_vectors) *reinterpret_cast<Vector*>(warp_numerators + (h * warps + warp) * slice_columns + lane_column) = sum;
+    const float total = sum_lanes(denominator[h], 1);
+    if (lane == 0) warp_denominators[h][warp] = total;
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < heads * slice_columns; i += blockDim.x) {
+    const int h = i / slice_columns, c = i % slice_columns, o_column = slice * slice_columns + c;
+    float sum = 0.f, z = 0.f;
+    for (int w = 0; w < warps; ++w) sum += warp_numerators[(h * warps + w) * slice_columns + c], z += warp_denominators[h][w];
+    const int64_t head = int64_t{batch} * p.h + first_head + h;
+    if (o_column < p.dv) store(p.o, p.math, head * p.dv + o_column, z == 0.f ? 0.f : sum / z);
   }
 }
 
-template <class Element>
-void decode(const DecodeParams& p, cudaStream_t stream) {
-  const int blocks = row_blocks(p);
-  const auto update = p.h == p.hk ? decode_update_kernel<Element, 1> : decode_update_kernel<Element, 4>;
-  launch_kernel("decode_update", update, grid_1d(int64_t{p.b} * p.hk * blocks), kThreads, 0, stream, p, rows_per_block(p), blocks);
-  launch_kernel("decode_finish", decode_finish_kernel<Element>, grid_1d(int64_t{p.b} * p.h), (p.dv + 1 + 31) / 32 * 32, 0, stream, p,
-                blocks);
+struct Tiling {
+  int log2_vectors, slices, warps;
+};
+
+// Slices as wide as leave half of the multiprocessors a block: wide ones are read faster, and few blocks beat a second wave. Where
+// there is one, smaller blocks overlap. Measured on an H200, d = 64: 96 states 34 us in 96 blocks, 39 us in 192; 160 states 60 us in
+// blocks of 16 warps, 56 us in blocks of 8.
+Tiling choose_tiling(const DecodeParams& p, int vectors) {
+  const auto slices = [&](int log2) { return ((vectors - 1) >> log2) + 1; };
+  const auto blocks = [&](int log2) { return int64_t{p.b} * p.hk * slices(log2); };
+  int log2 = kMaxLog2Slice;
+  while (log2 > kMinLog2Slice && ((1 << (log2 - 1)) >= vectors || 2 * blocks(log2) < p.sm_count)) --log2;
+  const int chunks = (decode_rows(p.d, p.order) + 31) / 32;
+  return {log2, slices(log2), std::min(chunks, blocks(log2) > p.sm_count ? kMaxWarps / 2 : kMaxWarps)};
+}
+
+template <class Vector, int kHeads>
+void launch(DecodeParams p, cudaStream_t stream) {
+  const Tiling tiling = choose_tiling(p, p.dv / static_cast<int>(sizeof(Vector) / sizeof(float)));
+  const dim3 grid(grid_1d(int64_t{p.b} * tiling.slices), p.hk);
+  const int smem_bytes = kHeads * tiling.warps * static_cast<int>(sizeof(Vector)) << tiling.log2_vectors;
+  const int group = p.h / p.hk;
+  for (int first_head = 0; first_head < group; first_head += kHeads) {
+    launch_kernel("decode", decode_kernel<Vector, kHeads>, grid, tiling.warps * 32, smem_bytes, stream, p,
+                  Work{group, first_head, tiling.slices, tiling.log2_vectors});
+    p.values = p.new_values, p.weights = p.new_weights;
+  }
+}
+
+template <class Vector>
+void launch(const DecodeParams& p, cudaStream_t stream) {
+  const int group = p.h / p.hk;
+  if (group == 1) return launch<Vector, 1>(p, stream);
+  if (group <= 4) return launch<Vector, 4>(p, stream);
+  launch<Vector, 8>(p, stream);
 }
 
 }  // namespace
 
-size_t decode_workspace_bytes(const DecodeParams& p) {
-  return static_cast<size_t>(p.b) * p.h * row_blocks(p) * decode_columns(p.dv) * sizeof(float);
-}
-
 void launch_decode(const DecodeParams& p, cudaStream_t stream) {
-  if (p.d > kMaxHeadDim || p.dv > kMaxHeadDim) throw std::runtime_error("fastmax: decode takes head dims up to 256");
-  switch (p.math) {
-    case MathMode::kBF16: return decode<__nv_bfloat16>(p, stream);
-    case MathMode::kFP16: return decode<__half>(p, stream);
-    default: return decode<float>(p, stream);
-  }
+  const auto aligned = [](const float* x) { return reinterpret_cast<uintptr_t>(x) % sizeof(float4) == 0; };
+  if (p.dv % 4 == 0 && aligned(p.values) && aligned(p.new_values)) return launch<float4>(p, stream);
+  launch<float>(p, stream);
 }
 
 }  // namespace fastmax

@@ -1,8 +1,8 @@
-"""The registered operators `torch.ops.fastmax.forward` and `torch.ops.fastmax.backward`.
+"""The registered operators `torch.ops.fastmax.forward`, `backward` and `decode_step`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
-(float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and `eager_backward`, the PyTorch
+(float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
 implementation under names of its own. Arguments were checked by `fastmax.validation`; `scale` is 1 / temperature; `algorithm`
 stays "auto" up to the implementation, so that no choice by size ends up in a compiled graph's guards; `allow_tf32` is read by
 kernels only, since PyTorch's own matrix products obey its precision setting by themselves.
@@ -36,10 +36,10 @@ for _prefix in ("", "eager_"):
         f"{_prefix}backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {_OPTIONS}) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     )
-library.define(
-    "decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, float scale, float a0, "
-    "float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
-)
+    library.define(
+        f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
+        "float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
+    )
 
 
 def attention(
@@ -115,6 +115,7 @@ for _name, _implementation in {
     "backward": _backward,
     "eager_backward": _backward,
     "decode_step": _decode_step,
+    "eager_decode_step": _decode_step,
 }.items():
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
 extension.load()
