@@ -24,7 +24,7 @@ lint: $(READY)
 
 bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax attention
 	$(BIN)/python -m benchmarks.run cpu
-	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.run memory
 
 $(READY): pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)

@@ -1,136 +1,115 @@
-"""Times the providers of a suite against each other: `python -m benchmarks.run SUITE`.
+"""Measures the cases of a suite: `python -m benchmarks.run SUITE [--only TEXT] [--out CSV] [--figure IMAGE]`.
 
-Protocol: all providers of a case on the same random inputs in one process; each output checked against float64 first; the
-providers take turns, so that a change in the machine's speed meets both; the first rounds are dropped; median with 20th and
-80th percentile of wall-clock seconds. "ratio" is the peer's median over ours, above 1 where fastmax is faster.
+All providers of a case run in one process on the same random inputs. Each one's output, and gradients, are compared with the
+definition in float64 first; what is wrong is not timed, and the exit status is 1. Then they take turns, the first rounds are
+dropped, and the median with the 20th and 80th percentile is shown. "of peer" is a provider's number over the peer's: below 1 is
+faster, or smaller, than the peer. "of floor" is time over what the arithmetic and the bytes alone would take on an H200
+(benchmarks/floors.py). SDPA computes softmax attention, another function: the comparison is of cost.
+
+suites:
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
-import platform
-import subprocess
+import math
 import sys
-import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from benchmarks.registry import PROVIDERS, SUITES, Case, Provider
-
-CHECKED_ROWS = 16
-MIN_SECONDS = 4.0  # short cases are repeated this long
-
-
-def make_inputs(case: Case) -> tuple[Tensor, ...]:
-    """q, k, v and the output's gradient, standard normal."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (case.batch, case.heads, case.tokens, case.head_dim)
-    return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype) for _ in range(4))
+from benchmarks import report
+from benchmarks.registry import SUITES, Case, Suite
+from benchmarks.timing import Protocol
+from benchmarks.workloads import WORKLOADS, Row
 
 
-def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Relative error of some rows of the provider's output against its definition in float64."""
-    rows = torch.linspace(0, case.tokens - 1, CHECKED_ROWS).long()
-    with torch.no_grad():
-        got = provider.call(q, k, v, case)[:, :, rows].double()
-    weight = provider.weight(q[:, :, rows].double() @ k.double().mT, case)
-    weight = torch.where(torch.arange(case.tokens) <= rows[:, None], weight, 0.0)
-    expected = (weight @ v.double()) / weight.sum(-1, keepdim=True)
-    error = ((got - expected).norm() / expected.norm()).item()
-    if not error < (1e-5 if case.dtype == torch.float32 else 1e-2):
-        raise RuntimeError(f"{provider.name} is wrong on {case.label()}: relative error {error:.1e}")
-    return error
+def main(arguments: list[str] | None = None) -> int:
+    suites = "\n".join(f"  {name:<11}{suite.what} ({' or '.join(suite.cases)})" for name, suite in SUITES.items())
+    parser = argparse.ArgumentParser(description=__doc__ + suites, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES, metavar="SUITE")
+    parser.add_argument("--only", default="", help="run the cases whose first column contains this")
+    parser.add_argument("--out", type=Path, help="write the rows here as CSV")
+    parser.add_argument("--figure", type=Path, help="write the suite's figure here, if it has one (needs matplotlib)")
+    parser.add_argument("--device", help="cuda if the suite has cases for it and there is one, else cpu")
+    parser.add_argument("--rounds", type=int, default=5, help="kept at least (default 5)")
+    parser.add_argument("--dropped", type=int, default=3, help="first rounds left out (default 3)")
+    parser.add_argument("--seconds", type=float, help="repeat short cases for so long (default: cpu 4, cuda 0.3)")
+    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    options = parser.parse_args(arguments)
 
+    suite = SUITES[options.suite]
+    device = torch.device(options.device or ("cuda" if "cuda" in suite.cases and torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    cases = [case for case in suite.cases.get(device.type, ()) if options.only in case.label()]
+    if not cases:
+        parser.error(f"{options.suite!r} has no case for {device.type} that contains {options.only!r}")
+    if options.figure and not suite.figure:
+        parser.error(f"{options.suite!r} has no figure")
+    seconds = options.seconds if options.seconds is not None else 0.3 if device.type == "cuda" else 4.0
+    protocol = Protocol(options.dropped, options.rounds, seconds)
 
-def take_turns(calls: list[Callable[[], object]], rounds: int, dropped: int) -> list[Tensor]:
-    """Seconds of every kept round, one tensor a call: at least `rounds` of them, and as many as fit in MIN_SECONDS."""
-    times: list[list[float]] = [[] for _ in calls]
-    while len(times[0]) < dropped + rounds or sum(map(sum, times)) < MIN_SECONDS:
-        for call, seconds in zip(calls, times, strict=True):
-            start = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - start)
-    return [torch.tensor(seconds[dropped:]) for seconds in times]
-
-
-def measure(case: Case, rounds: int, dropped: int) -> list[dict[str, object]]:
-    """One row a provider and direction."""
-    q, k, v, grad = make_inputs(case)
-    errors = [check(provider, case, q, k, v) for provider in PROVIDERS]
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-
-    def forward(provider: Provider) -> Callable[[], object]:
-        def call():
-            with torch.no_grad():
-                provider.call(q, k, v, case)
-
-        return call
-
-    def forward_backward(provider: Provider) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(provider.call(*leaves, case), leaves, grad)
-
-    out = []
-    for mode, make in (("fwd", forward), ("fwd+bwd", forward_backward)):
-        samples = take_turns([make(provider) for provider in PROVIDERS], rounds, dropped)
-        peer = samples[-1].median().item()
-        for provider, seconds, error in zip(PROVIDERS, samples, errors, strict=True):
-            low, median, high = (seconds.quantile(x).item() for x in (0.2, 0.5, 0.8))
-            row = {"case": case.label(), "mode": mode, "provider": provider.name, "median_s": median, "p20_s": low}
-            row |= {"p80_s": high, "ratio": peer / median, "goal": case.goal if mode == "fwd+bwd" else "", "error": error}
-            out.append(row)
-    return out
-
-
-def environment() -> dict[str, str]:
-    """What the numbers depend on."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
-    processor = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), processor)
-    return {
-        "device": f"{processor}, {torch.get_num_threads()} threads",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip() or "unknown",
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("suite", choices=sorted(SUITES))
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dropped", type=int, default=1, help="first rounds left out")
-    parser.add_argument("--csv", type=Path, help="also write the rows here")
-    options = parser.parse_args()
     # p = 1 is timed on inputs that keep f positive, which the checks of the outputs confirm; the settings alone do not.
     warnings.filterwarnings("ignore", message="fastmax: f", category=RuntimeWarning)
-    where = environment()
-    print(", ".join(f"{key}: {value}" for key, value in where.items()))
-    print(f"{'case':<36}{'mode':<9}{'provider':<9}{'median ms':>11}{'p20':>10}{'p80':>10}{'ratio':>8}{'goal':>7}{'error':>9}")
-    rows = []
-    for case in SUITES[options.suite]:
-        for row in measure(case, options.rounds, options.dropped):
-            goal = f"{row['goal']:.2f}" if row["goal"] else ""
-            print(
-                f"{row['case']:<36}{row['mode']:<9}{row['provider']:<9}{row['median_s'] * 1e3:>11.2f}"
-                f"{row['p20_s'] * 1e3:>10.2f}{row['p80_s'] * 1e3:>10.2f}{row['ratio']:>8.2f}{goal:>7}{row['error']:>9.1e}",
-                flush=True,
-            )
-            rows.append(row | where)
-    if options.csv:
-        options.csv.parent.mkdir(parents=True, exist_ok=True)
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0].keys())
-            writer.writeheader()
-            writer.writerows(rows)
-        print(f"wrote {options.csv}", file=sys.stderr)
+    constant = {"suite": options.suite, "protocol": protocol.text(device)} | report.environment(device, options.commit)
+    for key, value in constant.items():
+        print(f"{key}: {value}")
+    print(report.HEADER)
+    rows: list[Row] = []
+    for case in _progress(cases):
+        skip = _too_long(rows, case, suite)
+        for row in WORKLOADS[suite.workload](case, device, protocol, skip):
+            rows.append(row | constant)
+            print(report.line(row), flush=True)
+        if options.out:
+            report.write_csv(rows, options.out)  # after each case: what is measured stays when a later one is interrupted
+    if suite.report:
+        print("\n".join(report.REPORTS[suite.report](rows, device)))
+    if options.figure:
+        report.FIGURES[suite.figure](rows, options.figure, device)
+    missed = [row for row in rows if row.get("met") == "no"]
+    judged = sum(row.get("met", "") != "" for row in rows)
+    if judged:
+        print(f"{judged - len(missed)} of {judged} targets met")
+    return 1 if any(map(_is_fault, rows)) else 0
+
+
+def _is_fault(row: Row) -> bool:
+    """A wrong result, or fastmax failing; an SDPA backend that does not take a case is none."""
+    failed = row["note"].startswith("failed") and not row["provider"].startswith("sdpa")
+    return failed or row["note"].startswith("refused")
+
+
+def _too_long(rows: list[Row], case: Case, suite: Suite) -> dict[str, str]:
+    """Providers whose time at the sizes so far says that a call of this case takes longer than the suite's limit."""
+    skip = {}
+    for name in case.providers if math.isfinite(suite.limit_s) else ():
+        same = [
+            row
+            for row in rows
+            if (row["provider"], row["head_dim"], row["dtype"]) == (name, case.head_dim, case.dtype) and row["unit"] == "ms"
+        ]
+        timed = [(row["tokens"], row["median"]) for row in same if "median" in row]
+        if len(timed) < len(same):
+            skip[name] = "not run: it did not run at a smaller n"
+        elif len(timed) > 1:
+            (n0, ms0), (n1, ms1) = timed[-2:]
+            growth = min(2.0, max(0.0, math.log(ms1 / ms0) / math.log(n1 / n0)))
+            expected_s = ms1 * (case.tokens / n1) ** growth / 1e3
+            if expected_s > suite.limit_s:
+                skip[name] = f"not run: {expected_s:.1f} s a call expected, limit {suite.limit_s} s"
+    return skip
+
+
+def _progress(cases: list[Case]):
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return cases
+    return tqdm(cases, file=sys.stderr, disable=None, leave=False)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""What becomes of the rows: table, CSV, crossings, figure; and the facts that the numbers depend on."""
+
+from __future__ import annotations
+
+import csv
+import math
+import platform
+import subprocess
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks.registry import DTYPES
+from benchmarks.workloads import Row
+from fastmax import extension, fastmax_attention, planner
+
+COLUMNS = (
+    *("suite", "case", "batch", "heads", "tokens", "head_dim", "p", "algorithm", "dtype", "causal"),
+    *("mode", "provider", "median", "p20", "p80", "unit", "samples", "peer", "of_peer", "target", "target_of", "met"),
+    *("floor_ms", "of_floor", "gb_per_s", "published", "error", "grad_error", "sm_mhz", "note"),
+    *("protocol", "device", "driver", "kernels", "torch", "cuda", "cudnn", "python", "commit"),
+)
+
+
+def environment(device: torch.device, commit: str) -> dict[str, str]:
+    described = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit or _commit()}
+    if device.type != "cuda":
+        return {"device": f"{_processor()}, {torch.get_num_threads()} threads"} | described
+    properties = torch.cuda.get_device_properties(device)
+    return {
+        "device": f"{properties.name}, {properties.multi_processor_count} multiprocessors",
+        "driver": _nvidia_smi("driver_version,clocks.max.sm,clocks.max.mem,power.limit"),
+        "kernels": extension.problem(device) or extension.build_info(),
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+    } | described
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+HEADER = (
+    f"{'case':<44}{'mode':<9}{'provider':<17}{'median':>11}{'p20':>11}{'p80':>11} {'unit':<5}{'of peer':>8}"
+    f"{'target':>12}{'met':>5}{'of floor':>9}{'error':>9}{'grad':>9}"
+)
+
+
+def line(row: Row) -> str:
+    start = f"{row['case']:<44}{row['mode']:<9}{row['provider']:<17}"
+    if "median" not in row:
+        return start + f" {row['note']}"
+
+    def shown(key: str, form: str) -> str:
+        value = row.get(key, "")
+        return "" if value in ("", None) else form.format(value)
+
+    target = shown("target", "{:.3g}") and f"{row['target']:.3g} {'x' if row['target_of'] == 'peer' else row['target_of']}"
+    extras = [shown("gb_per_s", "{:.0f} GB/s"), shown("published", "published {}"), shown("note", "{}")]
+    return (
+        f"{start}{row['median']:>11.4g}{row['p20']:>11.4g}{row['p80']:>11.4g} {row['unit']:<5}{shown('of_peer', '{:.3f}'):>8}"
+        f"{target:>12}{row.get('met', ''):>5}{shown('of_floor', '{:.2f}'):>9}{shown('error', '{:.0e}'):>9}"
+        f"{shown('grad_error', '{:.0e}'):>9} " + ", ".join(filter(None, extras))
+    ).rstrip()
+
+
+def crossing(slow: dict[int, float], fast: dict[int, float]) -> float | None:
+    """The n from which on `fast` (the one that grows more slowly) takes less time, between two sizes by a straight line in
+    log(time ratio) over log n; the first n if it is less there already, None if it never is."""
+    sizes = sorted(slow.keys() & fast.keys())
+    ahead = [math.log(fast[n] / slow[n]) for n in sizes]
+    if not sizes or ahead[-1] >= 0:
+        return None
+    last = max((i for i, x in enumerate(ahead) if x >= 0), default=None)
+    if last is None:
+        return float(sizes[0])
+    share = ahead[last] / (ahead[last] - ahead[last + 1])
+    return math.exp(math.log(sizes[last]) + share * math.log(sizes[last + 1] / sizes[last]))
+
+
+def chosen_crossing(device: torch.device, dtype: str, p: int, heads: int, d: int, longest: int) -> int | None:
+    """The first n for which algorithm="auto" is the linear one, None if that is beyond `longest`.
+
+    On CUDA it is found by looking: both algorithms are bitwise reproducible, so the output of "auto" is that of one of them.
+    """
+
+    def is_linear(n: int) -> bool:
+        if device.type != "cuda":
+            return planner.choose_algorithm(n, n, d, d, True, p) == "linear"
+        q, k, v = (torch.randn(1, heads, n, d, dtype=DTYPES[dtype], device=device) for _ in range(3))
+        attend = partial(fastmax_attention, q, k, v, causal=True, p=p, a0=8.0 if p == 1 else 1.0, temperature=d**0.5)
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+        try:
+            with torch.no_grad():
+                auto, linear, quadratic = (attend(algorithm=x) for x in ("auto", "linear", "quadratic"))
+        finally:
+            torch.set_float32_matmul_precision(before)
+        return torch.equal(auto, linear) and not torch.equal(auto, quadratic)
+
+    low, high = 1, longest
+    if not is_linear(high):
+        return None
+    while high - low > max(1, low // 200):
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_linear(middle) else (middle, high)
+    return high
+
+
+def crossings(rows: list[Row], device: torch.device) -> list[str]:
+    """Where the algorithms cross, measured and chosen."""
+    times: dict[tuple, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        if "median" in row and row["mode"] == "fwd+bwd":
+            key = (row["dtype"], row["p"], row["head_dim"], row["heads"])
+            times[key][row["provider"]][row["tokens"]] = row["median"]
+    lines = ["", "linear is faster from n = (forward + backward)", f"{'':<16}{'measured':>12}{'auto chooses':>14}"]
+    for (dtype, p, d, heads), by in sorted(times.items(), key=str):
+        sizes = sorted(by["quadratic"].keys() & by["linear"].keys())
+        if not sizes:
+            continue
+        measured = crossing(by["quadratic"], by["linear"])
+        text = f"> {sizes[-1]}"
+        if measured is not None:
+            text = f"<= {sizes[0]}" if measured == sizes[0] else f"{measured:.0f}"
+        longest = 2 * sizes[-1]
+        chosen = chosen_crossing(device, dtype, p, heads, d, longest)
+        lines.append(f"{f'{dtype} p={p} d={d}':<16}{text:>12}{f'> {longest}' if chosen is None else chosen:>14}")
+    return lines
+
+
+def scaling(rows: list[Row], path: Path, device: torch.device) -> None:
+    """Time and memory over n, a column for each head dim. A ring marks where fastmax overtakes the fastest softmax, the dotted
+    line where algorithm="auto" turns from quadratic to linear (p = 2)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    curves: dict[tuple, dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if "median" in row:
+            curves[row["head_dim"], row["mode"], row["provider"]][row["tokens"]] = row["median"]
+    dims = sorted({key[0] for key in curves})
+    names = list(dict.fromkeys(key[2] for key in curves))
+    figure, axes = pyplot.subplots(2, len(dims), figsize=(4.2 * len(dims), 7), sharex=True, squeeze=False)
+    for column, d in enumerate(dims):
+        for axis, mode, unit in zip(axes[:, column], ("fwd+bwd", "memory"), ("ms", "MiB"), strict=True):
+            for i, name in enumerate(names):
+                points = sorted(curves[d, mode, name].items())
+                if points:
+                    axis.plot(*zip(*points, strict=True), "o-", markersize=3, color=f"C{i}", label=name)
+            axis.set(xscale="log", yscale="log", ylabel=f"{mode}, {unit}")
+            axis.grid(alpha=0.3)
+        axis.set_xlabel("tokens")
+        top = axes[0, column]
+        softmax: dict[int, float] = {}
+        for name in (name for name in names if name.startswith("sdpa")):
+            for n, ms in curves[d, "fwd+bwd", name].items():
+                softmax[n] = min(ms, softmax.get(n, math.inf))
+        for i, name in enumerate(names):
+            ours = curves[d, "fwd+bwd", name]
+            n = crossing(softmax, ours) if name.startswith("fastmax") else None
+            if n is not None and n > min(softmax):
+                below = max(x for x in ours if x <= n)
+                above = min(x for x in ours if x >= n)
+                share = math.log(n / below) / math.log(above / below) if above > below else 0.0
+                ms = ours[below] ** (1 - share) * ours[above] ** share
+                top.plot(n, ms, "o", markersize=11, markerfacecolor="none", color=f"C{i}")
+                top.annotate(f"{n:.0f}", (n, ms), xytext=(6, -14), textcoords="offset points", color=f"C{i}")
+        first = next(row for row in rows if row["head_dim"] == d)
+        switch = chosen_crossing(device, first["dtype"], 2, first["heads"], d, longest=65536)
+        if switch is not None:
+            top.axvline(switch, color="gray", linestyle=":")
+        top.set_title(f"{first['dtype']}, ({first['batch']}, {first['heads']}, n, {d})")
+    axes[0, 0].legend()
+    marks = "ring: fastmax overtakes the fastest softmax; dotted: p = 2 turns from quadratic to linear"
+    figure.suptitle(f"causal attention, forward + backward, {rows[0].get('device', '')}\n{marks}", fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+REPORTS = {"crossings": crossings}
+FIGURES = {"scaling": scaling}
+
+
+def _commit() -> str:
+    return _output("git", "describe", "--always", "--dirty") or "unknown"
+
+
+def _nvidia_smi(query: str) -> str:
+    return _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0")
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _processor() -> str:
+    if Path("/proc/cpuinfo").exists():
+        for text in Path("/proc/cpuinfo").read_text().splitlines():
+            if text.startswith("model name"):
+                return text.split(":")[1].strip()
+    return platform.processor()

@@ -1,0 +1,143 @@
+"""How things are measured: time on a device, time on the host, peak memory.
+
+Calls that are compared take turns, so that a change in the machine's speed meets all of them; the first rounds are dropped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+QUEUED = 50  # calls in flight while the host is timed: below the 1024 launches at which the driver makes the host wait
+
+
+class Call(NamedTuple):
+    function: Callable[[], object]
+    context: Callable[[], AbstractContextManager] = nullcontext  # entered outside of what is timed
+
+
+@dataclass(frozen=True)
+class Protocol:
+    dropped: int = 3
+    rounds: int = 5  # kept at least
+    seconds: float = 4.0  # short calls are repeated until the kept rounds took so long together
+    max_rounds: int = 100
+
+    def text(self, device: torch.device) -> str:
+        clock = "CUDA events, L2 flushed before each call" if device.type == "cuda" else "perf_counter"
+        return (
+            f"same inputs in one process, checked against float64 first; {clock}; calls take turns; first {self.dropped} "
+            f"rounds dropped, {self.rounds} to {self.max_rounds} kept; median, p20, p80"
+        )
+
+
+class Spread(NamedTuple):
+    median: float
+    p20: float
+    p80: float
+    samples: int
+
+
+def spread(samples: list[float]) -> Spread:
+    low, middle, high = (torch.tensor(samples, dtype=torch.float64).quantile(x).item() for x in (0.2, 0.5, 0.8))
+    return Spread(middle, low, high, len(samples))
+
+
+def device_ms(calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:
+    """Milliseconds that each call keeps the device busy (CPU: until it returns)."""
+    one_round = _cuda_round if device.type == "cuda" else _cpu_round
+    return _take_turns(lambda: one_round(calls, device), protocol, seconds_per_unit=1e-3)
+
+
+def host_us(calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:
+    """Microseconds of CPU time a call, without waiting for the device."""
+
+    def one_round() -> list[float]:
+        times = []
+        for function, context in calls:
+            with context():
+                _synchronize(device)
+                start = time.perf_counter()
+                for _ in range(QUEUED):
+                    function()
+                times.append((time.perf_counter() - start) / QUEUED * 1e6)
+        _synchronize(device)
+        return times
+
+    return _take_turns(one_round, protocol, seconds_per_unit=1e-6 * QUEUED)
+
+
+def peak_bytes(call: Call, device: torch.device) -> int:
+    """The most that the call needs over what was allocated before it."""
+    with call.context():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            before = torch.cuda.memory_allocated(device)
+            call.function()
+            torch.cuda.synchronize(device)
+            return torch.cuda.max_memory_allocated(device) - before
+        # What earlier calls freed must not stay in the process, or this one would reuse it unseen.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # starts VmHWM anew
+        before = _status_bytes("VmRSS")
+        call.function()
+        return _status_bytes("VmHWM") - before
+
+
+def _take_turns(one_round: Callable[[], list[float]], protocol: Protocol, seconds_per_unit: float) -> list[Spread]:
+    for _ in range(protocol.dropped):
+        one_round()
+    kept: list[list[float]] = []
+    spent = 0.0
+    while len(kept) < protocol.rounds or (spent < protocol.seconds and len(kept) < protocol.max_rounds):
+        kept.append(one_round())
+        spent += sum(kept[-1]) * seconds_per_unit
+    return [spread(list(samples)) for samples in zip(*kept, strict=True)]
+
+
+def _cpu_round(calls: list[Call], device: torch.device) -> list[float]:
+    times = []
+    for function, context in calls:
+        with context():
+            start = time.perf_counter()
+            function()
+            times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def _cuda_round(calls: list[Call], device: torch.device) -> list[float]:
+    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in calls]
+    for (function, context), (start, stop) in zip(calls, events, strict=True):
+        with context():
+            # Empties the cache of inputs, and keeps the device busy while the host queues the call behind it.
+            _flush_buffer(device).zero_()
+            start.record()
+            function()
+            stop.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(stop) for start, stop in events]
+
+
+@lru_cache(maxsize=1)
+def _flush_buffer(device: torch.device) -> Tensor:
+    return torch.empty(8 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _status_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))

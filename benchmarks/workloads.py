@@ -1,0 +1,257 @@
+"""Measures one case: inputs, check, times. One function for each value of `Suite.workload`; they return rows of the table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import fastmax
+from benchmarks import floors, timing
+from benchmarks.check import LIMITS, WrongResult, check
+from benchmarks.registry import DTYPES, PROVIDERS, UNITS, Case, Provider
+from benchmarks.timing import Call, Protocol, Spread
+
+Row = dict[str, object]
+
+
+def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
+    """One row a provider and mode. `skip`: providers that are not run here, and why."""
+    with _precision(case.dtype):
+        try:
+            q, k, v, grad_o = _inputs(case, device)
+        except torch.OutOfMemoryError:
+            return [_row(case, mode, name, {}, "out of memory: its inputs") for mode in case.modes for name in case.providers]
+        needs_gradients = case.modes != ("fwd",)
+        notes, errors, checked = dict(skip), {}, []
+        for name in case.providers:
+            if name in skip:
+                continue
+            errors[name], notes[name] = _checked(PROVIDERS[name], case, q, k, v, grad_o if needs_gradients else None)
+            if not notes[name]:
+                checked.append(PROVIDERS[name])
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def forward(provider: Provider) -> Call:
+            return Call(lambda: _without_gradients(provider, case, q, k, v), provider.context)
+
+        def forward_backward(provider: Provider) -> Call:
+            return Call(lambda: torch.autograd.grad(provider.call(*leaves, case), leaves, grad_o), provider.context)
+
+        rows = []
+        for mode in case.modes:
+            calls = [(forward if mode == "fwd" else forward_backward)(provider) for provider in checked]
+            if mode == "memory":
+                arguments = sum(x.nbytes for x in (q, k, v, grad_o))
+                peaks = [(timing.peak_bytes(call, device) + arguments) / 2**20 for call in calls]
+                measured = [Spread(peak, peak, peak, 1) for peak in peaks]
+            elif not calls:
+                measured = []
+            else:
+                measured = (timing.host_us if mode == "host" else timing.device_ms)(calls, device, protocol)
+            results = dict(zip((provider.name for provider in checked), measured, strict=True))
+            clock = _sm_mhz(device)
+            for name in case.providers:
+                row = _row(case, mode, name, results, notes[name]) | {"sm_mhz": clock}
+                row["error"], row["grad_error"] = errors.get(name, ("", ""))
+                if name in results:
+                    row |= _attention_extras(case, mode, PROVIDERS[name], results[name].median, device)
+                rows.append(row)
+        return rows
+
+
+def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
+    """`fastmax.step` from states that together do not fit into the cache. On CUDA the steps of one pass are replayed as a
+    graph, so that the host's time is not in "step"; it is what "host" measures."""
+    with torch.no_grad(), _precision(case.dtype):
+        q, k, v, state = _decode_inputs(case, device)
+        names = [name for name in case.providers if name not in skip]
+        notes = dict.fromkeys(case.providers, "") | dict(skip)
+        try:
+            error = _check_decode(case, q, k, v, state)
+        except WrongResult as wrong:
+            error, notes["fastmax"] = "", f"refused: {wrong}"
+            names.remove("fastmax")
+
+        bytes_of_state = state.values.nbytes + state.weights.nbytes
+        count = math.ceil(8 * _cache_bytes(device) / bytes_of_state)
+        states = [replace(state, values=state.values.clone(), weights=state.weights.clone()) for _ in range(count)]
+        source = torch.randn(count, bytes_of_state // 4, device=device)
+        target = torch.empty_like(source)
+        token = [x[:, :, -1:] for x in (q, k, v)]
+        new_states = []  # kept, so that each step writes memory of its own
+
+        def one_pass() -> None:
+            new_states[:] = [fastmax.step(*token, x)[1] for x in states]
+
+        def copy_pass() -> None:
+            for to, x in zip(target, source, strict=True):
+                to.copy_(x)
+
+        passes = {"fastmax": one_pass, "copy": copy_pass}
+        rows = []
+        for mode in case.modes:
+            if mode == "host":
+                timed = [name for name in names if name != "copy"]
+                measured = timing.host_us([Call(lambda: fastmax.step(*token, state))] * len(timed), device, protocol)
+            else:
+                timed, calls = [], []
+                for name in names:
+                    try:
+                        calls.append(Call(_replayed(passes[name], device)))
+                        timed.append(name)
+                    except RuntimeError as failed:
+                        notes[name] = _failure(failed)
+                times = timing.device_ms(calls, device, protocol)
+                each = 1e3 / count
+                measured = [Spread(x.median * each, x.p20 * each, x.p80 * each, x.samples) for x in times]
+            results = dict(zip(timed, measured, strict=True))
+            for name in case.providers:
+                if mode == "host" and name == "copy":
+                    continue
+                row = _row(case, mode, name, results, notes[name]) | {"sm_mhz": _sm_mhz(device)}
+                row["error"] = error if name == "fastmax" else ""
+                if mode == "step" and name in results:
+                    row["gb_per_s"] = 2 * bytes_of_state / results[name].median / 1e3
+                    if _has_floor(device):
+                        row["floor_ms"] = floors.copy_ms(2 * bytes_of_state)
+                        row["of_floor"] = results[name].median / 1e3 / row["floor_ms"]
+                rows.append(row)
+        return rows
+
+
+WORKLOADS: dict[str, Callable[[Case, torch.device, Protocol, Mapping[str, str]], list[Row]]] = {
+    "attention": measure_attention,
+    "decode": measure_decode,
+}
+
+
+def _row(case: Case, mode: str, name: str, results: dict[str, Spread], note: str) -> Row:
+    row: Row = {
+        **{"case": case.label(), "batch": case.batch, "heads": case.heads, "tokens": case.tokens, "head_dim": case.head_dim},
+        **{"p": case.p, "algorithm": case.algorithm, "dtype": case.dtype, "causal": case.causal, "mode": mode},
+        **{"provider": name, "unit": UNITS[mode], "published": case.published.get(name, ""), "note": note},
+    }
+    if name not in results:
+        return row
+    row |= dict(zip(("median", "p20", "p80", "samples"), results[name], strict=True))
+    if case.peer in results:
+        row |= {"peer": case.peer, "of_peer": results[name].median / results[case.peer].median}
+    target = case.targets.get(mode)
+    if target is not None and name == case.providers[0]:
+        reached = row.get("of_peer") if target.of_peer else row["median"]
+        row |= {"target": target.value, "target_of": "peer" if target.of_peer else row["unit"]}
+        row["met"] = "" if reached is None else "yes" if reached <= target.value else "no"
+    return row
+
+
+def _attention_extras(case: Case, mode: str, provider: Provider, median: float, device: torch.device) -> Row:
+    if mode == "memory":
+        tensor = case.batch * case.heads * case.tokens * case.head_dim * DTYPES[case.dtype].itemsize / 2**20
+        return {"note": f"{median / (8 * tensor):.2f} times q, k, v, o and their gradients"}
+    if mode not in ("fwd", "fwd+bwd") or not _has_floor(device):
+        return {}
+    floor = floors.attention_ms(case, *provider.arithmetic(case), mode)
+    return {"floor_ms": floor, "of_floor": median / floor}
+
+
+def _checked(
+    provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor | None
+) -> tuple[tuple[object, object], str]:
+    """Errors of output and gradients, and why the provider is not to be timed ("" if it is)."""
+    try:
+        error, grad_error = check(provider, case, q, k, v, grad_o)
+        return (error, "" if grad_error is None else grad_error), ""
+    except WrongResult as wrong:
+        return ("", ""), f"refused: {wrong}"
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return ("", ""), "out of memory"
+    except (RuntimeError, NotImplementedError) as error:  # a backend that does not take this case says so
+        return ("", ""), _failure(error)
+
+
+def _failure(error: Exception) -> str:
+    return f"failed: {type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
+
+
+def _without_gradients(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with torch.no_grad():
+        return provider.call(q, k, v, case)
+
+
+def _inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
+    """q, k, v and the output's gradient, standard normal."""
+    generator = torch.Generator(device).manual_seed(case.tokens)
+    shape = (case.batch, case.heads, case.tokens, case.head_dim)
+    return tuple(torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in range(4))
+
+
+CONTEXT = 30  # tokens in the state of the decode workload; two steps follow
+
+
+def _decode_inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, fastmax.DecodeState]:
+    """q, k, v of CONTEXT + 2 tokens, and the state after CONTEXT of them."""
+    q, k, v, _ = _inputs(replace(case, tokens=CONTEXT + 2), device)
+    options = {"dtype": q.dtype, "device": device, "temperature": case.head_dim**0.5, "p": case.p}
+    state = fastmax.init_state(case.batch, case.heads, case.head_dim, **options)
+    return q, k, v, fastmax.prefill(*(x[:, :, :CONTEXT] for x in (q, k, v)), state)[1]
+
+
+def _check_decode(case: Case, q: Tensor, k: Tensor, v: Tensor, state: fastmax.DecodeState) -> float:
+    """Two steps against the definition in float64: the second one sees the state that the first one returned."""
+    outputs = []
+    for t in (CONTEXT, CONTEXT + 1):
+        o, state = fastmax.step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
+        outputs.append(o)
+    got = torch.cat(outputs, 2).double()
+    weight = PROVIDERS["fastmax"].weight(q.double()[:, :, CONTEXT:] @ k.double().mT, case)
+    weight = weight.tril(CONTEXT)
+    expected = (weight @ v.double()) / weight.sum(-1, keepdim=True)
+    error = ((got - expected).norm() / expected.norm()).item()
+    if not error < LIMITS[case.dtype]:
+        raise WrongResult(f"fastmax.step is wrong on {case.label()}: relative error {error:.1e}")
+    return error
+
+
+def _cache_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**25
+
+
+def _replayed(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    if device.type != "cuda":
+        return function
+    function()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+@contextmanager
+def _precision(dtype: str):
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _sm_mhz(device: torch.device) -> object:
+    """The clock right after a measurement; needs nvidia-ml-py."""
+    if device.type != "cuda":
+        return ""
+    try:
+        return torch.cuda.clock_rate(device)
+    except Exception:  # NVML has errors of its own, and no missing clock should end a run
+        return ""
+
+
+def _has_floor(device: torch.device) -> bool:
+    return device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
