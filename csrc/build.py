@@ -34,9 +34,11 @@ class BuildError(RuntimeError):
 
 
 def cuda_home() -> Path:
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if home:
-        return Path(home)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if home := os.environ.get(variable):
+            if not (Path(home) / "bin/nvcc").exists():
+                raise BuildError(f"{variable} is {home}, and there is no bin/nvcc in it")
+            return Path(home)
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         raise BuildError("nvcc was not found: install the CUDA toolkit or set CUDA_HOME")
@@ -118,7 +120,7 @@ def ninja_file(archs: tuple[int, ...]) -> str:
     )
     if cuda_lib is None:
         raise BuildError(f"libcudart_static.a was not found under {cuda}")
-    nvcc = cuda / "bin/nvcc" if (cuda / "bin/nvcc").exists() else shutil.which("nvcc")
+    nvcc = cuda / "bin/nvcc"
     lines = [
         f"nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -I{SOURCE_DIR} -Xptxas -v "
         f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'",

@@ -41,7 +41,7 @@ def load() -> None:
         except OSError as error:
             _problem = f"the CUDA extension {PATH} does not load ({error}): rebuild it for this PyTorch; {HOW_TO_BUILD}"
             return
-        if (built := _symbol("fastmax_schema_version")()) != SCHEMA_VERSION:
+        if (built := _schema_version()) != SCHEMA_VERSION:
             raise ImportError(
                 f"{PATH} was built from another version of fastmax (operator schemas {built}, this package has "
                 f"{SCHEMA_VERSION}): remove it or rebuild it; {HOW_TO_BUILD}"
@@ -59,6 +59,13 @@ def problem(device: torch.device | None = None) -> str | None:
 @lru_cache
 def _symbol(name: str):
     return getattr(ctypes.CDLL(str(PATH)), name)
+
+
+def _schema_version() -> int | None:
+    try:
+        return _symbol("fastmax_schema_version")()
+    except AttributeError:  # from before there was one
+        return None
 
 
 @lru_cache

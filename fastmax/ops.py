@@ -68,10 +68,14 @@ def attention(
     return _Attention.apply(q, k, v, mask, noise, rpe, options)
 
 
-@torch.compiler.assume_constant_result  # compiled code is guarded by the setting all the same
 def _allow_tf32() -> bool:
     """What `torch.set_float32_matmul_precision` and its newer forms come to for CUDA."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+# What `torch.compiler.assume_constant_result` does, without importing the compiler, which takes seconds. Compiled code is
+# guarded by the setting all the same.
+_allow_tf32._dynamo_marked_constant = True
 
 
 def decode_step(

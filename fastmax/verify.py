@@ -3,19 +3,27 @@
 Prints a table of relative errors (Frobenius norm) of the output and of every gradient; the exit status is 1 when one of them
 is larger than allowed. Allowed is twice the error that the definition itself makes in plain PyTorch at the same precision,
 plus a rounding floor.
+
+`--random N` checks N configurations drawn at random in place of the table and prints the worst error of each kind. On a GPU
+each of them must also give the same bits when it runs twice on memory full of NaN.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import math
+import random
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fastmax import extension
 from fastmax.functional import fastmax_attention
 from fastmax.positional import rpe_matrix_creator
 from fastmax.reference import naive_attention
@@ -23,12 +31,21 @@ from fastmax.reference import naive_attention
 # Added to twice the plain error, so that a case which the plain formula happens to get exactly right is not held to zero.
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 
+# No random configuration is held to less than this: one rounding of an output to its dtype, which plain PyTorch escapes where
+# few numbers are summed; for TF32 two, since cuBLAS takes no TF32 for the smallest products; for float64 another order of
+# summation, since nothing more exact is there to compare with.
+ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-9, "float32": 1e-6, "float64": 1e-12}
+# From this error on the plain formula is no standard: sums or weights left the range of float16. Then so many roundings are.
+PLAIN_FAILED = 0.1
+ROUNDINGS_WHERE_PLAIN_FAILED = 8
+
 
 class Case(NamedTuple):
     """One configuration: sizes and dtype of random q, k, v, and options of `fastmax_attention`.
 
     `padding=True` hides some keys of every sequence, and all keys of the first; `noise=True` passes a `drop_noise`;
-    `rpe=True` passes a random `rpe_matrix`.
+    `rpe=True` passes a random `rpe_matrix`. `layout` is a key of `LAYOUTS`. `magnitude` multiplies q and k; None scales their
+    rows to lengths below 0.9 instead, so that |q.k| < 1. `precision` is what `torch.set_float32_matmul_precision` takes.
     """
 
     name: str
@@ -41,10 +58,19 @@ class Case(NamedTuple):
     head_dim: int = 32
     value_dim: int = 32
     dtype: torch.dtype = torch.float32
-    token_major: bool = False
+    layout: str = "contiguous"
     padding: bool = False
     noise: bool = False
     rpe: bool = False
+    magnitude: float | None = 1.0
+    precision: str = "highest"
+
+    @property
+    def mode(self) -> str:
+        """The arithmetic: the dtype, or "tf32"."""
+        if self.dtype == torch.float32 and self.precision != "highest":
+            return "tf32"
+        return str(self.dtype).removeprefix("torch.")
 
 
 class Errors(NamedTuple):
@@ -85,7 +111,7 @@ def cases() -> list[Case]:
             Case(f"grouped queries, {algorithm}", here, heads=6),
             Case(f"one kv head, value_dim 48, {algorithm}", here, heads=4, kv_heads=1, value_dim=48),
             Case(f"odd head_dim 19, {algorithm}", here, head_dim=19),
-            Case(f"token-major (b, n, h, d), {algorithm}", here, token_major=True),
+            Case(f"token-major (b, n, h, d), {algorithm}", here, layout="token-major"),
             Case(f"padding, {algorithm}", {**here, "causal": False}, padding=True),
             Case(f"padding, causal, {algorithm}", here, padding=True),
             Case(f"dropout noise, {algorithm}", {**here, "dropout": 0.3}, noise=True),
@@ -112,66 +138,309 @@ def definition(q: Tensor, k: Tensor, v: Tensor, *, normalize=False, lim=1.0, rpe
     return naive_attention(q, k, v, rpe_matrix=rpe_matrix, **options)
 
 
-def measure(tensors: dict[str, Tensor], options: dict) -> list[Errors]:
+def run(
+    function: Callable[..., Tensor], tensors: dict[str, Tensor], options: dict, dtype=None, poison=False
+) -> dict[str, Tensor]:
+    """Output and gradients of `function` on the tensors cast to dtype; the loss is a fixed random projection of the output.
+
+    `poison` fills free device memory with NaN before the forward and before the backward.
+    """
+    q, v = tensors["q"], tensors["v"]
+    dtype = dtype or q.dtype
+    generator = torch.Generator(q.device).manual_seed(0)
+    grad_o = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64, device=q.device).to(q.dtype)
+    variables = [name for name in ("q", "k", "v", "rpe_matrix") if name in tensors]
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+    inputs |= {name: inputs[name].detach().requires_grad_() for name in variables}
+    grad_o = grad_o.to(dtype)
+    if poison:
+        poison_free_memory(q.device)
+    o = function(**inputs, **options)
+    if poison:
+        poison_free_memory(q.device)
+    grads = torch.autograd.grad(o, [inputs[name] for name in variables], grad_o)
+    return {"o": o.detach(), **dict(zip(variables, grads, strict=True))}
+
+
+def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = None) -> list[Errors]:
     """Errors of the output and of the gradient of each floating-point input.
 
     `tensors` holds q, k, v (4-d) and, when wanted, `rpe_matrix`, `drop_noise`, `key_padding_mask`; `options` the other
-    arguments of `fastmax_attention`, `use_custom_gradient` excepted. The loss is a fixed random projection of the output.
+    arguments of `fastmax_attention`, `use_custom_gradient` excepted. `rounding` is the least that is allowed, and what replaces
+    a plain error that is no standard (see ROUNDING).
     """
-    q, v = tensors["q"], tensors["v"]
-    generator = torch.Generator().manual_seed(0)
-    grad_o = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64).to(q.device, q.dtype)
-    variables = [name for name in ("q", "k", "v", "rpe_matrix") if name in tensors]
+    q = tensors["q"]
     plain_options = {name: value for name, value in options.items() if name != "algorithm"}
-
-    def run(function: Callable[..., Tensor], dtype: torch.dtype, options: dict) -> dict[str, Tensor]:
-        inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
-        inputs |= {name: inputs[name].detach().requires_grad_() for name in variables}
-        o = function(**inputs, **options)
-        grads = torch.autograd.grad(o, [inputs[name] for name in variables], grad_o.to(dtype))
-        return {"o": o.detach(), **dict(zip(variables, grads, strict=True))}
-
-    exact = run(definition, torch.float64, plain_options)
-    plain = run(definition, q.dtype, plain_options)
-    custom = run(fastmax_attention, q.dtype, {**options, "use_custom_gradient": True})
-    autograd = run(fastmax_attention, q.dtype, {**options, "use_custom_gradient": False})
+    exact = run(definition, tensors, plain_options, torch.float64)
+    plain = run(definition, tensors, plain_options)
+    custom = run(fastmax_attention, tensors, {**options, "use_custom_gradient": True})
+    autograd = run(fastmax_attention, tensors, {**options, "use_custom_gradient": False})
+    natural = math.sqrt(exact["o"].numel())  # the expected norm of grad_o
 
     def error(result: dict[str, Tensor], name: str) -> float:
-        """Relative; absolute where the exact value is zero but for rounding (grad_q when only one key is visible, say)."""
+        """Relative; to the loss's own gradient where the exact value is zero but for rounding (one visible key, say)."""
         difference, size = (result[name].double() - exact[name]).norm().item(), exact[name].norm().item()
-        return difference / size if size > 1e-10 else difference
+        return difference / (size if size > 1e-10 * natural else max(natural, 1.0))
 
-    return [
-        Errors(name, error(custom, name), error(autograd, name), 2.0 * error(plain, name) + FLOOR[q.dtype]) for name in exact
-    ]
+    def allowed(name: str) -> float:
+        plain_error = error(plain, name)
+        if rounding is None:
+            return 2.0 * plain_error + FLOOR[q.dtype]
+        if not plain_error < PLAIN_FAILED:
+            return ROUNDINGS_WHERE_PLAIN_FAILED * rounding
+        return max(2.0 * plain_error + FLOOR[q.dtype], rounding)
+
+    return [Errors(name, error(custom, name), error(autograd, name), allowed(name)) for name in exact]
+
+
+def token_major(x: Tensor) -> Tensor:
+    """(b, h, n, d) as a view of (b, n, h, d)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def unaligned(x: Tensor) -> Tensor:
+    """Columns cut out of a wider tensor: rows that start at no multiple of 16 bytes."""
+    return torch.nn.functional.pad(x, (1, 2))[..., 1:-2]
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """Slices of one (b, n, h + 2 hk, d), or of two where n != m, as projections of a model leave them; needs d == dv."""
+    together = [(q, k, v)] if q.shape[2] == k.shape[2] else [(q,), (k, v)]
+    slices = []
+    for part in together:
+        joint = torch.cat([x.transpose(1, 2) for x in part], dim=2)
+        slices += [x.transpose(1, 2) for x in joint.split([x.shape[1] for x in part], dim=2)]
+    return tuple(slices)
+
+
+LAYOUTS = ("contiguous", "token-major", "packed", "unaligned")
 
 
 def random_tensors(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-    """The tensors of a case, for `measure`."""
-    generator = torch.Generator().manual_seed(seed)
+    """The tensors of a case, for `measure`; the same on one kind of device."""
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, case.dtype)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device=device)
 
-    def heads(count: int, tokens: int, channels: int) -> Tensor:
-        if case.token_major:
-            return normal(case.batch, tokens, count, channels).transpose(1, 2)
-        return normal(case.batch, count, tokens, channels)
+    def rows(*shape: int) -> Tensor:
+        x = normal(*shape)
+        if case.magnitude is not None:
+            return case.magnitude * x
+        length = 0.9 * torch.rand(*shape[:-1], 1, generator=generator, dtype=torch.float64, device=device)
+        return x * length / x.norm(dim=-1, keepdim=True)
 
     tensors = {
-        "q": heads(case.heads, case.queries, case.head_dim),
-        "k": heads(case.kv_heads, case.keys, case.head_dim),
-        "v": heads(case.kv_heads, case.keys, case.value_dim),
+        "q": rows(case.batch, case.heads, case.queries, case.head_dim),
+        "k": rows(case.batch, case.kv_heads, case.keys, case.head_dim),
+        "v": normal(case.batch, case.kv_heads, case.keys, case.value_dim),
     }
-    if case.rpe:
-        tensors["rpe_matrix"] = normal(case.queries + case.keys - 1, case.head_dim)
     if case.noise:
-        tensors["drop_noise"] = heads(case.heads, case.queries, case.value_dim)
+        tensors["drop_noise"] = normal(case.batch, case.heads, case.queries, case.value_dim)
+    tensors = {name: x.to(case.dtype) for name, x in tensors.items()}
+    if case.layout == "packed":
+        tensors |= dict(zip("qkv", packed(*(tensors[name] for name in "qkv")), strict=True))
+    elif case.layout != "contiguous":
+        change = {"token-major": token_major, "unaligned": unaligned}[case.layout]
+        tensors = {name: change(x) for name, x in tensors.items()}
+    if case.rpe:
+        tensors["rpe_matrix"] = normal(case.queries + case.keys - 1, case.head_dim).to(case.dtype)
     if case.padding:
-        mask = torch.rand(case.batch, case.keys, generator=generator) < 0.7
-        mask[0] = False
-        tensors["key_padding_mask"] = mask.to(device)
+        mask = torch.rand(case.batch, case.keys, generator=generator, device=device) < 0.7
+        mask[-1, : case.keys // 3] = False  # causal: the first queries see no key
+        if case.batch > 1:
+            mask[0] = False
+        tensors["key_padding_mask"] = mask
     return tensors
+
+
+# ---- random configurations
+
+
+class Limits(NamedTuple):
+    """Of a random configuration: (query, key) pairs of all heads, elements of a tensor, head dims, tokens."""
+
+    pairs: int
+    elements: int
+    head_dim: int
+    tokens: int
+
+
+# The definition holds every weight in float64 several times over: 2**22 of them are 32 MB.
+_LIMITS = {"cpu": Limits(2**16, 2**16, 40, 1100)}
+_OTHER_DEVICES = Limits(2**22, 2**22, 256, 4200)
+_MIN_ROWS = 48  # fewer queries in all would make the plain error a matter of luck
+
+
+def random_case(index: int, seed: int, device: torch.device | str) -> Case:
+    """Configuration number `index`, drawn from `seed + index`."""
+    device = torch.device(device)
+    draw = random.Random(seed + index)
+    limits = _LIMITS.get(device.type, _OTHER_DEVICES)
+
+    def chance(probability: float) -> bool:
+        return draw.random() < probability
+
+    def between(low: float, high: float) -> float:
+        """Log-distributed."""
+        return math.exp(draw.uniform(math.log(low), math.log(high)))
+
+    def tokens() -> int:
+        if chance(0.4):  # around the kernels' tiles and chunks
+            return min(
+                limits.tokens,
+                draw.choice((16, 32, 64, 128, 256, 512, 1024, 2048)) * draw.choice((1, 1, 3)) + draw.choice((-1, 0, 1)),
+            )
+        return round(between(1, limits.tokens))
+
+    def head_dim() -> int:
+        native = [d for d in (16, 32, 64, 96, 128) if d <= limits.head_dim]
+        if chance(0.6):
+            return draw.choice(native)
+        return round(between(1, limits.head_dim)) | chance(0.5)  # an odd one in half of the cases at least
+
+    causal, p = chance(0.6), draw.choice((1, 2))
+    algorithm = draw.choice(("quadratic", "linear", "linear", "auto"))
+    dtypes = [(torch.float32, "highest"), (torch.float16, "highest"), (torch.bfloat16, "highest")]
+    dtypes.append((torch.float64, "highest") if device.type == "cpu" else (torch.float32, "high"))
+    dtype, precision = draw.choice(dtypes)
+
+    d = min(limits.head_dim, head_dim())
+    dv = d if chance(0.6) else min(limits.head_dim, head_dim())
+    sinusoidal = chance(0.1)
+    group, hk = (1, 1) if chance(0.3) else (draw.choice((1, 1, 2, 3, 4)), draw.choice((1, 1, 2, 3, 5)))
+    h = group * hk
+    pairs = limits.pairs // h
+    if sinusoidal:  # the definition writes out a row of the rpe matrix for every pair
+        d, pairs = min(d, 64), pairs // 16
+    n, m = tokens(), tokens()
+    if chance(0.5):
+        m = n
+    if causal:
+        n, m = min(n, m), max(n, m)
+    if n * m > pairs:
+        longest = math.isqrt(pairs)
+        square = draw.randint(longest // 2, longest)
+        n, m = (square, square) if n == m else (max(1, min(n, pairs // m)), m)
+    most = max(1, min(pairs // (n * m), limits.elements // (h * max(n, m) * max(d, dv))))
+    b = max(min(most, draw.choice((1, 1, 2, 3, 8))), math.ceil(_MIN_ROWS / (h * n)))
+
+    options: dict = {"causal": causal, "p": p, "algorithm": algorithm}
+    magnitude: float | None = None if p == 1 else 1.0
+    normalize = draw.choice((False, False, False, False, True, "sequence", "token"))
+    reach = 0.81  # of q.k where magnitude is None
+    if normalize:
+        options |= {"normalize": normalize, "lim": round(draw.uniform(0.3, 0.9) if p == 1 else draw.uniform(0.3, 3.0), 3)}
+    if sinusoidal:
+        options["rpe_matrix"] = "sinusoidal"
+        reach += 0.9 * math.sqrt(d / 2 + 1)
+    if p == 1:  # |s| < 1, so that f stays positive
+        options["temperature"] = reach * between(1.0, 4.0)
+    else:
+        options["temperature"] = between(0.5, 2.0) * (1.0 if normalize else math.sqrt(d))
+        if not normalize and chance(0.15):
+            magnitude = 5.0  # scores of 25: f of hundreds
+    if chance(0.4):
+        a0, a2 = draw.uniform(1.0, 2.0), draw.uniform(0.3, 1.0)
+        a1 = draw.uniform(-0.8, 0.8) * (1.0 if p == 1 else math.sqrt(4.0 * a0 * a2))
+        options |= {"a0": round(a0, 3), "a1": round(a1, 3), "a2": round(a2, 3)}
+    options["temperature"] = round(options["temperature"], 3)
+    noise = chance(0.25)
+    if noise:
+        options["dropout"] = round(draw.uniform(0.05, 0.6), 3)
+    layout = draw.choice(LAYOUTS if d == dv else [x for x in LAYOUTS if x != "packed"])
+    return Case(
+        f"random {index}", options, batch=b, heads=h, kv_heads=hk, queries=n, keys=m, head_dim=d, value_dim=dv, dtype=dtype,
+        layout=layout, padding=chance(0.25), noise=noise, magnitude=magnitude, precision=precision,
+    )  # fmt: skip
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    previous = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(previous)
+
+
+def poison_free_memory(device: torch.device) -> None:
+    """Fills every block that torch's CUDA allocator has free for the current stream with bytes that are NaN in any float dtype.
+
+    torch's own `fill_uninitialized_memory` acts where a tensor is made; this acts on the memory itself, whoever allocates it.
+    Each block is asked for by its exact size, which makes the allocator hand out that block.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    stream = torch.cuda.current_stream(index).cuda_stream
+    small = 2**20  # larger requests are served from segments of their own
+    blocks = []
+    for segment in torch.cuda.memory_snapshot():
+        if segment["device"] != index or segment["stream"] != stream or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+            continue
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                continue
+            if segment["segment_type"] == "large":
+                blocks.append(block["size"])
+            else:
+                blocks += [small] * (block["size"] // small) + [block["size"] % small]
+    # The largest first: a smaller request could otherwise be cut from a larger block.
+    held = [torch.empty(size, dtype=torch.uint8, device=device).fill_(255) for size in sorted(blocks, reverse=True) if size > 0]
+    del held
+
+
+class Outcome(NamedTuple):
+    """Of a random configuration: the largest error of the custom gradient as a share of what is allowed, and what is wrong."""
+
+    share: float
+    wrong: list[str]
+
+
+def check(case: Case, device: torch.device | str, seed: int) -> Outcome:
+    """One configuration against float64 and, on a GPU, against itself on poisoned memory. `seed` draws the tensors."""
+    device = torch.device(device)
+    with matmul_precision(case.precision), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fastmax: f.s. .* is not positive", RuntimeWarning)
+        tensors = random_tensors(case, device, seed)
+        errors = measure(tensors, case.options, ROUNDING[case.mode])
+        wrong = [
+            f"{'' if row.tensor == 'o' else 'grad of '}{row.tensor}: custom gradient {row.custom:.2e}, "
+            f"autograd {row.autograd:.2e}, allowed {row.allowed:.2e}"
+            for row in errors
+            if not row.passed
+        ]
+        if device.type == "cuda":
+            custom = {**case.options, "use_custom_gradient": True}
+            first, second = (run(fastmax_attention, tensors, custom, poison=True) for _ in range(2))
+            for name, x in first.items():
+                if not x.isfinite().all():
+                    wrong.append(f"{name}: not finite on poisoned memory")
+                elif not torch.equal(x, second[name]):
+                    wrong.append(f"{name}: other bits when repeated")
+    shares = [row.custom / row.allowed for row in errors]
+    return Outcome(math.inf if any(map(math.isnan, shares)) else max(shares), wrong)
+
+
+def run_random(indices: range, seed: int, device: str) -> int:
+    """Checks configurations, prints failures as they come and a table at the end; the number of failures."""
+    worst: dict[tuple[str, str, int], tuple[float, int]] = {}
+    failed = 0
+    for index in indices:
+        case = random_case(index, seed, device)
+        outcome = check(case, device, seed + index)
+        if outcome.wrong:
+            failed += 1
+            print(f"FAILED {case}", *outcome.wrong, sep="\n    ")
+            print(f"    repeat it: python -m fastmax.verify --device {device} --seed {seed} --only-index {index}", flush=True)
+        key = (case.mode, case.options["algorithm"], case.options["p"])
+        if key not in worst or outcome.share > worst[key][0]:
+            worst[key] = (outcome.share, index)
+    print(f"{'':<22}{'worst of allowed':>18}{'index':>8}")
+    for (mode, algorithm, p), (share, index) in sorted(worst.items()):
+        print(f"{mode:<9}{algorithm:<10}p={p}{share:>18.0%}{index:>8}")
+    print(f"{len(indices) - failed} of {len(indices)} random configurations within the limit (seed {seed}, {device})")
+    return failed
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -180,8 +449,18 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="run the configurations whose name contains this")
+    parser.add_argument("--only", default="", help="run the configurations of the table whose name contains this")
+    parser.add_argument("--random", type=int, metavar="N", help="check N random configurations in place of the table")
+    parser.add_argument("--only-index", type=int, metavar="I", help="check the random configuration number I alone")
     args = parser.parse_args(arguments)
+    if args.random is not None and args.random < 1:
+        parser.error(f"--random must be at least 1, got {args.random}")
+    if args.random is not None or args.only_index is not None:
+        device = torch.device(args.device)
+        if device.type == "cuda" and (reason := extension.problem(device)) is not None:
+            print(f"the CUDA kernels do not run, PyTorch operations are checked: {reason}")
+        indices = range(args.random) if args.only_index is None else range(args.only_index, args.only_index + 1)
+        return 1 if run_random(indices, args.seed, args.device) else 0
     chosen = [case for case in cases() if args.only in case.name]
     if not chosen:
         parser.error(f"no configuration is called {args.only!r}")

@@ -1,0 +1,348 @@
+"""csrc/build.py and setup.py without a compiler: what they would build, and the one sentence that says why they cannot."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def build():
+    spec = importlib.util.spec_from_file_location("csrc_build", ROOT / "csrc" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def script(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A CUDA toolkit in name only, which CUDA_HOME points to."""
+    home = tmp_path / "cuda"
+    script(home / "bin/nvcc", "exit 1")
+    (home / "lib64").mkdir()
+    (home / "lib64/libcudart_static.a").touch()
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def no_cuda_home(monkeypatch):
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+
+
+# ---- architectures
+
+
+@pytest.mark.parametrize(
+    "text, archs",
+    [("90", (90,)), ("80,86 90", (80, 86, 90)), ("90;80, 90", (80, 90)), ("100", (100,)), ("", None), (" ", None)],
+)
+def test_parse_archs(text, archs, build):
+    assert build.parse_archs(text) == (archs or build.DEFAULT_ARCHS)
+
+
+@pytest.mark.parametrize("text", ["75", "sm_90", "9.0", "90a", "-90", "80,compute_90"])
+def test_bad_archs_are_named(text, build):
+    with pytest.raises(build.BuildError, match="numbers from 80 on") as error:
+        build.parse_archs(text)
+    assert repr(text.split(",")[-1]) in str(error.value)
+
+
+def test_native_archs_are_those_of_the_devices(build, monkeypatch):
+    devices = [(9, 0), (7, 5), (8, 0), (9, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(devices))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: devices[index])
+    assert build.parse_archs("native") == (80, 90)
+    devices[:] = [(7, 5)]
+    with pytest.raises(build.BuildError, match="no CUDA device"):
+        build.parse_archs("native")
+
+
+def test_requested_archs_come_from_the_environment(build, monkeypatch):
+    monkeypatch.setenv("FASTMAX_CUDA_ARCHS", "86,80")
+    assert build.requested_archs() == (80, 86)
+    monkeypatch.delenv("FASTMAX_CUDA_ARCHS")
+    assert build.requested_archs() == build.DEFAULT_ARCHS == tuple(sorted(build.DEFAULT_ARCHS))
+
+
+def test_arch_flags(build):
+    """sm80 files, and those without a suffix, for every architecture and as PTX of the oldest; sm90 files for sm_90a alone."""
+    every = [
+        "-gencode=arch=compute_86,code=sm_86",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_86,code=compute_86",
+    ]
+    assert build.arch_flags(Path("x_sm80.cu"), (86, 90)) == every
+    assert build.arch_flags(Path("device.cu"), (86, 90)) == every
+    assert build.arch_flags(Path("x_sm90.cu"), (86, 90)) == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert build.arch_flags(Path("x_sm90.cu"), (80, 86)) == []
+
+
+# ---- the ninja file
+
+
+def edges(text):
+    """{output: (rule, inputs, extra flags)}"""
+    found = {}
+    for match in re.finditer(r"^build (\S+): (\S+)(.*)\n(?:  extra = (.*)\n)?", text, re.MULTILINE):
+        found[match[1]] = match[2], match[3].split(), (match[4] or "").split()
+    return found
+
+
+def test_ninja_file_of_the_sources(build, toolkit):
+    text = build.ninja_file((80, 90))
+    found = edges(text)
+    sources = sorted(build.SOURCE_DIR.glob("*.cu"))
+    sharded = [source for source in sources if "FASTMAX_MATH" in source.read_text()]
+    assert len(sources) > 5 and 2 <= len(sharded) < len(sources)
+    expected = set()
+    for source in sources:
+        modes = build.MATH_MODES if source in sharded else (None,)
+        for mode in modes:
+            name = f"{source.stem}.{mode.lower()}.o" if mode else f"{source.stem}.o"
+            rule, inputs, extra = found[name]
+            assert rule == "nvcc" and inputs == [str(source)]
+            assert [flag for flag in extra if flag.startswith("-D")] == ([f"-DFASTMAX_MATH={mode}"] if mode else [])
+            assert extra[: len(extra) - (mode is not None)] == build.arch_flags(source, (80, 90))
+            expected.add(name)
+    for source in build.SOURCE_DIR.glob("*.cpp"):
+        assert found[f"{source.stem}.o"] == ("cxx", [str(source)], [])
+        expected.add(f"{source.stem}.o")
+    assert "bindings.o" in expected
+    rule, inputs, _ = found["libfastmax.so"]
+    assert rule == "link" and set(inputs) == expected | {"stub/libtorch_cuda.so"}
+    assert set(found) == expected | {"libfastmax.so", "stub/libtorch_cuda.so"}
+    assert "-Wl,-soname,libtorch_cuda.so" in text
+    assert text.count("-DFASTMAX_ARCHS='\"80 90\"'") == 2, "for both compilers"
+    assert f"command = {toolkit}/bin/nvcc " in text and f"-L{toolkit}/lib64 -lcudart_static" in text
+    assert "-DTORCH_TARGET_VERSION=0x020b" in text
+
+
+def test_hopper_sources_are_left_out_without_90(build, toolkit, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "SOURCE_DIR", tmp_path)
+    (tmp_path / "x_sm80.cu").write_text("")
+    (tmp_path / "x_sm90.cu").write_text("FASTMAX_MATH")
+    assert set(edges(build.ninja_file((80, 86)))) == {"x_sm80.o", "libfastmax.so", "stub/libtorch_cuda.so"}
+    found = edges(build.ninja_file((90,)))
+    assert found["x_sm90.tf32.o"][2] == ["-gencode=arch=compute_90a,code=sm_90a", "-DFASTMAX_MATH=Tf32"]
+    assert len(found) == 3 + len(build.MATH_MODES)
+
+
+@pytest.mark.parametrize("where", ["lib64", "lib", "targets/x86_64-linux/lib"])
+def test_static_runtime_is_looked_for(where, build, toolkit):
+    (toolkit / "lib64/libcudart_static.a").unlink()
+    with pytest.raises(build.BuildError, match=r"libcudart_static\.a was not found under .*cuda"):
+        build.ninja_file((80,))
+    (toolkit / where).mkdir(parents=True, exist_ok=True)
+    (toolkit / where / "libcudart_static.a").touch()
+    assert f"-L{toolkit / where} " in build.ninja_file((80,))
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_ninja_reads_the_file_and_makes_the_stub(build, toolkit, tmp_path):
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "build.ninja").write_text(build.ninja_file((80, 90)))
+    ninja = [build.ninja_program(), "-C", str(tmp_path)]
+    planned = subprocess.run([*ninja, "-n"], capture_output=True, text=True, check=True).stdout
+    assert "link libfastmax.so" in planned and planned.count("nvcc ") == sum(
+        rule == "nvcc" for rule, _, _ in edges(build.ninja_file((80, 90))).values()
+    )
+    subprocess.run([*ninja, "stub/libtorch_cuda.so"], capture_output=True, check=True)
+    library = (tmp_path / "stub/libtorch_cuda.so").read_bytes()
+    assert b"\0libtorch_cuda.so\0" in library and b"\0aoti_torch_get_current_cuda_stream\0" in library
+
+
+# ---- register spills
+
+
+BF16_64 = "_ZN7fastmax23quadratic_bwd_kv_kernelINS_4Bf16ELi64EEEvNS_9BwdParamsE"  # an exception
+BF16_32 = "_ZN7fastmax23quadratic_bwd_kv_kernelINS_4Bf16ELi32EEEvNS_9BwdParamsE"
+CLEAN = "_ZN7fastmax5cleanEv"
+
+
+def report(kernel, arch, stores, loads):
+    return (
+        f"ptxas info    : Compiling entry function '{kernel}' for '{arch}'\n"
+        f"ptxas info    : Function properties for {kernel}\n"
+        f"    16 bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads\n"
+        "ptxas info    : Used 255 registers, used 1 barriers\n"
+    )
+
+
+@pytest.mark.skipif(shutil.which("c++filt") is None, reason="exceptions are patterns of demangled names")
+def test_spills_are_reported_but_for_the_exceptions(build, tmp_path):
+    assert build.spills(tmp_path) == []
+    text = "ptxas info    : 0 bytes gmem\n" + report(CLEAN, "sm_80", 0, 0) + report(BF16_64, "sm_80", 8, 4)
+    (tmp_path / "a.o.log").write_text(text)
+    assert build.spills(tmp_path) == []
+    text += report(BF16_32, "sm_80", 0, 4) + report(CLEAN, "sm_90", 0, 0) + report(BF16_32, "sm_90", 12, 16)
+    (tmp_path / "b.bf16.o.log").write_text(text)
+    first, second = build.spills(tmp_path)
+    assert "sm_80" in first and "0 bytes stored, 4 loaded" in first
+    assert (
+        "sm_90" in second and "quadratic_bwd_kv_kernel<fastmax::Bf16, 32>" in second and "12 bytes stored, 16 loaded" in second
+    )
+
+
+def test_spill_exceptions_have_reasons_and_name_kernels(build):
+    sources = "".join(source.read_text() for source in build.SOURCE_DIR.glob("*.cu"))
+    for pattern, reason in build.SPILL_EXCEPTIONS.items():
+        assert len(reason.split()) >= 5
+        name = re.match(r"\w+", pattern)[0]
+        assert re.search(rf"__global__[^;{{]*\b{name}\(", sources), f"no kernel {name}"
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "--fail-on-spills"])
+def test_main_exits_with_1_for_spills_when_asked(strict, build, toolkit, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    ninja = script(tmp_path / "ninja", f"touch {out}/libfastmax.so")
+    monkeypatch.setattr(build, "ninja_program", lambda: str(ninja))
+    arguments = ["build.py", "--archs", "90", "--out", str(out)] + ["--fail-on-spills"] * strict
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert build.main() == 0
+    assert capsys.readouterr().out.strip() == f"{out}/libfastmax.so"
+    (out / "x.o.log").write_text(report(BF16_32, "sm_90", 4, 4))
+    assert build.main() == int(strict)
+    assert "register spill: sm_90 " in capsys.readouterr().err
+
+
+# ---- what is missing
+
+
+def hide(build, monkeypatch, *programs):
+    which = shutil.which
+    monkeypatch.setattr(build.shutil, "which", lambda name: None if name in programs else which(name))
+
+
+def assert_one_sentence(text, *words):
+    assert text is not None and "\n" not in text and ". " not in text
+    for word in words:
+        assert word in text
+
+
+def test_nothing_is_missing(build, toolkit, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(build, "ninja_program", lambda: "ninja")
+    assert build.missing() is None
+
+
+def test_missing_nvcc(build, no_cuda_home, monkeypatch):
+    hide(build, monkeypatch, "nvcc")
+    assert_one_sentence(build.missing(), "nvcc was not found", "install the CUDA toolkit", "CUDA_HOME")
+
+
+def test_cuda_home_that_is_not_there(build, tmp_path, monkeypatch):
+    """A variable that outlived its toolkit is a missing nvcc, not a build that fails half way."""
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "gone"))
+    hide(build, monkeypatch, "nvcc")
+    assert_one_sentence(build.missing(), "nvcc was not found")
+
+
+def test_missing_ninja(build, toolkit, tmp_path, monkeypatch):
+    hide(build, monkeypatch, "ninja")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert_one_sentence(build.missing(), "ninja was not found", "pip install ninja")
+    beside = script(tmp_path / "ninja", "exit 0")
+    assert build.missing() is None and build.ninja_program() == str(beside)
+
+
+def test_missing_torch(build, toolkit, monkeypatch):
+    monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
+    assert_one_sentence(build.missing(), "PyTorch was not found", "headers")
+
+
+def test_other_systems(build, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert_one_sentence(build.missing(), "Linux only", "darwin")
+
+
+def test_bad_archs_are_missing_too(build, toolkit, monkeypatch):
+    monkeypatch.setattr(build, "ninja_program", lambda: "ninja")
+    monkeypatch.setenv("FASTMAX_CUDA_ARCHS", "70")
+    assert_one_sentence(build.missing(), "numbers from 80 on", "'70'")
+
+
+def test_cuda_home_follows_nvcc_on_the_path(build, no_cuda_home, tmp_path, monkeypatch):
+    """nvcc says where its toolkit is; a wrapper elsewhere does not hide it."""
+    home = tmp_path / "opt/cuda-13"
+    home.mkdir(parents=True)
+    nvcc = script(tmp_path / "bin/nvcc", f"echo '#$ TOP={home}' >&2")
+    monkeypatch.setattr(build.shutil, "which", lambda name: str(nvcc))
+    assert build.cuda_home() == home
+    script(nvcc, "exit 1")
+    assert build.cuda_home() == tmp_path
+
+
+def test_failed_compilation_is_one_sentence(build, toolkit, tmp_path, monkeypatch, capsys):
+    ninja = script(tmp_path / "ninja", "exit 3")
+    monkeypatch.setattr(build, "ninja_program", lambda: str(ninja))
+    monkeypatch.setattr(sys, "argv", ["build.py", "--archs", "80", "--out", str(tmp_path / "out"), "--jobs", "2"])
+    assert build.main() == 1
+    error = capsys.readouterr().err
+    assert error.startswith("fastmax: the compilation failed") and f"-C {tmp_path}/out -j 2" in error
+    monkeypatch.setattr(sys, "argv", ["build.py", "--archs", "11"])
+    assert build.main() == 1
+    assert capsys.readouterr().err.startswith("fastmax: architectures must be numbers")
+
+
+# ---- setup.py
+
+
+def run_setup(tmp_path, **variables):
+    """`setup.py --version` with nothing on PATH."""
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    dropped = ("CUDA_HOME", "CUDA_PATH", "FASTMAX_BUILD_CUDA", "FASTMAX_CUDA_ARCHS")
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
+    environment |= {"PATH": str(tmp_path / "empty"), **variables}
+    command = [sys.executable, "-W", "ignore", "setup.py", "--version"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return done.returncode, done.stdout.strip(), done.stderr.strip()
+
+
+def test_setup_without_nvcc_says_so_and_goes_on(tmp_path):
+    status, out, error = run_setup(tmp_path)
+    assert status == 0 and re.fullmatch(r"\d+\.\d+\.\d+", out.splitlines()[-1])
+    assert error.startswith("fastmax: installing without CUDA kernels: nvcc was not found")
+    assert_one_sentence(error, "install the CUDA toolkit")
+
+
+def test_setup_told_not_to_build_says_nothing(tmp_path):
+    assert run_setup(tmp_path, FASTMAX_BUILD_CUDA="0")[::2] == (0, "")
+
+
+def test_setup_told_to_build_fails_without_nvcc(tmp_path):
+    status, _, error = run_setup(tmp_path, FASTMAX_BUILD_CUDA="1")
+    assert status == 1
+    assert_one_sentence(error, "fastmax: FASTMAX_BUILD_CUDA=1, but nvcc was not found", "install the CUDA toolkit")
+
+
+@pytest.mark.parametrize("value", ["2", "yes"])
+def test_setup_names_a_bad_value(value, tmp_path):
+    status, _, error = run_setup(tmp_path, FASTMAX_BUILD_CUDA=value)
+    assert status == 1
+    assert_one_sentence(error, "FASTMAX_BUILD_CUDA must be 0 or 1 or unset", repr(value))
+
+
+def test_setup_names_bad_archs(toolkit, tmp_path):
+    script(tmp_path / "empty/ninja", "exit 0")
+    variables = {"CUDA_HOME": str(toolkit), "FASTMAX_CUDA_ARCHS": "sm_90"}
+    assert run_setup(tmp_path, FASTMAX_BUILD_CUDA="1", CUDA_HOME=str(toolkit))[0] == 0
+    status, _, error = run_setup(tmp_path, FASTMAX_BUILD_CUDA="1", **variables)
+    assert status == 1
+    assert_one_sentence(error, "architectures must be numbers from 80 on", "'sm_90'")

@@ -1,0 +1,699 @@
+"""The CUDA kernels: every code path against float64 on poisoned memory, and what the suite for all devices does not ask.
+
+The sizes name the path they take: tiles of 64 and 128, chunks of 128 (p = 1), 256 (d <= 64), 512 (d = 96) and 1024 (d = 128);
+few heads sum parts and scan them, many walk once.
+"""
+
+import itertools
+from functools import lru_cache
+
+import pytest
+import torch
+
+import fastmax
+from fastmax import eager, extension, fastmax_attention, verify
+from fastmax.score import Score
+from fastmax.verify import Case
+
+DEVICE = torch.device("cuda")
+
+
+def why_not():
+    if (problem := extension.problem()) is not None:
+        return problem
+    return extension.problem(DEVICE) if torch.cuda.is_available() else "there is no CUDA device"
+
+
+WHY_NOT = why_not()
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
+]
+
+MODES = {
+    "bf16": (torch.bfloat16, "highest"),
+    "fp16": (torch.float16, "highest"),
+    "tf32": (torch.float32, "high"),
+    "fp32": (torch.float32, "highest"),
+}
+ALGORITHMS = ("quadratic", "linear")
+HEAD_DIMS = (16, 32, 64, 96, 128)
+by_mode = pytest.mark.parametrize("mode", MODES)
+by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+by_order = pytest.mark.parametrize("p", [1, 2], ids=["p1", "p2"])
+
+
+def in_mode(case, mode):
+    dtype, precision = MODES[mode]
+    return case._replace(dtype=dtype, precision=precision)
+
+
+@pytest.fixture
+def precision(mode):
+    with verify.matmul_precision(MODES[mode][1]):
+        yield
+
+
+# ---- output and gradients against float64, bit by bit repeatable, on poisoned memory
+
+
+def size(name, n, m=None, d=64, dv=None, *, h=2, hk=None, b=2, causal=True, p=2, mask=False, noise=False, layout="contiguous",
+         magnitude=1.0, **options):  # fmt: skip
+    """A row of the tables below. p = 1 gets a temperature at which 1 + s stays away from 0."""
+    options = {"causal": causal, "p": p, "temperature": 50.0 if p == 1 else d**0.5} | options
+    if noise:
+        options["dropout"] = 0.3
+    return Case(
+        name, options, batch=b, heads=h, kv_heads=hk or h, queries=n, keys=m or n, head_dim=d, value_dim=dv or d, padding=mask,
+        noise=noise, layout=layout, magnitude=magnitude,
+    )  # fmt: skip
+
+
+LENGTHS = (1, 2, 15, 16, 17, 31, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 1023, 1025)
+FOR_BOTH = [
+    *(size(f"head dim {d}", 200, d=d, causal=causal) for d in HEAD_DIMS for causal in (True, False)),
+    *(size(f"head dim {d}, all options", 150, 333, d=d, h=4, hk=2, mask=True, noise=True, layout="packed") for d in HEAD_DIMS),
+    *(size(f"length {n}", n) for n in LENGTHS),
+    *(size(f"p = 1, length {n}", n, p=1) for n in (1, 17, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1023, 1025)),
+    *(
+        size("n < m", n, m, causal=c)
+        for n, m in ((1, 300), (17, 64), (64, 129), (300, 301), (129, 1000))
+        for c in (True, False)
+    ),
+    *(size("n > m", n, m, causal=False) for n, m in ((300, 1), (300, 17), (129, 65), (1000, 130))),
+    size("one head", 700, b=1, h=1),
+    size("GQA 4:1", 300, h=8, hk=2),
+    size("MQA", 130, 190, d=32, h=6, hk=1),
+    size("padding mask", 300, mask=True),
+    size("padding mask, not causal", 300, 200, mask=True, causal=False),
+    size("noise", 300, noise=True),
+    size("p = 1", 300, p=1),
+    size("p = 1, not causal, all options", 300, 400, p=1, causal=False, mask=True, noise=True),
+    size("other coefficients", 300, a0=0.7, a1=-0.3, a2=1.1),
+    size("hardly a constant", 300, a0=1e-3, a1=0.0, a2=1.0),
+    size("token-major", 300, h=4, layout="token-major"),
+    size("packed qkv", 300, h=4, layout="packed"),
+    size("unaligned view", 150, layout="unaligned"),
+    size("unaligned view, noise", 150, layout="unaligned", noise=True),
+    size("ragged head dim", 150, d=40, dv=24),
+    size("odd head dim", 150, d=37, dv=51, noise=True),
+    size("head dim 1", 150, d=1, dv=1),
+    size("dv > d", 150, d=16, dv=128),
+    size("dv < d", 150, d=128, dv=16),
+    size("large scores", 300, magnitude=30.0, temperature=1.0),
+    size("head dim 160", 150, d=160),
+    size("head dim 256, all options", 150, 333, d=256, h=4, hk=2, mask=True, noise=True),
+    size("head dim 200, dv 64", 300, d=200, dv=64),
+    size("long", 4096, b=1, h=2, hk=1),
+]
+_SEVERAL_CHUNKS = {16: 700, 32: 700, 64: 1300, 96: 2500, 128: 4500}
+_MANY_HEADS = {32: 50, 64: 26, 96: 5, 128: 3}
+FOR_LINEAR = [
+    *(size(f"parts, head dim {d}", n, b=1, d=d) for d, n in _SEVERAL_CHUNKS.items()),
+    *(size(f"parts, head dim {d}, not causal", 300, n, b=1, d=d, causal=False) for d, n in _SEVERAL_CHUNKS.items()),
+    *(size(f"one walk, head dim {d}", _SEVERAL_CHUNKS[d], b=1, h=h, d=d) for d, h in _MANY_HEADS.items()),
+    *(
+        size(f"all options, head dim {d}", n - 77, n, h=4, hk=2, d=d, mask=True, noise=True, layout="packed")
+        for d, n in _SEVERAL_CHUNKS.items()
+    ),
+    *(size(f"p = 1, head dim {d}", 900, 937, h=4, hk=2, d=d, p=1, mask=True, noise=True) for d in HEAD_DIMS),
+    *(size(f"p = 1, head dim {d}, not causal", 900, 637, b=1, d=d, p=1, causal=False) for d in HEAD_DIMS),
+    *(size(f"GQA, length {n}", n, b=1, h=2, hk=1) for n in (255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 1537)),
+    size("one walk, GQA, offset", 1100, 1201, h=28, hk=14, mask=True, noise=True),
+    size("one walk, not causal", 200, 1201, b=1, h=26, causal=False),
+    size("one query, many keys", 1, 3000, b=1),
+    size("far offset", 70, 3000, b=1),
+    size("many heads, one query", 1, 1500, h=32, hk=16),
+    size("other coefficients, chunks", 1300, b=1, a0=0.7, a1=-0.3, a2=1.1),
+    size("token-major, chunks", 1200, h=4, layout="token-major"),
+    size("ragged head dim, chunks", 1200, b=1, d=40, dv=24),
+    size("odd head dim, chunks", 1200, b=1, d=37, dv=51, noise=True),
+    size("dv > d, chunks", 2200, b=1, d=16, dv=96),
+    size("large scores, chunks", 1300, b=1, magnitude=30.0, temperature=1.0),
+    size("many chunks", 9000, b=1, h=1, d=32),
+]
+# Grids are one-dimensional: their other dimensions end at 65535.
+MANY = [
+    size("70000 sequences", 5, 7, b=70000, h=1, d=16),
+    size("70000 heads", 5, b=1, h=70000, d=16),
+    size("70000 heads, GQA", 3, 9, b=1, h=70000, hk=35000, d=16, mask=True),
+]
+
+
+def case_id(case):
+    sizes = f"n{case.queries} m{case.keys}" if case.name in ("n < m", "n > m") else ""
+    return f"{case.name} {sizes}{'' if case.options['causal'] else ' full'}".strip()
+
+
+@by_mode
+@pytest.mark.parametrize(
+    "case, algorithm",
+    [
+        pytest.param(case, algorithm, id=f"{algorithm}-{case_id(case)}")
+        for cases, algorithms in ((FOR_BOTH, ALGORITHMS), (FOR_LINEAR, ("linear",)), (MANY, ALGORITHMS))
+        for case in cases
+        for algorithm in algorithms
+    ],
+)
+def test_against_float64(case, algorithm, mode):
+    case = in_mode(case._replace(options=case.options | {"algorithm": algorithm}), mode)
+    assert verify.check(case, DEVICE, 1234).wrong == []
+
+
+@by_mode
+@by_algorithm
+@pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
+def test_every_kernel_at_small_sizes(d, algorithm, mode, precision):
+    """Without a reference, to run under compute-sanitizer."""
+    for n, m in ((1, 1), (17, 17), (150, 150), (129, 200)):
+        odd = n == 150
+        case = size("", n, m, d=d - odd, b=1, h=2, hk=1, mask=odd, noise=odd, causal=n != 129, algorithm=algorithm)
+        tensors = verify.random_tensors(in_mode(case, mode), DEVICE)
+        assert all(x.isfinite().all() for x in verify.run(fastmax_attention, tensors, case.options).values())
+
+
+# ---- the operators themselves
+
+
+def operands(case, mode, algorithm, seed=0):
+    """Arguments of torch.ops.fastmax.forward, and grad_o."""
+    case = in_mode(case, mode)
+    tensors = verify.random_tensors(case, DEVICE, seed)
+    x = {"a0": 1.0, "a1": 1.0, "a2": 0.5, "dropout": 0.0} | case.options
+    score = Score(1.0 / x["temperature"], x["a0"], x["a1"], x["a2"], x["p"])
+    optional = tensors.get("key_padding_mask"), tensors.get("drop_noise"), None
+    options = (*score, x["causal"], x["dropout"], algorithm, mode == "tf32")
+    grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=case.dtype)
+    return (tensors["q"], tensors["k"], tensors["v"], *optional, *options), grad_o
+
+
+def both(arguments, grad_o):
+    """o, z and the gradients of q, k and v."""
+    o, z = torch.ops.fastmax.forward(*arguments)
+    return o, z, *torch.ops.fastmax.backward(grad_o, *arguments[:3], o, z, *arguments[3:])[:3]
+
+
+def widened(arguments):
+    return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
+
+
+def relative(actual, exact):
+    return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+def denominators(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, *rest):
+    """z by its definition."""
+    n, m = q.shape[2], k.shape[2]
+    s = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT)
+    f = a0 + a1 * s + (a2 * s * s if p == 2 else 0.0)
+    visible = torch.ones(n, m, dtype=torch.bool, device=q.device).tril(m - n if causal else m)
+    if mask is not None:
+        visible = visible & mask[:, None, None, :]
+    return torch.where(visible, f, 0.0).sum(-1)
+
+
+def test_the_library_registers_every_operator():
+    for name in ("forward", "backward", "decode_step"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
+
+
+@by_mode
+@by_algorithm
+@by_order
+def test_denominators(p, algorithm, mode, precision):
+    for case in (
+        size("", 300, 317, h=4, hk=2, p=p, mask=True, noise=True),
+        size("", 1300, d=37, dv=16, h=1, p=p, layout="unaligned"),
+        size("", 300, 900, d=128, p=p, causal=False),
+    ):
+        arguments, _ = operands(case, mode, algorithm)
+        _, z = torch.ops.fastmax.forward(*arguments)
+        exact = denominators(*widened(arguments))
+        assert z.dtype == torch.float32 and z.is_contiguous() and z.shape == exact.shape
+        assert torch.equal(z == 0, exact == 0), "zero exactly where a query sees no key"
+        assert relative(z, exact) <= (3e-6 if mode == "fp32" else verify.ROUNDING[in_mode(case, mode).mode])
+
+
+@by_mode
+@by_algorithm
+@pytest.mark.parametrize("layout", verify.LAYOUTS)
+def test_operands_are_not_written(layout, algorithm, mode, precision):
+    """What is aligned is read where it lies, so a kernel could."""
+    arguments, grad_o = operands(size("", 300, h=4, mask=True, noise=True, layout=layout), mode, algorithm)
+    o, z = torch.ops.fastmax.forward(*arguments)
+    given = [grad_o, o, z, *(x for x in arguments if isinstance(x, torch.Tensor))]
+    before = [x.clone() for x in given]
+    torch.ops.fastmax.forward(*arguments)
+    torch.ops.fastmax.backward(grad_o, *arguments[:3], o, z, *arguments[3:])
+    for x, y in zip(given, before, strict=True):
+        assert torch.equal(x, y)
+
+
+@by_mode
+@by_algorithm
+@by_order
+def test_bitwise_repeatable_on_a_full_device(p, algorithm, mode, precision):
+    arguments, grad_o = operands(size("", 2000, b=2, h=16, hk=4, p=p, mask=True), mode, algorithm)
+    first = both(arguments, grad_o)
+    for _ in range(4):
+        verify.poison_free_memory(DEVICE)
+        for x, y in zip(first, both(arguments, grad_o), strict=True):
+            assert torch.equal(x, y)
+
+
+@by_mode
+@by_algorithm
+@pytest.mark.parametrize("d, dv", [(64, 64), (37, 51)], ids=["aligned", "padded"])
+@pytest.mark.parametrize("layout", ["contiguous", "token-major"])
+def test_outputs_lie_in_memory_as_their_inputs_do(layout, d, dv, algorithm, mode, precision):
+    arguments, grad_o = operands(size("", 40, 50, d=d, dv=dv, h=4, hk=2, layout=layout), mode, algorithm)
+    o, _, *grads = both(arguments, grad_o)
+    for x, like in zip((o, *grads), (arguments[0], *arguments[:3]), strict=True):
+        assert (x if layout == "contiguous" else x.transpose(1, 2)).is_contiguous()
+        assert x.shape[:3] == like.shape[:3] and x.dtype == like.dtype
+
+
+@by_algorithm
+@pytest.mark.parametrize(
+    "q, k",
+    [
+        pytest.param((0, 2, 5, 64), (0, 2, 5, 64), id="no batch"),
+        pytest.param((2, 2, 0, 64), (2, 2, 7, 64), id="no queries"),
+        pytest.param((2, 4, 5, 64), (2, 2, 0, 64), id="no keys"),
+    ],
+)
+def test_empty(q, k, algorithm):
+    q, k = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in (q, k))
+    grad_o = torch.randn_like(q)
+    o, z, *grads = both((q, k, k, None, None, None, 0.1, 1.0, 1.0, 0.5, 2, False, 0.0, algorithm, False), grad_o)
+    assert torch.equal(o, torch.zeros_like(q)) and torch.equal(z, torch.zeros(q.shape[:3], device=DEVICE))
+    for x, like in zip(grads, (q, k, k), strict=True):
+        assert torch.equal(x, torch.zeros_like(like))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x | {"k": x["k"].float()}, "dtype"),
+        (lambda x: x | {"k": x["k"][..., :32]}, "shapes"),
+        (lambda x: x | {"q": x["q"][:, :3]}, "shapes"),
+        (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
+        (lambda x: x | {"noise": x["q"][:, :, :1]}, "drop_noise"),
+        (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
+        (lambda x: x | {"algorithm": "cubic"}, "algorithm"),
+    ],
+    ids=["dtypes", "head dims", "heads", "mask", "noise", "n > m", "algorithm"],
+)
+def test_unsafe_operands_are_refused(change, message):
+    """By the operators themselves, which anyone may call without `fastmax_attention`."""
+    x = {
+        name: torch.randn(2, heads, 50, 64, device=DEVICE, dtype=torch.bfloat16)
+        for name, heads in zip("qkv", (4, 2, 2), strict=True)
+    }
+    x = change(x | {"mask": None, "noise": None, "causal": False, "algorithm": "quadratic"})
+    score = (0.1, 1.0, 1.0, 0.5, 2)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.fastmax.forward(
+            x["q"], x["k"], x["v"], x["mask"], x["noise"], None, *score, x["causal"], 0.3, x["algorithm"], False
+        )
+
+
+# ---- long sequences
+
+
+def sampled(arguments, grad_o, rows, keys):
+    """o, z and grad_q of some rows, grad_k and grad_v of some keys, from the definition in float64; one head, causal, n = m.
+
+    The gradient of a key takes the output of every row. Those come from the linear algorithm of the PyTorch implementation in
+    float64, which must agree with the definition on the rows.
+    """
+    q, k, v, grad_o = (x[0, 0].double() for x in (*arguments[:3], grad_o))
+    scale, a0, a1, a2, p = arguments[6:11]
+    positions = torch.arange(len(q), device=q.device)
+
+    def weights(q, k, visible):
+        s = scale * (q @ k.T)
+        return torch.where(visible, a0 + s * (a1 + a2 * s if p == 2 else a1), 0.0)
+
+    q_rows = q[rows].requires_grad_()
+    w = weights(q_rows, k, positions <= rows[:, None])
+    z = w.sum(-1, keepdim=True)
+    o = (w @ v) / z
+    (grad_q,) = torch.autograd.grad(o, q_rows, grad_o[rows])
+    del w
+
+    every_o, every_z = (x[0, 0] for x in torch.ops.fastmax.eager_forward(*widened(arguments[:-2]), "linear", False))
+    every_z = every_z.unsqueeze(-1)
+    assert relative(every_o[rows], o.detach()) < 1e-8 and relative(every_z[rows], z.detach()) < 1e-10
+    k_some, v_some = k[keys].requires_grad_(), v[keys].requires_grad_()
+    w = weights(q, k_some, keys <= positions[:, None])
+    part = w @ v_some
+    numerator = every_o * every_z + (part - part.detach())  # the values of all keys, the derivatives of some
+    denominator = every_z + (w - w.detach()).sum(-1, keepdim=True)
+    grad_k, grad_v = torch.autograd.grad(numerator / denominator, (k_some, v_some), grad_o)
+    return [x.detach() for x in (o, z, grad_q, grad_k, grad_v)]
+
+
+# Measured between both algorithms at n = 100003 (bf16) and 20011 (fp32): below 1.5e-2 and 5e-5. The floor of fp32 is the
+# rounding of accumulators that a million terms went through.
+LONG = {"bf16": 1.5e-2, "fp16": 5e-3, "tf32": 5e-3, "fp32": 1e-4}
+
+
+@pytest.mark.parametrize(
+    "n, algorithm, modes, d",
+    [(100003, "quadratic", "bf16 fp32", 64), (100003, "linear", "bf16 fp16 tf32 fp32", 64), (2**20, "linear", "bf16 fp32", 32)],
+    ids=["100003-quadratic", "100003-linear", "2**20-linear"],
+)
+@by_order
+def test_long_sequences(n, algorithm, modes, d, p):
+    for mode in modes.split():
+        case = size("", n, b=1, h=1, d=d, p=p)
+        arguments, grad_o = operands(case, mode, algorithm)
+        with verify.matmul_precision(MODES[mode][1]):
+            o, z, *grads = (x[0, 0] for x in both(arguments, grad_o))
+        generator = torch.Generator().manual_seed(7)
+        rows, keys = (torch.randperm(n, generator=generator)[:32].to(DEVICE) for _ in range(2))
+        rows[0], keys[0] = n - 1, 0  # the whole sequence
+        exact = sampled(arguments, grad_o, rows, keys)
+        actual = (o[rows], z[rows, None], grads[0][rows], grads[1][keys], grads[2][keys])
+        for name, x, y in zip(("o", "z", "grad_q", "grad_k", "grad_v"), actual, exact, strict=True):
+            error = ((x.double() - y).norm(dim=-1) / y.norm(dim=-1)).square().mean().sqrt().item()  # no row counts for more
+            assert error <= LONG[mode], f"{mode} {name}: {error:.2e}"
+
+
+# ---- streams, graphs, devices, compilers
+
+
+@by_algorithm
+@pytest.mark.parametrize("d", [64, 37], ids=["aligned", "padded"])
+def test_side_stream(d, algorithm):
+    """The work waits for its own stream, where the operands are late."""
+    arguments, grad_o = operands(size("", 300, d=d, dv=d, mask=True), "bf16", algorithm)
+    expected = both(arguments, grad_o)
+    late = [torch.zeros_like(x) for x in arguments[:3]]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+        for x, y in zip(late, arguments[:3], strict=True):
+            x.copy_(y)
+        actual = both((*late, *arguments[3:]), grad_o)
+    side.synchronize()
+    for x, y in zip(actual, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@by_algorithm
+@by_mode
+def test_cuda_graph(mode, algorithm, precision):
+    """Forward and backward captured once, replayed on other inputs."""
+    case = in_mode(size("", 700, h=4, hk=2, mask=True, noise=True), mode)
+    options = case.options | {"algorithm": algorithm}
+    static, other = (verify.random_tensors(case, DEVICE, seed) for seed in (1, 2))
+    grad_o = torch.randn(static["drop_noise"].shape, device=DEVICE, dtype=case.dtype)
+    leaves = [static[name].requires_grad_() for name in "qkv"]
+
+    def train():
+        o = fastmax_attention(**static, **options)
+        return o.detach(), *torch.autograd.grad(o, leaves, grad_o)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = train()
+    for inputs in (other, verify.random_tensors(case, DEVICE, 3)):
+        with torch.no_grad():
+            for name, x in static.items():
+                x.copy_(inputs[name])
+            for x in captured:
+                x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [x.clone() for x in captured]
+        for x, y in zip(replayed, train(), strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@by_algorithm
+@by_mode
+def test_second_device(mode, algorithm):
+    """Tensors of a device that is not the current one."""
+    case = in_mode(size("", 700, d=40, h=4, hk=2, mask=True, noise=True, algorithm=algorithm), mode)
+    assert torch.cuda.current_device() == 0
+    assert verify.check(case, "cuda:1", 5).wrong == []
+    assert torch.cuda.current_device() == 0
+    with torch.cuda.device(1):
+        assert verify.check(case, "cuda:0", 5).wrong == []
+        assert torch.cuda.current_device() == 1
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing the compiler runs deprecated parts of torch
+@by_algorithm
+@pytest.mark.parametrize("mode", ["bf16", "tf32"])
+def test_compile(mode, algorithm, precision, fresh_dynamo):
+    case = in_mode(size("", 300, h=4, hk=2, mask=True, layout="token-major", algorithm=algorithm), mode)
+    tensors = verify.random_tensors(case, DEVICE)
+    compiled = torch.compile(fastmax_attention, fullgraph=True)
+    expected = verify.run(fastmax_attention, tensors, case.options)
+    for name, x in verify.run(compiled, tensors, case.options).items():
+        assert torch.equal(x, expected[name]), name
+
+
+@by_algorithm
+def test_compiled_code_follows_the_precision_setting(algorithm, fresh_dynamo):
+    case = size("", 300, algorithm=algorithm)
+    tensors = verify.random_tensors(case, DEVICE)
+    compiled = torch.compile(fastmax_attention, fullgraph=True, backend="aot_eager")
+    outputs = {}
+    for precision in ("highest", "high", "highest"):
+        with verify.matmul_precision(precision):
+            outputs[precision] = verify.run(compiled, tensors, case.options)
+            expected = verify.run(fastmax_attention, tensors, case.options)
+        for name, x in outputs[precision].items():
+            assert torch.equal(x, expected[name]), f"{precision}: {name}"
+    assert not torch.equal(outputs["high"]["o"], outputs["highest"]["o"])
+
+
+# ---- precision
+
+
+@by_algorithm
+@by_order
+def test_highest_and_high_are_two_arithmetics(p, algorithm):
+    """True fp32 is right to 1e-6, TF32 to 1e-3 and visibly worse than fp32."""
+    case = size("", 600, h=4, hk=2, p=p)
+    tensors = verify.random_tensors(case, DEVICE)
+    exact = verify.run(verify.definition, tensors, case.options, torch.float64)
+    errors = {}
+    for precision in ("highest", "high", "medium"):
+        with verify.matmul_precision(precision):
+            actual = verify.run(fastmax_attention, tensors, case.options | {"algorithm": algorithm})
+        errors[precision] = {name: relative(actual[name], x) for name, x in exact.items()}
+    for name in exact:
+        assert errors["highest"][name] <= 4e-6, (name, errors)
+        assert 2e-5 <= errors["high"][name] <= 4e-3, (name, errors)
+    assert errors["medium"] == errors["high"]
+
+
+@by_algorithm
+@by_order
+def test_the_newer_precision_setting_is_obeyed(p, algorithm):
+    """`torch.backends.cuda.matmul.fp32_precision` says the same as `set_float32_matmul_precision`."""
+    case = size("", 300, p=p, algorithm=algorithm)
+    tensors = verify.random_tensors(case, DEVICE)
+    expected = {}
+    for setting in ("highest", "high"):
+        with verify.matmul_precision(setting):
+            expected[setting] = fastmax_attention(**tensors, **case.options)
+    before = torch.backends.cuda.matmul.fp32_precision
+    try:
+        for newer, older in (("tf32", "high"), ("ieee", "highest")):
+            torch.backends.cuda.matmul.fp32_precision = newer
+            assert torch.equal(fastmax_attention(**tensors, **case.options), expected[older])
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert not torch.equal(expected["high"], expected["highest"])
+
+
+@by_algorithm
+@pytest.mark.parametrize("magnitude", [30.0, 200.0])
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_huge_scores(mode, magnitude, algorithm, precision):
+    """f(s) of 1e7 and of 1e11, sums beyond: far past float16, while every result is of ordinary size."""
+    case = in_mode(size("", 300, magnitude=magnitude, temperature=1.0, algorithm=algorithm), mode)
+    tensors = verify.random_tensors(case, DEVICE)
+    plain = {name: value for name, value in case.options.items() if name != "algorithm"}
+    exact = verify.run(verify.definition, tensors, plain, torch.float64)
+    for name, x in verify.run(fastmax_attention, tensors, case.options).items():
+        assert exact[name].abs().max() < 6e4
+        assert relative(x, exact[name]) <= 4 * verify.ROUNDING[case.mode], name
+
+
+# ---- calls that the kernels do not cover
+
+
+def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
+    calls = []
+
+    def counted(right):
+        return lambda *args, **options: calls.append(None) or right(*args, **options)
+
+    for name in ("forward", "backward", "decode_step"):
+        monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
+    for mode, algorithm, d in itertools.product(MODES, (*ALGORITHMS, "auto"), (1, 16, 37, 128)):
+        with verify.matmul_precision(MODES[mode][1]):
+            both(*operands(size("", 50, d=d, mask=True, noise=True), mode, algorithm))
+        assert not calls, (mode, algorithm, d)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        token = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=dtype)
+        fastmax.step(token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
+        assert not calls, dtype
+    both(*operands(size("", 50, d=300), "fp32", "auto"))
+    assert len(calls) == 2, "and the rest does"
+    token = token.double()
+    fastmax.step(token, token, token, fastmax.init_state(2, 4, 64, dtype=torch.float64, device=DEVICE))
+    assert len(calls) == 3
+
+
+@by_algorithm
+@pytest.mark.parametrize("what", ["float64", "head dim 300", "value dim 300", "rpe tensor"])
+def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
+    sizes = {"head dim 300": {"d": 300}, "value dim 300": {"dv": 300}}.get(what, {})
+    arguments, grad_o = operands(size("", 70, 90, h=4, hk=2, mask=True, noise=True, **sizes), "fp32", algorithm)
+    if what == "float64":
+        arguments, grad_o = widened(arguments), grad_o.double()
+    if what == "rpe tensor":
+        rpe = torch.randn(159, 64, device=DEVICE)
+        arguments = (*arguments[:5], rpe, *arguments[6:])
+    q, k, v, *rest = arguments
+    o, z = torch.ops.fastmax.forward(*arguments)
+    expected = torch.ops.fastmax.eager_forward(*arguments)
+    assert torch.equal(o, expected[0]) and torch.equal(z, expected[1])
+    assert relative(z, denominators(*widened(arguments))) < 1e-5 or what == "rpe tensor"
+    grads = torch.ops.fastmax.backward(grad_o, q, k, v, o, z, *rest)
+    for x, y in zip(grads, torch.ops.fastmax.eager_backward(grad_o, q, k, v, o, z, *rest), strict=True):
+        assert torch.equal(x, y)
+    assert grads[3].shape == ((159, 64) if what == "rpe tensor" else (0,))
+
+
+# ---- memory
+
+
+def peak_bytes(n, mode, algorithm, p):
+    """Of one forward and backward with 4 heads of 64, the operands included; and what q, k, v, o and the gradients take."""
+    arguments, grad_o = operands(size("", n, b=1, h=4, p=p), mode, algorithm)
+    both(arguments, grad_o)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    both(arguments, grad_o)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before + 4 * grad_o.nbytes, 8 * grad_o.nbytes
+
+
+@by_mode
+@pytest.mark.parametrize(
+    "algorithm, p", [("linear", 2), ("linear", 1), ("quadratic", 2)], ids=["linear-p2", "linear-p1", "quadratic"]
+)
+def test_memory_is_linear_in_tokens(algorithm, p, mode, precision):
+    """What is needed beside q, k, v, o and the gradients: never an (n, m) tensor.
+
+    For p = 2 at most one state of d (1 + d + d (d + 1) / 2) numbers for every 256 tokens, at 8 bytes a number; for p = 1 half
+    of what the tensors take. Beside the states g = grad_o / z, a float a row, and for fp16 fp32 copies of q, k and v.
+    """
+    n, d, heads = 65536, 64, 4
+    (half, _), (whole, tensors) = (peak_bytes(tokens, mode, algorithm, p) for tokens in (n // 2, n))
+    assert half < whole <= 2.1 * half
+    states = 0
+    if algorithm == "linear":
+        states = 8 * d * (1 + d + d * (d + 1) // 2) * heads * (n // 256) if p == 2 else tensors / 2
+    copies = tensors * (1.0 if mode == "fp16" else 0.375)
+    assert whole <= tensors + states + copies, f"{whole / 2**20:.0f} MB for tensors of {tensors / 2**20:.0f} MB"
+
+
+# ---- one token at a time
+
+
+@lru_cache(maxsize=1)
+def a_state(d, dv, hk, p, dtype):
+    """The state after 40 tokens, float32 (float64 for float64 tokens)."""
+    generator = torch.Generator(DEVICE).manual_seed(3)
+    k, v = (torch.randn(3, hk, 40, x, generator=generator, device=DEVICE, dtype=torch.float64) for x in (d, dv))
+    state = fastmax.init_state(3, hk, d, dv, dtype=torch.float64, device=DEVICE, p=p, temperature=d**0.5)
+    _, state = fastmax.prefill(k, k, v, state)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return state.values.to(wide), state.weights.to(wide)
+
+
+@pytest.mark.parametrize("d, dv", [(64, 64), (16, 16), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130)], ids=lambda x: str(x))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=lambda x: str(x)[6:])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
+@by_order
+def test_decode_step(p, masked, dtype, d, dv):
+    """Against the PyTorch implementation in float64, with and without groups; the given state stays as it was."""
+    if p == 1 and d == 1:
+        pytest.skip("1 + s is not positive for one channel")
+    for h, hk, layout in ((8, 2, verify.unaligned), (6, 3, torch.clone), (2, 2, verify.unaligned), (20, 1, torch.clone)):
+        values, weights = a_state(d, dv, hk, p, dtype)
+        before = values.clone(), weights.clone()
+        q, k, v = (layout(torch.randn(3, heads, 1, x, device=DEVICE).to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
+        mask = torch.tensor([[True], [False], [True]], device=DEVICE) if masked else None
+        score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
+        verify.poison_free_memory(DEVICE)
+        actual = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, *score)
+        exact = eager.decode_step(*(x.double() for x in (q, k, v, values, weights)), mask, score)
+        assert torch.equal(values, before[0]) and torch.equal(weights, before[1])
+        o, *state = actual
+        assert o.dtype == dtype and o.shape == (3, h, 1, dv)
+        limit = {torch.float64: 1e-12, torch.float32: 5e-6}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
+        assert relative(o, exact[0]) <= limit
+        for x, y, like in zip(state, exact[1:], before, strict=True):
+            assert x.dtype == like.dtype and x.shape == like.shape
+            assert relative(x, y) <= (1e-12 if dtype == torch.float64 else 1e-6)
+        if masked:
+            for x, like in zip(state, before, strict=True):
+                assert torch.equal(x[1], like[1]) and not torch.equal(x[0], like[0])
+        again = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, *score)
+        assert all(torch.equal(x, y) for x, y in zip(actual, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda x: str(x)[6:])
+@by_order
+def test_generating_equals_the_parallel_form(p, dtype):
+    case = size("", 40, h=4, hk=2, p=p)._replace(dtype=dtype)
+    tensors = verify.random_tensors(case, DEVICE)
+    exact = verify.definition(**{name: x.double() for name, x in tensors.items()}, **case.options)
+    state = fastmax.init_state(2, 2, 64, dtype=dtype, device=DEVICE, p=p, temperature=case.options["temperature"])
+    outputs = []
+    for tokens in zip(*(x.split(1, dim=2) for x in tensors.values()), strict=True):
+        o, state = fastmax.step(*tokens, state)
+        outputs.append(o)
+    assert relative(torch.cat(outputs, dim=2), exact) <= (5e-6 if dtype == torch.float32 else verify.ROUNDING["bfloat16"])
+
+
+# ---- the library
+
+
+def test_build_info_names_what_was_built():
+    info = extension.build_info()
+    assert "architectures" in info and all(mode in info for mode in MODES)
+    assert all(str(d) in info for d in HEAD_DIMS)
+
+
+def test_no_warning_where_kernels_run(recwarn):
+    extension._checked.clear()
+    fastmax_attention(**verify.random_tensors(size("", 20), DEVICE))
+    assert not [w for w in recwarn if "fastmax" in str(w.message)]

@@ -1,0 +1,282 @@
+"""`python -m fastmax.verify`: random configurations, what they cover, and that a wrong operator does not get through."""
+
+import math
+import re
+from collections import Counter
+
+import pytest
+import torch
+
+from fastmax import verify
+
+ONE = ["--device", "cpu", "--seed", "3", "--only-index", "5"]
+
+
+def test_random_configurations_pass(capsys):
+    assert verify.main(["--device", "cpu", "--random", "20"]) == 0
+    printed = capsys.readouterr().out
+    assert "20 of 20 random configurations within the limit" in printed and "FAILED" not in printed
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seed", [0, 1000, 2000, 3000])
+def test_random_configurations_pass_on_cuda(seed):
+    assert verify.run_random(range(50), seed, "cuda") == 0
+
+
+WRONG = {
+    "scaled": lambda o: o * (1.0 + 1e-2),
+    "nan": lambda o: o * math.nan,
+    "one row in sixteen left out": lambda o: torch.where(torch.arange(o.shape[2])[:, None] % 16 == 0, 0.0, o),
+    "shifted": lambda o: o + 0.02,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
+def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypatch, capsys):
+    right = verify.fastmax_attention
+
+    def perturbed(*, use_custom_gradient, **arguments):
+        o = right(use_custom_gradient=use_custom_gradient, **arguments)
+        return WRONG[wrong](o) if use_custom_gradient is custom else o
+
+    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    assert verify.main(["--device", "cpu", "--seed", "3", "--random", "8"]) == 1
+    printed = capsys.readouterr().out
+    case = verify.random_case(5, 3, "cpu")
+    assert f"FAILED {case}" in printed, "the whole configuration"
+    assert f"python -m fastmax.verify {' '.join(ONE)}" in printed
+    assert re.search(r"\n0 of 8 random configurations", printed)
+
+    assert verify.main(ONE) == 1
+    monkeypatch.setattr(verify, "fastmax_attention", right)
+    assert verify.main(ONE) == 0
+    assert "1 of 1 random configurations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tensor", ["q", "k", "v"])
+def test_a_wrong_gradient_is_caught(tensor, monkeypatch):
+    right = verify.fastmax_attention
+
+    def perturbed(**arguments):
+        x = arguments[tensor]
+        arguments[tensor] = torch.lerp(x.detach(), x, 1.05)  # x itself, with a gradient too large by 5%
+        return right(**arguments)
+
+    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    wrong = verify.check(verify.random_case(5, 3, "cpu"), "cpu", 8).wrong
+    assert len(wrong) == 1 and wrong[0].startswith(f"grad of {tensor}: custom gradient ")
+
+
+def test_the_worst_share_of_each_kind_is_shown(monkeypatch, capsys):
+    shares = iter([0.2, math.inf, 0.7])
+    case = verify.random_case(0, 0, "cpu")
+    monkeypatch.setattr(verify, "random_case", lambda index, seed, device: case)
+    monkeypatch.setattr(verify, "check", lambda case, device, seed: verify.Outcome(next(shares), []))
+    assert verify.run_random(range(3), 0, "cpu") == 0
+    line = rf"{case.mode} +{case.options['algorithm']} +p={case.options['p']} +inf% +1\n"
+    assert re.search(line, capsys.readouterr().out)
+
+
+def test_nan_is_the_worst_share(monkeypatch):
+    right = verify.fastmax_attention
+    monkeypatch.setattr(verify, "fastmax_attention", lambda **arguments: math.nan * right(**arguments))
+    assert verify.check(verify.random_case(5, 3, "cpu"), "cpu", 8).share == math.inf
+
+
+def test_the_table_exits_with_its_result(monkeypatch, capsys):
+    assert verify.main(["--device", "cpu", "--only", "one query"]) == 0
+    assert "2 of 2 configurations" in capsys.readouterr().out
+    right = verify.fastmax_attention
+    monkeypatch.setattr(verify, "fastmax_attention", lambda **arguments: 1.001 * right(**arguments))
+    assert verify.main(["--device", "cpu", "--only", "one query"]) == 1
+    assert "0 of 2 configurations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["--only", "no such row"], ["--random", "0"]], ids=" ".join)
+def test_bad_arguments(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        verify.main(["--device", "cpu", *arguments])
+    assert stop.value.code == 2 and arguments[1] in capsys.readouterr().err
+
+
+# ---- what is drawn
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_random_configurations_cover_the_operator(kind):
+    """2,000 of them, for either kind of device: every option in every mode, within the limits."""
+    cases = [verify.random_case(index, 0, kind) for index in range(2000)]
+    limits = verify._LIMITS.get(kind, verify._OTHER_DEVICES)
+    for case in cases:
+        assert 1 <= case.queries <= limits.tokens and 1 <= case.keys <= limits.tokens
+        assert 1 <= case.head_dim <= limits.head_dim and 1 <= case.value_dim <= limits.head_dim
+        assert case.heads % case.kv_heads == 0
+        assert case.queries <= case.keys or not case.options["causal"]
+        # The limit on pairs gives way to the least number of rows, for short sequences.
+        assert case.batch * case.heads * case.queries * case.keys <= max(limits.pairs, 100 * limits.tokens)
+        assert case.batch * case.heads * case.queries >= verify._MIN_ROWS
+
+    modes = {"float32", "float16", "bfloat16", "float64" if kind == "cpu" else "tf32"}
+    kinds = Counter((case.mode, case.options["algorithm"], case.options["p"], case.options["causal"]) for case in cases)
+    assert {kind[0] for kind in kinds} == modes and len(kinds) == 4 * 3 * 2 * 2 and min(kinds.values()) >= 10
+
+    def count(condition):
+        return sum(map(condition, cases))
+
+    assert all(count(lambda case, layout=layout: case.layout == layout) > 200 for layout in verify.LAYOUTS)
+    for name in ("normalize", "rpe_matrix", "dropout", "a0"):
+        assert count(lambda case, name=name: name in case.options) > 100
+    assert count(lambda case: case.heads > case.kv_heads > 1) > 100
+    assert count(lambda case: case.heads > case.kv_heads == 1) > 100
+    assert count(lambda case: case.padding) > 300
+    assert count(lambda case: case.head_dim % 2) > 200 and count(lambda case: case.head_dim != case.value_dim) > 400
+    assert count(lambda case: case.queries < case.keys) > 300 and count(lambda case: case.queries > case.keys) > 100
+    assert count(lambda case: case.queries == 1) > 10 and count(lambda case: case.queries > 1000) > (
+        10 if kind == "cpu" else 100
+    )
+    assert count(lambda case: any(abs(case.keys - chunk) == 1 for chunk in (128, 256, 512))) > 50
+    if kind == "cuda":
+        for d in (16, 32, 64, 96, 128):
+            assert count(lambda case, d=d: case.head_dim == d) > 100
+        assert count(lambda case: case.head_dim > 128) > 30
+
+
+def test_a_configuration_depends_on_its_index_and_seed_alone():
+    again = [verify.random_case(index, 11, "cpu") for index in range(20)]
+    assert [verify.random_case(index, 11, "cpu") for index in reversed(range(20))][::-1] == again
+    assert len(set(map(str, again))) == 20
+    assert verify.random_case(3, 11, "cpu") == verify.random_case(4, 10, "cpu")._replace(name="random 3")
+    case = again[0]
+    first, second, other = (verify.random_tensors(case, "cpu", seed) for seed in (1, 1, 2))
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+    assert not torch.equal(first["q"], other["q"])
+
+
+def test_scores_of_p_1_stay_in_the_ball():
+    case = verify.Case("", {}, magnitude=None)
+    tensors = verify.random_tensors(case, "cpu")
+    assert tensors["q"].norm(dim=-1).max() < 0.9 and tensors["q"].norm(dim=-1).std() > 0.1
+    assert verify.random_tensors(case._replace(magnitude=2.0), "cpu")["q"].norm(dim=-1).min() > 0.9
+
+
+@pytest.mark.parametrize("keys", [300, 40], ids=["n = m", "n > m"])
+def test_layouts_are_what_they_are_called(keys):
+    base = verify.Case("", {}, heads=4, keys=keys, noise=True)
+    for layout in verify.LAYOUTS:
+        tensors = verify.random_tensors(base._replace(layout=layout), "cpu")
+        q, k, v = (tensors[name] for name in "qkv")
+        assert q.shape == (2, 4, 300, 32) and k.shape == v.shape == (2, 2, keys, 32)
+        assert q.stride(3) == k.stride(3) == v.stride(3) == 1
+        assert (q.stride(1) < q.stride(2)) is (layout in ("token-major", "packed"))
+        assert q.is_contiguous() is (layout == "contiguous")
+        shared = [x.untyped_storage().data_ptr() for x in (q, k, v)]
+        assert len(set(shared)) == (3 if layout != "packed" else 1 if keys == 300 else 2)
+        if layout == "unaligned":
+            assert all(x.data_ptr() % 16 and x.stride(2) * x.element_size() % 16 for x in tensors.values())
+        expected = verify.random_tensors(base, "cpu")
+        assert all(torch.equal(x, expected[name]) for name, x in tensors.items()), "the same numbers in every layout"
+
+
+def test_padding_hides_all_keys_of_the_first_sequence():
+    mask = verify.random_tensors(verify.Case("", {}, padding=True), "cpu")["key_padding_mask"]
+    assert mask.shape == (2, 300) and not mask[0].any() and not mask[1, :100].any() and 0.5 < mask[1, 100:].float().mean() < 0.9
+
+
+# ---- what is allowed
+
+
+def test_rounding_is_the_least_that_is_allowed():
+    case = verify.Case("", {"causal": True, "temperature": 6.0}, queries=50, keys=50)
+    tensors = verify.random_tensors(case, "cpu")
+    plain = {row.tensor: row.allowed for row in verify.measure(tensors, case.options)}
+    assert all(row.allowed == 0.01 for row in verify.measure(tensors, case.options, rounding=0.01))
+    assert all(row.allowed == plain[row.tensor] for row in verify.measure(tensors, case.options, rounding=1e-12))
+
+
+def test_a_plain_formula_that_overflows_is_no_standard():
+    """f(s) of 1e6 is past float16: the plain formula returns NaN, the operator does not, and is held to a few roundings."""
+    case = verify.Case("", {"temperature": 1.0}, queries=50, keys=50, dtype=torch.float16, magnitude=20.0)
+    tensors = verify.random_tensors(case, "cpu")
+    assert not verify.run(verify.definition, tensors, case.options)["o"].isfinite().all()
+    rows = verify.measure(tensors, case.options, verify.ROUNDING["float16"])
+    assert all(row.passed and row.allowed <= 8 * 2.0**-11 for row in rows)
+
+
+def test_gradients_that_are_zero_by_cancellation():
+    """With one key the gradients of q and k are rounding errors, held to a multiple of the rounding of their terms."""
+    case = verify.Case("", {}, queries=100, keys=1, dtype=torch.float16)
+    tensors = verify.random_tensors(case, "cpu")
+    rows = {row.tensor: row for row in verify.measure(tensors, case.options, verify.ROUNDING["float16"])}
+    assert all(row.passed for row in rows.values())
+    assert rows["q"].allowed < 0.1 and rows["k"].allowed < 0.1
+
+
+def test_precision_is_set_back():
+    before = torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError), verify.matmul_precision("high"):
+        assert torch.get_float32_matmul_precision() == "high"
+        raise RuntimeError
+    assert torch.get_float32_matmul_precision() == before
+
+
+# ---- what only a GPU shows
+
+
+@pytest.fixture
+def memory_as_it_is():
+    """torch's own poison off, so that what `torch.empty` returns is what the memory holds."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.mark.cuda
+def test_poison_reaches_what_the_allocator_hands_out(memory_as_it_is):
+    device = torch.device("cuda")
+    torch.cuda.empty_cache()
+    sizes = (7, 100, 5_000, 200_000, 3_000_000, 40_000_000)
+    kept = []
+    for _ in range(3):  # free blocks between live ones, zeros in all of them
+        blocks = [torch.zeros(size, device=device) for size in sizes]
+        kept += [torch.zeros(300, device=device), torch.zeros(900_000, device=device)]
+        del blocks
+    reserved = torch.cuda.memory_reserved()
+    verify.poison_free_memory(device)
+    assert torch.cuda.memory_reserved() == reserved, "every block was there already"
+    fresh = [torch.empty(size, device=device) for size in sizes]
+    assert torch.cuda.memory_reserved() == reserved
+    assert all(x.isnan().all() for x in fresh)
+    assert all((x == 0).all() for x in kept), "only free memory is written"
+
+
+@pytest.mark.cuda
+def test_an_output_that_is_not_written_is_caught(memory_as_it_is, monkeypatch):
+    right = verify.fastmax_attention
+    case = verify.Case("", {"causal": True, "temperature": 6.0})
+
+    def unwritten(**arguments):
+        memory = torch.empty(2, 2, 300, 32, device="cuda")  # as large as the output, before anything else is allocated
+        o = right(**arguments)
+        if not arguments["use_custom_gradient"]:
+            return o
+        memory[:, :, 1:] = o.detach()[:, :, 1:]
+        return o + (memory - o.detach())
+
+    monkeypatch.setattr(verify, "fastmax_attention", unwritten)
+    assert any("o: not finite on poisoned memory" in line for line in verify.check(case, "cuda", 0).wrong)
+
+
+@pytest.mark.cuda
+def test_other_bits_are_caught(monkeypatch):
+    right, calls = verify.fastmax_attention, []
+
+    def unsteady(**arguments):
+        calls.append(None)
+        return right(**arguments) * (1.0 + 1e-5 * len(calls))
+
+    monkeypatch.setattr(verify, "fastmax_attention", unsteady)
+    case = verify.Case("", {"causal": True, "temperature": 6.0})
+    wrong = verify.check(case, "cuda", 0).wrong
+    assert {line for line in wrong if "other bits" in line} == {f"{name}: other bits when repeated" for name in "oqkv"}
