@@ -10,7 +10,7 @@
 #include "params.h"
 
 // ROW(arch, head_dim): kernels for compute capability arch / 10 and up, for every arithmetic mode.
-#define FASTMAX_HEAD_DIMS(ROW) ROW(80, 16) ROW(80, 32) ROW(80, 64) ROW(80, 96) ROW(80, 128)
+#define FASTMAX_HEAD_DIMS(ROW) ROW(80, 16) ROW(80, 32) ROW(80, 64) ROW(80, 96) ROW(80, 128) ROW(80, 256)
 
 namespace fastmax {
 

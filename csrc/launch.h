@@ -31,6 +31,11 @@ inline size_t quadratic_bwd_workspace_bytes(const BwdParams& p) {
   return quadratic_row_score_bytes(p) + (p.noise == nullptr ? 0 : static_cast<size_t>(p.b) * p.h * p.n * p.dv * element);
 }
 
+// The widest head dim with kernels for order 1 alone (linear1*): its state fits the registers of a block. Wider ones run the order-2
+// kernels, which skip what is absent.
+inline constexpr int kLinear1HeadDim = 128;
+inline bool uses_linear1(const Problem& p) { return p.order == 1 && p.head_dim <= kLinear1HeadDim; }
+
 void launch_linear_fwd(const FwdParams& p, cudaStream_t stream);
 void launch_linear_bwd(const BwdParams& p, cudaStream_t stream);
 size_t linear_fwd_workspace_bytes(const FwdParams& p);

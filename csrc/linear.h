@@ -126,7 +126,11 @@ constexpr __host__ __device__ int state_values(int head_dim, bool full) {
   return full ? 32 : head_dim <= 64 ? head_dim : head_dim == 96 ? 48 : 64;
 }
 constexpr __host__ __device__ int state_blocks(int head_dim, bool full) {
-  return head_dim == 32 ? 2 : head_dim == 64 ? (full ? 8 : 4) : head_dim == 96 ? (full ? 30 : 20) : (full ? 64 : 32);
+  return head_dim == 32    ? 2
+         : head_dim == 64  ? (full ? 8 : 4)
+         : head_dim == 96  ? (full ? 30 : 20)
+         : head_dim == 128 ? (full ? 64 : 32)
+                           : (full ? 512 : 256);
 }
 // Floats per thread that a walk hands on: 8 + 2 octets times the values, and the sum of e.
 constexpr __host__ __device__ int state_carry(int head_dim, bool full) { return 10 * 4 * state_values(head_dim, full) / 16 + 1; }

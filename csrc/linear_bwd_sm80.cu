@@ -9,41 +9,37 @@
 // shared memory, a float4 per lane and block that no other lane touches.
 
 #include "linear_dispatch.h"
-#include "linear_features.h"
+#include "linear_stream.h"
 
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim, int kOrder>
+template <class Math, int kHeadDim>
 struct GradTile {
-  using Layout = StateLayout<Math, kHeadDim>;
-  using Element = typename Math::Element;
+  using Stage = StreamStage<Math, kHeadDim>;
   static constexpr bool k16 = kIs16Bit<Math>;
   static constexpr bool kFull = Math::kMode == MathMode::kFP32;  // split operands take twice the registers
-  static constexpr int kRowTiles = kOrder == 2 && k16 && kHeadDim <= 64 ? 2 : 1;
+  static constexpr int kRowTiles = k16 && kHeadDim <= 128 ? 2 : 1;
   static constexpr int kWarpRows = kRowTiles * 16;
-  static constexpr int kTilesPerStage = kHeadDim == 32 ? (k16 ? 4 : 2) : kHeadDim == 64 && k16 ? 2 : 1;
-  static constexpr int kPairsPerStage = 4 * kTilesPerStage;
-  static constexpr int kTileStageBytes = kTilesPerStage * Layout::kTileBytes;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
-  static constexpr int kKeys = kTileStageBytes / (2 * kRowBytes) < 64 ? kTileStageBytes / (2 * kRowBytes) : 64;
-  static constexpr int kSlab = kFull ? 16 : 32;
-  static_assert(kKeys % kSlab == 0 && kBoundary % kKeys == 0, "stages hold whole slabs");
-  static constexpr int kStageBytes = kTileStageBytes + 4 * kKeys;  // and the e of the keys
-  static constexpr int kStages = 2;
-  static constexpr int kRowSharedBytes = kRowBytes + 4 * kHeadDim;  // x and the gradient
+  // x2's fragments stay in registers, but for head_dim 256 in fp32, where each is read when it is needed.
+  static constexpr bool kKeepX2 = k16 || kHeadDim <= 128;
+  // Where x2 and the sums of two row tiles do not fit in registers, the own chunk adds to the gradient in shared memory.
+  static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
+  static constexpr int kSlab = kFull || kHeadDim > 128 ? 16 : 32;
+  static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
+  static constexpr int kRowSharedBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
   // More rows share the ring's traffic; two small blocks hide each other's barriers.
-  static constexpr int kMaxWarps = (kHeadDim <= 64) == (kOrder == 2) ? 4 : 8;
-  static constexpr int kMinBlocks = kOrder == 1 ? 2 : 1;
+  static constexpr int kMaxWarps = kHeadDim <= 64 ? 4 : 8;
+  using Stream = RowStream<Math, kHeadDim, 2, kMaxWarps * kWarpSize>;
 
-  static constexpr int shared_bytes(int warps) { return warps * kWarpRows * kRowSharedBytes + kStages * kStageBytes; }
-  static_assert(shared_bytes(2) <= 99 * 1024, "two warps do not fit on the smallest devices");
+  static constexpr int shared_bytes(int warps) { return warps * kWarpRows * kRowSharedBytes + Stream::kRingBytes; }
+  static_assert(shared_bytes(1) <= 99 * 1024, "a warp does not fit on the smallest devices");
 };
 
-template <class Math, int kHeadDim, int kOrder>
-__global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* kWarpSize, GradTile<Math, kHeadDim, kOrder>::kMinBlocks)
-    linear_grad_kernel(const GradArgs a, const int row_blocks) {
-  using Tile = GradTile<Math, kHeadDim, kOrder>;
+template <class Math, int kHeadDim>
+__global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize, 1) linear_grad_kernel(const GradArgs a, const int row_blocks) {
+  using Tile = GradTile<Math, kHeadDim>;
+  using Stage = typename Tile::Stage;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16, kBlocks = kHeadDim / 8;
@@ -51,96 +47,40 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
   extern __shared__ __align__(128) char shared[];
   const int lane = lane_index(), g = lane / 4, t = lane % 4, warp = threadIdx.x / kWarpSize;
   const int rows = blockDim.x / kWarpSize * Tile::kWarpRows;
-  const uint32_t ring = ptx::smem_address(shared), x_tile = ring + Tile::kStages * Tile::kStageBytes;
-  const uint32_t warp_grad = x_tile + rows * Tile::kRowBytes + warp * Tile::kWarpRows * kHeadDim * 4 + lane * 16;
+  const uint32_t ring = ptx::smem_address(shared), x_tile = ring + Tile::Stream::kRingBytes;
+  const uint32_t warp_grad = x_tile + rows * Stage::kRowBytes + warp * Tile::kWarpRows * kHeadDim * 4 + lane * 16;
   const auto grad_address = [&](int m, int block) { return warp_grad + (m * kBlocks + block) * 512; };
 
-  const int row_block = row_blocks - 1 - static_cast<int>(blockIdx.x) % row_blocks;
-  const int x_head_index = blockIdx.x / row_blocks;
-  const int x_heads = a.state_heads * a.x_group;
-  const int batch = x_head_index / x_heads, x_head = x_head_index % x_heads, kv_head = x_head / a.x_group;
-  const int block_row = row_block * rows, chunk = block_row / a.chunk;
+  const RowBlock at(a, rows, row_blocks);
   const int warp_row = warp * Tile::kWarpRows;
-  const int64_t slot = (static_cast<int64_t>(batch) * a.state_heads + kv_head) * a.chunks + chunk;
-  const bool has_state = a.has_state(chunk), tiles = kOrder == 2 && a.order == 2;
-
-  const int first_pair = tiles ? Layout::kMomentPair : Layout::kLinearPair;
-  const int plain_pairs = Layout::kTilePair - first_pair;
-  const int plain_stages = has_state ? (plain_pairs + Tile::kPairsPerStage - 1) / Tile::kPairsPerStage : 0;
-  const int tile_stages =
-      has_state && tiles ? (Stars<kHeadDim>::kTiles + Tile::kTilesPerStage - 1) / Tile::kTilesPerStage : 0;
-  const int own_begin = a.boundary + chunk * a.chunk;
-  const int own_end = min(a.boundary + block_row + rows, a.ny + a.pad);
-  const int key_blocks = a.causal && own_end > own_begin ? (own_end - own_begin + Tile::kKeys - 1) / Tile::kKeys : 0;
-  const int stages = plain_stages + tile_stages + key_blocks * a.y_group;
-
-  const uint8_t* y_mask = mask_pointer(a.y_mask, batch);
-  const char* snapshot = static_cast<const char*>(a.snapshots) + slot * Layout::words(a.order) * Layout::kWordBytes;
-  const auto load = [&](int stage) {
-    if (stage < stages) {
-      const uint32_t dst = ring + stage % Tile::kStages * Tile::kStageBytes;
-      if (stage < plain_stages) {
-        const int pair = stage * Tile::kPairsPerStage;
-        load_bytes_async(dst, snapshot + int64_t{first_pair + pair} * Layout::kPairBytes,
-                         min(Tile::kPairsPerStage, plain_pairs - pair) * Layout::kPairBytes);
-      } else if (stage < plain_stages + tile_stages) {
-        const int tile = (stage - plain_stages) * Tile::kTilesPerStage;
-        load_bytes_async(dst, snapshot + int64_t{Layout::kTilePair + 4 * tile} * Layout::kPairBytes,
-                         min(Tile::kTilesPerStage, Stars<kHeadDim>::kTiles - tile) * Layout::kTileBytes);
-      } else {
-        const int index = stage - plain_stages - tile_stages;
-        const int y_head = kv_head * a.y_group + index % a.y_group;
-        const int row = own_begin + index / a.y_group * Tile::kKeys - a.pad;
-        load_masked_tile_async<Element, Tile::kKeys, kHeadDim>(dst, head_pointer<Element>(a.y, batch, y_head), a.y.token, row, a.ny,
-                                                               a.d, y_mask, a.y_mask.token);
-        load_masked_tile_async<Element, Tile::kKeys, kHeadDim>(dst + Tile::kKeys * Tile::kRowBytes,
-                                                               head_pointer<Element>(a.y2, batch, y_head), a.y2.token, row, a.ny,
-                                                               a.dv, y_mask, a.y_mask.token);
-        if (a.y_scale.data != nullptr && threadIdx.x < Tile::kKeys) {
-          const float* e = a.y_scale.data + (static_cast<int64_t>(batch) * a.state_heads * a.y_group + y_head) * a.y_scale.head;
-          const int source = row + static_cast<int>(threadIdx.x);
-          const bool inside = source < a.ny;
-          ptx::cp_async_small<4>(dst + Tile::kTileStageBytes + threadIdx.x * 4,
-                                 inside ? e + static_cast<int64_t>(source) * a.y_scale.token : e, inside ? 4 : 0);
-        }
-      }
-    }
-    ptx::cp_async_commit();
-  };
-  {
-    const Element* x = head_pointer<Element>(a.x, batch, x_head);
-    for (int row = 0; row < rows; row += 32) {
-      load_masked_tile_async<Element, 32, kHeadDim>(x_tile + row * Tile::kRowBytes, x, a.x.token, block_row + row, a.nx, a.d, nullptr, 0);
-    }
+  const bool has_state = a.has_state(at.chunk), tiles = a.order == 2;
+  typename Tile::Stream stream(a, a.y, a.y2, a.y_mask, a.y_scale, a.snapshots, at, tiles, ring);
+  for (int row = 0; row < rows; row += 16) {
+    load_masked_tile_async<Element, 16, kHeadDim>(x_tile + row * Stage::kRowBytes, head_pointer<Element>(a.x, at.batch, at.x_head),
+                                                  a.x.token, at.row + row, a.nx, a.d, nullptr, 0);
   }
-  for (int i = 0; i < Tile::kStages - 1; ++i) load(i);
+  stream.begin();
 
-  int stage = 0;
-  const auto next_stage = [&] {
-    ptx::cp_async_wait<Tile::kStages - 2>();
-    __syncthreads();
-    load(stage + Tile::kStages - 1);
-    return ring + stage++ % Tile::kStages * Tile::kStageBytes;
+  WeightsA<Math> x2[kRowTiles][Tile::kKeepX2 ? kDepth : 1];
+  const auto x2_slot = [](int c) { return Tile::kKeepX2 ? c : 0; };
+  const auto load_x2 = [&](int m, int c) {
+    load_rows_global<Math>(x2[m][x2_slot(c)], head_pointer<Element>(a.x2, at.batch, at.x_head), a.x2.token,
+                           at.row + warp_row + 16 * m, a.nx, 16 * c, a.dv);
   };
-  if (stages == 0) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-  }
-
-  WeightsA<Math> x2[kRowTiles][kDepth];
+  constexpr int kUnrollX2 = Tile::kKeepX2 ? kDepth : 1;
   float e[kRowTiles][2] = {};  // of this lane's rows
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
-    const int row = block_row + warp_row + 16 * m;
+    const int row = at.row + warp_row + 16 * m;
+    if constexpr (Tile::kKeepX2) {
 #pragma unroll
-    for (int c = 0; c < kDepth; ++c) {
-      load_rows_global<Math>(x2[m][c], head_pointer<Element>(a.x2, batch, x_head), a.x2.token, row, a.nx, 16 * c, a.dv);
+      for (int c = 0; c < kDepth; ++c) load_x2(m, c);
     }
     if (a.x_scale.data != nullptr) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int r = row + 8 * half + g;
-        if (r < a.nx) e[m][half] = a.x_scale.data[x_head_index * a.x_scale.head + static_cast<int64_t>(r) * a.x_scale.token];
+        if (r < a.nx) e[m][half] = a.x_scale.data[at.x_head_index * a.x_scale.head + static_cast<int64_t>(r) * a.x_scale.token];
       }
     }
   }
@@ -149,9 +89,9 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
   if (has_state) {
     // e (moment x + g0 sum y): in grad_k, e is inside the sums.
     int pair = 0;
-    const int moments = Layout::kLinearPair - first_pair;
+    const int moments = stream.moment_pairs();
     const auto finish_moments = [&] {
-      const float* sums = a.sums + slot * Layout::kSums + Layout::kSumY;
+      const float* sums = a.sums + at.slot * Layout::kSums + Layout::kSumY;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         const float e0 = a.x_scale.data != nullptr ? e[m][0] : 1.f, e1 = a.x_scale.data != nullptr ? e[m][1] : 1.f;
@@ -164,11 +104,11 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
         }
       }
     };
-    for (int s = 0; s < plain_stages; ++s) {
-      const uint32_t stage_pairs = next_stage();
+    for (int i = 0; i < stream.plain_stages(); ++i) {
+      const uint32_t stage = stream.next();
 #pragma unroll 1
-      for (int i = 0; i < Tile::kPairsPerStage && pair < plain_pairs; ++i, ++pair) {
-        const uint32_t block = stage_pairs + i * Layout::kPairBytes;
+      for (int j = 0; j < Stage::kPairs && pair < stream.plain_pairs(); ++j, ++pair) {
+        const uint32_t block = stage + j * Layout::kPairBytes;
         if (pair < moments) {
           WeightsA<Math> x[kRowTiles];
 #pragma unroll
@@ -188,14 +128,15 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
         if (pair == moments) finish_moments();
         // First order: x2 T^T for 16 columns of the gradient.
         float w[kRowTiles][2][4] = {};
-#pragma unroll
+#pragma unroll kUnrollX2
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
           load_state_by_value<Math>(b0, b1, block + c * kBlockBytes);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(w[m][0], x2[m][c], b0);
-            mma_weights<Math>(w[m][1], x2[m][c], b1);
+            if constexpr (!Tile::kKeepX2) load_x2(m, c);
+            mma_weights<Math>(w[m][0], x2[m][x2_slot(c)], b0);
+            mma_weights<Math>(w[m][1], x2[m][x2_slot(c)], b1);
           }
         }
 #pragma unroll
@@ -212,7 +153,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
     }
   }
 
-  if (kOrder == 2 && tile_stages > 0) {
+  if (tiles && has_state) {
     // Half a tile (four octets) at a time: the next half's W is on the tensor cores while this one's goes through the product
     // rule.
     RowOctet<Math, kHeadDim> scalar[kRowTiles];
@@ -243,16 +184,20 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
           for (int k = 0; k < 4; ++k) dst[m][i][k] = 0.f;
         }
       }
-#pragma unroll
+#pragma unroll kUnrollX2
       for (int c = 0; c < kDepth; ++c) {
+        if constexpr (!Tile::kKeepX2) {
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) load_x2(m, c);
+        }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           WeightsB<Math> b0, b1;
           load_state_by_value<Math>(b0, b1, half_tile + j * Layout::kPairBytes + c * kBlockBytes);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(dst[m][2 * j], x2[m][c], b0);
-            mma_weights<Math>(dst[m][2 * j + 1], x2[m][c], b1);
+            mma_weights<Math>(dst[m][2 * j], x2[m][x2_slot(c)], b0);
+            mma_weights<Math>(dst[m][2 * j + 1], x2[m][x2_slot(c)], b1);
           }
         }
       }
@@ -272,17 +217,24 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
       }
     };
 
-    uint32_t tile_address = next_stage();
+    // The address of a half tile, halves in order.
+    uint32_t pairs = 0;
+    const auto begins = [](int half) { return 2 * half % Stage::kPairs == 0; };  // a stage
+    const auto next_half = [&](int half) {
+      pairs = begins(half) ? stream.next_tiles() : pairs + 2 * Layout::kPairBytes;
+      return pairs;
+    };
+    constexpr int kHalves = 2 * Stars<kHeadDim>::kTiles;
     load_factors();
-    multiply(w[0], tile_address);
+    multiply(w[0], next_half(0));
+    stream.copy_tiles(true);
 #pragma unroll 1
-    for (int tile = 0; tile < Stars<kHeadDim>::kTiles; ++tile) {
-      multiply(w[1], tile_address + 2 * Layout::kPairBytes);
+    for (int half = 0; half < kHalves; half += 2) {
+      multiply(w[1], next_half(half + 1));
+      stream.copy_tiles(begins(half + 1));
       product_rule(w[0], 0);
-      if (tile + 1 < Stars<kHeadDim>::kTiles) {
-        tile_address = (tile + 1) % Tile::kTilesPerStage == 0 ? next_stage() : tile_address + Layout::kTileBytes;
-        multiply(w[0], tile_address);
-      }
+      if (half + 2 < kHalves) multiply(w[0], next_half(half + 2));
+      stream.copy_tiles(begins(half + 2));
       product_rule(w[1], 1);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) ptx::store_shared_f32x4(grad_address(m, base_block), leaf[m]);
@@ -314,6 +266,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
       }
       load_factors();
     }
+    stream.end_tiles();
   }
 
   // The own chunk, on top of the earlier ones.
@@ -321,25 +274,32 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int c = 0; c < 2 * kDepth; ++c) {
-      const float4 v = has_state ? ptx::load_shared_f32x4(grad_address(m, c)) : make_float4(0.f, 0.f, 0.f, 0.f);
-      acc[m][c][0] = v.x, acc[m][c][1] = v.y, acc[m][c][2] = v.z, acc[m][c][3] = v.w;
+      if constexpr (Tile::kSumsInShared) {
+        if (!has_state) ptx::store_shared_f32x4(grad_address(m, c), make_float4(0.f, 0.f, 0.f, 0.f));
+      } else {
+        const float4 v = has_state ? ptx::load_shared_f32x4(grad_address(m, c)) : make_float4(0.f, 0.f, 0.f, 0.f);
+        acc[m][c][0] = v.x, acc[m][c][1] = v.y, acc[m][c][2] = v.z, acc[m][c][3] = v.w;
+      }
     }
   }
-  const int chunk_row = block_row - chunk * a.chunk + warp_row;
+  const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
 #pragma unroll 1
-  for (int index = 0; index < key_blocks * a.y_group; ++index) {
-    const uint32_t y = next_stage(), y2 = y + Tile::kKeys * Tile::kRowBytes, y_e = y + Tile::kTileStageBytes;
-    const int first_key = index / a.y_group * Tile::kKeys;
+  for (int index = 0; index < stream.key_stages(); ++index) {
+    const uint32_t y = stream.next(), y2 = y + Stage::kValueOffset, y_e = y + Stage::kScaleOffset;
+    const int first_key = stream.first_key(index);
 #pragma unroll 1
-    for (int slab = 0; slab < Tile::kKeys; slab += Tile::kSlab) {
+    for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
       const int key = first_key + slab;
       if (key > chunk_row + Tile::kWarpRows - 1) break;
       float s[kRowTiles][Tile::kSlab / 8][4] = {}, u[kRowTiles][Tile::kSlab / 8][4] = {};
-#pragma unroll
+#pragma unroll kUnrollX2
       for (int kk = 0; kk < kDepth; ++kk) {
         FragmentA<Math> x[kRowTiles];
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) load_a<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
+        for (int m = 0; m < kRowTiles; ++m) {
+          load_a<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
+          if constexpr (!Tile::kKeepX2) load_x2(m, kk);
+        }
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 16; ++n) {
           FragmentB<Math> k0, k1;
@@ -350,8 +310,8 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
           for (int m = 0; m < kRowTiles; ++m) {
             mma<Math>(s[m][2 * n], x[m], k0);
             mma<Math>(s[m][2 * n + 1], x[m], k1);
-            mma_weights<Math>(u[m][2 * n], x2[m][kk], v0);
-            mma_weights<Math>(u[m][2 * n + 1], x2[m][kk], v1);
+            mma_weights<Math>(u[m][2 * n], x2[m][x2_slot(kk)], v0);
+            mma_weights<Math>(u[m][2 * n + 1], x2[m][x2_slot(kk)], v1);
           }
         }
       }
@@ -373,39 +333,70 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
           }
         }
       }
+      WeightsA<Math> weights[Tile::kSlab / 16][kRowTiles];
+      const auto add_columns = [&](float(&sum0)[4], float(&sum1)[4], int m, int k, const WeightsB<Math>& b0, const WeightsB<Math>& b1) {
+        mma_weights<Math>(sum0, weights[k][m], b0);
+        mma_weights<Math>(sum1, weights[k][m], b1);
+      };
 #pragma unroll
       for (int k = 0; k < Tile::kSlab / 16; ++k) {
-        WeightsA<Math> weights[kRowTiles];
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) a_from_accumulator<Math>(weights[m], s[m][2 * k], s[m][2 * k + 1]);
+        for (int m = 0; m < kRowTiles; ++m) a_from_accumulator<Math>(weights[k][m], s[m][2 * k], s[m][2 * k + 1]);
+        if constexpr (!Tile::kSumsInShared) {
 #pragma unroll
+          for (int c = 0; c < kDepth; ++c) {
+            WeightsB<Math> b0, b1;
+            load_b_trans_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) add_columns(acc[m][2 * c], acc[m][2 * c + 1], m, k, b0, b1);
+          }
+        }
+      }
+      if constexpr (Tile::kSumsInShared) {
+#pragma unroll 2
         for (int c = 0; c < kDepth; ++c) {
-          WeightsB<Math> b0, b1;
-          load_b_trans_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
+          float sum[kRowTiles][2][4];
 #pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(acc[m][2 * c], weights[m], b0);
-            mma_weights<Math>(acc[m][2 * c + 1], weights[m], b1);
+          for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const float4 v = ptx::load_shared_f32x4(grad_address(i / 2, 2 * c + i % 2));
+            float(&to)[4] = sum[i / 2][i % 2];
+            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+          }
+#pragma unroll
+          for (int k = 0; k < Tile::kSlab / 16; ++k) {
+            WeightsB<Math> b0, b1;
+            load_b_trans_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) add_columns(sum[m][0], sum[m][1], m, k, b0, b1);
+          }
+#pragma unroll
+          for (int i = 0; i < 2 * kRowTiles; ++i) {
+            const float(&v)[4] = sum[i / 2][i % 2];
+            ptx::store_shared_f32x4(grad_address(i / 2, 2 * c + i % 2), make_float4(v[0], v[1], v[2], v[3]));
           }
         }
       }
     }
   }
 
-  const uint8_t* x_mask = mask_pointer(a.x_mask, batch);
+  const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = block_row + warp_row + 16 * m + 8 * half + g;
+      const int row = at.row + warp_row + 16 * m + 8 * half + g;
       if (row >= a.nx) continue;
       const float keep = x_mask != nullptr && x_mask[static_cast<int64_t>(row) * a.x_mask.token] == 0 ? 0.f : 1.f;
 #pragma unroll
       for (int c = 0; c < 2 * kDepth; ++c) {
         const int column = 8 * c + 2 * t;
         if (column >= a.d) break;
-        store_row_pair<Element>(a.out, a.half_out, batch, x_head, row, column, acc[m][c][2 * half] * keep,
-                                acc[m][c][2 * half + 1] * keep);
+        float x = acc[m][c][2 * half], y = acc[m][c][2 * half + 1];
+        if constexpr (Tile::kSumsInShared) {
+          const float4 v = ptx::load_shared_f32x4(grad_address(m, c));
+          x = half ? v.z : v.x, y = half ? v.w : v.y;
+        }
+        store_row_pair<Element>(a.out, a.half_out, at.batch, at.x_head, row, column, x * keep, y * keep);
       }
     }
   }
@@ -414,22 +405,14 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim, kOrder>::kMaxWarps* k
 struct LaunchGrad {
   template <class Math, int kHeadDim>
   static void run(const GradArgs& a, cudaStream_t stream) {
-    if constexpr (kHasOrder1Kernel<Math>) {
-      if (a.order == 1) return launch<Math, kHeadDim, 1>(a, stream);
-    }
-    launch<Math, kHeadDim, 2>(a, stream);
-  }
-
-  template <class Math, int kHeadDim, int kOrder>
-  static void launch(const GradArgs& a, cudaStream_t stream) {
-    using Tile = GradTile<Math, kHeadDim, kOrder>;
+    using Tile = GradTile<Math, kHeadDim>;
     const int limit = shared_limit(a.sm_arch);
     int warps = Tile::kMaxWarps;
     while (Tile::shared_bytes(warps) > limit) warps /= 2;
     const int rows = warps * Tile::kWarpRows;
-    static_assert(128 % (Tile::kMaxWarps * Tile::kWarpRows) == 0, "a block's rows lie in one chunk");
+    static_assert(256 % (Tile::kMaxWarps * Tile::kWarpRows) == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + rows - 1) / rows;
-    launch_kernel("linear_grad", linear_grad_kernel<Math, kHeadDim, kOrder>, grid_1d(int64_t{row_blocks} * a.states() * a.x_group),
+    launch_kernel("linear_grad", linear_grad_kernel<Math, kHeadDim>, grid_1d(int64_t{row_blocks} * a.states() * a.x_group),
                   warps * kWarpSize, Tile::shared_bytes(warps), stream, a, row_blocks);
   }
 };
@@ -439,13 +422,14 @@ struct LaunchGrad {
 constexpr int kPrepareLanes = 8;
 
 template <class In, class G>
-__global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a, const int64_t rows) {
+__global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a, const int head_blocks) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(In));
-  const int64_t row = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) / kPrepareLanes;
+  const int head_index = blockIdx.x / head_blocks;
+  const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kPrepareLanes) + static_cast<int>(threadIdx.x) / kPrepareLanes;
+  const int64_t row = int64_t{head_index} * a.n + i;
   const int lane = threadIdx.x % kPrepareLanes;
   float e = 0.f;
-  if (row < rows) {
-    const int head_index = static_cast<int>(row / a.n), i = static_cast<int>(row % a.n);
+  if (i < a.n) {
     const int batch = head_index / a.heads, head = head_index % a.heads;
     const float z = a.z[row], inverse = z == 0.f ? 0.f : 1.f / z;
     const auto load = [&](In(&dst)[kVector], const View& v, int c) {
@@ -460,10 +444,15 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
         const float scaled = to_float(grad[j]) * inverse;
-        const float exact = a.noise.data != nullptr ? scaled * fmaf(a.dropout, to_float(noise[j]), 1.f) : scaled;
-        g[j] = from_float<G>(exact);
-        const float product = scaled * to_float(o[j]);
-        e -= exact == 0.f ? product : product * (to_float(g[j]) / exact);
+        if (a.noise.data == nullptr) {
+          g[j] = from_float<G>(scaled);
+          e -= to_float(g[j]) * to_float(o[j]);
+        } else {
+          const float exact = scaled * fmaf(a.dropout, to_float(noise[j]), 1.f);
+          g[j] = from_float<G>(exact);
+          const float product = scaled * to_float(o[j]);
+          e -= exact == 0.f ? product : product * (to_float(g[j]) / exact);
+        }
       }
 #pragma unroll
       for (int j = 0; j < static_cast<int>(sizeof(g)) / 16; ++j) {
@@ -473,7 +462,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
   }
 #pragma unroll
   for (int lanes = kPrepareLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
-  if (row < rows && lane == 0) a.e[row] = e;
+  if (i < a.n && lane == 0) a.e[row] = e;
 }
 
 }  // namespace
@@ -487,9 +476,10 @@ template <>
 void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
   using In = FASTMAX_MATH::Element;
   using G = std::conditional_t<kIs16Bit<FASTMAX_MATH> && !kBf16State<FASTMAX_MATH>, float, In>;
-  const int64_t rows = int64_t{a.batch} * a.heads * a.n;
   constexpr int kThreads = 256, kRows = kThreads / kPrepareLanes;
-  launch_kernel("linear_prepare", linear_prepare_kernel<In, G>, grid_1d((rows + kRows - 1) / kRows), kThreads, 0, stream, a, rows);
+  const int head_blocks = (a.n + kRows - 1) / kRows;
+  launch_kernel("linear_prepare", linear_prepare_kernel<In, G>, grid_1d(int64_t{head_blocks} * a.batch * a.heads), kThreads, 0, stream,
+                a, head_blocks);
 }
 
 }  // namespace fastmax

@@ -19,13 +19,8 @@ inline int shared_limit(int sm_arch) {
   return kilobytes * 1024;
 }
 
-// Order 1 is bound by memory: kernels of its own with fewer rows and registers per warp share a multiprocessor. The fp32 modes do
-// without (the order-2 kernel skips what is absent) and save the compile time.
-template <class Math>
-inline constexpr bool kHasOrder1Kernel = Math::kMode == MathMode::kBF16;
-
-// Calls Launch::run<Math, head_dim>(args...). fp16 has no kernels of its own: it is widened to fp32 and runs as tf32.
-template <class Launch, class Math, class... Args>
+// Calls Launch::run<Math, head_dim>(args...), for head dims up to kWidest. fp16 has no kernels of its own: it is widened to fp32 and runs as tf32.
+template <class Launch, class Math, int kWidest = 256, class... Args>
 void dispatch_linear(int head_dim, const Args&... args) {
   if constexpr (std::is_same_v<Math, Fp16>) {
     throw std::logic_error("fastmax: fp16 runs on the tf32 linear kernels");
@@ -35,6 +30,9 @@ void dispatch_linear(int head_dim, const Args&... args) {
       case 64: return Launch::template run<Math, 64>(args...);
       case 96: return Launch::template run<Math, 96>(args...);
       case 128: return Launch::template run<Math, 128>(args...);
+      case 256:
+        if constexpr (kWidest >= 256) return Launch::template run<Math, 256>(args...);
+        [[fallthrough]];
       default: throw std::runtime_error("fastmax: no linear kernel for head_dim " + std::to_string(head_dim));
     }
   }

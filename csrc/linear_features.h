@@ -92,38 +92,50 @@ __device__ __forceinline__ float as_operand(float x) {
   return Math::kMode == MathMode::kTF32 ? __uint_as_float(ptx::to_tf32(x)) : x;
 }
 
-// A product of two fp32 operands, as an operand.
+// A product of two operands, as an operand. tf32: rounded to nearest by half a unit added to the bits that mma.sync ignores. That
+// loses a NaN, which is still in the first-order terms, and no infinity.
 template <class Math>
 __device__ __forceinline__ uint32_t multiply_operand(uint32_t a, uint32_t b) {
   if constexpr (kBf16State<Math>) {
     return multiply_bf16x2(a, b);
   } else {
-    const float r = __uint_as_float(a) * __uint_as_float(b);
-    return Math::kMode == MathMode::kTF32 ? ptx::to_tf32(r) : __float_as_uint(r);
+    const uint32_t r = __float_as_uint(__uint_as_float(a) * __uint_as_float(b));
+    return Math::kMode == MathMode::kTF32 ? r + 0x1000u : r;
   }
 }
 
-// Two B fragments from a [k][n] tile: columns n0..n0+7 and n1..n1+7, summed indices [k, k + 16). fp32 is not rounded.
+// A B fragment from an fp32 [k][n] tile: columns n..n+7, summed indices [k, k + 16). Not rounded.
+template <class Math, int kCols>
+__device__ __forceinline__ void load_octet(WeightsB<Math>& b, uint32_t tile, int n, int k) {
+  using Layout = TileLayout<typename Math::Element, kCols>;
+  const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) b[i] = ptx::load_shared_u32(tile + Layout::offset(k + i / 2 * 8 + 2 * t + i % 2, n + g));
+}
+
+// Two of them, columns n0..n0+7 and n1..n1+7, in every mode.
 template <class Math, int kCols>
 __device__ __forceinline__ void load_octets(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n0, int n1, int k) {
-  using Layout = TileLayout<typename Math::Element, kCols>;
-  const int lane = lane_index();
   if constexpr (kIs16Bit<Math>) {
+    using Layout = TileLayout<typename Math::Element, kCols>;
+    const int lane = lane_index();
     uint32_t r[4];
     ptx::ldmatrix_x4_trans(r, tile + Layout::chunk_offset(k + lane % 16, (lane < 16 ? n0 : n1) / 8));
     b0[0] = r[0], b0[1] = r[1], b1[0] = r[2], b1[1] = r[3];
   } else {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = k + i / 2 * 8 + 2 * t + i % 2;
-      b0[i] = ptx::load_shared_u32(tile + Layout::offset(row, n0 + g));
-      b1[i] = ptx::load_shared_u32(tile + Layout::offset(row, n1 + g));
-    }
+    load_octet<Math, kCols>(b0, tile, n0, k);
+    load_octet<Math, kCols>(b1, tile, n1, k);
   }
 }
 
-// A fragment of the transpose of a [k][row] tile: rows (tile columns) [row, row + 16), summed indices [k, k + 16).
+// Which of 16 values rows g and g + 8 (half 1) of a fragment from load_columns hold. In fp32, neighbours: one load for both.
+template <class Math>
+__device__ __forceinline__ int value_of_row(int g, int half) {
+  return kIs16Bit<Math> ? g + 8 * half : 2 * g + half;
+}
+
+// A fragment of the transpose of a [k][row] tile: rows (tile columns) [row, row + 16) in the order of value_of_row, summed
+// indices [k, k + 16).
 template <class Math, int kCols>
 __device__ __forceinline__ void load_columns(WeightsA<Math>& a, uint32_t tile, int row, int k) {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -133,8 +145,8 @@ __device__ __forceinline__ void load_columns(WeightsA<Math>& a, uint32_t tile, i
   } else {
     const int g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      a[i] = ptx::load_shared_u32(tile + Layout::offset(k + i / 4 * 8 + 2 * t + i / 2 % 2, row + g + i % 2 * 8));
+    for (int i = 0; i < 4; ++i) {
+      ptx::load_shared_u32x2(a + 2 * i, tile + Layout::offset(k + i / 2 * 8 + 2 * t + i % 2, row + 2 * g));
     }
     round_to_mode<Math>(a);
   }
@@ -200,9 +212,9 @@ __device__ __forceinline__ void load_state_by_feature(WeightsB<Math>& b0, Weight
     b0[0] = r[0], b0[1] = r[1], b1[0] = r[2], b1[1] = r[3];
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      b0[i] = ptx::load_shared_u32(block + i / 2 * 256 + lane * 8 + i % 2 * 4);
-      b1[i] = ptx::load_shared_u32(block + 512 + i / 2 * 256 + lane * 8 + i % 2 * 4);
+    for (int i = 0; i < 4; i += 2) {
+      ptx::load_shared_u32x2(b0 + i, block + i * 128 + lane * 8);
+      ptx::load_shared_u32x2(b1 + i, block + 512 + i * 128 + lane * 8);
     }
   }
 }

@@ -5,114 +5,55 @@
 // moment, first order, tiles), then pairs of y and w tiles.
 
 #include "linear_dispatch.h"
-#include "linear_features.h"
+#include "linear_stream.h"
 
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim, int kOrder>
+template <class Math, int kHeadDim>
 struct ReadTile {
-  using Layout = StateLayout<Math, kHeadDim>;
-  using Element = typename Math::Element;
+  using Stage = StreamStage<Math, kHeadDim>;
   static constexpr bool k16 = kIs16Bit<Math>;
   static constexpr bool kFull = Math::kMode == MathMode::kFP32;  // split operands take twice the registers
-  static constexpr int kWarps = kOrder == 2 && (k16 || kHeadDim <= 64) ? 8 : 4;
+  static constexpr int kWarps = k16 || kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kRowTiles = (kOrder == 2 || kHeadDim <= 64) && (k16 || (kHeadDim <= 32 && !kFull)) ? 2 : 1;
-  static constexpr int kMinBlocks = kOrder == 2 ? 1 : 3;
+  static constexpr int kRowTiles = kHeadDim <= 128 && (k16 || (kHeadDim <= 64 && !kFull)) ? 2 : 1;
   static constexpr bool kEarlyFactors = kHeadDim < 128;  // registers for the next tile's factors
   static constexpr int kRows = kWarps * kRowTiles * 16;
-  static constexpr int kTilesPerStage = kHeadDim == 32 ? (k16 ? 4 : 2) : kHeadDim == 64 && k16 ? 2 : 1;
-  static constexpr int kPairsPerStage = 4 * kTilesPerStage;
-  static constexpr int kStageBytes = kTilesPerStage * Layout::kTileBytes;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(Element));
-  static constexpr int kKeys = kStageBytes / (2 * kRowBytes) < 64 ? kStageBytes / (2 * kRowBytes) : 64;
-  static constexpr int kSlab = kFull || kHeadDim == 128 || kOrder == 1 ? 16 : 32;  // keys whose scores are held at once
-  static_assert(kKeys % kSlab == 0 && kBoundary % kKeys == 0, "stages hold whole slabs");
-  static constexpr int kXBytes = kRows * kRowBytes;
-  static constexpr int kStages = kXBytes + 3 * kStageBytes <= 99 * 1024 ? 3 : 2;
-  static constexpr int kSharedBytes = kXBytes + kStages * kStageBytes;
+  static constexpr int kSlab = kFull || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
+  static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
+  static constexpr int kXBytes = kRows * Stage::kRowBytes;
+  static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= 99 * 1024 ? 3 : 2;
+  using Stream = RowStream<Math, kHeadDim, kStages, kThreads>;
+  static constexpr int kSharedBytes = kXBytes + Stream::kRingBytes;
   static_assert(kSharedBytes <= 99 * 1024, "x and the ring do not fit in shared memory");
 };
 
-template <class Math, int kHeadDim, int kOrder>
-__global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, ReadTile<Math, kHeadDim, kOrder>::kMinBlocks)
-    linear_read_kernel(const ReadArgs a, const int row_blocks) {
-  using Tile = ReadTile<Math, kHeadDim, kOrder>;
+template <class Math, int kHeadDim>
+__global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_read_kernel(const ReadArgs a, const int row_blocks) {
+  using Tile = ReadTile<Math, kHeadDim>;
+  using Stage = typename Tile::Stage;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
+  constexpr int kBlockBytes = Layout::kBlockWords * Layout::kWordBytes;
   extern __shared__ __align__(128) char shared[];
-  const uint32_t x_tile = ptx::smem_address(shared), ring = x_tile + Tile::kXBytes;
+  const uint32_t x_tile = ptx::smem_address(shared);
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
 
-  // The blocks with the most keys in their own chunk first.
-  const int row_block = row_blocks - 1 - static_cast<int>(blockIdx.x) % row_blocks;
-  const int x_head_index = blockIdx.x / row_blocks;
-  const int x_heads = a.state_heads * a.x_group;
-  const int batch = x_head_index / x_heads, x_head = x_head_index % x_heads, kv_head = x_head / a.x_group;
-  const int block_row = row_block * Tile::kRows, chunk = block_row / a.chunk;
+  const RowBlock at(a, Tile::kRows, row_blocks);
   const int warp_row = threadIdx.x / kWarpSize * kRowTiles * 16;  // within the block
-  const int64_t slot = (static_cast<int64_t>(batch) * a.state_heads + kv_head) * a.chunks + chunk;
-  const bool has_state = a.has_state(chunk), normalise = a.z != nullptr;
-  const bool tiles = kOrder == 2 && a.order == 2;
-
-  // The stream: stages of the snapshot, then of y rows.
-  const int first_pair = normalise && tiles ? Layout::kMomentPair : Layout::kLinearPair;
-  const int plain_pairs = Layout::kTilePair - first_pair;
-  const int plain_stages = has_state ? (plain_pairs + Tile::kPairsPerStage - 1) / Tile::kPairsPerStage : 0;
-  const int tile_stages =
-      has_state && tiles ? (Stars<kHeadDim>::kTiles + Tile::kTilesPerStage - 1) / Tile::kTilesPerStage : 0;
-  const int own_begin = a.boundary + chunk * a.chunk;
-  const int own_end = min(a.boundary + block_row + Tile::kRows, a.ny + a.pad);
-  const int key_blocks = a.causal && own_end > own_begin ? (own_end - own_begin + Tile::kKeys - 1) / Tile::kKeys : 0;
-  const int stages = plain_stages + tile_stages + key_blocks * a.y_group;
-
-  const uint8_t* y_mask = mask_pointer(a.y_mask, batch);
-  const char* snapshot = static_cast<const char*>(a.snapshots) + slot * Layout::words(a.order) * Layout::kWordBytes;
-  const auto load = [&](int stage) {
-    if (stage < stages) {
-      const uint32_t dst = ring + stage % Tile::kStages * Tile::kStageBytes;
-      if (stage < plain_stages) {
-        const int pair = stage * Tile::kPairsPerStage;
-        load_bytes_async(dst, snapshot + int64_t{first_pair + pair} * Layout::kPairBytes,
-                         min(Tile::kPairsPerStage, plain_pairs - pair) * Layout::kPairBytes);
-      } else if (stage < plain_stages + tile_stages) {
-        const int tile = (stage - plain_stages) * Tile::kTilesPerStage;
-        load_bytes_async(dst, snapshot + int64_t{Layout::kTilePair + 4 * tile} * Layout::kPairBytes,
-                         min(Tile::kTilesPerStage, Stars<kHeadDim>::kTiles - tile) * Layout::kTileBytes);
-      } else {
-        const int index = stage - plain_stages - tile_stages;
-        const int y_head = kv_head * a.y_group + index % a.y_group;
-        const int row = own_begin + index / a.y_group * Tile::kKeys - a.pad;
-        load_masked_tile_async<Element, Tile::kKeys, kHeadDim>(dst, head_pointer<Element>(a.y, batch, y_head), a.y.token, row, a.ny,
-                                                               a.d, y_mask, a.y_mask.token);
-        load_masked_tile_async<Element, Tile::kKeys, kHeadDim>(dst + Tile::kKeys * Tile::kRowBytes,
-                                                               head_pointer<Element>(a.w, batch, y_head), a.w.token, row, a.ny, a.dv,
-                                                               y_mask, a.y_mask.token);
-      }
-    }
-    ptx::cp_async_commit();
-  };
-  load_masked_tile_async<Element, Tile::kRows, kHeadDim>(x_tile, head_pointer<Element>(a.x, batch, x_head), a.x.token, block_row,
+  const bool has_state = a.has_state(at.chunk), normalise = a.z != nullptr;
+  const bool tiles = a.order == 2;
+  const RowScale no_scale{};
+  typename Tile::Stream stream(a, a.y, a.w, a.y_mask, no_scale, a.snapshots, at, normalise && tiles, x_tile + Tile::kXBytes);
+  load_masked_tile_async<Element, Tile::kRows, kHeadDim>(x_tile, head_pointer<Element>(a.x, at.batch, at.x_head), a.x.token, at.row,
                                                          a.nx, a.d, nullptr, 0);
-  for (int i = 0; i < Tile::kStages - 1; ++i) load(i);
-
-  int stage = 0;
-  const auto next_stage = [&] {
-    ptx::cp_async_wait<Tile::kStages - 2>();
-    __syncthreads();
-    load(stage + Tile::kStages - 1);
-    return ring + stage++ % Tile::kStages * Tile::kStageBytes;
-  };
-  if (stages == 0) {
-    ptx::cp_async_wait<0>();
-    __syncthreads();
-  }
+  stream.begin();
 
   float acc[kRowTiles][2 * kDepth][4] = {};
   float z[kRowTiles][2] = {};  // this lane's part of the denominators
-  const float* sums = a.sums + slot * Layout::kSums;
+  const float* sums = a.sums + at.slot * Layout::kSums;
 
   // z += x . v for the products v = acc, which are cleared.
   const auto fold_into_denominator = [&] {
@@ -145,12 +86,12 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
 
   // Second moment: the earlier chunks' denominator is x . (moment x + c1 sum y) + c0 count. Then the first order.
   if (has_state) {
-    const int moments = Layout::kLinearPair - first_pair;
+    const int moments = stream.moment_pairs();
     int pair = 0;
-    for (int s = 0; s < plain_stages; ++s) {
-      const uint32_t stage_pairs = next_stage();
+    for (int i = 0; i < stream.plain_stages(); ++i) {
+      const uint32_t stage = stream.next();
 #pragma unroll 1
-      for (int i = 0; i < Tile::kPairsPerStage && pair < plain_pairs; ++i, ++pair) {
+      for (int j = 0; j < Stage::kPairs && pair < stream.plain_pairs(); ++j, ++pair) {
         if (pair == moments && normalise) {
           add_sums(sums + Layout::kSumY, a.c1);
           fold_into_denominator();
@@ -162,7 +103,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
 #pragma unroll
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
-          load_state_by_feature<Math>(b0, b1, stage_pairs + i * Layout::kPairBytes + c * Layout::kBlockWords * Layout::kWordBytes);
+          load_state_by_feature<Math>(b0, b1, stage + j * Layout::kPairBytes + c * kBlockBytes);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             mma_weights<Math>(acc[m][2 * c], x[m], b0);
@@ -175,7 +116,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
   }
 
   // Second-order tiles, star by star.
-  if (kOrder == 2 && tile_stages > 0) {
+  if (tiles && has_state) {
     RowOctet<Math, kHeadDim> scalar[kRowTiles];
     RowBase<Math, kHeadDim> base[kRowTiles];
     int star = 0, offset = 0;
@@ -187,19 +128,21 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
       }
     };
     if (Tile::kEarlyFactors) load_factors();
-    uint32_t tile_address = 0;
+    uint32_t pairs = 0;  // of this tile
 #pragma unroll 1
     for (int tile = 0; tile < Stars<kHeadDim>::kTiles; ++tile) {
       if (!Tile::kEarlyFactors) load_factors();
       WeightsA<Math> f[kRowTiles];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) features<Math, kHeadDim>(f[m], scalar[m], base[m], 0);
-      tile_address = tile % Tile::kTilesPerStage == 0 ? next_stage() : tile_address + Layout::kTileBytes;
+      const bool begins = tile * 4 % Stage::kPairs == 0;
+      pairs = begins ? stream.next_tiles() : pairs + Layout::kTileBytes;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (j > 0) {
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) features<Math, kHeadDim>(f[m], scalar[m], base[m], 2 * j);
+          if (j % Stage::kPairs == 0) pairs = stream.next_tiles();
         }
         if (j == 3) {  // the next tile's factors, while the last products run
           if (++offset == Stars<kHeadDim>::length(star)) offset = 0, star = Stars<kHeadDim>::wrap(star + 1);
@@ -208,25 +151,28 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
 #pragma unroll
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
-          load_state_by_feature<Math>(b0, b1, tile_address + j * Layout::kPairBytes + c * Layout::kBlockWords * Layout::kWordBytes);
+          load_state_by_feature<Math>(b0, b1, pairs + j % Stage::kPairs * Layout::kPairBytes + c * kBlockBytes);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             mma_weights<Math>(acc[m][2 * c], f[m], b0);
             mma_weights<Math>(acc[m][2 * c + 1], f[m], b1);
           }
         }
+        if (j % Stage::kPairs == 0) stream.copy_tiles(j > 0 || begins);
       }
     }
+    stream.end_tiles();
   }
 
   // The own chunk.
-  const int chunk_row = block_row - chunk * a.chunk + warp_row;
+  const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
+  const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
 #pragma unroll 1
-  for (int index = 0; index < key_blocks * a.y_group; ++index) {
-    const uint32_t y = next_stage(), w = y + Tile::kKeys * Tile::kRowBytes;
-    const int first_key = index / a.y_group * Tile::kKeys;
+  for (int index = 0; index < stream.key_stages(); ++index) {
+    const uint32_t y = stream.next(), w = y + Stage::kValueOffset;
+    const int first_key = stream.first_key(index);
 #pragma unroll 1
-    for (int slab = 0; slab < Tile::kKeys; slab += Tile::kSlab) {
+    for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
       const int key = first_key + slab;  // within the chunk
       if (key > chunk_row + 16 * kRowTiles - 1) break;
       float s[kRowTiles][Tile::kSlab / 8][4] = {};
@@ -254,7 +200,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
           for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(s[m][n][e], fmaf(a.c2, s[m][n][e], a.c1), a.c0);
         }
       }
-      const int source = own_begin - a.pad + key;
+      const int source = stream.own_begin() - a.pad + key;
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 8; ++n) {
@@ -296,17 +242,17 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
   }
 
   const float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
-  const uint8_t* x_mask = mask_pointer(a.x_mask, batch);
+  const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = block_row + warp_row + 16 * m + 8 * half + g;
+      const int row = at.row + warp_row + 16 * m + 8 * half + g;
       float factor = 1.f;
       if (normalise) {
         const float row_sum = quad_sum(z[m][half]) + count;
         factor = row_sum == 0.f ? 0.f : 1.f / row_sum;
-        if (t == 0 && row < a.nx) a.z[x_head_index * a.z_head + row] = row_sum;
+        if (t == 0 && row < a.nx) a.z[at.x_head_index * a.z_head + row] = row_sum;
       }
       if (row >= a.nx) continue;
       if (x_mask != nullptr && x_mask[static_cast<int64_t>(row) * a.x_mask.token] == 0) factor = 0.f;
@@ -316,10 +262,10 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
         if (column >= a.dv) break;
         float x = acc[m][c][2 * half] * factor, y = acc[m][c][2 * half + 1] * factor;
         if (a.noise.data != nullptr) {
-          const float2 r = load_row_pair<Element>(a.noise, a.half_out, batch, x_head, row, column);
+          const float2 r = load_row_pair<Element>(a.noise, a.half_out, at.batch, at.x_head, row, column);
           x *= fmaf(a.dropout, r.x, 1.f), y *= fmaf(a.dropout, r.y, 1.f);
         }
-        store_row_pair<Element>(a.out, a.half_out, batch, x_head, row, column, x, y);
+        store_row_pair<Element>(a.out, a.half_out, at.batch, at.x_head, row, column, x, y);
       }
     }
   }
@@ -328,18 +274,10 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim, kOrder>::kThreads, Re
 struct LaunchRead {
   template <class Math, int kHeadDim>
   static void run(const ReadArgs& a, cudaStream_t stream) {
-    if constexpr (kHasOrder1Kernel<Math>) {
-      if (a.order == 1) return launch<Math, kHeadDim, 1>(a, stream);
-    }
-    launch<Math, kHeadDim, 2>(a, stream);
-  }
-
-  template <class Math, int kHeadDim, int kOrder>
-  static void launch(const ReadArgs& a, cudaStream_t stream) {
-    using Tile = ReadTile<Math, kHeadDim, kOrder>;
-    static_assert((kOrder == 1 ? 128 : 256) % Tile::kRows == 0, "a block's rows lie in one chunk");
+    using Tile = ReadTile<Math, kHeadDim>;
+    static_assert(256 % Tile::kRows == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + Tile::kRows - 1) / Tile::kRows;
-    launch_kernel("linear_read", linear_read_kernel<Math, kHeadDim, kOrder>,
+    launch_kernel("linear_read", linear_read_kernel<Math, kHeadDim>,
                   grid_1d(int64_t{row_blocks} * a.states() * a.x_group), Tile::kThreads, Tile::kSharedBytes, stream, a, row_blocks);
   }
 };

@@ -1,35 +1,34 @@
-// The linear algorithm as a sequence of passes: chunk length, workspace, arguments. No kernels here.
+// The linear algorithm as a sequence of passes: chunk length, workspace, arguments. No kernels here. Order 1 has its own sequence
+// (linear1_launch.cu) up to head_dim 128.
 //
 // Workspace per state (b * hk of them), head_dim D, F = D (D + 1) / 2 + 2 D features (in blocks of eight columns):
 //   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
 //              the suffix states
-//   parts      only where one walk per state leaves multiprocessors idle, and for order 1: as many in fp32
+//   parts      only where one walk per state leaves multiprocessors idle, and for order 1 (at head_dim 256): as many in fp32
 // and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
 
 #include "dispatch.h"
 #include "linear.h"
+#include "linear1.h"
 #include "linear_dispatch.h"
+#include "linear_plan.h"
 
 namespace fastmax {
 namespace {
-
-int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 // Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim^2 / chunk per element, against
 // the quadratic work within a chunk.
 int chunk_length(const Problem& p) {
   const int head_dim = linear_head_dim(p.head_dim);
-  if (p.order == 1) return p.math == MathMode::kBF16 && head_dim <= 64 ? 128 : 256;
+  if (p.order == 1) return 256;
   if (head_dim == 64) return p.math == MathMode::kBF16 ? 256 : 512;  // fp32 snapshots are twice as large
-  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : 1024;
+  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : head_dim <= 128 ? 1024 : 2048;
 }
 
 // Snapshots of one phase; longer sequences are processed in several, each handing its accumulators on to the next.
 constexpr int64_t kPhaseBytes = int64_t{832} << 20;
-
-bool runs_as_tf32(const Problem& p) { return p.math == MathMode::kFP16; }
 
 bool is_full(const Problem& p) { return p.math == MathMode::kFP32; }
 int blocks_per_state(const Problem& p) { return state_blocks(linear_head_dim(p.head_dim), is_full(p)); }
@@ -70,23 +69,6 @@ bool uses_parts(const Problem& p, const LinearProblem& r) {
   const int64_t blocks = int64_t{r.states()} * blocks_per_state(p);
   return r.parts() > 1 && blocks < p.sm_count * 3 / 4;
 }
-
-// Hands out 256-byte aligned pieces of the workspace; with a null base, counts bytes.
-class Workspace {
- public:
-  explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
-  template <class T>
-  T* take(int64_t count) {
-    const size_t at = used_;
-    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
-    return reinterpret_cast<T*>(base_ + at);
-  }
-  size_t used() const { return used_; }
-
- private:
-  char* base_;
-  size_t used_ = 0;
-};
 
 struct StateBuffers {
   char* snapshots;
@@ -138,19 +120,6 @@ struct StateBytes {
   StateBuffers take(Workspace& w) const { return {w.take<char>(snapshots), w.take<float>(sums), w.take<float>(parts), w.take<float>(carry)}; }
 };
 
-View view(const void* data, const Stride& s) { return {data, s.batch, s.head, s.token}; }
-
-View contiguous(const void* data, int heads, int tokens, int columns) {
-  return {data, int64_t{heads} * tokens * columns, int64_t{tokens} * columns, columns};
-}
-
-// The same rows, last first. bytes: of an element.
-View reversed(View v, int tokens, int bytes) {
-  v.data = static_cast<const char*>(v.data) + (tokens - 1) * v.token * bytes;
-  v.token = -v.token;
-  return v;
-}
-
 // Rows from `row` on.
 View advanced(View v, int row, int bytes) {
   if (v.data != nullptr) v.data = static_cast<const char*>(v.data) + row * v.token * bytes;
@@ -164,51 +133,6 @@ RowScale advanced(RowScale s, int row) {
   if (s.data != nullptr) s.data += static_cast<int64_t>(row) * s.token;
   return s;
 }
-
-RowMask row_mask(const uint8_t* data, int64_t batch_stride) { return {data, batch_stride, 1}; }
-RowMask reversed(RowMask m, int tokens) {
-  if (m.data != nullptr) m.data += tokens - 1;
-  m.token = -1;
-  return m;
-}
-
-struct Inputs {
-  View q, k, v;
-};
-
-// q, k and v as the kernels take them: fp16 widened to fp32 in the workspace.
-struct WidenedInputs {
-  float *q = nullptr, *k = nullptr, *v = nullptr;
-
-  WidenedInputs(const Problem& p, Workspace& w) {
-    if (!runs_as_tf32(p)) return;
-    q = w.take<float>(int64_t{p.b} * p.h * p.n * p.d);
-    k = w.take<float>(int64_t{p.b} * p.hk * p.m * p.d);
-    v = w.take<float>(int64_t{p.b} * p.hk * p.m * p.dv);
-  }
-
-  template <class Params>
-  Inputs fill(const Params& p, cudaStream_t stream) const {
-    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride)};
-    if (q == nullptr) return in;
-    linear_widen<Fp16>(in.q, q, p.b, p.h, p.n, p.d, stream);
-    linear_widen<Fp16>(in.k, k, p.b, p.hk, p.m, p.d, stream);
-    linear_widen<Fp16>(in.v, v, p.b, p.hk, p.m, p.dv, stream);
-    return {contiguous(q, p.h, p.n, p.d), contiguous(k, p.hk, p.m, p.d), contiguous(v, p.hk, p.m, p.dv)};
-  }
-};
-
-MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
-
-// Calls function<Math>(args...) for the mode whose kernels run.
-#define FASTMAX_LINEAR(p, function, ...)                           \
-  do {                                                             \
-    switch (kernel_math(p)) {                                      \
-      case MathMode::kBF16: function<Bf16>(__VA_ARGS__); break;    \
-      case MathMode::kFP32: function<Fp32>(__VA_ARGS__); break;    \
-      default: function<Tf32>(__VA_ARGS__); break;                 \
-    }                                                              \
-  } while (0)
 
 // Runs the phases of a problem: the states, then whoever reads them.
 template <class Consume>
@@ -252,19 +176,6 @@ void run_grad(const Problem& p, const Phase& phase, const StateBuffers& buffers,
   FASTMAX_LINEAR(p, linear_grad, a, p.head_dim, stream);
 }
 
-int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
-
-// Coefficients of f and of scale f' as polynomials of the unscaled dot product.
-struct Coefficients {
-  float c0, c1, c2, g0, g1;
-  explicit Coefficients(const Problem& p)
-      : c0(p.a0),
-        c1(p.a1 * p.scale),
-        c2(p.order == 2 ? p.a2 * p.scale * p.scale : 0.f),
-        g0(c1),
-        g1(2.f * c2) {}
-};
-
 struct FwdPlan {
   LinearProblem problem;
   WidenedInputs widened;
@@ -306,10 +217,17 @@ struct BwdPlan {
 
 }  // namespace
 
-size_t linear_fwd_workspace_bytes(const FwdParams& p) { return FwdPlan(p, Workspace(nullptr)).bytes; }
-size_t linear_bwd_workspace_bytes(const BwdParams& p) { return BwdPlan(p, Workspace(nullptr)).bytes; }
+size_t linear_fwd_workspace_bytes(const FwdParams& p) {
+  if (uses_linear1(p)) return linear1_fwd_workspace_bytes(p);
+  return FwdPlan(p, Workspace(nullptr)).bytes;
+}
+size_t linear_bwd_workspace_bytes(const BwdParams& p) {
+  if (uses_linear1(p)) return linear1_bwd_workspace_bytes(p);
+  return BwdPlan(p, Workspace(nullptr)).bytes;
+}
 
 void launch_linear_fwd(const FwdParams& p, cudaStream_t stream) {
+  if (uses_linear1(p)) return launch_linear1_fwd(p, stream);
   const FwdPlan plan(p, Workspace(p.workspace));
   const Inputs in = plan.widened.fill(p, stream);
   const RowMask mask = row_mask(p.key_padding_mask, p.mask_batch_stride);
@@ -336,6 +254,7 @@ void launch_linear_fwd(const FwdParams& p, cudaStream_t stream) {
 }
 
 void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
+  if (uses_linear1(p)) return launch_linear1_bwd(p, stream);
   const BwdPlan plan(p, Workspace(p.workspace));
   const Inputs in = plan.widened.fill(p, stream);
   const RowMask mask = row_mask(p.key_padding_mask, p.mask_batch_stride);

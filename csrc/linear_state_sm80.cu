@@ -4,8 +4,9 @@
 // Order 2: a warp keeps one 64-feature tile (and, for some warps, one extra octet pair) times kValues value columns in fp32
 // accumulators and walks y in steps of kTokens: at a boundary it writes the snapshot, then goes on adding. No scan is needed.
 // Where that leaves multiprocessors idle, every part of y is summed on its own in fp32 and a second kernel scans the parts.
-// Order 1: the state is small, so parts and scan always.
+// Order 1 (head dims above kLinear1HeadDim): parts and scan always.
 
+#include <climits>
 #include <type_traits>
 
 #include "linear_dispatch.h"
@@ -36,22 +37,36 @@ struct StateTile {
   static constexpr int kPlainPairs = kHeadDim / 16;
   static_assert(4 * kLeftover + 2 * kPlainPairs + 2 <= kUnits, "an octet pair is left without a warp");
 
-  static constexpr int kTokens = kIs16Bit<Math> ? (kHeadDim <= 64 ? 128 : 64) : 32;
+  static constexpr int kTokens = kIs16Bit<Math> ? (kHeadDim <= 64 ? 128 : kHeadDim <= 128 ? 64 : 32) : kHeadDim <= 128 ? 32 : 16;
   static_assert(kBoundary % kTokens == 0, "chunks begin at stages");
-  static constexpr int kSteps = kTokens / 16;
   static constexpr int kElementBytes = static_cast<int>(sizeof(typename Math::Element));
   static constexpr int kYBytes = kTokens * kHeadDim * kElementBytes;
   static constexpr int kWBytes = kTokens * kValues * kElementBytes;
   static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;  // y, w, e
-  static constexpr int kStages = 3;
+  static constexpr int kStages = 3;  // in use, next, and being loaded
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static_assert(kSharedBytes <= 99 * 1024, "stages do not fit in shared memory");
-  // Octets whose operands are held at once; pipelined: twice, those in use and the next.
-  static constexpr int kOctets = kIs16Bit<Math> ? 8 : Math::kMode == MathMode::kTF32 ? 4 : 2;
+  // Octets whose operands are held at once. Pipelined: half of them are in use while the other half is made.
+  static constexpr int kOctets = Math::kMode == MathMode::kFP32 ? 2 : 8;
   static constexpr bool kPipelined = kIs16Bit<Math>;
 };
 
 enum class Extra { kNone, kTile, kLinear, kMoment, kSumW, kSumY };
+// What of that the inner loop is compiled for: none; a leftover tile; plain columns of y or the constant one, with values from w or
+// from e y.
+enum class ExtraCode { kNone, kTile, kPlainW, kPlainY };
+
+template <class F>
+__device__ __forceinline__ void with_extra_code(Extra extra, const F& f) {
+  switch (extra) {
+    case Extra::kNone: return f(std::integral_constant<ExtraCode, ExtraCode::kNone>{});
+    case Extra::kTile: return f(std::integral_constant<ExtraCode, ExtraCode::kTile>{});
+    case Extra::kLinear:
+    case Extra::kSumW: return f(std::integral_constant<ExtraCode, ExtraCode::kPlainW>{});
+    case Extra::kMoment:
+    case Extra::kSumY: return f(std::integral_constant<ExtraCode, ExtraCode::kPlainY>{});
+  }
+}
 
 struct Work {
   int state, part;      // part < 0: walk all
@@ -73,31 +88,144 @@ __device__ __forceinline__ Work locate_work(const StateArgs& a, int index) {
   return w;
 }
 
-// One stage: kTokens rows of y and w from virtual row `row` on, and their e.
-template <class Tile, class Element, int kHeadDim, int kValues>
-__device__ __forceinline__ void load_stage(const StateArgs& a, uint32_t stage, int batch, int y_head, int row, int first_value) {
-  const uint8_t* mask = mask_pointer(a.mask, batch);
-  const int begin = row - a.pad;
-  load_masked_tile_async<Element, Tile::kTokens, kHeadDim>(stage, head_pointer<Element>(a.y, batch, y_head), a.y.token, begin, a.ny,
-                                                           a.d, mask, a.mask.token);
-  load_masked_tile_async<Element, Tile::kTokens, kValues>(stage + Tile::kYBytes,
-                                                          head_pointer<Element>(a.w, batch, y_head) + first_value, a.w.token, begin,
-                                                          a.ny, a.dv - first_value, mask, a.mask.token);
-  if (threadIdx.x < Tile::kTokens) {
-    const int source = begin + static_cast<int>(threadIdx.x);
-    const uint32_t dst = stage + Tile::kYBytes + Tile::kWBytes + threadIdx.x * 4;
-    const bool inside = source >= 0 && source < a.ny;
-    if (a.y_scale.data != nullptr) {
-      const float* e = a.y_scale.data + (static_cast<int64_t>(batch) * a.state_heads * a.y_group + y_head) * a.y_scale.head;
-      ptx::cp_async_small<4>(dst, inside ? e + static_cast<int64_t>(source) * a.y_scale.token : e, inside ? 4 : 0);
-    } else {
-      const bool taken = inside && (mask == nullptr || mask[static_cast<int64_t>(source) * a.mask.token] != 0);
-      ptx::store_shared_f32(dst, taken ? 1.f : 0.f);
-    }
+// Copies a [token][column] tensor 16 rows at a time, without branches and with few instructions, so that the compiler can put them
+// between the products of the state kernel.
+template <class Element, int kCols, int kThreads>
+struct RowsLoader {
+  using Layout = TileLayout<Element, kCols>;
+  static constexpr int kSegment = Layout::kChunks & -Layout::kChunks;  // chunks of a row that neighbouring threads copy
+  static constexpr int kSegments = Layout::kChunks / kSegment;
+  static constexpr int kPassRows = kThreads / kSegment < 16 ? kThreads / kSegment : 16;
+  static_assert(16 % kPassRows == 0, "passes cover 16 rows");
+
+  const Element* source;  // of this thread's first chunk
+  int rows;               // left, from that chunk's on; none where the tensor does not have its columns
+  int columns;            // left, likewise
+  uint32_t offset;        // of that chunk in a tile
+
+  // The first row to copy, how many there are, and their columns.
+  __device__ __forceinline__ RowsLoader(const Element* src, int64_t token_stride, int rows_left, int cols) {
+    const int chunk = static_cast<int>(threadIdx.x) % kSegment, row = static_cast<int>(threadIdx.x) / kSegment;
+    source = src + row * token_stride + chunk * Layout::kChunkElements;
+    columns = cols - chunk * Layout::kChunkElements;
+    rows = kSegments == 1 && columns <= 0 ? INT_MIN / 2 : rows_left - row;
+    offset = Layout::chunk_offset(row, chunk);
   }
+
+  __device__ __forceinline__ void advance(int64_t elements, int count) { source += elements, rows -= count; }
+
+  // The next 16 rows, those that do not exist as zeros.
+  __device__ __forceinline__ void copy(uint32_t tile, int64_t token_stride, bool enabled) {
+#pragma unroll
+    for (int pass = 0; pass < 16; pass += kPassRows) {
+      const uint32_t dst = kPassRows % 8 == 0
+                               ? tile + offset + pass * Layout::kRowBytes
+                               : tile + Layout::chunk_offset(static_cast<int>(threadIdx.x) / kSegment + pass, threadIdx.x % kSegment);
+#pragma unroll
+      for (int segment = 0; segment < kSegments; ++segment) {
+        const int shift = segment * kSegment;
+        const bool inside = pass < rows && (kSegments == 1 || shift * Layout::kChunkElements < columns);
+        if (enabled && (kThreads == kPassRows * kSegment || threadIdx.x < kPassRows * kSegment)) {
+          ptx::cp_async_16(Layout::move_right(dst, shift), source + pass * token_stride + shift * Layout::kChunkElements, inside ? 16 : 0);
+        }
+      }
+    }
+    advance(16 * token_stride, 16);
+  }
+};
+
+template <class Tile>
+__device__ __forceinline__ uint32_t stage_after(uint32_t stage, uint32_t ring) {
+  return stage == ring + (Tile::kStages - 1) * Tile::kStageBytes ? ring : stage + Tile::kStageBytes;
 }
 
-// The e of tokens [k, k + 16), as operands that multiply A fragments of y columns.
+// A block's way through its rows of y and w: stages of kTokens rows, every y head of the group in turn.
+template <class Tile, class Math, int kHeadDim>
+struct StageLoader {
+  using Element = typename Math::Element;
+
+  const StateArgs& a;
+  uint32_t ring, stage;  // where the next stage goes
+  int first_value;
+  int y_head;  // of the next stage, (batch, y head) flattened
+  int row;     // its first
+  int stages;  // left to load
+  RowsLoader<Element, kHeadDim, Tile::kThreads> y;
+  RowsLoader<Element, Tile::kValues, Tile::kThreads> w;
+
+  __device__ __forceinline__ StageLoader(const StateArgs& a, const Work& work, int first_value, uint32_t ring)
+      : a(a),
+        ring(ring),
+        stage(ring),
+        first_value(first_value),
+        y_head(work.state * a.y_group),
+        row(work.begin - a.pad),
+        stages((work.end - work.begin) / Tile::kTokens * a.y_group),
+        y(y_rows() + row * a.y.token, a.y.token, a.ny - row, a.d),
+        w(w_rows() + row * a.w.token, a.w.token, a.ny - row, a.dv - first_value) {}
+
+  __device__ __forceinline__ int batch() const { return y_head / (a.state_heads * a.y_group); }
+  __device__ __forceinline__ int batch_head() const { return y_head % (a.state_heads * a.y_group); }
+  __device__ __forceinline__ const Element* y_rows() const { return head_pointer<Element>(a.y, batch(), batch_head()); }
+  __device__ __forceinline__ const Element* w_rows() const { return head_pointer<Element>(a.w, batch(), batch_head()) + first_value; }
+
+  // Whether no row of the next stage is masked or lies before the tensor's first. Where it does not hold, finish() copies.
+  __device__ __forceinline__ bool plain() const { return row >= 0 && a.mask.data == nullptr; }
+
+  // Rows [16 part, 16 part + 16) of the next stage, parts in order, if it is plain.
+  __device__ __forceinline__ void copy_y(int part, bool plain) {
+    y.copy(stage + part * TileLayout<Element, kHeadDim>::bytes(16), a.y.token, plain);
+  }
+  __device__ __forceinline__ void copy_w(int part, bool plain) {
+    w.copy(stage + Tile::kYBytes + part * TileLayout<Element, Tile::kValues>::bytes(16), a.w.token, plain);
+  }
+
+  // Ends the stage: what the parts left out, and the rows' e.
+  __device__ __forceinline__ void finish() {
+    const uint8_t* mask = a.mask.data == nullptr ? nullptr : mask_pointer(a.mask, batch());
+    if (!plain()) {
+      load_masked_tile_async<Element, Tile::kTokens, kHeadDim>(stage, y_rows(), a.y.token, row, a.ny, a.d, mask, a.mask.token);
+      load_masked_tile_async<Element, Tile::kTokens, Tile::kValues>(stage + Tile::kYBytes, w_rows(), a.w.token, row, a.ny,
+                                                                    a.dv - first_value, mask, a.mask.token);
+    }
+    if (threadIdx.x < Tile::kTokens) {
+      const int source = row + static_cast<int>(threadIdx.x);
+      const uint32_t dst = stage + Tile::kYBytes + Tile::kWBytes + threadIdx.x * 4;
+      const bool inside = source >= 0 && source < a.ny;
+      if (a.y_scale.data != nullptr) {
+        const float* e = a.y_scale.data + y_head * a.y_scale.head;
+        ptx::cp_async_small<4>(dst, inside ? e + static_cast<int64_t>(source) * a.y_scale.token : e, inside ? 4 : 0);
+      } else {
+        const bool taken = inside && (mask == nullptr || mask[static_cast<int64_t>(source) * a.mask.token] != 0);
+        ptx::store_shared_f32(dst, taken ? 1.f : 0.f);
+      }
+    }
+    ptx::cp_async_commit();
+    --stages;
+    stage = stage_after<Tile>(stage, ring);
+    if (a.y_group == 1) {
+      row += Tile::kTokens;
+    } else if (++y_head % a.y_group != 0) {  // the same rows of the next head
+      y.advance(a.y.head - Tile::kTokens * a.y.token, -Tile::kTokens);
+      w.advance(a.w.head - Tile::kTokens * a.w.token, -Tile::kTokens);
+    } else {
+      y_head -= a.y_group, row += Tile::kTokens;
+      y.advance((1 - a.y_group) * a.y.head, 0);
+      w.advance((1 - a.y_group) * a.w.head, 0);
+    }
+  }
+
+  __device__ __forceinline__ void load_stage() {
+#pragma unroll 1
+    for (int part = 0; part < Tile::kTokens / 16; ++part) {
+      copy_y(part, plain());
+      copy_w(part, plain());
+    }
+    finish();
+  }
+};
+
+// The e of tokens [k, k + 16), as operands that multiply fragments of y.
 template <class Math>
 struct TokenScale {
   static constexpr int kRegs = kIs16Bit<Math> ? 2 : 4;
@@ -113,63 +241,67 @@ struct TokenScale {
       else r[2 * half] = __float_as_uint(lo), r[2 * half + 1] = __float_as_uint(hi);
     }
   }
-  __device__ __forceinline__ void apply(WeightsA<Math>& a) const {
+  // A or B: registers are tokens in order.
+  template <int kCount>
+  __device__ __forceinline__ void apply(uint32_t (&fragment)[kCount]) const {
 #pragma unroll
-    for (int i = 0; i < FragmentSize<Math>::kWeightsA; ++i) a[i] = multiply_operand<Math>(a[i], r[i / 2]);
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t e = r[i / (kCount / kRegs)];
+      if constexpr (kIs16Bit<Math>) fragment[i] = multiply_bf16x2(fragment[i], e);
+      else fragment[i] = __float_as_uint(as_operand<Math>(__uint_as_float(fragment[i]) * __uint_as_float(e)));
+    }
   }
 };
+
+// Word of a 16 x 16 state block that holds this lane's two features of an octet, of the value in row g or g + 8 (half 1).
+template <class Math>
+__device__ __forceinline__ int accumulator_word(int octet, int half) {
+  const int g = lane_index() / 4, t = lane_index() % 4, value = value_of_row<Math>(g, half);
+  return (octet + value / 8 * 2) * 32 + value % 8 * 4 + t;
+}
 
 // Accumulators of one octet pair for values [16 i, 16 i + 16), into block i of a snapshot or of a part.
 template <class Math>
 __device__ __forceinline__ void store_block(uint32_t* dst, const float (&even)[4], const float (&odd)[4], float weight) {
-  const int lane = lane_index();
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     const float* c = m % 2 ? odd : even;
     const float lo = c[m / 2 * 2] * weight, hi = c[m / 2 * 2 + 1] * weight;
+    const int word = accumulator_word<Math>(m % 2, m / 2);
     if constexpr (kBf16State<Math>) {
-      dst[m * 32 + lane] = ptx::pack_bf16x2(lo, hi);
+      dst[word] = ptx::pack_bf16x2(lo, hi);
     } else {
-      reinterpret_cast<float2*>(dst)[m * 32 + lane] = make_float2(as_operand<Math>(lo), as_operand<Math>(hi));
+      reinterpret_cast<float2*>(dst)[word] = make_float2(as_operand<Math>(lo), as_operand<Math>(hi));
     }
   }
 }
 
+template <class Math>
 __device__ __forceinline__ void store_part_block(float2* dst, const float (&even)[4], const float (&odd)[4]) {
-  const int lane = lane_index();
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
     const float* c = m % 2 ? odd : even;
-    dst[m * 32 + lane] = make_float2(c[m / 2 * 2], c[m / 2 * 2 + 1]);
+    dst[accumulator_word<Math>(m % 2, m / 2)] = make_float2(c[m / 2 * 2], c[m / 2 * 2 + 1]);
   }
 }
 
-// A warp's share of a state and its operands.
+// A warp's share of a state: a tile and at most one extra octet pair.
 template <class Math, int kHeadDim>
-struct StateWarp {
+struct WarpShare {
   using Tile = StateTile<Math, kHeadDim>;
   using Layout = StateLayout<Math, kHeadDim>;
-  static constexpr int kBlocks16 = Tile::kValues / 16;
-  static constexpr int kRegs = FragmentSize<Math>::kWeightsB;
-
-  float acc[8][kBlocks16][4] = {};
-  float extra_acc[2][kBlocks16][4] = {};
-  float count = 0.f;  // this lane's part of sum e
 
   int first_value;
-  bool has_main = false;
+  bool has_main;
   int tile = 0, star = 0, base_block = 0;
   Extra extra = Extra::kNone;
   int extra_column0 = 0, extra_column1 = 0, extra_octet = 0, extra_pair = 0;  // columns of the octets that it loads
   float extra_weight = 0.f;
 
-  WeightsB<Math> f[Tile::kOctets];  // operands of the next products
-  WeightsB<Math> extra_f[2];
-
-  __device__ __forceinline__ explicit StateWarp(const StateArgs& a, int block) {
+  __device__ __forceinline__ WarpShare(const StateArgs& a, int block) {
     first_value = block % Tile::kValueGroups * Tile::kValues;
     const int unit = threadIdx.x / kWarpSize * Tile::kGroupBlocks + block / Tile::kValueGroups;
-    has_main = unit < Tile::kMainTiles;
+    has_main = Tile::kMainTiles == Tile::kUnits || unit < Tile::kMainTiles;
     if (has_main) tile = unit;
     Stars<kHeadDim>::locate(tile, star, base_block);
 
@@ -206,97 +338,171 @@ struct StateWarp {
   }
 
   __device__ __forceinline__ bool is_sum() const { return extra == Extra::kSumW || extra == Extra::kSumY; }
-  __device__ __forceinline__ bool extra_from_y() const { return extra == Extra::kMoment || extra == Extra::kSumY; }
+};
+
+// Its accumulators and operands.
+template <class Math, int kHeadDim>
+struct StateWarp : WarpShare<Math, kHeadDim> {
+  using Share = WarpShare<Math, kHeadDim>;
+  using Tile = StateTile<Math, kHeadDim>;
+  static constexpr int kBlocks16 = Tile::kValues / 16;
+  static constexpr int kRegs = FragmentSize<Math>::kWeightsB;
+
+  float acc[8][kBlocks16][4] = {};
+  float extra_acc[2][kBlocks16][4] = {};
+  float count = 0.f;  // this lane's part of sum e
+
+  WeightsB<Math> f[Tile::kOctets];  // operands of the next products
+  WeightsB<Math> base, scalar;      // what they are made of
+  WeightsA<Math> values[Tile::kPipelined ? kBlocks16 : 1];
+  WeightsB<Math> extra_f[2];
+
+  __device__ __forceinline__ StateWarp(const StateArgs& a, int block) : Share(a, block) {}
 
   // Operands of the extra octet pair for tokens [k, k + 16).
+  template <ExtraCode kExtra>
   __device__ __forceinline__ void load_extra(uint32_t y, int k) {
-    WeightsB<Math> base, scalar;
-    load_octets<Math, kHeadDim>(base, scalar, y, extra_column0, extra_column1, k);
-    const uint32_t one = kIs16Bit<Math> ? 0x3f803f80u : __float_as_uint(1.f);
-    const bool is_tile = extra == Extra::kTile, first_column = lane_index() < 4;
+    WeightsB<Math> column0, column1;
+    load_octets<Math, kHeadDim>(column0, column1, y, this->extra_column0, this->extra_column1, k);
+    if constexpr (kExtra == ExtraCode::kTile) {
 #pragma unroll
-    for (int i = 0; i < kRegs; ++i) {
-      const uint32_t even = multiply_operand<Math>(base[i], ptx::shuffle_octet(scalar[i], extra_octet));
-      const uint32_t odd = multiply_operand<Math>(base[i], ptx::shuffle_octet(scalar[i], extra_octet + 1));
-      extra_f[0][i] = is_tile ? even : base[i];
-      extra_f[1][i] = is_tile ? odd : scalar[i];
-      if (is_sum()) extra_f[0][i] = first_column ? one : 0u, extra_f[1][i] = 0u;  // one feature that is always one
+      for (int i = 0; i < kRegs; ++i) {
+        extra_f[0][i] = multiply_operand<Math>(column0[i], ptx::shuffle_octet(column1[i], this->extra_octet));
+        extra_f[1][i] = multiply_operand<Math>(column0[i], ptx::shuffle_octet(column1[i], this->extra_octet + 1));
+      }
+    } else {
+      const uint32_t one = kIs16Bit<Math> ? 0x3f803f80u : __float_as_uint(1.f);
+      const uint32_t constant = lane_index() < 4 ? one : 0u;  // one feature that is always one
+      round_to_mode<Math>(column0);
+      round_to_mode<Math>(column1);
+#pragma unroll
+      for (int i = 0; i < kRegs; ++i) {
+        extra_f[0][i] = this->is_sum() ? constant : column0[i];
+        extra_f[1][i] = this->is_sum() ? 0u : column1[i];
+      }
     }
-    round_to_mode<Math>(extra_f[0]);
-    round_to_mode<Math>(extra_f[1]);
+    if constexpr (kExtra == ExtraCode::kPlainY) {
+      TokenScale<Math> scale;
+      scale.load(y + Tile::kYBytes + Tile::kWBytes, k);
+      scale.apply(extra_f[0]);
+      scale.apply(extra_f[1]);
+    }
   }
 
-  template <int kFirst>
-  static __device__ __forceinline__ void make_octet(WeightsB<Math>& r, const WeightsB<Math>& base, const WeightsB<Math>& scalar) {
+  // Pipelined: octets [kFirst, kEnd) of the tile into f, from base and scalar.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void make_octets() {
+    static_for<kEnd - kFirst>([&](auto index) {
+      constexpr int x = kFirst + decltype(index)::value;
 #pragma unroll
-    for (int i = 0; i < kRegs; ++i) r[i] = multiply_operand<Math>(base[i], ptx::shuffle_octet<kFirst>(scalar[i]));
+      for (int i = 0; i < kRegs; ++i) f[x][i] = multiply_operand<Math>(base[i], ptx::shuffle_octet<x>(scalar[i]));
+    });
+  }
+  __device__ __forceinline__ void load_factors(uint32_t y, int k) {
+    load_octets<Math, kHeadDim>(base, scalar, y, 8 * this->base_block, 8 * this->star, k);
+  }
+
+  // fp32: octets [first, first + kOctets) into f, the scalars of a token by one load that all of its lanes share.
+  __device__ __forceinline__ void load_tile_octets(uint32_t y, int first, int k) {
+    using YLayout = TileLayout<typename Math::Element, kHeadDim>;
+    const int t = lane_index() % 4;
+    load_octet<Math, kHeadDim>(base, y, 8 * this->base_block, k);
+#pragma unroll
+    for (int i = 0; i < kRegs; ++i) {
+      const int token = k + i / 2 * 8 + 2 * t + i % 2;
+      uint32_t scalars[Tile::kOctets];
+#pragma unroll
+      for (int x = 0; x < Tile::kOctets; x += 2) {
+        if (Tile::kOctets % 4 != 0) ptx::load_shared_u32x2(scalars + x, y + YLayout::offset(token, 8 * this->star + first + x));
+        else if (x % 4 == 0) ptx::load_shared_u32x4(scalars + x, y + YLayout::offset(token, 8 * this->star + first + x));
+      }
+#pragma unroll
+      for (int x = 0; x < Tile::kOctets; ++x) f[x][i] = multiply_operand<Math>(base[i], scalars[x]);
+    }
   }
 };
 
-// Adds a stage. Pipelined, the operands of the next group of octets are made while the products of this one run: at the end
-// those of the next stage, which `advance` makes visible. kExtraSource: 0 no extra octet pair, 1 its values are w's, 2 they are e y's.
-template <int kExtraSource, class Math, int kHeadDim, class Advance>
-__device__ __forceinline__ void add_stage(StateWarp<Math, kHeadDim>& s, const StateArgs& a, uint32_t stage, const Advance& advance) {
+// Adds 16 rows, those of part `part` of `stage`, and copies a part of the stage after the next to where the one before was. In the
+// last part, waits for the next stage. Pipelined, operands are read and made while the products before them run, in the last part
+// those of the next stage.
+template <ExtraCode kExtra, class Math, int kHeadDim, class Loader>
+__device__ __forceinline__ void add_rows(StateWarp<Math, kHeadDim>& s, Loader& loader, uint32_t stage, int part, bool plain,
+                                         bool last) {
   using Tile = StateTile<Math, kHeadDim>;
-  constexpr int kGroups = 8 / Tile::kOctets;
+  constexpr int kBlocks16 = Tile::kValues / 16;
   const uint32_t y = stage, w = y + Tile::kYBytes, e = w + Tile::kWBytes;
-  // fp32 fragments take many addresses, which unrolled steps would keep in registers.
-  constexpr int kUnroll = Tile::kPipelined ? 4 : 1;
-#pragma unroll kUnroll
-  for (int step = 0; step < Tile::kSteps; ++step) {
-    const int k = 16 * step;
-    uint32_t next_y = y;
-    if (step == Tile::kSteps - 1) next_y = advance();
-    const int next_k = step == Tile::kSteps - 1 ? 0 : k + 16;
-    WeightsB<Math> base, scalar;
-    if (kExtraSource == 2 && s.extra == Extra::kSumY && lane_index() < 16) s.count += ptx::load_shared_f32(e + (k + lane_index()) * 4);
-    TokenScale<Math> scale;
-    if (kExtraSource == 2) scale.load(e, k);
-    static_for<kGroups>([&](auto group) {
-      constexpr int kGroup = decltype(group)::value, kNextFirst = (kGroup + 1) % kGroups * Tile::kOctets;
-      constexpr bool kLast = kGroup == kGroups - 1;
-      WeightsB<Math> next[Tile::kOctets];
-      if constexpr (Tile::kPipelined) {
-        load_octets<Math, kHeadDim>(base, scalar, kLast ? next_y : y, 8 * s.base_block, 8 * s.star, kLast ? next_k : k);
-      } else {
-        load_octets<Math, kHeadDim>(base, scalar, y, 8 * s.base_block, 8 * s.star, k);
-        static_for<Tile::kOctets>([&](auto x) {
-          StateWarp<Math, kHeadDim>::template make_octet<kGroup * Tile::kOctets + decltype(x)::value>(s.f[decltype(x)::value], base,
-                                                                                                      scalar);
-        });
-        if constexpr (kGroup == 0 && kExtraSource > 0) s.load_extra(y, k);
-      }
-      static_for<Tile::kValues / 16>([&](auto block) {
-        constexpr int i = decltype(block)::value;
-        WeightsA<Math> values;
-        load_columns<Math, Tile::kValues>(values, w, 16 * i, k);
+  const int k = 16 * part;
+  // Other warps may still be in the last rows of the stage before this one until they are all here: its last rows, and the e, are
+  // overwritten only from here on.
+  if (last) {
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+  }
+  if (kExtra == ExtraCode::kPlainY && lane_index() < 16) s.count += ptx::load_shared_f32(e + (k + lane_index()) * 4);
+  const auto add_extra = [&](int block, const WeightsA<Math>& values) {
+    if constexpr (kExtra == ExtraCode::kPlainY) {
+      WeightsA<Math> columns;
+      load_columns<Math, kHeadDim>(columns, y, s.first_value + 16 * block, k);
+      mma_weights<Math>(s.extra_acc[0][block], columns, s.extra_f[0]);
+      mma_weights<Math>(s.extra_acc[1][block], columns, s.extra_f[1]);
+    } else if constexpr (kExtra != ExtraCode::kNone) {
+      mma_weights<Math>(s.extra_acc[0][block], values, s.extra_f[0]);
+      mma_weights<Math>(s.extra_acc[1][block], values, s.extra_f[1]);
+    }
+  };
+
+  if constexpr (Tile::kPipelined) {
+    const uint32_t next_y = last ? stage_after<Tile>(stage, loader.ring) : y;
+    const int next_k = last ? 0 : k + 16;
+    constexpr int kMakers = kBlocks16 - 1;  // blocks during which operands are made
+    static_for<kBlocks16>([&](auto block) {
+      constexpr int i = decltype(block)::value;
+      if constexpr (i == kMakers) s.load_factors(next_y, next_k);
 #pragma unroll
-        for (int x = 0; x < Tile::kOctets; ++x) mma_weights<Math>(s.acc[kGroup * Tile::kOctets + x][i], values, s.f[x]);
-        if constexpr (kGroup == 0 && kExtraSource > 0) {
-          if constexpr (kExtraSource == 2) {
-            load_columns<Math, kHeadDim>(values, y, s.first_value + 16 * i, k);
-            if (a.y_scale.data != nullptr) scale.apply(values);
-          }
-          mma_weights<Math>(s.extra_acc[0][i], values, s.extra_f[0]);
-          mma_weights<Math>(s.extra_acc[1][i], values, s.extra_f[1]);
-        }
-        constexpr int kFrom = Tile::kOctets * i / (Tile::kValues / 16), kTo = Tile::kOctets * (i + 1) / (Tile::kValues / 16);
-        if constexpr (Tile::kPipelined) {
-          static_for<kTo - kFrom>([&](auto j) {
-            constexpr int x = kFrom + decltype(j)::value;
-            StateWarp<Math, kHeadDim>::template make_octet<kNextFirst + x>(next[x], base, scalar);
-          });
-        }
-      });
-      if constexpr (Tile::kPipelined) {
-        if constexpr (kLast && kExtraSource > 0) s.load_extra(next_y, next_k);
-#pragma unroll
-        for (int x = 0; x < Tile::kOctets; ++x) {
-#pragma unroll
-          for (int i = 0; i < FragmentSize<Math>::kWeightsB; ++i) s.f[x][i] = next[x][i];
-        }
-      }
+      for (int x = 0; x < 4; ++x) mma_weights<Math>(s.acc[x][i], s.values[i], s.f[x]);
+      if constexpr (i < kMakers) s.template make_octets<4 + 4 * i / kMakers, 4 + 4 * (i + 1) / kMakers>();
+      if constexpr (i == 0) loader.copy_y(part, plain);
     });
+    static_for<kBlocks16>([&](auto block) {
+      constexpr int i = decltype(block)::value;
+#pragma unroll
+      for (int x = 4; x < 8; ++x) mma_weights<Math>(s.acc[x][i], s.values[i], s.f[x]);
+      add_extra(i, s.values[i]);
+      load_columns<Math, Tile::kValues>(s.values[i], next_y + Tile::kYBytes, 16 * i, next_k);
+      if constexpr (i < kMakers) s.template make_octets<4 * i / kMakers, 4 * (i + 1) / kMakers>();
+      if constexpr (i == 0) loader.copy_w(part, plain);
+    });
+    if constexpr (kExtra != ExtraCode::kNone) s.template load_extra<kExtra>(next_y, next_k);
+  } else {
+    loader.copy_y(part, plain);
+    loader.copy_w(part, plain);
+    static_for<8 / Tile::kOctets>([&](auto group) {
+      constexpr int kFirst = decltype(group)::value * Tile::kOctets;
+      s.load_tile_octets(y, kFirst, k);
+      if constexpr (kFirst == 0 && kExtra != ExtraCode::kNone) s.template load_extra<kExtra>(y, k);
+      static_for<kBlocks16>([&](auto block) {
+        constexpr int i = decltype(block)::value;
+        load_columns<Math, Tile::kValues>(s.values[0], w, 16 * i, k);
+#pragma unroll
+        for (int x = 0; x < Tile::kOctets; ++x) mma_weights<Math>(s.acc[kFirst + x][i], s.values[0], s.f[x]);
+        if constexpr (kFirst == 0) add_extra(i, s.values[0]);
+      });
+    });
+  }
+}
+
+template <ExtraCode kExtra, class Math, int kHeadDim, class Loader>
+__device__ __forceinline__ void add_stage(StateWarp<Math, kHeadDim>& s, Loader& loader, uint32_t stage) {
+  using Tile = StateTile<Math, kHeadDim>;
+  constexpr int kLast = Tile::kTokens / 16 - 1;
+  const bool plain = loader.plain();
+  if constexpr (Tile::kPipelined) {  // the last part apart: a branch would split the products
+#pragma unroll 1
+    for (int part = 0; part < kLast; ++part) add_rows<kExtra>(s, loader, stage, part, plain, false);
+    add_rows<kExtra>(s, loader, stage, kLast, plain, true);
+  } else {
+#pragma unroll 1
+    for (int part = 0; part <= kLast; ++part) add_rows<kExtra>(s, loader, stage, part, plain, part == kLast);
   }
 }
 
@@ -311,24 +517,15 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
 
   const Work work = locate_work(a, blockIdx.x / Tile::kBlocks);
-  const int batch = work.state / a.state_heads, kv_head = work.state % a.state_heads;
   StateWarp<Math, kHeadDim> s(a, blockIdx.x % Tile::kBlocks);
+  StageLoader<Tile, Math, kHeadDim> loader(a, work, s.first_value, ring);
+  loader.load_stage();
+  loader.load_stage();
 
-  const int steps = (work.end - work.begin) / Tile::kTokens * a.y_group;
-  const auto load = [&](int step) {
-    if (step < steps) {
-      load_stage<Tile, Element, kHeadDim, Tile::kValues>(a, ring + step % Tile::kStages * Tile::kStageBytes, batch,
-                                                         kv_head * a.y_group + step % a.y_group,
-                                                         work.begin + step / a.y_group * Tile::kTokens, s.first_value);
-    }
-    ptx::cp_async_commit();
-  };
-  load(0);
-  load(1);
-
+  // Where the accumulators go is worked out again where it is needed: the loop needs the registers.
+  const auto block_again = [] { return static_cast<int>(ptx::keep_in_register(blockIdx.x)); };
   // This thread's column of the carry.
-  float* carry = a.carry == nullptr ? nullptr
-                                    : a.carry + static_cast<int64_t>(blockIdx.x) * Tile::kCarry * Tile::kThreads + threadIdx.x;
+  const auto carry_column = [&] { return a.carry + static_cast<int64_t>(block_again()) * Tile::kCarry * Tile::kThreads + threadIdx.x; };
   const auto for_each_accumulator = [&](const auto& f) {
     int index = 0;
 #pragma unroll
@@ -343,18 +540,22 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     }
     f(s.count, index);
   };
-  if (carry != nullptr && a.begin > 0) {
+  if (a.carry != nullptr && a.begin > 0) {
+    const float* carry = carry_column();
     for_each_accumulator([&](float& value, int index) { value = carry[index * Tile::kThreads]; });
   }
 
-  const auto store_sums = [&](float* sums) {
-    if (!s.is_sum()) return;
-    float* dst = sums + (s.extra == Extra::kSumW ? Layout::kSumW : Layout::kSumY) + s.first_value;
+  const auto store_sums = [&](const WarpShare<Math, kHeadDim>& share, float* sums) {
+    if (!share.is_sum()) return;
+    float* dst = sums + (share.extra == Extra::kSumW ? Layout::kSumW : Layout::kSumY) + share.first_value;
     if (t == 0) {
 #pragma unroll
-      for (int i = 0; i < kBlocks16; ++i) dst[16 * i + g] = s.extra_acc[0][i][0], dst[16 * i + 8 + g] = s.extra_acc[0][i][2];
+      for (int i = 0; i < kBlocks16; ++i) {
+        dst[16 * i + value_of_row<Math>(g, 0)] = s.extra_acc[0][i][0];
+        dst[16 * i + value_of_row<Math>(g, 1)] = s.extra_acc[0][i][2];
+      }
     }
-    if (s.extra == Extra::kSumY && s.first_value == 0) {
+    if (share.extra == Extra::kSumY && share.first_value == 0) {
       float total = s.count;
 #pragma unroll
       for (int lanes = 16; lanes > 0; lanes /= 2) total += __shfl_xor_sync(0xffffffffu, total, lanes);
@@ -363,12 +564,14 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   };
 
   const auto store_snapshot = [&](int c) {
-    const int64_t slot = static_cast<int64_t>(work.state) * a.chunks + c;
+    const int block = block_again();
+    const WarpShare<Math, kHeadDim> share(a, block % Tile::kBlocks);
+    const int64_t slot = static_cast<int64_t>(block / Tile::kBlocks) * a.chunks + c;
     uint32_t* snapshot = static_cast<uint32_t*>(a.snapshots) + slot * Layout::words(2) * (Layout::kWordBytes / 4);
     constexpr int kPairStride = Layout::kPairBytes / 4, kBlockStride = Layout::kBlockWords * Layout::kWordBytes / 4;
-    if (s.has_main) {
-      const float weight = a.weights.pair * (s.star == s.base_block ? 1.f : 2.f);
-      uint32_t* dst = snapshot + (Layout::kTilePair + 4 * s.tile) * kPairStride + s.first_value / 16 * kBlockStride;
+    if (share.has_main) {
+      const float weight = a.weights.pair * (share.star == share.base_block ? 1.f : 2.f);
+      uint32_t* dst = snapshot + (Layout::kTilePair + 4 * share.tile) * kPairStride + share.first_value / 16 * kBlockStride;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -377,88 +580,84 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
         }
       }
     }
-    if (s.extra != Extra::kNone && !s.is_sum()) {
-      uint32_t* dst = snapshot + s.extra_pair * kPairStride + s.first_value / 16 * kBlockStride;
+    if (share.extra != Extra::kNone && !share.is_sum()) {
+      uint32_t* dst = snapshot + share.extra_pair * kPairStride + share.first_value / 16 * kBlockStride;
 #pragma unroll
       for (int i = 0; i < kBlocks16; ++i) {
-        store_block<Math>(dst + i * kBlockStride, s.extra_acc[0][i], s.extra_acc[1][i], s.extra_weight);
+        store_block<Math>(dst + i * kBlockStride, s.extra_acc[0][i], s.extra_acc[1][i], share.extra_weight);
       }
     }
-    store_sums(a.sums + slot * Layout::kSums);
+    store_sums(share, a.sums + slot * Layout::kSums);
   };
 
   const auto store_part = [&] {
-    const int64_t slot = static_cast<int64_t>(work.state) * a.parts() + work.part;
+    const int block = block_again();
+    const WarpShare<Math, kHeadDim> share(a, block % Tile::kBlocks);
+    const int64_t slot = block / Tile::kBlocks;  // of state and part
     float* part = a.parts_sum + slot * part_floats(kHeadDim, 2);
     float2* words = reinterpret_cast<float2*>(part);
-    if (s.has_main) {
-      float2* dst = words + (Layout::kTilePair + 4 * s.tile) * Layout::kPairWords + s.first_value / 16 * Layout::kBlockWords;
+    if (share.has_main) {
+      float2* dst = words + (Layout::kTilePair + 4 * share.tile) * Layout::kPairWords + share.first_value / 16 * Layout::kBlockWords;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int i = 0; i < kBlocks16; ++i) {
-          store_part_block(dst + j * Layout::kPairWords + i * Layout::kBlockWords, s.acc[2 * j][i], s.acc[2 * j + 1][i]);
+          store_part_block<Math>(dst + j * Layout::kPairWords + i * Layout::kBlockWords, s.acc[2 * j][i], s.acc[2 * j + 1][i]);
         }
       }
     }
-    if (s.extra != Extra::kNone && !s.is_sum()) {
-      float2* dst = words + s.extra_pair * Layout::kPairWords + s.first_value / 16 * Layout::kBlockWords;
+    if (share.extra != Extra::kNone && !share.is_sum()) {
+      float2* dst = words + share.extra_pair * Layout::kPairWords + share.first_value / 16 * Layout::kBlockWords;
 #pragma unroll
-      for (int i = 0; i < kBlocks16; ++i) store_part_block(dst + i * Layout::kBlockWords, s.extra_acc[0][i], s.extra_acc[1][i]);
+      for (int i = 0; i < kBlocks16; ++i) store_part_block<Math>(dst + i * Layout::kBlockWords, s.extra_acc[0][i], s.extra_acc[1][i]);
     }
-    store_sums(part + 2 * Layout::words(2));
+    store_sums(share, part + 2 * Layout::words(2));
   };
 
   ptx::cp_async_wait<1>();
   __syncthreads();
   if constexpr (Tile::kPipelined) {  // operands of the first products
-    WeightsB<Math> base, scalar;
-    load_octets<Math, kHeadDim>(base, scalar, ring, 8 * s.base_block, 8 * s.star, 0);
-    static_for<Tile::kOctets>([&](auto x) {
-      StateWarp<Math, kHeadDim>::template make_octet<decltype(x)::value>(s.f[decltype(x)::value], base, scalar);
-    });
-    s.load_extra(ring, 0);
+    s.load_factors(ring, 0);
+    s.template make_octets<0, 4>();
+#pragma unroll
+    for (int i = 0; i < kBlocks16; ++i) load_columns<Math, Tile::kValues>(s.values[i], ring + Tile::kYBytes, 16 * i, 0);
+    with_extra_code(s.extra, [&](auto code) { s.template load_extra<decltype(code)::value>(ring, 0); });
   }
 
   int next_chunk = a.boundary > 0 ? 0 : 1;
-  int next_snapshot = (a.boundary + next_chunk * a.chunk - work.begin) / Tile::kTokens * a.y_group;
+  int until_snapshot = (a.boundary + next_chunk * a.chunk - work.begin) / Tile::kTokens * a.y_group;  // stages
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step) {
-    if (work.part < 0 && step == next_snapshot) {
+  while (loader.stages > -2) {  // two stages ahead
+    if (a.parts_sum == nullptr && until_snapshot-- == 0) {
       store_snapshot(next_chunk++);
-      next_snapshot += a.chunk / Tile::kTokens * a.y_group;
+      until_snapshot = a.chunk / Tile::kTokens * a.y_group - 1;
     }
-    // The next stage has landed, and the one before this is free.
-    const auto advance = [&] {
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      load(step + 2);
-      return ring + (step + 1) % Tile::kStages * Tile::kStageBytes;
-    };
-    const uint32_t stage = ring + step % Tile::kStages * Tile::kStageBytes;
-    if (s.extra == Extra::kNone) {
-      add_stage<0>(s, a, stage, advance);
-    } else if (!s.extra_from_y()) {
-      add_stage<1>(s, a, stage, advance);
-    } else {
-      add_stage<2>(s, a, stage, advance);
-    }
+    const uint32_t stage = stage_after<Tile>(loader.stage, ring);  // two before the loader's, in a ring of three
+    with_extra_code(s.extra, [&](auto code) { add_stage<decltype(code)::value>(s, loader, stage); });
+    loader.finish();
   }
-  if (work.part >= 0) {
+  if (a.parts_sum != nullptr) {
     store_part();
   } else {
     store_snapshot(a.chunks - 1);
-    if (carry != nullptr) for_each_accumulator([&](float& value, int index) { carry[index * Tile::kThreads] = value; });
+    if (a.carry != nullptr) {
+      float* carry = carry_column();
+      for_each_accumulator([&](float value, int index) { carry[index * Tile::kThreads] = value; });
+    }
   }
 }
 
-// Order 1: a warp owns 16 value columns times all first-order features.
+// Order 1 where the state is too wide for linear1*: a warp owns 16 value columns times all first-order features, a block 128.
 template <class Math, int kHeadDim>
 struct Order1Tile {
-  static constexpr int kWarps = kHeadDim / 16;
+  static_assert(kHeadDim > kLinear1HeadDim, "narrower ones never come here");
+  static constexpr int kValues = 128;
+  static constexpr int kGroups = kHeadDim / kValues;
+  static constexpr int kWarps = kValues / 16;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kTokens = kIs16Bit<Math> ? 64 : 32;
-  static constexpr int kYBytes = kTokens * kHeadDim * static_cast<int>(sizeof(typename Math::Element)), kWBytes = kYBytes;
+  static constexpr int kTokens = kIs16Bit<Math> ? 32 : 16;
+  static constexpr int kElementBytes = static_cast<int>(sizeof(typename Math::Element));
+  static constexpr int kYBytes = kTokens * kHeadDim * kElementBytes, kWBytes = kTokens * kValues * kElementBytes;
   static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;
   static constexpr int kStages = 3;
   static constexpr int kSharedBytes = kStages * kStageBytes;
@@ -475,9 +674,9 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   extern __shared__ __align__(128) char shared[];
   const uint32_t ring = ptx::smem_address(shared);
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
-  const Work work = locate_work(a, blockIdx.x);
-  const int batch = work.state / a.state_heads, kv_head = work.state % a.state_heads;
-  const int block = threadIdx.x / kWarpSize, first_value = 16 * block;
+  const Work work = locate_work(a, blockIdx.x / Tile::kGroups);
+  const int group_value = blockIdx.x % Tile::kGroups * Tile::kValues, warp_value = threadIdx.x / kWarpSize * 16;
+  const int first_value = group_value + warp_value;
 
   float acc[2 * kPairs][4] = {};
   float sum_w[4] = {}, sum_y[4] = {};
@@ -488,26 +687,19 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
     ones[i] = g == 0 ? (kIs16Bit<Math> ? 0x3f803f80u : __float_as_uint(1.f)) : 0u;
   }
 
-  const int steps = (work.end - work.begin) / Tile::kTokens * a.y_group;
-  const auto load = [&](int step) {
-    if (step < steps) {
-      load_stage<Tile, Element, kHeadDim, kHeadDim>(a, ring + step % Tile::kStages * Tile::kStageBytes, batch,
-                                                    kv_head * a.y_group + step % a.y_group,
-                                                    work.begin + step / a.y_group * Tile::kTokens, 0);
-    }
-    ptx::cp_async_commit();
-  };
-  for (int i = 0; i < Tile::kStages - 1; ++i) load(i);
+  StageLoader<Tile, Math, kHeadDim> loader(a, work, group_value, ring);
+  const int stages = loader.stages;
+  for (int i = 0; i < Tile::kStages - 1; ++i) loader.load_stage();
 
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < stages; ++step) {
     ptx::cp_async_wait<Tile::kStages - 2>();
     __syncthreads();
-    load(step + Tile::kStages - 1);
+    loader.load_stage();
     const uint32_t y = ring + step % Tile::kStages * Tile::kStageBytes, w = y + Tile::kYBytes, e = w + Tile::kWBytes;
 #pragma unroll 1
     for (int k = 0; k < Tile::kTokens; k += 16) {
       WeightsA<Math> values, columns;
-      load_columns<Math, kHeadDim>(values, w, first_value, k);
+      load_columns<Math, Tile::kValues>(values, w, warp_value, k);
       load_columns<Math, kHeadDim>(columns, y, first_value, k);
       if (a.y_scale.data != nullptr) {
         TokenScale<Math> scale;
@@ -530,17 +722,20 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   }
 
   float* part = a.parts_sum + (static_cast<int64_t>(work.state) * a.parts() + work.part) * part_floats(kHeadDim, 1);
-  float2* words = reinterpret_cast<float2*>(part) + Layout::kLinearPair * Layout::kPairWords + block * Layout::kBlockWords;
+  float2* words = reinterpret_cast<float2*>(part) + Layout::kLinearPair * Layout::kPairWords + first_value / 16 * Layout::kBlockWords;
 #pragma unroll
-  for (int j = 0; j < kPairs; ++j) store_part_block(words + j * Layout::kPairWords, acc[2 * j], acc[2 * j + 1]);
+  for (int j = 0; j < kPairs; ++j) store_part_block<Math>(words + j * Layout::kPairWords, acc[2 * j], acc[2 * j + 1]);
   float* sums = part + 2 * Layout::words(1);
   if (t == 0) {
-    sums[Layout::kSumW + first_value + g] = sum_w[0], sums[Layout::kSumW + first_value + 8 + g] = sum_w[2];
-    sums[Layout::kSumY + first_value + g] = sum_y[0], sums[Layout::kSumY + first_value + 8 + g] = sum_y[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int value = first_value + value_of_row<Math>(g, half);
+      sums[Layout::kSumW + value] = sum_w[2 * half], sums[Layout::kSumY + value] = sum_y[2 * half];
+    }
   }
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) count += __shfl_xor_sync(0xffffffffu, count, lanes);
-  if (threadIdx.x == 0) sums[Layout::kSumOne] = count;
+  if (threadIdx.x == 0 && group_value == 0) sums[Layout::kSumOne] = count;
 }
 
 // Exclusive prefix over parts of every word, written as weighted snapshot words; one thread per word (or per sum).
@@ -606,9 +801,9 @@ struct LaunchState {
       using Tile = StateTile<Math, kHeadDim>;
       launch_kernel("linear_state", linear_state_kernel<Math, kHeadDim>, grid_1d(work * Tile::kBlocks), Tile::kThreads,
                     Tile::kSharedBytes, stream, a);
-    } else {
+    } else if constexpr (kHeadDim > kLinear1HeadDim) {
       using Tile = Order1Tile<Math, kHeadDim>;
-      launch_kernel("linear_state_order1", linear_state_order1_kernel<Math, kHeadDim>, grid_1d(work), Tile::kThreads,
+      launch_kernel("linear_state_order1", linear_state_order1_kernel<Math, kHeadDim>, grid_1d(work * Tile::kGroups), Tile::kThreads,
                     Tile::kSharedBytes, stream, a);
     }
     if (a.parts_sum != nullptr) {

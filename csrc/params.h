@@ -25,7 +25,7 @@ struct Problem {
   int m;         // keys
   int d;         // columns of q and k, <= head_dim, a multiple of 16 bytes
   int dv;        // columns of v and o, <= head_dim, a multiple of 16 bytes
-  int head_dim;  // the native head dim that the kernels are compiled for: one of 16, 32, 64, 96, 128
+  int head_dim;  // the native head dim that the kernels are compiled for: a row of dispatch.h
   MathMode math;
 
   float scale;       // s = scale * q.k

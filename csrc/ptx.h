@@ -29,6 +29,12 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// [bar] __syncthreads for the kThreads threads that come to this barrier, 1 to 15 (0 is __syncthreads itself).
+template <int kThreads>
+__device__ __forceinline__ void barrier_wait(int barrier) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
+}
+
 // [ldmatrix] Lane l gives the row address of matrix l / 8, row l % 8; register i of lane l is row l / 4, 4-byte word l % 4
 // of matrix i. With trans, register i is the transposed 8 x 8 matrix of 16-bit elements.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t address) {
@@ -58,6 +64,9 @@ __device__ __forceinline__ float load_shared_f32(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
+}
+__device__ __forceinline__ void load_shared_u32x2(uint32_t* r, uint32_t address) {
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
 }
 __device__ __forceinline__ void load_shared_u32x4(uint32_t* r, uint32_t address) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");

@@ -12,6 +12,8 @@
 
 #include "dispatch.h"
 #include "launch.h"
+#include "quadratic_bwd.h"
+#include "quadratic_bwd_pair.h"
 #include "score.h"
 #include "tile_config.h"
 #include "tile_ops.h"
@@ -23,11 +25,11 @@ using Score = PolynomialScore<2>;  // order 1 is a2 = 0
 
 constexpr int kRowScoreThreads = 256;
 
-// Threads per row, a power of two; each takes 16 bytes of it.
+// Threads per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
 template <class Element, int kHeadDim>
 __host__ __device__ constexpr int row_score_lanes() {
   int lanes = 2;
-  while (lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
+  while (lanes < kWarpSize && lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
   return lanes;
 }
 
@@ -35,14 +37,14 @@ template <class Element, int kHeadDim>
 __global__ void __launch_bounds__(kRowScoreThreads) row_score_kernel(const BwdParams p, float4* row_scores, Element* noisy_grad_o) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
   constexpr int kLanes = row_score_lanes<Element, kHeadDim>();
-  static_assert(kLanes <= kWarpSize, "a row is reduced within a warp");
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowScoreThreads + threadIdx.x) / kLanes;
-  const int col = threadIdx.x % kLanes * kVector;
   const int64_t rows = static_cast<int64_t>(p.b) * p.h * p.n;
-  const bool inside = row < rows && col < p.dv;
 
   float delta = 0.f;
-  if (inside) {
+#pragma unroll
+  for (int first_col = 0; first_col < kHeadDim; first_col += kLanes * kVector) {
+    const int col = first_col + static_cast<int>(threadIdx.x) % kLanes * kVector;
+    if (row >= rows || col >= p.dv) break;
     const int64_t query = row % p.n, head = row / p.n % p.h, batch = row / p.n / p.h;
     const auto at = [&](const void* base, const Stride& s) {
       return static_cast<const Element*>(base) + batch * s.batch + head * s.head + query * s.token + col;
@@ -168,49 +170,6 @@ __device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4
   }
 }
 
-// acc += weights (16 x 16) times the 16 tokens at base (load_b_trans_pair_at).
-template <class Math, int kHeadDim, int kRowTiles>
-__device__ __forceinline__ void accumulate_slab(float (&acc)[kRowTiles][kHeadDim / 8][4], const WeightsA<Math> (&w)[kRowTiles],
-                                                uint32_t base) {
-#pragma unroll
-  for (int c = 0; c < kHeadDim / 16; ++c) {
-    WeightsB<Math> b0, b1;
-    load_b_trans_pair_at<Math, kHeadDim>(b0, b1, base, c * 16);
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) mma_weights_pair<Math>(acc[i][2 * c], acc[i][2 * c + 1], w[i], b0, b1);
-  }
-}
-
-template <class Element, int kHeadDim, int kRowTiles>
-__device__ __forceinline__ void store_rows(const float (&acc)[kRowTiles][kHeadDim / 8][4], Element* dst, int64_t token_stride,
-                                           int warp_row, int row_end, int cols, const uint8_t* keep) {
-  const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = warp_row + i * 16 + half * 8 + g;
-      if (row >= row_end) continue;
-      const bool zero = keep != nullptr && keep[row] == 0;
-#pragma unroll
-      for (int c = 0; c < kHeadDim / 8; ++c) {
-        const int col = c * 8 + t * 2;
-        if (col >= cols) break;
-        store_pair(dst + row * token_stride + col, zero ? 0.f : acc[i][c][2 * half], zero ? 0.f : acc[i][c][2 * half + 1]);
-      }
-    }
-  }
-}
-
-struct KvPosition {
-  int block_row, batch, kv_head;
-};
-template <int kRows>
-__device__ __forceinline__ KvPosition kv_position(const BwdParams& p, unsigned block, int row_blocks) {
-  const unsigned head = block / row_blocks;
-  return {static_cast<int>(block % row_blocks) * kRows, static_cast<int>(head / p.hk), static_cast<int>(head % p.hk)};
-}
-
 // grad_k, grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
 template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, QuadraticBwdKvTile<Math, kHeadDim>::kMinBlocks)
@@ -309,8 +268,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
             }
           }
         }
-        accumulate_slab<Math, kHeadDim, kRowTiles>(grad_v, weights, rows_trans + Tile::kTileBytes);
-        accumulate_slab<Math, kHeadDim, kRowTiles>(grad_k, derivatives, rows_trans);
+        accumulate_slab<Math, kHeadDim>(grad_v, weights, rows_trans + Tile::kTileBytes);
+        accumulate_slab<Math, kHeadDim>(grad_k, derivatives, rows_trans);
       };
       if (begin >= warp_unmasked_query) {
 #pragma unroll(Tile::kUnroll)
@@ -326,12 +285,11 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
 
   // Computed again, so that the main loop need not keep it in registers.
   const KvPosition out = kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x), row_blocks);
-  // A padded key has no weight in any row.
-  const uint8_t* keep = p.key_padding_mask == nullptr ? nullptr : p.key_padding_mask + out.batch * p.mask_batch_stride;
+  const PaddedKeysAreZero finish{p.key_padding_mask, p.mask_batch_stride, out.batch};
   Element* dst_k = static_cast<Element*>(p.grad_k) + out.batch * p.grad_k_stride.batch + out.kv_head * p.grad_k_stride.head;
   Element* dst_v = static_cast<Element*>(p.grad_v) + out.batch * p.grad_v_stride.batch + out.kv_head * p.grad_v_stride.head;
-  store_rows<Element, kHeadDim, kRowTiles>(grad_k, dst_k, p.grad_k_stride.token, warp_row, p.m, p.d, keep);
-  store_rows<Element, kHeadDim, kRowTiles>(grad_v, dst_v, p.grad_v_stride.token, warp_row, p.m, p.dv, keep);
+  store_rows(grad_k, dst_k, p.grad_k_stride.token, warp_row, p.m, p.d, finish);
+  store_rows(grad_v, dst_v, p.grad_v_stride.token, warp_row, p.m, p.dv, finish);
 }
 
 // grad_q: a block owns kRows queries of one head and streams the keys they see.
@@ -426,7 +384,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
           }
         }
       }
-      accumulate_slab<Math, kHeadDim, kRowTiles>(grad_q, derivatives, stage + slab * Tile::kRowBytes + lane_b_trans);
+      accumulate_slab<Math, kHeadDim>(grad_q, derivatives, stage + slab * Tile::kRowBytes + lane_b_trans);
     };
     if (begin + Tile::kStream <= unmasked_end) {
 #pragma unroll(Tile::kUnroll)
@@ -440,7 +398,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   // Computed again, so that the main loop need not keep it in registers.
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
   Element* dst = static_cast<Element*>(p.grad_q) + out.batch * p.grad_q_stride.batch + out.head * p.grad_q_stride.head;
-  store_rows<Element, kHeadDim, kRowTiles>(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d, nullptr);
+  store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d, StoreAsIs{});
 }
 
 struct LaunchQuadraticBwd {
@@ -459,15 +417,29 @@ struct LaunchQuadraticBwd {
     launch_kernel("row_score", row_score_kernel<Element, kHeadDim>, grid_1d((rows + kRowsPerBlock - 1) / kRowsPerBlock),
                   kRowScoreThreads, 0, stream, p, row_scores, noisy_grad_o);
 
-    using KvTile = QuadraticBwdKvTile<Math, kHeadDim>;
-    const int key_blocks = (p.m + KvTile::kRows - 1) / KvTile::kRows;
-    launch_kernel("quadratic_bwd_kv_sm80", quadratic_bwd_kv_kernel<Math, kHeadDim>, grid_1d(int64_t{key_blocks} * p.b * p.hk),
-                  KvTile::kThreads, KvTile::kSharedBytes, stream, p, row_scores, grad_o, grad_o_stride, key_blocks);
+    if constexpr (kPairsForKv<Math, kHeadDim>) {
+      run_kernel<QuadraticBwdKvPairTile<Math, kHeadDim>>("quadratic_bwd_kv_pair_sm80", quadratic_bwd_kv_pair_kernel<Math, kHeadDim>, p,
+                                                         p.m, p.hk, row_scores, grad_o, grad_o_stride, stream);
+    } else {
+      run_kernel<QuadraticBwdKvTile<Math, kHeadDim>>("quadratic_bwd_kv_sm80", quadratic_bwd_kv_kernel<Math, kHeadDim>, p, p.m, p.hk,
+                                                     row_scores, grad_o, grad_o_stride, stream);
+    }
+    if constexpr (kPairsForQ<Math, kHeadDim>) {
+      run_kernel<QuadraticBwdQPairTile<Math, kHeadDim>>("quadratic_bwd_q_pair_sm80", quadratic_bwd_q_pair_kernel<Math, kHeadDim>, p,
+                                                        p.n, p.h, row_scores, grad_o, grad_o_stride, stream);
+    } else {
+      run_kernel<QuadraticBwdQTile<Math, kHeadDim>>("quadratic_bwd_q_sm80", quadratic_bwd_q_kernel<Math, kHeadDim>, p, p.n, p.h,
+                                                    row_scores, grad_o, grad_o_stride, stream);
+    }
+  }
 
-    using QTile = QuadraticBwdQTile<Math, kHeadDim>;
-    const int query_blocks = (p.n + QTile::kRows - 1) / QTile::kRows;
-    launch_kernel("quadratic_bwd_q_sm80", quadratic_bwd_q_kernel<Math, kHeadDim>, grid_1d(int64_t{query_blocks} * p.b * p.h),
-                  QTile::kThreads, QTile::kSharedBytes, stream, p, row_scores, grad_o, grad_o_stride, query_blocks);
+  // tokens and heads: of the rows that blocks own.
+  template <class Tile, class Kernel>
+  static void run_kernel(const char* name, Kernel kernel, const BwdParams& p, int tokens, int heads, const float4* row_scores,
+                         const void* grad_o, const Stride& grad_o_stride, cudaStream_t stream) {
+    const int row_blocks = (tokens + Tile::kRows - 1) / Tile::kRows;
+    launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * heads), Tile::kThreads, Tile::kSharedBytes,
+                  stream, p, row_scores, grad_o, grad_o_stride, row_blocks);
   }
 };
 

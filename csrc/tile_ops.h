@@ -9,6 +9,8 @@
 //   a_from_accumulator A from two neighbouring accumulators (16 x 16), to be multiplied with load_b_trans fragments
 //   mma                acc += A B for load_a with load_b operands (mma_pair: two neighbouring accumulators)
 //   mma_weights        acc += A B for a_from_accumulator with load_b_trans operands (likewise)
+//   multiply_slab      rows that stay in registers times 16 streamed tokens        accumulate_slab  weights times 16 tokens
+//   store_rows         accumulators to global memory
 // fp32 elements are rounded to tf32 on the way (Tf32) or kept whole and split in the product (Fp32).
 // Fp16 weights (operands of mma_weights) are tf32: ten mantissa bits as fp16 has, but eight exponent bits, so that f(s), which
 // grows like s^2, cannot overflow. It costs that product half the tensor rate.
@@ -182,7 +184,8 @@ __device__ __forceinline__ void load_a_global(FragmentA<Math>& a, const typename
   round_to_mode<Math>(a);
 }
 
-// This lane's offset for load_b_pair_at and load_b_trans_pair_at: add the address of a tile row that is a multiple of 16.
+// This lane's offset for load_b_pair_at and load_b_trans_pair_at: add the address of a tile row that is a multiple of 16. The
+// latter for columns from first_col on, a multiple of the power of two of columns that will be read from there.
 template <class Math, int kCols>
 __device__ __forceinline__ uint32_t lane_offset_b() {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -191,19 +194,19 @@ __device__ __forceinline__ uint32_t lane_offset_b() {
   return Layout::chunk_offset(lane % 8, lane / 8);
 }
 template <class Math, int kCols>
-__device__ __forceinline__ uint32_t lane_offset_b_trans() {
+__device__ __forceinline__ uint32_t lane_offset_b_trans(int first_col = 0) {
   using Layout = TileLayout<typename Math::Element, kCols>;
   const int lane = threadIdx.x % kWarpSize;
-  if constexpr (kIs16Bit<Math>) return Layout::chunk_offset(lane % 16, lane / 16);
-  return Layout::offset(2 * (lane % 4), lane / 4);
+  if constexpr (kIs16Bit<Math>) return Layout::chunk_offset(lane % 16, lane / 16 + first_col / Layout::kChunkElements);
+  return Layout::offset(2 * (lane % 4), lane / 4 + first_col);
 }
 
-// Two B fragments: columns n..n+7 and n+8..n+15 with n the row that base was made for, summed indices [k, k + 16), from a
-// [n][k] tile.
+// Two B fragments: columns n..n+7 and n+8..n+15 with n the row that base was made for, or n_offset (a multiple of 16) more, summed
+// indices [k, k + 16), from a [n][k] tile.
 template <class Math, int kCols>
-__device__ __forceinline__ void load_b_pair_at(FragmentB<Math>& b0, FragmentB<Math>& b1, uint32_t base, int k) {
+__device__ __forceinline__ void load_b_pair_at(FragmentB<Math>& b0, FragmentB<Math>& b1, uint32_t base, int k, int n_offset = 0) {
   using Layout = TileLayout<typename Math::Element, kCols>;
-  const uint32_t address = Layout::move_right(base, k / Layout::kChunkElements);
+  const uint32_t address = Layout::move_right(base, k / Layout::kChunkElements) + n_offset * Layout::kRowBytes;
   if constexpr (kIs16Bit<Math>) {
     uint32_t r[4];
     ptx::ldmatrix_x4(r, address);
@@ -247,14 +250,14 @@ __device__ __forceinline__ void load_b8_at(FragmentB<Math> (&b)[kB8Fragments<Mat
   }
 }
 
-// Two B fragments: columns n..n+7 and n+8..n+15, summed indices [k, k + 16) with k the row that base was made for, from a
-// [k][n] tile, for mma_weights.
+// Two B fragments: columns n..n+7 and n+8..n+15, summed indices [k, k + 16) with k the row that base was made for, or k_offset (a
+// multiple of 16) more, from a [k][n] tile, for mma_weights.
 template <class Math, int kCols>
-__device__ __forceinline__ void load_b_trans_pair_at(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t base, int n) {
+__device__ __forceinline__ void load_b_trans_pair_at(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t base, int n, int k_offset = 0) {
   using Layout = TileLayout<typename Math::Element, kCols>;
   if constexpr (kIs16Bit<Math>) {
     uint32_t r[4];
-    ptx::ldmatrix_x4_trans(r, Layout::move_right(base, n / Layout::kChunkElements));
+    ptx::ldmatrix_x4_trans(r, Layout::move_right(base, n / Layout::kChunkElements) + k_offset * Layout::kRowBytes);
     if constexpr (Math::kMode == MathMode::kBF16) {
       b0[0] = r[0], b0[1] = r[1], b1[0] = r[2], b1[1] = r[3];
     } else {
@@ -273,7 +276,7 @@ __device__ __forceinline__ void load_b_trans_pair_at(WeightsB<Math>& b0, Weights
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       constexpr int kOddRow = Layout::kRowShift == 0 ? 1 : 0;  // what the swizzle does to the next row
-      const uint32_t row = Layout::move_right(base, i % 2 == 1 ? kOddRow : 0) + (i % 2 + i / 2 * 8) * Layout::kRowBytes;
+      const uint32_t row = Layout::move_right(base, i % 2 == 1 ? kOddRow : 0) + (i % 2 + i / 2 * 8 + k_offset) * Layout::kRowBytes;
       b0[i] = ptx::load_shared_u32(Layout::move_right(row, n / 4));
       b1[i] = ptx::load_shared_u32(Layout::move_right(row, n / 4 + 2));
     }
@@ -405,6 +408,61 @@ __device__ __forceinline__ void mma_weights_pair(float (&acc0)[4], float (&acc1)
     mma_tf32_k16(acc1, a, b1);
   } else {
     mma_pair<Math>(acc0, acc1, a, b0, b1);
+  }
+}
+
+// acc = resident rows times the 16 tokens at base (load_b_pair_at).
+template <class Math, int kCols, int kRowTiles>
+__device__ __forceinline__ void multiply_slab(float (&acc)[kRowTiles][2][4], const FragmentA<Math> (&rows)[kRowTiles][kCols / 16],
+                                              uint32_t base) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) acc[i][0][e] = acc[i][1][e] = 0.f;
+  }
+#pragma unroll
+  for (int kk = 0; kk < kCols / 16; ++kk) {
+    FragmentB<Math> b0, b1;
+    load_b_pair_at<Math, kCols>(b0, b1, base, kk * 16);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) mma_pair<Math>(acc[i][0], acc[i][1], rows[i][kk], b0, b1);
+  }
+}
+
+// acc += weights (16 x 16) times the 16 tokens at base (load_b_trans_pair_at), kOctets * 8 columns of them.
+template <class Math, int kCols, int kRowTiles, int kOctets>
+__device__ __forceinline__ void accumulate_slab(float (&acc)[kRowTiles][kOctets][4], const WeightsA<Math> (&w)[kRowTiles],
+                                                uint32_t base) {
+#pragma unroll
+  for (int c = 0; c < kOctets / 2; ++c) {
+    WeightsB<Math> b0, b1;
+    load_b_trans_pair_at<Math, kCols>(b0, b1, base, c * 16);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) mma_weights_pair<Math>(acc[i][2 * c], acc[i][2 * c + 1], w[i], b0, b1);
+  }
+}
+
+// Accumulators of a warp (rows from warp_row on, columns from 0 on) to global memory, without the rows from row_end and the
+// columns from cols on. finish_row(i, half, row) gives a function of (column, two neighbouring sums): what is stored of them.
+template <class Element, int kRowTiles, int kOctets, class FinishRow>
+__device__ __forceinline__ void store_rows(const float (&acc)[kRowTiles][kOctets][4], Element* dst, int64_t token_stride, int warp_row,
+                                           int row_end, int cols, const FinishRow& finish_row) {
+  const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row + i * 16 + half * 8 + g;
+      if (row >= row_end) continue;
+      const auto finish = finish_row(i, half, row);
+#pragma unroll
+      for (int c = 0; c < kOctets; ++c) {
+        const int col = c * 8 + t * 2;
+        if (col >= cols) break;
+        const float2 x = finish(col, make_float2(acc[i][c][2 * half], acc[i][c][2 * half + 1]));
+        store_pair(dst + row * token_stride + col, x.x, x.y);
+      }
+    }
   }
 }
 

@@ -1,7 +1,7 @@
 """The CUDA kernels: every code path against float64 on poisoned memory, and what the suite for all devices does not ask.
 
-The sizes name the path they take: tiles of 64 and 128, chunks of 128 (p = 1), 256 (d <= 64), 512 (d = 96) and 1024 (d = 128);
-few heads sum parts and scan them, many walk once.
+The sizes name the path they take: tiles of 64 and 128, chunks of 256 (d <= 64), 512 (d = 96), 1024 (d = 128), 2048 (d = 256),
+and segments of at least 256 (p = 1); few heads sum parts and scan them, many walk once.
 """
 
 import itertools
@@ -37,7 +37,7 @@ MODES = {
     "fp32": (torch.float32, "highest"),
 }
 ALGORITHMS = ("quadratic", "linear")
-HEAD_DIMS = (16, 32, 64, 96, 128)
+HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 by_mode = pytest.mark.parametrize("mode", MODES)
 by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 by_order = pytest.mark.parametrize("p", [1, 2], ids=["p1", "p2"])
@@ -102,11 +102,16 @@ FOR_BOTH = [
     size("dv < d", 150, d=128, dv=16),
     size("large scores", 300, magnitude=30.0, temperature=1.0),
     size("head dim 160", 150, d=160),
-    size("head dim 256, all options", 150, 333, d=256, h=4, hk=2, mask=True, noise=True),
     size("head dim 200, dv 64", 300, d=200, dv=64),
+    size("head dims 130, 256", 129, d=130, dv=256, mask=True, noise=True),
+    size("head dims 256, 40", 300, 500, d=256, dv=40, h=4),
+    size("head dims 40, 256, full", 257, d=40, dv=256, causal=False, mask=True, noise=True),
+    *(size(f"wide heads, head dim {d}, n {n} m {m}", n, m, d=d, h=6, hk=2) for d in (128, 256) for n, m in ((1, 70), (63, 65))),
+    *(size(f"wide heads, head dim {d}", 1000, d=d, h=4, hk=2, mask=True, noise=True) for d in (128, 200, 256)),
+    *(size(f"wide heads, head dim {d}, full", 700, 300, d=d, causal=False, mask=True, noise=True) for d in (128, 256)),
     size("long", 4096, b=1, h=2, hk=1),
 ]
-_SEVERAL_CHUNKS = {16: 700, 32: 700, 64: 1300, 96: 2500, 128: 4500}
+_SEVERAL_CHUNKS = {16: 700, 32: 700, 64: 1300, 96: 2500, 128: 4500, 256: 4500}
 _MANY_HEADS = {32: 50, 64: 26, 96: 5, 128: 3}
 FOR_LINEAR = [
     *(size(f"parts, head dim {d}", n, b=1, d=d) for d, n in _SEVERAL_CHUNKS.items()),
@@ -117,6 +122,10 @@ FOR_LINEAR = [
         for d, n in _SEVERAL_CHUNKS.items()
     ),
     *(size(f"p = 1, head dim {d}", 900, 937, h=4, hk=2, d=d, p=1, mask=True, noise=True) for d in HEAD_DIMS),
+    *(size(f"p = 1, segments, head dim {d}", 4500, 4577, b=1, d=d, p=1) for d in HEAD_DIMS),
+    *(size(f"p = 1, segments, head dim {d}, full", 2300, 3100, b=1, d=d, p=1, causal=False, mask=True) for d in HEAD_DIMS),
+    *(size(f"p = 1, one segment, head dim {d}", 700, b=2, h=210, hk=70, d=d, p=1, noise=True) for d in (32, 64)),
+    *(size(f"p = 1, GQA, length {n}", n, b=1, h=6, hk=2, p=1) for n in (511, 512, 513, 767, 768, 769, 1025)),
     *(size(f"p = 1, head dim {d}, not causal", 900, 637, b=1, d=d, p=1, causal=False) for d in HEAD_DIMS),
     *(size(f"GQA, length {n}", n, b=1, h=2, hk=1) for n in (255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 1537)),
     size("one walk, GQA, offset", 1100, 1201, h=28, hk=14, mask=True, noise=True),
@@ -130,6 +139,9 @@ FOR_LINEAR = [
     size("odd head dim, chunks", 1200, b=1, d=37, dv=51, noise=True),
     size("dv > d, chunks", 2200, b=1, d=16, dv=96),
     size("large scores, chunks", 1300, b=1, magnitude=30.0, temperature=1.0),
+    size("ragged head dim, 256", 4200, b=1, d=136, dv=200),
+    size("head dim 256 for dv alone", 2300, 4200, b=1, d=40, dv=250, noise=True),
+    size("head dim 256 for d alone", 2100, 2300, b=1, d=255, dv=64, mask=True),
     size("many chunks", 9000, b=1, h=1, d=32),
 ]
 # Grids are one-dimensional: their other dimensions end at 65535.
@@ -162,12 +174,13 @@ def test_against_float64(case, algorithm, mode):
 
 @by_mode
 @by_algorithm
+@by_order
 @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
-def test_every_kernel_at_small_sizes(d, algorithm, mode, precision):
+def test_every_kernel_at_small_sizes(d, p, algorithm, mode, precision):
     """Without a reference, to run under compute-sanitizer."""
     for n, m in ((1, 1), (17, 17), (150, 150), (129, 200)):
         odd = n == 150
-        case = size("", n, m, d=d - odd, b=1, h=2, hk=1, mask=odd, noise=odd, causal=n != 129, algorithm=algorithm)
+        case = size("", n, m, d=d - odd, b=1, h=2, hk=1, p=p, mask=odd, noise=odd, causal=n != 129, algorithm=algorithm)
         tensors = verify.random_tensors(in_mode(case, mode), DEVICE)
         assert all(x.isfinite().all() for x in verify.run(fastmax_attention, tensors, case.options).values())
 
