@@ -104,12 +104,17 @@ def native_archs() -> tuple[int, ...]:
     return tuple(archs)
 
 
+def virtual_arch(arch: int) -> int:
+    """What the compiler's front end, which takes most of the time, runs for: the sources tell apart no more than this."""
+    return 90 if arch >= 90 else 80
+
+
 def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:
     suffix = re.search(r"_sm(\d+)$", source.stem)
     if suffix and int(suffix[1]) == 90:
         return ["-gencode=arch=compute_90a,code=sm_90a"] if 90 in archs else []
-    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    return flags + [f"-gencode=arch=compute_{archs[0]},code=compute_{archs[0]}"]
+    flags = [f"-gencode=arch=compute_{virtual_arch(arch)},code=sm_{arch}" for arch in archs]
+    return [*flags, f"-gencode=arch=compute_{virtual_arch(archs[0])},code=compute_{virtual_arch(archs[0])}"]
 
 
 def ninja_file(archs: tuple[int, ...]) -> str:

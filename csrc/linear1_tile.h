@@ -101,7 +101,13 @@ struct ColumnFragments {
     if constexpr (kIs16Bit<Math>) {
       ptx::ldmatrix_x4_trans(a, Layout::move_right(tile + at, right / Layout::kChunkElements) + k * Layout::kRowBytes);
     } else {
-      load_columns<Math, kHeadDim>(a, tile, at + right, k);
+      // Rows in plain order: load_columns has them in that of value_of_row.
+      const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        a[i] = ptx::load_shared_u32(tile + Layout::offset(k + i / 4 * 8 + 2 * t + i / 2 % 2, at + right + g + i % 2 * 8));
+      }
+      round_to_mode<Math>(a);
     }
   }
 };

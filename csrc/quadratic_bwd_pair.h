@@ -75,7 +75,6 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const int warp_first_query = first_query(p, warp_row);                          // queries before see no key of this pair
   const int warp_unmasked_query = first_query(p, warp_row + kRowTiles * 16 - 1);  // queries from here on see all of them
   const int tiles = (p.n + Tile::kStream - 1) / Tile::kStream;
-  const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> loader(threadIdx.x);
 
   for (int head_in_group = 0; head_in_group < p.h / p.hk; ++head_in_group) {
     // fp32: computed again for each head, so that the inner loop need not keep it in registers.
@@ -86,6 +85,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
     const Element* grad_o = static_cast<const Element*>(grad_o_base) + at.batch * grad_o_stride.batch + head * grad_o_stride.head;
     const float4* head_scores = row_scores + (at.batch * static_cast<int64_t>(p.h) + head) * p.n;
     const auto load_stage = [&](int tile) {
+      // Made again for each stage: kept, it would take the registers of the inner loop.
+      const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> loader(ptx::keep_in_register(threadIdx.x));
       const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
       const int begin = tile * Tile::kStream;
       loader.load(stage, q, p.q_stride.token, begin, p.n, p.d);
@@ -121,19 +122,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
 #pragma unroll
             for (int half = 0; half < 2; ++half) hand_over(lane_slot(slot, i, half), x[i][half]);
           }
-        } else {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float delta = ptx::load_shared_f32(scores + (slab + half * 8 + e) * 16 + 12);
-#pragma unroll
-              for (int i = 0; i < kRowTiles; ++i) x[i][half][e] -= delta, x[i][half][2 + e] -= delta;
-            }
-          }
-        }
-        wait_for_pair(pair);
-        if (sums_v) {
+          wait_for_pair(pair);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -149,6 +138,16 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
             }
           }
         } else {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float delta = ptx::load_shared_f32(scores + (slab + half * 8 + e) * 16 + 12);
+#pragma unroll
+              for (int i = 0; i < kRowTiles; ++i) x[i][half][e] -= delta, x[i][half][2 + e] -= delta;
+            }
+          }
+          wait_for_pair(pair);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float dot[kRowTiles][4];
@@ -199,7 +198,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const KvPosition out = kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x) / Tile::kColumnParts, row_blocks);
   const PaddedKeysAreZero finish{p.key_padding_mask, p.mask_batch_stride, out.batch};
   const Stride& stride = sums_v ? p.grad_v_stride : p.grad_k_stride;
-  Element* dst = static_cast<Element*>(sums_v ? p.grad_v : p.grad_k) + out.batch * stride.batch + out.kv_head * stride.head + first_col;
+  Element* dst =
+      static_cast<Element*>(sums_v ? p.grad_v : p.grad_k) + out.batch * stride.batch + out.kv_head * stride.head + first_col;
   store_rows(grad, dst, stride.token, warp_row, p.m, (sums_v ? p.dv : p.d) - first_col, finish);
 }
 
