@@ -130,15 +130,7 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   const Coefficients f(p);
   const int bytes = element_bytes(p), out_bytes = runs_as_tf32(p) ? 2 : bytes;
 
-  PrepareArgs prepare{};
-  prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
-  prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
-  prepare.noise = view(p.noise, p.noise_stride);
-  prepare.dropout = p.dropout;
-  prepare.z = p.z;
-  prepare.g = plan.g, prepare.e = plan.e;
-  FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
-  const View g = contiguous(plan.g, p.h, p.n, p.dv);
+  const View g = prepare_g(p, plan.g, plan.e, stream);
 
   // grad_q: prefixes of v^T k.
   Linear1SumArgs prefix{plan.q_problem};

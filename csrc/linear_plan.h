@@ -1,6 +1,7 @@
-// What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them.
+// What the launchers of the linear algorithm share: workspace, views of tensors, inputs and g as the kernels take them.
 #pragma once
 
+#include "dispatch.h"
 #include "linear.h"
 
 namespace fastmax {
@@ -96,5 +97,18 @@ struct Coefficients {
         g0(c1),
         g1(2.f * c2) {}
 };
+
+// Fills g and e of the backward, (b, h, n, dv) and (b, h, n), and returns g.
+inline View prepare_g(const BwdParams& p, void* g, float* e, cudaStream_t stream) {
+  PrepareArgs prepare{};
+  prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
+  prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
+  prepare.noise = view(p.noise, p.noise_stride);
+  prepare.dropout = p.dropout;
+  prepare.z = p.z;
+  prepare.g = g, prepare.e = e;
+  FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
+  return contiguous(g, p.h, p.n, p.dv);
+}
 
 }  // namespace fastmax
