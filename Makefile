@@ -4,7 +4,7 @@ VENV ?= .venv
 # Installed where the environment has no torch yet.
 TORCH ?= torch==2.13.0
 # The CUDA kernels are built where there is a GPU and nvcc, for that GPU; setup.py says what else it takes.
-export FASTMAX_CUDA_ARCHS ?= native
+FASTMAX_CUDA_ARCHS ?= native
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -26,11 +26,11 @@ bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax atten
 	$(BIN)/python -m benchmarks.run cpu
 	$(BIN)/python -m benchmarks.run memory
 
-$(READY): pyproject.toml setup.py
+$(READY): pyproject.toml setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install "setuptools>=77" ninja
-	$(BIN)/python -m pip install --no-build-isolation -e ".[examples,lint,test,transformers]"
+	FASTMAX_CUDA_ARCHS="$(FASTMAX_CUDA_ARCHS)" $(BIN)/python -m pip install --no-build-isolation -e ".[examples,lint,test,transformers]"
 	touch $@
 
 clean:

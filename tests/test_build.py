@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def build():
+def build(monkeypatch):
+    monkeypatch.delenv("FASTMAX_CUDA_ARCHS", raising=False)
     spec = importlib.util.spec_from_file_location("csrc_build", ROOT / "csrc" / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
