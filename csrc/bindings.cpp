@@ -26,10 +26,8 @@ namespace {
 
 // Whether the kernels compute this call. If not, the PyTorch implementation does.
 bool is_covered(const Tensor& q, const Tensor& v, const OptionalTensor& rpe_matrix) {
-  const ScalarType dtype = q.scalar_type();
   const int64_t widest = std::max(q.size(3), v.size(3));
-  return !rpe_matrix.has_value() && (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
-         widest <= INT_MAX && native_head_dim(static_cast<int>(widest)) != 0 && get_device(q.get_device_index()).problem.empty();
+  return !rpe_matrix.has_value() && kernels_run_on(q) && widest <= INT_MAX && native_head_dim(static_cast<int>(widest)) != 0;
 }
 
 bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }

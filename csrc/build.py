@@ -131,12 +131,11 @@ def ninja_file(archs: tuple[int, ...]) -> str:
     if cuda_lib is None:
         raise BuildError(f"libcudart_static.a was not found under {cuda}")
     nvcc = cuda / "bin/nvcc"
+    define_archs = f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'"
     lines = [
-        f"nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -I{SOURCE_DIR} -Xptxas -v "
-        f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'",
+        f"nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -I{SOURCE_DIR} -Xptxas -v {define_archs}",
         f"cxx_flags = -std=c++20 -O2 -fPIC -fvisibility=hidden -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} "
-        f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"' "
-        f"-I{SOURCE_DIR} -I{torch / 'include'} -isystem {cuda / 'include'}",
+        f"{define_archs} -I{SOURCE_DIR} -I{torch / 'include'} -isystem {cuda / 'include'}",
         "",
         "rule nvcc",
         f"  command = {nvcc} $nvcc_flags $extra -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",

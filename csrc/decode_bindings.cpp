@@ -33,9 +33,7 @@ bool is_state(const Tensor& x, const Tensor& q, std::initializer_list<int64_t> s
 
 // Whether the kernel computes this call.
 bool is_covered(const Tensor& q, const Tensor& v) {
-  const ScalarType dtype = q.scalar_type();
-  return (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
-         std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim && get_device(q.get_device_index()).problem.empty();
+  return kernels_run_on(q) && std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim;
 }
 
 std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values_in,

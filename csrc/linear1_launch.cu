@@ -77,18 +77,15 @@ struct BwdPlan {
   Linear1Problem q_problem;   // grad_q: queries looking at keys
   Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, both reversed
   WidenedInputs widened;
-  char* g;
-  float* e;
+  PreparedGradient gradient;
   float* prefixes;  // of one problem, then of the other
   size_t bytes;
 
   BwdPlan(const BwdParams& p, Workspace w)
       : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.dv, p.d)),
         kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0, p.d, p.dv)),
-        widened(p, w) {
-    const int64_t rows = int64_t{p.b} * p.h * p.n;
-    g = w.take<char>(rows * p.dv * element_bytes(p));
-    e = w.take<float>(rows);
+        widened(p, w),
+        gradient(p, w) {
     prefixes = w.take<float>(std::max(state_floats(p, q_problem), state_floats(p, kv_problem)));
     bytes = w.used();
   }
@@ -130,7 +127,7 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   const Coefficients f(p);
   const int bytes = element_bytes(p), out_bytes = runs_as_tf32(p) ? 2 : bytes;
 
-  const View g = prepare_g(p, plan.g, plan.e, stream);
+  const View g = plan.gradient.fill(p, stream);
 
   // grad_q: prefixes of v^T k.
   Linear1SumArgs prefix{plan.q_problem};
@@ -142,7 +139,7 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   Linear1WalkArgs grad_q{plan.q_problem};
   grad_q.x = g, grad_q.y = in.v, grad_q.w = in.k;
   grad_q.y_mask = mask;
-  grad_q.x_scale = {plan.e, p.n, 1};
+  grad_q.x_scale = {plan.gradient.e, p.n, 1};
   grad_q.prefixes = plan.prefixes;
   grad_q.c1 = f.c1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
@@ -152,7 +149,7 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   // grad_k and grad_v: suffixes of q^T g, as prefixes of the reversed sequences.
   Linear1SumArgs suffix{plan.kv_problem};
   suffix.y = reversed(in.q, p.n, bytes), suffix.w = reversed(g, p.n, bytes);
-  suffix.y_scale = {plan.e + p.n - 1, p.n, -1};
+  suffix.y_scale = {plan.gradient.e + p.n - 1, p.n, -1};
   suffix.prefixes = plan.prefixes;
   FASTMAX_LINEAR(p, linear1_sums, suffix, p.head_dim, stream);
 

@@ -195,18 +195,15 @@ struct BwdPlan {
   LinearProblem q_problem;   // grad_q: queries looking at keys
   LinearProblem kv_problem;  // grad_k, grad_v: keys looking at queries, both reversed
   WidenedInputs widened;
-  char* g;
-  float* e;
+  PreparedGradient gradient;
   StateBuffers buffers;
   size_t bytes;
 
   BwdPlan(const BwdParams& p, Workspace w)
       : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset)),
         kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0)),
-        widened(p, w) {
-    const int64_t rows = int64_t{p.b} * p.h * p.n;
-    g = w.take<char>(rows * p.dv * element_bytes(p));
-    e = w.take<float>(rows);
+        widened(p, w),
+        gradient(p, w) {
     StateBytes size;
     size.cover(p, q_problem);
     size.cover(p, kv_problem);
@@ -261,7 +258,7 @@ void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
   const Coefficients f(p);
   const int bytes = element_bytes(p), out_bytes = runs_as_tf32(p) ? 2 : bytes;
 
-  const View g = prepare_g(p, plan.g, plan.e, stream);
+  const View g = plan.gradient.fill(p, stream);
 
   // grad_q: prefix states of (k, v).
   StateArgs prefix{};
@@ -272,7 +269,7 @@ void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = g, grad_q.y = in.k, grad_q.y2 = in.v;
   grad_q.y_mask = mask;
-  grad_q.x_scale = {plan.e, p.n, 1};
+  grad_q.x_scale = {plan.gradient.e, p.n, 1};
   grad_q.g0 = f.g0, grad_q.g1 = f.g1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
@@ -283,7 +280,7 @@ void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
   // grad_k and grad_v: suffix states of (q, g), as prefixes of the reversed sequences.
   const View q = reversed(in.q, p.n, bytes), k = reversed(in.k, p.m, bytes), v = reversed(in.v, p.m, bytes);
   const View g_reversed = reversed(g, p.n, bytes);
-  const RowScale e_reversed{plan.e + p.n - 1, p.n, -1};
+  const RowScale e_reversed{plan.gradient.e + p.n - 1, p.n, -1};
   const RowMask key_mask = reversed(mask, p.m);
 
   StateArgs suffix{};

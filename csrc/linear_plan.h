@@ -98,17 +98,29 @@ struct Coefficients {
         g1(2.f * c2) {}
 };
 
-// Fills g and e of the backward, (b, h, n, dv) and (b, h, n), and returns g.
-inline View prepare_g(const BwdParams& p, void* g, float* e, cudaStream_t stream) {
-  PrepareArgs prepare{};
-  prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
-  prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
-  prepare.noise = view(p.noise, p.noise_stride);
-  prepare.dropout = p.dropout;
-  prepare.z = p.z;
-  prepare.g = g, prepare.e = e;
-  FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
-  return contiguous(g, p.h, p.n, p.dv);
-}
+// g (b, h, n, dv) and e (b, h, n) of the backward, in the workspace.
+struct PreparedGradient {
+  char* g;
+  float* e;
+
+  PreparedGradient(const Problem& p, Workspace& w) {
+    const int64_t rows = int64_t{p.b} * p.h * p.n;
+    g = w.take<char>(rows * p.dv * element_bytes(p));
+    e = w.take<float>(rows);
+  }
+
+  // Returns g.
+  View fill(const BwdParams& p, cudaStream_t stream) const {
+    PrepareArgs prepare{};
+    prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
+    prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
+    prepare.noise = view(p.noise, p.noise_stride);
+    prepare.dropout = p.dropout;
+    prepare.z = p.z;
+    prepare.g = g, prepare.e = e;
+    FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
+    return contiguous(g, p.h, p.n, p.dv);
+  }
+};
 
 }  // namespace fastmax

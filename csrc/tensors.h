@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "device.h"
 #include "params.h"
 
 // Declared by libtorch only when it is built with CUDA; this library must also build against a CPU-only one.
@@ -21,6 +22,13 @@ namespace fastmax {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+
+// Whether there are kernels for the dtype of q, and the library has code for its device.
+inline bool kernels_run_on(const Tensor& q) {
+  const ScalarType dtype = q.scalar_type();
+  return (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
+         get_device(q.get_device_index()).problem.empty();
+}
 
 inline MathMode math_mode(ScalarType dtype, bool allow_tf32) {
   switch (dtype) {
