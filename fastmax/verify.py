@@ -324,7 +324,8 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         longest = math.isqrt(pairs)
         square = draw.randint(longest // 2, longest)
         n, m = (square, square) if n == m else (max(1, min(n, pairs // m)), m)
-    most = max(1, min(pairs // (n * m), limits.elements // (h * max(n, m) * max(d, dv))))
+    # d * d: autograd's side keeps a chunk's features, d (d + 1) / 2 a row.
+    most = max(1, min(pairs // (n * m), limits.elements // (h * max(n, m) * max(d, dv, d * d // 64))))
     b = max(min(most, draw.choice((1, 1, 2, 3, 8))), math.ceil(_MIN_ROWS / (h * n)), math.ceil(_MIN_ROWS / (hk * m)))
 
     options: dict = {"causal": causal, "p": p, "algorithm": algorithm}
@@ -395,6 +396,7 @@ def poison_free_memory(device: torch.device) -> None:
 
 def cancellation(tensors: dict[str, Tensor], options: dict) -> float:
     """How much larger than f(q.k), for typical rows, the terms are that the linear algorithm adds up to it; 1 for quadratic."""
+    options = {"algorithm": "auto", "p": 2, "temperature": 1.0, "lim": 1.0} | options
     if options["algorithm"] == "quadratic":
         return 1.0
     d = tensors["q"].shape[-1]
