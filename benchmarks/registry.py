@@ -221,7 +221,7 @@ SUITES = {
             )
         },
     ),
-    "cuda": Suite("speed, memory and host overhead that issue 3 asks for on an H200", {"cuda": _h200_cases()}),
+    "cuda": Suite("speed, memory and host overhead of the CUDA kernels, with their targets on an H200", {"cuda": _h200_cases()}),
     "crossover": Suite(
         "the quadratic against the linear algorithm over n, and what algorithm='auto' chooses",
         {
