@@ -180,18 +180,24 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     natural = math.sqrt(exact["o"].numel())  # the expected norm of grad_o
     longest = tensors["v"].double().norm(dim=-1).max().item() if tensors["v"].numel() else 1.0
 
+    def size(name: str) -> float:
+        """What errors are relative to; where the exact value is zero but for rounding (one visible key, say), the terms
+        grad_o . v that cancel."""
+        norm = exact[name].norm().item()
+        return norm if norm > 1e-10 * natural else max(natural * longest, 1.0)
+
     def error(result: dict[str, Tensor], name: str) -> float:
-        """Relative; where the exact value is zero but for rounding (one visible key, say), to the terms grad_o . v that cancel."""
-        difference, size = (result[name].double() - exact[name]).norm().item(), exact[name].norm().item()
-        return difference / (size if size > 1e-10 * natural else max(natural * longest, 1.0))
+        return (result[name].double() - exact[name]).norm().item() / size(name)
 
     def allowed(name: str) -> float:
         plain_error = error(plain, name)
+        dtype = torch.finfo(q.dtype)  # numbers below its normal range are rounded to multiples of the least of them
+        rounded_to = 0.5 * dtype.smallest_normal * dtype.eps * math.sqrt(exact[name].numel()) / size(name)
         if rounding is None:
-            return 2.0 * plain_error + FLOOR[q.dtype]
+            return 2.0 * plain_error + FLOOR[q.dtype] + rounded_to
         if not plain_error < PLAIN_FAILED:
-            return ROUNDINGS_WHERE_PLAIN_FAILED * rounding
-        return max(2.0 * plain_error + FLOOR[q.dtype], rounding)
+            return ROUNDINGS_WHERE_PLAIN_FAILED * rounding + rounded_to
+        return max(2.0 * plain_error + FLOOR[q.dtype], rounding) + rounded_to
 
     return [Errors(name, error(custom, name), error(autograd, name), allowed(name)) for name in exact]
 
