@@ -44,12 +44,12 @@ def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_
     if grad_o is None:
         with torch.no_grad():
             o = _call(provider, case, q, k, v)
-            expected = _definition(provider, case, q64, k64, v64, rows)
+            expected = _definition(provider, case, q64, k64, v64, heads, rows)
         return _compare(provider, case, {"o": (o.flatten(0, 1)[picked], expected)}, {"o": o}), None
 
     for x in (q64, k64, v64):
         x.requires_grad_()
-    expected = _definition(provider, case, q64, k64, v64, rows)
+    expected = _definition(provider, case, q64, k64, v64, heads, rows)
     expected_q, expected_k, expected_v = torch.autograd.grad(expected, (q64, k64, v64), grad_o.flatten(0, 1)[picked].double())
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -61,7 +61,8 @@ def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_
     del o, grads, whole
 
     sparse = torch.zeros_like(grad_o)
-    sparse.flatten(0, 1)[picked] = grad_o.flatten(0, 1)[picked]
+    batch, head = heads[:, None] // case.heads, heads[:, None] % case.heads  # flatten would copy what is not head-major
+    sparse[batch, head, rows] = grad_o[batch, head, rows]
     grads = torch.autograd.grad(_call(provider, case, *leaves), leaves, sparse)
     of_heads = [grads[0].flatten(0, 1)[picked], *(x.flatten(0, 1)[heads] for x in grads[1:])]
     wanted = (expected_q, expected_k, expected_v)
@@ -77,12 +78,16 @@ def _call(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Te
         return provider.call(q, k, v, case)
 
 
-def _definition(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) -> Tensor:
+def _definition(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
     """(heads, rows, d), (heads, n, d), (heads, n, d) -> (heads, rows, d)"""
     weight = provider.weight(q @ k.mT, case)
+    distance = rows[:, None] - torch.arange(case.tokens, device=q.device)
+    if provider.decay is not None:
+        weight = weight * provider.decay(heads % case.heads, distance, case)
     if case.causal:
-        weight = torch.where(torch.arange(case.tokens, device=q.device) <= rows[:, None], weight, 0.0)
-    return (weight @ v) / weight.sum(-1, keepdim=True)
+        weight = torch.where(distance >= 0, weight, 0.0)
+    o = weight @ v
+    return o / weight.sum(-1, keepdim=True) if provider.normalized else o
 
 
 def _compare(provider: Provider, case: Case, pairs: dict[str, tuple[Tensor, Tensor]], finite: dict[str, Tensor]) -> float:

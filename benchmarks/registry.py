@@ -2,7 +2,7 @@
 
 A provider computes attention of q, k, v; its weight function says which definition its output and gradients are checked against
 before it is timed. A case is one size with what is measured there and what the project asks of it. A suite is a list of cases
-for each kind of device.
+for each kind of device. How other libraries are called is in benchmarks/peers.py.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fastmax import fastmax_attention
+import fastmax
+from benchmarks import peers
 
 # tf32 is float32 tensors with torch.set_float32_matmul_precision("high"), fp32 the same with "highest".
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # What is measured, and its unit. fwd, fwd+bwd: time on the device. memory: peak of forward + backward, with q, k, v and the
 # output's gradient. host: CPU time of one forward + backward (decode: of one step) while the device works behind.
-# step: device time of one recurrent step.
-UNITS = {"fwd": "ms", "fwd+bwd": "ms", "memory": "MiB", "host": "us", "step": "us"}
+# step: device time of one recurrent step. train: device time of one training step, whose memory includes weights and AdamW's.
+UNITS = {"fwd": "ms", "fwd+bwd": "ms", "memory": "MiB", "host": "us", "step": "us", "train": "ms"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,10 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Case:
-    """One size. `p` and `algorithm` are None where each provider has its own; the first provider is ours."""
+    """One size. `p` and `algorithm` are None where each provider has its own; the first provider is ours.
+
+    Rows of a softmax are `batch`, their width is `tokens`. A training step has `batch` sequences and heads * head_dim channels.
+    """
 
     batch: int
     heads: int
@@ -52,12 +56,18 @@ class Case:
     modes: tuple[str, ...] = ("fwd", "fwd+bwd")
     providers: tuple[str, ...] = ("fastmax", "sdpa")
     peer: str = ""  # the provider by whose numbers "of_peer" divides
-    targets: Mapping[str, AtMost] = field(default_factory=dict)  # by mode, of the first provider
+    targets: Mapping[str, AtMost] = field(default_factory=dict)  # by mode, of the first providers
+    judged: int = 1  # how many those are
+    title: str = ""  # first words of the label
+    token_major: bool = False  # q, k, v lie in memory as (b, n, h, d), as a model's projections leave them
     published: Mapping[str, str] = field(default_factory=dict)  # by provider: what somebody else measured, as they wrote it
 
     def label(self) -> str:
-        words = [self.dtype, "" if self.p is None else f"p={self.p}", self.algorithm or "", "" if self.causal else "full"]
-        return " ".join([*filter(None, words), f"({self.batch},{self.heads},{self.tokens},{self.head_dim})"])
+        if self.heads == self.head_dim == 1:  # rows
+            return f"{self.title} {self.dtype} {self.batch} x {self.tokens}"
+        words = [self.title, self.dtype, "" if self.p is None else f"p={self.p}", self.algorithm or ""]
+        words += ["" if self.causal else "full", f"({self.batch},{self.heads},{self.tokens},{self.head_dim})"]
+        return " ".join(filter(None, words))
 
 
 @dataclass(frozen=True)
@@ -65,8 +75,14 @@ class Provider:
     name: str
     call: Callable[[Tensor, Tensor, Tensor, Case], Tensor]
     weight: Callable[[Tensor, Case], Tensor]  # unnormalised attention weight of a product q.k, in float64
-    arithmetic: Callable[[Case], tuple[str, int]]  # algorithm and p, for the floor
+    arithmetic: Callable[[Case], tuple[str, int] | None]  # algorithm and p, for the floor; None: no floor is known
     context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, outside of what is timed
+    normalized: bool = True  # the weights of a row are divided by their sum
+    # A factor of the weights by head and by i - j, in float64: (heads,), (rows, n), case -> (heads, rows, n).
+    decay: Callable[[Tensor, Tensor, Case], Tensor] | None = None
+    missing: Callable[[], str] = str  # why it cannot run on this machine, "" if it can
+    foreign: bool = False  # written by others: that it does not take a case is no fault of ours
+    note: str = ""  # shown beside its numbers: what it computes, where that is another function
 
 
 @dataclass(frozen=True)
@@ -75,6 +91,7 @@ class Suite:
     cases: Mapping[str, tuple[Case, ...]]  # by device type
     workload: str = "attention"  # or "decode"
     limit_s: float = math.inf  # a provider stops growing in n when a call is expected to take longer
+    rounds: int = 5  # kept at least, where the command line does not say
     report: str = ""  # of benchmarks/report.py, printed at the end
     figure: str = ""  # of benchmarks/report.py
 
@@ -88,7 +105,7 @@ def fastmax_provider(name: str, p: int | None = None, algorithm: str | None = No
 
     def call(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
         options = {"causal": case.causal, "p": p or case.p, "algorithm": algorithm or case.algorithm or "auto", **score(case)}
-        return fastmax_attention(q, k, v, use_custom_gradient=custom, **options)
+        return fastmax.fastmax_attention(q, k, v, use_custom_gradient=custom, **options)
 
     def weight(product: Tensor, case: Case) -> Tensor:
         s = product / score(case)["temperature"]
@@ -97,17 +114,69 @@ def fastmax_provider(name: str, p: int | None = None, algorithm: str | None = No
     return Provider(name, call, weight, lambda case: (algorithm or case.algorithm or "auto", p or case.p))
 
 
-def sdpa_provider(name: str, backend: SDPBackend | None = None) -> Provider:
-    """PyTorch's softmax attention: another function than fastmax; the comparison is of cost."""
-
-    def call(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+def softmax_provider(name: str, call: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor], **options) -> Provider:
+    """Softmax attention, `call(q, k, v, scale, causal)`: another function than fastmax; the comparison is of cost."""
 
     def weight(product: Tensor, case: Case) -> Tensor:
         return (product / case.head_dim**0.5).exp()
 
-    context = nullcontext if backend is None else partial(sdpa_kernel, backend)
-    return Provider(name, call, weight, lambda case: ("quadratic", 2), context)
+    def scaled(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+        return call(q, k, v, case.head_dim**-0.5, case.causal)
+
+    return Provider(name, scaled, weight, lambda case: ("quadratic", 2), **options)
+
+
+def sdpa_provider(name: str, backend: SDPBackend | None = None) -> Provider:
+    """PyTorch's."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+    return softmax_provider(name, call, context=nullcontext if backend is None else partial(sdpa_kernel, backend), foreign=True)
+
+
+def cupy_provider() -> Provider:
+    """CuPy's matrix products have no bfloat16; float16 has as many bytes and the same speed."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        dtype = torch.float16 if q.dtype == torch.bfloat16 else q.dtype
+        return peers.array_attention("cupy")(*(x.to(dtype) for x in (q, k, v)), scale, causal).to(q.dtype)
+
+    needs = partial(peers.missing, "cupy.matmul")
+    return softmax_provider("plain_cupy", call, missing=needs, foreign=True, note="bf16 is converted to fp16 and back")
+
+
+def peer_provider(
+    name: str,
+    call: Callable[[Tensor, Tensor, Tensor], Tensor],
+    of_score: Callable[[Tensor], Tensor],
+    needs: str,
+    note: str = "",
+    **options,
+) -> Provider:
+    """An operator whose weights are `of_score(q.k / sqrt(d))`."""
+
+    def weight(product: Tensor, case: Case) -> Tensor:
+        return of_score(product / case.head_dim**0.5)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+        return call(q, k, v)
+
+    missing = partial(peers.missing, needs)
+    return Provider(name, attend, weight, lambda case: None, missing=missing, foreign=True, note=note, **options)
+
+
+def fla_provider(name: str, operator: str, of_score: Callable[[Tensor], Tensor], note: str, **options) -> Provider:
+    return peer_provider(name, peers.fla(operator), of_score, operator, note, **options)
+
+
+def _taylor(s: Tensor) -> Tensor:
+    return 1 + s + 0.5 * s * s
+
+
+def _retention_decay(heads: Tensor, distance: Tensor, case: Case) -> Tensor:
+    """(1 - 2^(-5 - head))^distance."""
+    return (1 - 2.0 ** (-5.0 - heads.double()))[:, None, None] ** distance.clamp(min=0)
 
 
 PROVIDERS = {
@@ -119,10 +188,40 @@ PROVIDERS = {
         fastmax_provider("fastmax_p2", p=2),
         fastmax_provider("quadratic", algorithm="quadratic"),
         fastmax_provider("linear", algorithm="linear"),
+        softmax_provider(
+            "fastmax_flash",
+            lambda q, k, v, scale, causal: fastmax.flash_attention(q, k, v, causal=causal, scale=scale),
+            missing=partial(peers.missing, "fastmax.flash_attention"),
+        ),
         sdpa_provider("sdpa"),
         sdpa_provider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
         sdpa_provider("sdpa_flash", SDPBackend.FLASH_ATTENTION),
         sdpa_provider("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
+        softmax_provider("plain", peers.plain, note="the (n, n) matrix is in memory"),
+        softmax_provider("plain_numpy", peers.array_attention("numpy")),
+        cupy_provider(),
+        # fastmax's p = 2 at temperature sqrt(d): the same function, but for a 1e-6 in the denominator.
+        fla_provider("fla_based", "fla.ops.based.parallel_based", _taylor, "same function as p = 2, quadratic algorithm"),
+        fla_provider("fla_based_chunk", "fla.ops.based.fused_chunk_based", _taylor, "same function as p = 2, head_dim to 16"),
+        # Its `normalize=True` divides by sums that vanish on these inputs.
+        peer_provider(
+            "fla_linear",
+            peers.fla("fla.ops.linear_attn.chunk_linear_attn", normalize=False),
+            lambda s: s,
+            "fla.ops.linear_attn.chunk_linear_attn",
+            "weights q.k / sqrt(d), no a0, not divided by their sum",
+            normalized=False,
+        ),
+        fla_provider(
+            *("fla_retention", "fla.ops.retention.chunk_retention", lambda s: s),
+            "weights q.k / sqrt(d) that decay with distance, not divided by their sum",
+            normalized=False,
+            decay=_retention_decay,
+        ),
+        peer_provider(
+            *("power_retention", peers.power_retention, lambda s: s * s, "retention.power_retention"),
+            "weights (q.k)^2 / d: no lower orders",
+        ),
     )
 }
 
@@ -201,6 +300,54 @@ _PUBLISHED = {
     (16, 10000, 64): ("6.66 s", "OOM"),
 }
 
+
+def _olmo2_cases(tokens: tuple[int, ...], dtype: str, providers: tuple[str, ...], peer: str) -> tuple[Case, ...]:
+    """32 heads of 128 stand for the 7B model, 64 for the larger ones, with a key/value head for each query head. As published,
+    the 7B has 32 of both, the 32B has 40 query and 8 key/value heads, and there is no 70B (the Llama 2 of that size has 64 and
+    8). Times are linear in query heads; fewer key/value heads save part of their bytes and, for fastmax, of the states.
+    """
+    return tuple(
+        Case(
+            *(1, heads, n, 128, None, None, dtype),
+            title=f"OLMo 2 {model}",
+            providers=providers,
+            peer=peer,
+        )
+        for model, heads in (("7B", 32), ("32B, 70B", 64))
+        for n in tokens
+    )
+
+
+def _peers_cases(head_dim: int, tokens: tuple[int, ...], dtype: str, providers: tuple[str, ...]) -> tuple[Case, ...]:
+    ours = ("fastmax_p2", "fastmax_p1")
+    return tuple(
+        Case(1, 16, n, head_dim, None, None, dtype, providers=ours + providers, peer="fastmax_p2", token_major=True)
+        for n in tokens
+    )
+
+
+def _softmax_cases(dtypes: tuple[str, ...], shapes: Mapping[tuple[int, int], bool], providers: tuple[str, ...]):
+    """`shapes`: rows and width -> whether the project asks for a speed there."""
+    within = {"fwd": AtMost(1.2, of_peer=True)}
+    return tuple(
+        Case(
+            *(rows, 1, width, 1, None, None, dtype, False),
+            modes=("fwd",),
+            title="softmax",
+            providers=providers,
+            peer="torch_softmax",
+            targets=within if judged else {},
+            judged=2,
+        )
+        for dtype in dtypes
+        for (rows, width), judged in shapes.items()
+    )
+
+
+# 2^24 to 2^26 numbers.
+_SOFTMAX_SHAPES = {(4096, 4096): True, (1024, 65536): True} | {(2 ** (26 - e), 2**e): False for e in (7, 9, 10, 11, 14, 17, 20)}
+
+
 SUITES = {
     "cpu": Suite(
         "fp32 causal attention on the CPU against PyTorch's softmax attention",
@@ -221,7 +368,9 @@ SUITES = {
             )
         },
     ),
-    "cuda": Suite("speed, memory and host overhead of the CUDA kernels, with their targets on an H200", {"cuda": _h200_cases()}),
+    "cuda": Suite(
+        "speed, memory and host overhead of the CUDA kernels, with their targets on an H200", {"cuda": _h200_cases()}
+    ),
     "crossover": Suite(
         "the quadratic against the linear algorithm over n, and what algorithm='auto' chooses",
         {
@@ -296,5 +445,99 @@ SUITES = {
                 for (heads, tokens, d), (custom, plain) in _PUBLISHED.items()
             )
         },
+    ),
+    "flash": Suite(
+        "our softmax attention against PyTorch's flash attention",
+        {
+            "cuda": tuple(
+                Case(
+                    *(*size, None, None, "bf16"),
+                    providers=("fastmax_flash", "sdpa_flash", "sdpa_cudnn"),
+                    peer="sdpa_flash",
+                    targets=dict.fromkeys(("fwd", "fwd+bwd"), AtMost(1 / 0.95, of_peer=True)),
+                )
+                for size in ((8, 32, 4096, 64), (8, 16, 4096, 128))
+            ),
+            "cpu": (Case(1, 8, 2048, 64, None, None, providers=("fastmax_flash", "sdpa"), peer="sdpa"),),
+        },
+    ),
+    "olmo2": Suite(
+        "attention layers of OLMo 2 over n, softmax written out included",
+        {
+            "cuda": _olmo2_cases(
+                (4096, 8192, 16384, 32768, 65536, 131072),
+                "bf16",
+                ("fastmax_p2", "fastmax_p1", "fastmax_flash", "sdpa_cudnn", "sdpa_flash", "plain", "plain_cupy"),
+                peer="sdpa_cudnn",
+            ),
+            "cpu": _olmo2_cases(
+                (1024, 2048, 4096),
+                "fp32",
+                ("fastmax_p2", "fastmax_p1", "fastmax_flash", "sdpa", "plain", "plain_numpy"),
+                peer="sdpa",
+            ),
+        },
+        limit_s=2.0,
+        rounds=3,
+        figure="times",
+    ),
+    "peers": Suite(
+        "other linear attentions, each checked against its own definition; notes say where that is another function",
+        {
+            # fla_based is quadratic in n and stops at the limit; fla_based_chunk takes head dims up to 16.
+            "cuda": tuple(
+                case
+                for d in (64, 128)
+                for case in _peers_cases(
+                    *(d, (4096, 16384, 65536), "bf16"),
+                    ("fla_based", "fla_linear", "fla_retention", "power_retention"),
+                )
+            )
+            + _peers_cases(16, (4096, 16384, 65536), "bf16", ("fla_based", "fla_based_chunk", "fla_linear")),
+            "cpu": _peers_cases(32, (1024,), "fp32", ("fla_based", "fla_linear", "fla_retention", "power_retention")),
+        },
+        limit_s=1.0,
+        rounds=3,
+        figure="times",
+    ),
+    "softmax": Suite(
+        "softmax of rows, two passes and one, against PyTorch's",
+        {
+            "cuda": _softmax_cases(("bf16", "fp32"), _SOFTMAX_SHAPES, ("softmax_online", "softmax_safe", "torch_softmax")),
+            "cpu": _softmax_cases(
+                *(("fp32",), {(512, 512): False, (64, 65536): False}),
+                ("softmax_online", "softmax_safe", "torch_softmax"),
+            ),
+        },
+        workload="softmax",
+    ),
+    # 32768 tokens a step, or one longer sequence. bf16 autocast, weights in fp32; cross entropy by chunks (training.py).
+    "train": Suite(
+        "one training step (forward, backward, AdamW) of a GPT with 124M parameters over its context",
+        {
+            "cuda": tuple(
+                Case(
+                    *(max(1, 32768 // n), 12, n, 64, None, None, "bf16"),
+                    modes=("train", "memory"),
+                    title="GPT 124M",
+                    providers=("fastmax_p2", "fastmax_p1", "sdpa_cudnn", "sdpa_flash"),
+                    peer="sdpa_cudnn",
+                )
+                for n in (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+            ),
+            "cpu": (
+                Case(
+                    *(1, 12, 512, 64, None, None, "fp32"),
+                    modes=("train", "memory"),
+                    title="GPT 124M",
+                    providers=("fastmax_p2", "fastmax_p1", "sdpa"),
+                    peer="sdpa",
+                ),
+            ),
+        },
+        workload="train",
+        limit_s=4.0,
+        rounds=3,
+        figure="training",
     ),
 }

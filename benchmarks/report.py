@@ -7,6 +7,8 @@ import math
 import platform
 import subprocess
 from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -138,50 +140,100 @@ def crossings(rows: list[Row], device: torch.device) -> list[str]:
 def scaling(rows: list[Row], path: Path, device: torch.device) -> None:
     """Time and memory over n, a column for each head dim. A ring marks where fastmax overtakes the fastest softmax, the dotted
     line where algorithm="auto" turns from quadratic to linear (p = 2)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
     curves: dict[tuple, dict[int, float]] = defaultdict(dict)
     for row in rows:
         if "median" in row:
             curves[row["head_dim"], row["mode"], row["provider"]][row["tokens"]] = row["median"]
     dims = sorted({key[0] for key in curves})
     names = list(dict.fromkeys(key[2] for key in curves))
-    figure, axes = pyplot.subplots(2, len(dims), figsize=(4.2 * len(dims), 7), sharex=True, squeeze=False)
-    for column, d in enumerate(dims):
-        for axis, mode, unit in zip(axes[:, column], ("fwd+bwd", "memory"), ("ms", "MiB"), strict=True):
+    with _figure(2, len(dims), path) as (figure, axes):
+        for column, d in enumerate(dims):
+            for axis, mode, unit in zip(axes[:, column], ("fwd+bwd", "memory"), ("ms", "MiB"), strict=True):
+                _draw(axis, {name: curves[d, mode, name] for name in names}, f"{mode}, {unit}")
+            top = axes[0, column]
+            softmax: dict[int, float] = {}
+            for name in (name for name in names if name.startswith("sdpa")):
+                for n, ms in curves[d, "fwd+bwd", name].items():
+                    softmax[n] = min(ms, softmax.get(n, math.inf))
             for i, name in enumerate(names):
-                points = sorted(curves[d, mode, name].items())
-                if points:
-                    axis.plot(*zip(*points, strict=True), "o-", markersize=3, color=f"C{i}", label=name)
-            axis.set(xscale="log", yscale="log", ylabel=f"{mode}, {unit}")
-            axis.grid(alpha=0.3)
-        axis.set_xlabel("tokens")
-        top = axes[0, column]
-        softmax: dict[int, float] = {}
-        for name in (name for name in names if name.startswith("sdpa")):
-            for n, ms in curves[d, "fwd+bwd", name].items():
-                softmax[n] = min(ms, softmax.get(n, math.inf))
-        for i, name in enumerate(names):
-            ours = curves[d, "fwd+bwd", name]
-            n = crossing(softmax, ours) if name.startswith("fastmax") else None
-            if n is not None and n > min(softmax):
-                below = max(x for x in ours if x <= n)
-                above = min(x for x in ours if x >= n)
-                share = math.log(n / below) / math.log(above / below) if above > below else 0.0
-                ms = ours[below] ** (1 - share) * ours[above] ** share
-                top.plot(n, ms, "o", markersize=11, markerfacecolor="none", color=f"C{i}")
-                top.annotate(f"{n:.0f}", (n, ms), xytext=(6, -14), textcoords="offset points", color=f"C{i}")
-        first = next(row for row in rows if row["head_dim"] == d)
-        switch = chosen_crossing(device, first["dtype"], 2, first["heads"], d, longest=65536)
-        if switch is not None:
-            top.axvline(switch, color="gray", linestyle=":")
-        top.set_title(f"{first['dtype']}, ({first['batch']}, {first['heads']}, n, {d})")
-    axes[0, 0].legend()
-    marks = "ring: fastmax overtakes the fastest softmax; dotted: p = 2 turns from quadratic to linear"
-    figure.suptitle(f"causal attention, forward + backward, {rows[0].get('device', '')}\n{marks}", fontsize=10)
+                ours = curves[d, "fwd+bwd", name]
+                n = crossing(softmax, ours) if name.startswith("fastmax") else None
+                if n is not None and n > min(softmax):
+                    below = max(x for x in ours if x <= n)
+                    above = min(x for x in ours if x >= n)
+                    share = math.log(n / below) / math.log(above / below) if above > below else 0.0
+                    ms = ours[below] ** (1 - share) * ours[above] ** share
+                    top.plot(n, ms, "o", markersize=11, markerfacecolor="none", color=f"C{i}")
+                    top.annotate(f"{n:.0f}", (n, ms), xytext=(6, -14), textcoords="offset points", color=f"C{i}")
+            first = next(row for row in rows if row["head_dim"] == d)
+            switch = chosen_crossing(device, first["dtype"], 2, first["heads"], d, longest=65536)
+            if switch is not None:
+                top.axvline(switch, color="gray", linestyle=":")
+            top.set_title(f"{first['dtype']}, ({first['batch']}, {first['heads']}, n, {d})")
+        marks = "ring: fastmax overtakes the fastest softmax; dotted: p = 2 turns from quadratic to linear"
+        figure.suptitle(f"causal attention, forward + backward, {rows[0].get('device', '')}\n{marks}", fontsize=10)
+
+
+def times(rows: list[Row], path: Path, device: torch.device) -> None:
+    """Time over n by provider: a row for each mode, a column for each (heads, head_dim)."""
+    sizes = sorted({(row["heads"], row["head_dim"]) for row in rows})
+    modes = list(dict.fromkeys(row["mode"] for row in rows if row["unit"] == "ms"))
+    with _figure(len(modes), len(sizes), path) as (figure, axes):
+        for column, (heads, d) in enumerate(sizes):
+            here = [row for row in rows if (row["heads"], row["head_dim"]) == (heads, d)]
+            for axis, mode in zip(axes[:, column], modes, strict=True):
+                _draw(axis, _curves(here, mode, lambda row: row["median"]), f"{mode}, ms")
+            title = here[0]["case"].rpartition(" (")[0]
+            axes[0, column].set_title(f"{title} ({here[0]['batch']}, {heads}, n, {d})", fontsize=9)
+        figure.suptitle(f"causal attention, {rows[0].get('device', '')}", fontsize=10)
+
+
+def training(rows: list[Row], path: Path, device: torch.device) -> None:
+    """Tokens a second and peak memory of a training step over the context."""
+
+    def tokens_per_s(row: Row) -> float:
+        return row["batch"] * row["tokens"] / row["median"] * 1e3
+
+    with _figure(1, 2, path) as (figure, axes):
+        _draw(axes[0, 0], _curves(rows, "train", tokens_per_s), "tokens/s")
+        _draw(axes[0, 1], _curves(rows, "memory", lambda row: row["median"] / 1024), "peak memory, GiB")
+        for axis in axes[0]:
+            axis.set_xlabel("context, tokens")
+        title = rows[0]["case"].rpartition(" (")[0]
+        figure.suptitle(f"a training step, {title}, {rows[0].get('device', '')}", fontsize=10)
+
+
+def _curves(rows: list[Row], mode: str, value: Callable[[Row], float]) -> dict[str, dict[int, float]]:
+    """provider -> n -> value"""
+    curves: dict[str, dict[int, float]] = {name: {} for name in dict.fromkeys(row["provider"] for row in rows)}
+    for row in rows:
+        if "median" in row and row["mode"] == mode:
+            curves[row["provider"]][row["tokens"]] = value(row)
+    return curves
+
+
+def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
+    """Log-log; a provider keeps its colour where it has no points."""
+    for i, (name, points) in enumerate(curves.items()):
+        if points:
+            axis.plot(*zip(*sorted(points.items()), strict=True), "o-", markersize=3, color=f"C{i}", label=name)
+    axis.set(xscale="log", yscale="log", ylabel=label)
+    axis.grid(alpha=0.3)
+
+
+@contextmanager
+def _figure(rows: int, columns: int, path: Path):
+    """A figure and its axes, written to `path` when the block has drawn them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.5 * rows), sharex="col", squeeze=False)
+    yield figure, axes
+    for axis in axes[-1]:
+        axis.set_xlabel(axis.get_xlabel() or "tokens")
+    axes[0, 0].legend(fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
@@ -189,7 +241,7 @@ def scaling(rows: list[Row], path: Path, device: torch.device) -> None:
 
 
 REPORTS = {"crossings": crossings}
-FIGURES = {"scaling": scaling}
+FIGURES = {"scaling": scaling, "times": times, "training": training}
 
 
 def _commit() -> str:

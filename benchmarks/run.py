@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.registry import SUITES, Case, Suite
+from benchmarks.registry import PROVIDERS, SUITES, Case, Suite
 from benchmarks.timing import Protocol
 from benchmarks.workloads import WORKLOADS, Row
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="write the rows here as CSV")
     parser.add_argument("--figure", type=Path, help="write the suite's figure here, if it has one (needs matplotlib)")
     parser.add_argument("--device", help="cuda if the suite has cases for it and there is one, else cpu")
-    parser.add_argument("--rounds", type=int, default=5, help="kept at least (default 5)")
+    parser.add_argument("--rounds", type=int, help="kept at least (default: the suite's, 5 or 3)")
     parser.add_argument("--dropped", type=int, default=3, help="first rounds left out (default 3)")
     parser.add_argument("--seconds", type=float, help="repeat short cases for so long (default: cpu 4, cuda 0.3)")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.figure and not suite.figure:
         parser.error(f"{options.suite!r} has no figure")
     seconds = options.seconds if options.seconds is not None else 0.3 if device.type == "cuda" else 4.0
-    protocol = Protocol(options.dropped, options.rounds, seconds)
+    protocol = Protocol(options.dropped, options.rounds or suite.rounds, seconds)
 
     # p = 1 is timed on inputs that keep f positive, which the checks of the outputs confirm; the settings alone do not.
     warnings.filterwarnings("ignore", message="fastmax: f", category=RuntimeWarning)
@@ -77,25 +77,30 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_fault(row: Row) -> bool:
-    """A wrong result, or fastmax failing; an SDPA backend that does not take a case is none."""
-    failed = row["note"].startswith("failed") and not row["provider"].startswith("sdpa")
-    return failed or row["note"].startswith("refused")
+    """A wrong result, or fastmax failing; what others wrote and does not take a case is none."""
+    foreign = row["provider"] in PROVIDERS and PROVIDERS[row["provider"]].foreign
+    return row["note"].startswith("refused") or (row["note"].startswith("failed") and not foreign)
 
 
 def _too_long(rows: list[Row], case: Case, suite: Suite) -> dict[str, str]:
     """Providers whose time at the sizes so far says that a call of this case takes longer than the suite's limit."""
     skip = {}
     for name in case.providers if math.isfinite(suite.limit_s) else ():
+        series = (name, case.heads, case.head_dim, case.dtype)
         same = [
             row
             for row in rows
-            if (row["provider"], row["head_dim"], row["dtype"]) == (name, case.head_dim, case.dtype) and row["unit"] == "ms"
+            if (row["provider"], row["heads"], row["head_dim"], row["dtype"]) == series and row["unit"] == "ms"
         ]
-        timed = [(row["tokens"], row["median"]) for row in same if "median" in row]
-        if len(timed) < len(same):
-            skip[name] = "not run: it did not run at a smaller n"
-        elif len(timed) > 1:
-            (n0, ms0), (n1, ms1) = timed[-2:]
+        if any("median" not in row for row in same):
+            absent = [row["note"] for row in same if row["note"].startswith("not installed")]
+            skip[name] = absent[0] if absent else "not run: it did not run at a smaller n"
+            continue
+        longest: dict[int, float] = {}  # of the modes, by n
+        for row in same:
+            longest[row["tokens"]] = max(row["median"], longest.get(row["tokens"], 0.0))
+        if len(longest) > 1:
+            (n0, ms0), (n1, ms1) = sorted(longest.items())[-2:]
             growth = min(2.0, max(0.0, math.log(ms1 / ms0) / math.log(n1 / n0)))
             expected_s = ms1 * (case.tokens / n1) ** growth / 1e3
             if expected_s > suite.limit_s:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import fastmax
-from benchmarks import floors, timing
+from benchmarks import floors, timing, training
 from benchmarks.check import LIMITS, WrongResult, check
 from benchmarks.registry import DTYPES, PROVIDERS, UNITS, Case, Provider
 from benchmarks.timing import Call, Protocol, Spread
@@ -27,9 +28,10 @@ def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip
         except torch.OutOfMemoryError:
             return [_row(case, mode, name, {}, "out of memory: its inputs") for mode in case.modes for name in case.providers]
         needs_gradients = case.modes != ("fwd",)
-        notes, errors, checked = dict(skip), {}, []
+        notes = {name: skip.get(name) or PROVIDERS[name].missing() for name in case.providers}
+        errors, checked = {}, []
         for name in case.providers:
-            if name in skip:
+            if notes[name]:
                 continue
             errors[name], notes[name] = _checked(PROVIDERS[name], case, q, k, v, grad_o if needs_gradients else None)
             if not notes[name]:
@@ -60,6 +62,79 @@ def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip
                 row["error"], row["grad_error"] = errors.get(name, ("", ""))
                 if name in results:
                     row |= _attention_extras(case, mode, PROVIDERS[name], results[name].median, device)
+                rows.append(row)
+        return rows
+
+
+# As `torch.softmax(x, -1)`.
+ROW_SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax_online": lambda x: torch.ops.fastmax.softmax(x, "online"),
+    "softmax_safe": lambda x: torch.ops.fastmax.softmax(x, "safe"),
+    "torch_softmax": lambda x: x.softmax(-1),
+}
+
+
+def measure_softmax(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
+    """Softmax of `case.batch` rows, `case.tokens` wide."""
+    with torch.no_grad():
+        generator = torch.Generator(device).manual_seed(case.tokens)
+        shape = (case.batch, case.tokens)
+        # Without its maximum subtracted, a row around 100 overflows.
+        x = (3 * torch.randn(shape, generator=generator, device=device) + 100).to(DTYPES[case.dtype])
+        expected = x.double().softmax(-1)
+        absent = "" if hasattr(torch.ops.fastmax, "softmax") else "not installed: torch.ops.fastmax has no softmax"
+        notes = {name: skip.get(name) or ("" if name == "torch_softmax" else absent) for name in case.providers}
+        errors: dict[str, float] = {}
+        for name in (name for name in case.providers if not notes[name]):
+            try:
+                errors[name] = _check_rows(name, case, ROW_SOFTMAX[name](x), expected)
+            except WrongResult as wrong:
+                notes[name] = f"refused: {wrong}"
+            except RuntimeError as error:
+                notes[name] = _failure(error)
+        del expected
+        times = timing.device_ms([Call(partial(ROW_SOFTMAX[name], x)) for name in errors], device, protocol) if errors else []
+        results = dict(zip(errors, times, strict=True))
+        rows = []
+        for name in case.providers:
+            row = _row(case, "fwd", name, results, notes[name]) | {"sm_mhz": _sm_mhz(device), "error": errors.get(name, "")}
+            if name in results:
+                row["gb_per_s"] = 2 * x.nbytes / results[name].median / 1e6
+                if _has_floor(device):
+                    row["floor_ms"] = floors.copy_ms(2 * x.nbytes)
+                    row["of_floor"] = results[name].median / row["floor_ms"]
+            rows.append(row)
+        return rows
+
+
+def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
+    """Steps of training.py on one batch of random tokens."""
+    with _precision(case.dtype):
+        notes, steps = dict.fromkeys(case.providers, "") | dict(skip), {}
+        for name in (name for name in case.providers if not notes[name]):
+            try:
+                step = training.Step(case, name, device)
+                training.check(step, case, PROVIDERS[name])
+                steps[name] = step
+            except WrongResult as wrong:
+                notes[name] = f"refused: {wrong}"
+            except torch.OutOfMemoryError:
+                notes[name] = "out of memory"
+            except RuntimeError as error:  # a backend that does not take this case says so
+                notes[name] = _failure(error)
+        calls = [Call(step, PROVIDERS[name].context) for name, step in steps.items()]
+        rows = []
+        for mode in case.modes:
+            if mode == "memory":
+                peaks = [(timing.peak_bytes(call, device) + call.function.resident_bytes) / 2**20 for call in calls]
+                measured = [Spread(peak, peak, peak, 1) for peak in peaks]
+            else:
+                measured = timing.device_ms(calls, device, protocol) if calls else []
+            results = dict(zip(steps, measured, strict=True))
+            for name in case.providers:
+                row = _row(case, mode, name, results, notes[name]) | {"sm_mhz": _sm_mhz(device)}
+                if mode == "train" and name in results:
+                    row["note"] = f"{case.batch * case.tokens / results[name].median * 1e3:.0f} tokens/s"
                 rows.append(row)
         return rows
 
@@ -127,6 +202,8 @@ def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: M
 WORKLOADS: dict[str, Callable[[Case, torch.device, Protocol, Mapping[str, str]], list[Row]]] = {
     "attention": measure_attention,
     "decode": measure_decode,
+    "softmax": measure_softmax,
+    "train": measure_train,
 }
 
 
@@ -142,7 +219,7 @@ def _row(case: Case, mode: str, name: str, results: dict[str, Spread], note: str
     if case.peer in results:
         row |= {"peer": case.peer, "of_peer": results[name].median / results[case.peer].median}
     target = case.targets.get(mode)
-    if target is not None and name == case.providers[0]:
+    if target is not None and name in case.providers[: case.judged]:
         reached = row.get("of_peer") if target.of_peer else row["median"]
         row |= {"target": target.value, "target_of": "peer" if target.of_peer else row["unit"]}
         row["met"] = "" if reached is None else "yes" if reached <= target.value else "no"
@@ -152,11 +229,14 @@ def _row(case: Case, mode: str, name: str, results: dict[str, Spread], note: str
 def _attention_extras(case: Case, mode: str, provider: Provider, median: float, device: torch.device) -> Row:
     if mode == "memory":
         tensor = case.batch * case.heads * case.tokens * case.head_dim * DTYPES[case.dtype].itemsize / 2**20
-        return {"note": f"{median / (8 * tensor):.2f} times q, k, v, o and their gradients"}
-    if mode not in ("fwd", "fwd+bwd") or not _has_floor(device):
-        return {}
-    floor = floors.attention_ms(case, *provider.arithmetic(case), mode)
-    return {"floor_ms": floor, "of_floor": median / floor}
+        notes = (provider.note, f"{median / (8 * tensor):.2f} times q, k, v, o and their gradients")
+        return {"note": "; ".join(filter(None, notes))}
+    extras: Row = {"note": provider.note}
+    arithmetic = provider.arithmetic(case)
+    if mode in ("fwd", "fwd+bwd") and arithmetic is not None and _has_floor(device):
+        floor = floors.attention_ms(case, *arithmetic, mode)
+        extras |= {"floor_ms": floor, "of_floor": median / floor}
+    return extras
 
 
 def _checked(
@@ -171,8 +251,21 @@ def _checked(
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return ("", ""), "out of memory"
-    except (RuntimeError, NotImplementedError) as error:  # a backend that does not take this case says so
+    except Exception as error:
+        # A backend that does not take this case says so with a RuntimeError, libraries of others with whatever they like.
+        if not provider.foreign and not isinstance(error, RuntimeError):
+            raise
         return ("", ""), _failure(error)
+
+
+def _check_rows(name: str, case: Case, got: Tensor, expected: Tensor) -> float:
+    """The largest relative error of a row."""
+    error = ((got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
+    if not error <= LIMITS[case.dtype]:
+        raise WrongResult(
+            f"{name} is wrong on {case.label()}: relative error of a row {error:.1e}, limit {LIMITS[case.dtype]:.0e}"
+        )
+    return error
 
 
 def _failure(error: Exception) -> str:
@@ -187,8 +280,10 @@ def _without_gradients(provider: Provider, case: Case, q: Tensor, k: Tensor, v: 
 def _inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
     """q, k, v and the output's gradient, standard normal."""
     generator = torch.Generator(device).manual_seed(case.tokens)
-    shape = (case.batch, case.heads, case.tokens, case.head_dim)
-    return tuple(torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in range(4))
+    inner = (case.tokens, case.heads) if case.token_major else (case.heads, case.tokens)
+    shape = (case.batch, *inner, case.head_dim)
+    tensors = (torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in range(4))
+    return tuple(x.transpose(1, 2) if case.token_major else x for x in tensors)
 
 
 CONTEXT = 30  # tokens in the state of the decode workload; two steps follow

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 
 def rope(x: Tensor, first: int = 0, base: float = 10000.0) -> Tensor:
@@ -36,6 +35,8 @@ def main():
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--out", type=Path, default=Path("out"), help="directory for rope.png")
     args = parser.parse_args()
+
+    from tqdm import tqdm
 
     import fastmax
 
