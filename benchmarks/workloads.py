@@ -22,9 +22,9 @@ Row = dict[str, object]
 
 def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
     """One row a provider and mode. `skip`: providers that are not run here, and why."""
-    with _precision(case.dtype):
+    with precision(case.dtype):
         try:
-            q, k, v, grad_o = _inputs(case, device)
+            q, k, v, grad_o = inputs(case, device)
         except torch.OutOfMemoryError:
             return [_row(case, mode, name, {}, "out of memory: its inputs") for mode in case.modes for name in case.providers]
         needs_gradients = case.modes != ("fwd",)
@@ -36,14 +36,7 @@ def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip
             errors[name], notes[name] = _checked(PROVIDERS[name], case, q, k, v, grad_o if needs_gradients else None)
             if not notes[name]:
                 checked.append(PROVIDERS[name])
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-
-        def forward(provider: Provider) -> Call:
-            return Call(lambda: _without_gradients(provider, case, q, k, v), provider.context)
-
-        def forward_backward(provider: Provider) -> Call:
-            return Call(lambda: torch.autograd.grad(provider.call(*leaves, case), leaves, grad_o), provider.context)
-
+        forward, forward_backward = attention_calls(case, q, k, v, grad_o)
         rows = []
         for mode in case.modes:
             calls = [(forward if mode == "fwd" else forward_backward)(provider) for provider in checked]
@@ -64,6 +57,19 @@ def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip
                     row |= _attention_extras(case, mode, PROVIDERS[name], results[name].median, device)
                 rows.append(row)
         return rows
+
+
+def attention_calls(case: Case, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor) -> tuple[Callable[[Provider], Call], ...]:
+    """The forward, and the forward with the backward, of a provider."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+    def forward(provider: Provider) -> Call:
+        return Call(lambda: _without_gradients(provider, case, q, k, v), provider.context)
+
+    def forward_backward(provider: Provider) -> Call:
+        return Call(lambda: torch.autograd.grad(provider.call(*leaves, case), leaves, grad_o), provider.context)
+
+    return forward, forward_backward
 
 
 # As `torch.softmax(x, -1)`.
@@ -100,7 +106,7 @@ def measure_softmax(case: Case, device: torch.device, protocol: Protocol, skip: 
             row = _row(case, "fwd", name, results, notes[name]) | {"sm_mhz": _sm_mhz(device), "error": errors.get(name, "")}
             if name in results:
                 row["gb_per_s"] = 2 * x.nbytes / results[name].median / 1e6
-                if _has_floor(device):
+                if has_floor(device):
                     row["floor_ms"] = floors.copy_ms(2 * x.nbytes)
                     row["of_floor"] = results[name].median / row["floor_ms"]
             rows.append(row)
@@ -109,7 +115,7 @@ def measure_softmax(case: Case, device: torch.device, protocol: Protocol, skip: 
 
 def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
     """Steps of training.py on one batch of random tokens."""
-    with _precision(case.dtype):
+    with precision(case.dtype):
         notes, steps = dict.fromkeys(case.providers, "") | dict(skip), {}
         for name in (name for name in case.providers if not notes[name]):
             try:
@@ -142,7 +148,7 @@ def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Ma
 def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
     """`fastmax.step` from states that together do not fit into the cache. On CUDA the steps of one pass are replayed as a
     graph, so that the host's time is not in "step"; it is what "host" measures."""
-    with torch.no_grad(), _precision(case.dtype):
+    with torch.no_grad(), precision(case.dtype):
         q, k, v, state = _decode_inputs(case, device)
         names = [name for name in case.providers if name not in skip]
         notes = dict.fromkeys(case.providers, "") | dict(skip)
@@ -192,7 +198,7 @@ def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: M
                 row["error"] = error if name == "fastmax" else ""
                 if mode == "step" and name in results:
                     row["gb_per_s"] = 2 * bytes_of_state / results[name].median / 1e3
-                    if _has_floor(device):
+                    if has_floor(device):
                         row["floor_ms"] = floors.copy_ms(2 * bytes_of_state)
                         row["of_floor"] = results[name].median / 1e3 / row["floor_ms"]
                 rows.append(row)
@@ -233,7 +239,7 @@ def _attention_extras(case: Case, mode: str, provider: Provider, median: float, 
         return {"note": "; ".join(filter(None, notes))}
     extras: Row = {"note": provider.note}
     arithmetic = provider.arithmetic(case)
-    if mode in ("fwd", "fwd+bwd") and arithmetic is not None and _has_floor(device):
+    if mode in ("fwd", "fwd+bwd") and arithmetic is not None and has_floor(device):
         floor = floors.attention_ms(case, *arithmetic, mode)
         extras |= {"floor_ms": floor, "of_floor": median / floor}
     return extras
@@ -277,7 +283,7 @@ def _without_gradients(provider: Provider, case: Case, q: Tensor, k: Tensor, v: 
         return provider.call(q, k, v, case)
 
 
-def _inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
+def inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
     """q, k, v and the output's gradient, standard normal."""
     generator = torch.Generator(device).manual_seed(case.tokens)
     inner = (case.tokens, case.heads) if case.token_major else (case.heads, case.tokens)
@@ -291,7 +297,7 @@ CONTEXT = 30  # tokens in the state of the decode workload; two steps follow
 
 def _decode_inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, fastmax.DecodeState]:
     """q, k, v of CONTEXT + 2 tokens, and the state after CONTEXT of them."""
-    q, k, v, _ = _inputs(replace(case, tokens=CONTEXT + 2), device)
+    q, k, v, _ = inputs(replace(case, tokens=CONTEXT + 2), device)
     options = {"dtype": q.dtype, "device": device, "temperature": case.head_dim**0.5, "p": case.p}
     state = fastmax.init_state(case.batch, case.heads, case.head_dim, **options)
     return q, k, v, fastmax.prefill(*(x[:, :, :CONTEXT] for x in (q, k, v)), state)[1]
@@ -329,7 +335,7 @@ def _replayed(function: Callable[[], None], device: torch.device) -> Callable[[]
 
 
 @contextmanager
-def _precision(dtype: str):
+def precision(dtype: str):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
     try:
@@ -348,5 +354,5 @@ def _sm_mhz(device: torch.device) -> object:
         return ""
 
 
-def _has_floor(device: torch.device) -> bool:
+def has_floor(device: torch.device) -> bool:
     return device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)

@@ -1,17 +1,22 @@
 """The benchmark runner on tiny suites: columns of the CSV, and that nothing wrong is timed."""
 
 import csv
+import json
 import math
+import re
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from benchmarks import check, floors, report, run, workloads
+import fastmax
+from benchmarks import check, floors, kernels, profile, report, run, training, workloads
 from benchmarks.registry import PROVIDERS, SUITES, AtMost, Case, Provider, Suite
 
 CASE = Case(1, 2, 48, 8, algorithm="linear", peer="sdpa")
@@ -116,6 +121,190 @@ def test_growing_n_stops_at_the_limit(measure, monkeypatch):
     assert ours[2]["note"].startswith("not run: ") and "limit 0.0 s" in ours[2]["note"]
 
 
+def test_expected_time_is_of_the_longest_mode_and_of_one_series():
+    """A row of 64 heads says nothing of 32; "fwd" and "fwd+bwd" of one n are not two sizes."""
+
+    def row(heads: int, tokens: int, mode: str, ms: float, name: str = "sdpa") -> dict:
+        sizes = {"heads": heads, "tokens": tokens, "head_dim": 8, "dtype": "fp32", "unit": "ms"}
+        return {"provider": name, "mode": mode, "median": ms, "note": ""} | sizes
+
+    times = {100: (10.0, 30.0), 200: (40.0, 120.0)}
+    rows = [row(32, n, mode, ms) for n, pair in times.items() for mode, ms in zip(("fwd", "fwd+bwd"), pair, strict=True)]
+    rows += [row(64, n, "fwd", 1.0) for n in times]
+    case = Case(1, 32, 400, 8, None, None, providers=("sdpa",))
+    suite = Suite("", {}, limit_s=0.47)
+    assert run._too_long(rows, case, suite) == {"sdpa": "not run: 0.5 s a call expected, limit 0.47 s"}
+    assert run._too_long(rows, case, replace(suite, limit_s=0.49)) == {}
+    assert run._too_long(rows, replace(case, heads=64), suite) == {}
+    absent = {key: value for key, value in rows[0].items() if key != "median"} | {"note": "not installed: x"}
+    assert run._too_long([absent], case, suite) == {"sdpa": "not installed: x"}
+
+
+def test_softmax_attention_written_out(measure):
+    """Also the check of gradients of tensors that are not head-major, in more than one batch."""
+    case = Case(2, 2, 40, 8, None, None, providers=("sdpa", "plain", "plain_numpy"), token_major=True)
+    status, rows = measure(case, replace(case, causal=False, modes=("memory",)))
+    assert status == 0 and len(rows) == 9
+    assert all(row["median"] and float(row["error"]) < 1e-5 and float(row["grad_error"]) < 2e-5 for row in rows)
+    assert {row["note"] for row in rows if row["provider"] == "plain" and row["mode"] == "fwd"} == {PROVIDERS["plain"].note}
+
+
+def test_our_softmax_attention_is_called_with_its_scale(measure, monkeypatch):
+    def flash(q, k, v, *, causal, scale):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+    case = replace(CASE, p=None, algorithm=None, providers=("fastmax_flash", "sdpa"))
+    monkeypatch.setattr(fastmax, "flash_attention", flash, raising=False)
+    status, rows = measure(case)
+    assert status == 0 and all(row["median"] for row in rows)
+    monkeypatch.setattr(fastmax, "flash_attention", lambda q, k, v, causal, scale: flash(q, k, v, causal=causal, scale=1.0))
+    status, rows = measure(case)
+    assert status == 1 and rows[0]["note"].startswith("refused")
+
+
+def peer(of_score, normalize: bool = True, gamma: bool = False):
+    """What the peers' kernels compute, on their (b, n, h, d)."""
+
+    def call(q, k, v, **options):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        n = q.shape[2]
+        weight = of_score(q @ k.mT / q.shape[3] ** 0.5).tril()
+        if gamma:
+            distance = (torch.arange(n)[:, None] - torch.arange(n)).clamp(min=0)
+            weight = weight * (1 - 2.0 ** (-5.0 - torch.arange(q.shape[1])))[:, None, None] ** distance
+        o = weight @ v
+        return (o / weight.sum(-1, keepdim=True) if normalize else o).transpose(1, 2)
+
+    return call
+
+
+PEERS = ("fla_based", "fla_based_chunk", "fla_linear", "fla_retention", "power_retention")
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    """Modules of the names that the peers have."""
+    taylor, linear = peer(lambda s: 1 + s + s * s / 2), peer(lambda s: s, normalize=False)
+    retention = peer(lambda s: s, normalize=False, gamma=True)
+    modules = {
+        "fla": {},
+        "fla.ops": {},
+        "fla.ops.based": {"parallel_based": taylor, "fused_chunk_based": taylor},
+        "fla.ops.linear_attn": {"chunk_linear_attn": lambda *x, normalize: (linear(*x), None)},
+        "fla.ops.retention": {"chunk_retention": lambda *x: (retention(*x), None)},
+        "retention": {"power_retention": lambda *x, deg, chunk_size: peer(lambda s: s**deg)(*x)},
+    }
+    for name, functions in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+def test_peers_are_checked_against_their_own_definitions(measure, monkeypatch, peers):
+    case = replace(CASE, p=None, algorithm=None, token_major=True, batch=2, providers=("fastmax_p2", *PEERS), peer="fastmax_p2")
+    status, rows = measure(case)
+    assert status == 0 and all(row["median"] and float(row["grad_error"]) < 2e-5 for row in rows), rows
+    notes = {row["provider"]: row["note"] for row in rows}
+    assert notes == {"fastmax_p2": ""} | {name: PROVIDERS[name].note for name in PEERS}
+    monkeypatch.setattr(sys.modules["fla.ops.retention"], "chunk_retention", peer(lambda s: s, normalize=False))
+    monkeypatch.setattr(sys.modules["retention"], "power_retention", lambda *x, **y: peer(lambda s: s * s + 1e-2)(*x))
+    status, rows = measure(case)
+    assert status == 1
+    assert {row["provider"] for row in rows if row["note"].startswith("refused")} == {"fla_retention", "power_retention"}
+
+
+def test_peer_that_is_absent_or_fails_is_a_note(measure, monkeypatch, peers):
+    def broken(*x, **y):
+        raise AttributeError("moved in version 9")
+
+    monkeypatch.setitem(sys.modules, "fla.ops.based", None)  # what an import of a missing module finds
+    monkeypatch.delattr(sys.modules["fla.ops.retention"], "chunk_retention")
+    monkeypatch.setattr(sys.modules["retention"], "power_retention", broken)
+    case = replace(CASE, p=None, algorithm=None, providers=("fastmax_p2", *PEERS), peer="")
+    status, rows = measure(case)
+    assert status == 0
+    notes = {row["provider"]: row["note"] for row in rows if row["mode"] == "fwd+bwd"}
+    assert notes["fla_based"].startswith("not installed: import of fla.ops.based halted")
+    assert notes["fla_retention"] == "not installed: fla.ops.retention has no chunk_retention"
+    assert notes["power_retention"] == "failed: AttributeError: moved in version 9"
+    assert all(bool(row["median"]) == (row["provider"] in ("fastmax_p2", "fla_linear")) for row in rows)
+
+    monkeypatch.setitem(PROVIDERS, "sdpa", replace(PROVIDERS["sdpa"], call=broken, foreign=False))
+    with pytest.raises(AttributeError, match="moved"):
+        measure(CASE)
+
+
+def test_softmax_of_rows(measure, monkeypatch):
+    def naive(x):
+        e = x.exp()
+        return e / e.sum(-1, keepdim=True)
+
+    def last_row_wrong(x):
+        return x.softmax(-1).index_fill(0, torch.tensor([x.shape[0] - 1]), 0.0)
+
+    def within(x):
+        return x.softmax(-1)
+
+    monkeypatch.setattr(torch.ops.fastmax, "softmax", within, raising=False)
+    (case,) = run.SUITES["softmax"].cases["cpu"][:1]
+    case = replace(case, batch=8, tokens=64, targets={"fwd": AtMost(1e9, of_peer=True)})
+    for first, second, faults in ((within, within, 0), (naive, last_row_wrong, 2)):
+        monkeypatch.setitem(workloads.ROW_SOFTMAX, "softmax_online", first)
+        monkeypatch.setitem(workloads.ROW_SOFTMAX, "softmax_safe", second)
+        status, rows = measure(case, replace(case, dtype="bf16"), workload="softmax")
+        assert status == (faults > 0) and [row["provider"] for row in rows] == list(case.providers) * 2
+        assert rows[0]["case"] == "softmax fp32 8 x 64" and all(float(row["gb_per_s"]) > 0 for row in rows if row["median"])
+        assert [row["note"].startswith("refused") for row in rows] == [faults > 0, faults > 0, False] * 2
+        assert [row["met"] for row in rows[:3]] == (["", "", ""] if faults else ["yes", "yes", ""])
+
+
+@pytest.fixture
+def tiny_gpt(monkeypatch) -> Case:
+    monkeypatch.setattr(training, "LAYERS", 1)
+    monkeypatch.setattr(training, "VOCAB", 96)
+    monkeypatch.setattr(training, "CHUNK", 20)
+    (case,) = SUITES["train"].cases["cpu"]
+    return replace(case, batch=2, heads=2, tokens=16, head_dim=8)
+
+
+def test_training_step(measure, monkeypatch, tiny_gpt):
+    cases = [replace(tiny_gpt, tokens=n, dtype=dtype) for n, dtype in ((16, "fp32"), (32, "bf16"))]
+    status, rows = measure(*cases, workload="train")
+    assert status == 0 and len(rows) == 12
+    for row in rows:
+        assert float(row["median"]) > 0
+        if row["mode"] == "train":
+            assert int(row["note"].removesuffix(" tokens/s")) == round(2e3 * int(row["tokens"]) / float(row["median"]))
+        else:
+            assert row["unit"] == "MiB"
+
+    honest = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **y: math.nan * honest(*x, **y))
+    status, rows = measure(cases[0], workload="train")
+    assert status == 1
+    assert [row["note"][:7] for row in rows if row["median"] == ""] == ["refused"] * 2
+
+
+def test_training_step_learns_and_is_refused_away_from_ln_vocabulary(monkeypatch, tiny_gpt):
+    step = training.Step(tiny_gpt, "sdpa", torch.device("cpu"))
+    first = training.check(step, tiny_gpt, PROVIDERS["sdpa"])
+    assert abs(first - math.log(96)) < 0.3
+    with torch.no_grad():
+        whole = F.cross_entropy(step.head(step.model(step.tokens)).flatten(0, 1), step.targets.flatten())
+    assert step().item() == pytest.approx(whole.item(), rel=1e-5), "the loss by chunks is the loss"
+    assert min(step().item() for _ in range(5)) < first
+    assert step.resident_bytes == 12 * sum(x.numel() for x in step.model.parameters())
+    with torch.no_grad():
+        step.head.weight.mul_(30)
+    with pytest.raises(check.WrongResult, match="first loss"):
+        training.check(step, tiny_gpt, PROVIDERS["sdpa"])
+    with torch.no_grad():
+        step.head.weight.div_(30)
+    step.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+    with pytest.raises(check.WrongResult, match="gradient of norm.weight"):
+        training.check(step, tiny_gpt, PROVIDERS["sdpa"])
+
+
 def test_decode(measure, monkeypatch):
     case = Case(1, 2, 1, 8, algorithm=None, modes=("step", "host"), providers=("fastmax", "copy"), peer="copy")
     monkeypatch.setattr(workloads, "_cache_bytes", lambda device: 2**14)
@@ -160,6 +349,101 @@ def test_figure(measure, tmp_path):
     assert image.stat().st_size > 10_000
 
 
+def test_figures_of_times_and_of_training(measure, tmp_path, tiny_gpt):
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "image.png"
+    case = replace(CASE, p=None, algorithm=None, modes=("fwd",), providers=("fastmax_p2", "fastmax_flash", "sdpa"))
+    case = replace(case, title="OLMo 2 7B")
+    measure(*(replace(case, tokens=n) for n in (16, 32)), figure="times", arguments=("--figure", str(image)))
+    assert image.stat().st_size > 10_000
+    image.unlink()
+    cases = [replace(tiny_gpt, tokens=n, providers=("sdpa",)) for n in (16, 32)]
+    measure(*cases, workload="train", figure="training", arguments=("--figure", str(image)))
+    assert image.stat().st_size > 10_000
+
+
+def test_profile(monkeypatch, tmp_path, capsys, tiny_gpt):
+    monkeypatch.setitem(SUITES, "flash", Suite("for tests", {"cpu": (replace(CASE, title="small"),)}))
+    monkeypatch.setitem(SUITES, "train", Suite("for tests", {"cpu": (tiny_gpt,)}, workload="train"))
+    trace = tmp_path / "trace.json"
+    quick = ("--device", "cpu", "--iterations", "2")
+    assert profile.main(["flash", "--only", "small", "--provider", "sdpa", *quick, "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "sdpa, fwd+bwd, small fp32" in printed and "2 profiled" in printed and "torch: " in printed
+    (line,) = re.findall(r".*flash_attention_for_cpu_backward$", printed, re.MULTILINE)
+    launches, ms, share, *_ = line.split()
+    assert float(launches) == 1 and float(ms) > 0 and 0 < float(share.rstrip("%")) < 100
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
+    assert "iteration" in names and "aten::_scaled_dot_product_flash_attention_for_cpu" in names
+    assert not re.search(r"  iteration$", printed, re.MULTILINE), "the range around everything is not an operator"
+
+    assert profile.main(["train", *quick, "--rows", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "fastmax_p2, train, GPT" in printed and re.search(r"^\d+ more: ", printed, re.MULTILINE)
+    for wrong, message in (
+        (["flash", "--provider", "nobody"], "got 'nobody'"),
+        (["train", "--mode", "fwd"], "--mode is for attention"),
+        (["flash", "--only", "large"], "contains 'large'"),
+    ):
+        with pytest.raises(SystemExit):
+            profile.main([*wrong, *quick])
+        assert message in capsys.readouterr().err
+
+
+def test_table_of_kernels():
+    case = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
+    work = kernels.work("void fastmax::quadratic_fwd_kernel<Bf16, 64>", case, 2, "fwd")
+    known = profile.Line("quadratic_fwd_kernel", 1, 1.55, 0.75, *work)
+    unknown = profile.Line("elementwise_kernel", 2, 0.5, 0.25)
+    header, first, second = (line.split() for line in profile.table([known, unknown], case, with_shares=True))
+    assert header[:3] == ["launches", "ms", "share"]
+    assert first[3:7] == ["549.8", f"{work.bytes / 1e6:.4g}", "355", "45%"] and first[8] == "8%"
+    assert second == ["2", "0.5", "25.0%", "elementwise_kernel"]
+    assert profile.table([known], case, with_shares=False)[1].split()[5:7] == ["355", "0.35"]
+
+
+def test_work_of_kernels():
+    """The model of kernels, added up, is the floor's arithmetic, and names kernels that exist."""
+    quadratic = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
+
+    def total(case: Case, p: int | None, names: str, mode: str) -> float:
+        return sum(kernels.work(f"void fastmax::{name}_kernel<64>", case, p, mode).flop for name in names.split())
+
+    product = quadratic.batch * 32 * 4096 * 4096 * 64
+    assert total(quadratic, 2, "quadratic_fwd", "fwd") == 2 * product
+    assert total(quadratic, 2, "quadratic_fwd quadratic_bwd_kv quadratic_bwd_q", "fwd+bwd") == 9 * product
+    assert total(replace(quadratic, head_dim=128), 2, "quadratic_bwd_kv_pair", "fwd+bwd") == 8 * product
+    assert total(replace(quadratic, causal=False), 2, "flash_fwd", "train") == 4 * product
+    assert (
+        kernels.work("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", quadratic, 2, "fwd+bwd").flop == 5 * product
+    )
+
+    linear = Case(1, 32, 65536, 64, 2, "linear", "bf16")
+    expected = floors.attention_ms(linear, "linear", 2, "fwd") / 1e3 * floors.MATMUL["bf16"]
+    assert total(linear, 2, "linear_state linear_read", "fwd") == pytest.approx(expected, rel=0.15)  # blocks of 8 x 8 features
+    backward = total(linear, 2, "linear_state linear_read linear_grad", "fwd+bwd") - total(
+        linear, 2, "linear_state linear_read", "fwd"
+    )
+    assert backward == pytest.approx(2.5 * expected, rel=0.15)
+    snapshots = 32 * 255 * (64 * 72 // 2 + 128) * 64 * 2
+    assert kernels.work("linear_state_kernel", linear, 2, "fwd").bytes == 2 * 32 * 65536 * 64 * 2 + snapshots
+    one = replace(linear, p=1)
+    assert total(one, 1, "linear1_walk", "fwd") == 4 * 32 * 65536 * 64 * 64
+    assert kernels.work("row_score_kernel", quadratic, 2, "fwd") is None, "it is a kernel of the backward"
+    for name, case, p in (
+        ("elementwise_kernel", linear, 2),
+        ("flash_fwd_kernel", linear, None),
+        ("linear_state_kernel", one, 1),
+    ):
+        assert kernels.work(name, case, p, "fwd") is None
+    assert kernels.work("linear_state_kernel", replace(linear, dtype="fp32"), 2, "fwd") is None
+
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").glob("*.[ch]*"))
+    for table in (kernels._QUADRATIC, kernels._LINEAR, kernels._LINEAR1):
+        for pattern in table:
+            assert re.search(pattern, sources) or "flash_bwd" in pattern, pattern
+
+
 def test_floors():
     quadratic = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
     forward = 8 * 32 * 4096 * 2 * 4096 * 64 / 780e9
@@ -180,4 +464,5 @@ def test_every_suite_names_what_exists():
         for case in (case for cases in suite.cases.values() for case in cases):
             assert case.peer == "" or case.peer in case.providers
             assert case.dtype in check.LIMITS
-            assert suite.workload == "decode" or all(name in PROVIDERS for name in case.providers)
+            known = {"softmax": workloads.ROW_SOFTMAX, "decode": ("fastmax", "copy"), "train": training.ATTENTION}
+            assert all(name in known.get(suite.workload, PROVIDERS) for name in case.providers)

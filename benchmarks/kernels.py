@@ -1,0 +1,114 @@
+"""What a kernel has to do, by its name: floating-point operations and bytes of one attention call.
+
+A model, not a measurement. flop: of the matrix products, a multiply-add counted twice, the masked half of a causal product left
+out. bytes: every operand read once and every result written once; what a kernel reads again comes from a cache or costs more
+than is said here, and Nsight Compute's DRAM counters tell which. Products of this project's kernels are those of docs/cuda.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from benchmarks.floors import CHUNK
+from benchmarks.registry import DTYPES, Case
+
+
+class Sizes(NamedTuple):
+    """Of all heads together."""
+
+    rows: int
+    head_dim: int
+    tensor: float  # bytes of q, of k, of v, of o
+    product: float  # flop of one product with an (n, n) matrix
+    state: float  # flop of adding all rows to the states of p = 2, or of reading them
+    own_chunk: float  # flop of one product with an own, causal chunk
+    snapshots: float  # bytes of all states of p = 2
+    state1: float  # the same of p = 1
+
+
+class Work(NamedTuple):
+    flop: float | None
+    bytes: float | None
+
+
+def sizes(case: Case) -> Sizes:
+    rows, d = case.batch * case.heads * case.tokens, case.head_dim
+    native = max(32, d)  # head_dim 16 runs as 32
+    chunk = CHUNK.get(native, case.tokens)
+    chunks = max(0, -(-case.tokens // chunk) - 1) if case.causal else 1
+    return Sizes(
+        rows,
+        d,
+        tensor=rows * d * DTYPES[case.dtype].itemsize,
+        product=2 * rows * case.tokens * d * (0.5 if case.causal else 1.0),
+        state=2 * rows * native * native * (native + 8) / 2,
+        own_chunk=rows * chunk * native if case.causal else 0.0,
+        snapshots=case.batch * case.heads * chunks * (native * (native + 8) / 2 + 2 * native) * native * 2,
+        state1=2 * rows * d * d,
+    )
+
+
+# Name of a kernel -> work of all its launches in one forward, and in one backward (None: it is not there). z, e and their like
+# are 4 bytes a row.
+_Passes = tuple[Callable[[Sizes], Work] | None, Callable[[Sizes], Work] | None]
+_QUADRATIC: dict[str, _Passes] = {
+    r"quadratic_fwd\w*_kernel|flash_fwd\w*_kernel|sdpa.*fprop": (
+        lambda s: Work(2 * s.product, 4 * s.tensor + 4 * s.rows),
+        None,
+    ),
+    r"quadratic_bwd_kv\w*_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),
+    r"quadratic_bwd_q_kernel": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
+    r"row_score_kernel": (None, lambda s: Work(None, 2 * s.tensor + 20 * s.rows)),
+    r"flash_bwd_dq_dk_dv\w*_kernel|sdpa.*bprop": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 8 * s.rows)),
+}
+# p = 2. The backward sums two kinds of states (k with v, q with g), reads one for grad_v, and takes grad_q and grad_k.
+_LINEAR: dict[str, _Passes] = {
+    r"linear_state_kernel": (
+        lambda s: Work(s.state, 2 * s.tensor + s.snapshots),
+        lambda s: Work(2 * s.state, 2 * (2 * s.tensor + s.snapshots)),
+    ),
+    r"linear_read_kernel": (
+        lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots + 4 * s.rows),
+        lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots),
+    ),
+    r"linear_grad_kernel": (
+        None,
+        lambda s: Work(2 * (s.state + 3 * s.own_chunk), 2 * (5 * s.tensor + s.snapshots + 4 * s.rows)),
+    ),
+    r"linear_prepare_kernel": (None, lambda s: Work(None, 3 * s.tensor + 8 * s.rows)),
+}
+# p = 1: states only, without the products of rows with their own step. Parts are summed where few heads leave room for them.
+_LINEAR1: dict[str, _Passes] = {
+    r"linear1_walk_kernel": (
+        lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
+        lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
+    ),
+    r"linear1_pair_walk_kernel": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 4 * s.rows)),
+    r"linear1_sums_kernel": (
+        lambda s: Work(s.state1, 2 * s.tensor),
+        lambda s: Work(2 * s.state1, 4 * s.tensor),
+    ),
+    r"linear_prepare_kernel": (None, lambda s: Work(None, 3 * s.tensor + 8 * s.rows)),
+}
+
+
+def work(name: str, case: Case, p: int | None, mode: str) -> Work | None:
+    """Of all launches of a kernel in one call of mode "fwd", "fwd+bwd" or "train" (of one layer); None where it is not known:
+    other kernels, and the linear ones in dtypes and head dims whose states are laid out in another way.
+
+    Args:
+        p: degree of the polynomial; 2 for softmax, None for the attention of other libraries.
+    """
+    if p is None:
+        return None
+    tables = [_QUADRATIC]
+    if case.dtype == "bf16" and max(32, case.head_dim) in CHUNK:
+        tables.append(_LINEAR1 if p == 1 else _LINEAR)
+    for table in tables:
+        for pattern, passes in table.items():
+            if re.search(pattern, name):
+                done = [of(sizes(case)) for of in passes[: 1 if mode == "fwd" else 2] if of is not None]
+                return Work(*(None if None in part else sum(part) for part in zip(*done, strict=True))) if done else None
+    return None

@@ -1,0 +1,162 @@
+"""Where the time of one case goes: `python -m benchmarks.profile SUITE [--only TEXT] [--provider NAME] [--trace FILE]`.
+
+Runs the first case of the suite whose label contains TEXT under torch.profiler and prints its kernels (on a CPU its operators)
+by time. `flop` and `bytes` are of a model (benchmarks/kernels.py) that knows this project's kernels and SDPA's by name: what
+the algorithm asks for, each operand read and each result written once. They are blank for kernels that it does not know. The
+shares are of the rates measured on an H200 (benchmarks/floors.py), shown on an H200. docs/profiling.md says how to read the
+table, and how to go on with Nsight.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import floors, kernels, report, workloads
+from benchmarks.registry import PROVIDERS, SUITES, Case
+from benchmarks.timing import Call
+from benchmarks.training import LAYERS, Step
+
+WARMUP = 3
+
+
+@dataclass(frozen=True)
+class Line:
+    """One kernel, or on a CPU one operator, in one iteration: all of its launches together."""
+
+    name: str
+    launches: float
+    ms: float
+    share: float
+    flop: float | None = None
+    bytes: float | None = None
+
+    def rates(self) -> tuple[float | None, float | None]:
+        """TFLOP/s and TB/s."""
+        return tuple(x and x / self.ms / 1e9 for x in (self.flop, self.bytes))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    profiled = [name for name, suite in SUITES.items() if suite.workload in ("attention", "train")]
+    parser.add_argument("suite", choices=profiled, metavar="SUITE", help=", ".join(profiled))
+    parser.add_argument("--only", default="", help="the first case whose label contains this")
+    parser.add_argument("--provider", help="of the case (default: its first)")
+    parser.add_argument("--mode", choices=("fwd", "fwd+bwd"), help="of attention (default: fwd+bwd if the case has it)")
+    parser.add_argument("--device", help="cuda if the suite has cases for it and there is one, else cpu")
+    parser.add_argument("--iterations", type=int, default=5, help="profiled, after 3 that are not (default 5)")
+    parser.add_argument("--rows", type=int, default=20, help="of the table (default 20)")
+    parser.add_argument("--trace", type=Path, help="write a Chrome trace here (chrome://tracing, ui.perfetto.dev)")
+    options = parser.parse_args(arguments)
+
+    suite = SUITES[options.suite]
+    device = torch.device(options.device or ("cuda" if "cuda" in suite.cases and torch.cuda.is_available() else "cpu"))
+    case = next((case for case in suite.cases.get(device.type, ()) if options.only in case.label()), None)
+    if case is None:
+        parser.error(f"{options.suite!r} has no case for {device.type} that contains {options.only!r}")
+    name = options.provider or case.providers[0]
+    if name not in case.providers:
+        parser.error(f"--provider must be one of {', '.join(case.providers)} for this case, got {name!r}")
+    if options.mode and suite.workload == "train":
+        parser.error(f"--mode is for attention; {options.suite!r} has training steps")
+    mode = "train" if suite.workload == "train" else options.mode or ("fwd+bwd" if "fwd+bwd" in case.modes else "fwd")
+    if absent := PROVIDERS[name].missing():
+        parser.error(f"{name}: {absent}")
+
+    with workloads.precision(case.dtype):
+        call = prepare(case, name, mode, device)
+        lines = profiled_lines(call, case, name, mode, device, options.iterations, options.trace)
+    for key, value in report.environment(device, "").items():
+        print(f"{key}: {value}")
+    print(
+        f"{name}, {mode}, {case.label()}: {sum(line.ms for line in lines):.4g} ms an iteration, {options.iterations} profiled"
+    )
+    print("\n".join(table(lines[: options.rows], case, workloads.has_floor(device))))
+    if len(lines) > options.rows:
+        rest = lines[options.rows :]
+        print(f"{len(rest)} more: {sum(line.ms for line in rest):.4g} ms")
+    if options.trace:
+        print(f"wrote {options.trace}")
+    return 0
+
+
+def prepare(case: Case, name: str, mode: str, device: torch.device) -> Call:
+    """What one iteration calls."""
+    provider = PROVIDERS[name]
+    if mode == "train":
+        return Call(Step(case, name, device), provider.context)
+    q, k, v, grad_o = workloads.inputs(case, device)
+    forward, forward_backward = workloads.attention_calls(case, q, k, v, grad_o)
+    return (forward if mode == "fwd" else forward_backward)(provider)
+
+
+def profiled_lines(
+    call: Call, case: Case, name: str, mode: str, device: torch.device, iterations: int, trace: Path | None
+) -> list[Line]:
+    """By time, the longest first."""
+    cuda = device.type == "cuda"
+    with call.context():
+        for _ in range(WARMUP):
+            call.function()
+        if cuda:
+            torch.cuda.synchronize(device)
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+        with profile(activities=activities) as profiler:
+            for _ in range(iterations):
+                with record_function("iteration"):
+                    call.function()
+            if cuda:
+                torch.cuda.synchronize(device)
+    if trace:
+        trace.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(trace))
+
+    spent: dict[str, tuple[float, int]] = {}  # microseconds on the device (on a CPU without callees), and launches
+    for event in profiler.events():
+        if event.is_user_annotation or (event.device_type == torch.autograd.DeviceType.CUDA) != cuda:
+            continue  # a range that somebody named covers kernels that are counted themselves
+        us = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
+        before = spent.get(event.name, (0.0, 0))
+        spent[event.name] = before[0] + us, before[1] + 1
+    total = sum(us for us, _ in spent.values())
+    layers = LAYERS if mode == "train" else 1
+    _, p = PROVIDERS[name].arithmetic(case) or (None, None)
+    lines = []
+    for kernel, (us, launches) in sorted(spent.items(), key=lambda item: -item[1][0]):
+        work = kernels.work(kernel, case, p, mode) if cuda else None
+        flop, moved = (None, None) if work is None else (x and x * layers for x in work)
+        lines.append(Line(kernel, launches / iterations, us / iterations / 1e3, us / total, flop, moved))
+    return lines
+
+
+def table(lines: list[Line], case: Case, with_shares: bool) -> list[str]:
+    widths = {"launches": 9, "ms": 10, "share": 8, "Gflop": 10, "MB": 9, "TFLOP/s": 9, "of peak": 9, "TB/s": 7, "of copy": 9}
+    rows = ["".join(f"{name:>{width}}" for name, width in widths.items()) + "  name"]
+
+    def cell(value: float | None, width: int, form: str) -> str:
+        return f"{'' if value is None else format(value, form):>{width}}"
+
+    for line in lines:
+        teraflops, terabytes = line.rates()
+        of_peak = teraflops * 1e12 / floors.MATMUL[case.dtype] if with_shares and teraflops else None
+        of_copy = terabytes * 1e12 / floors.COPY if with_shares and terabytes else None
+        rows.append(
+            f"{line.launches:>9.4g}{line.ms:>10.4g}{line.share:>8.1%}"
+            + cell(line.flop and line.flop / 1e9, 10, ".4g")
+            + cell(line.bytes and line.bytes / 1e6, 9, ".4g")
+            + cell(teraflops, 9, ".3g")
+            + cell(of_peak, 9, ".0%")
+            + cell(terabytes, 7, ".2f")
+            + cell(of_copy, 9, ".0%")
+            + f"  {line.name[:120]}"
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
