@@ -21,6 +21,7 @@ class Sizes(NamedTuple):
     rows: int
     head_dim: int
     tensor: float  # bytes of q, of k, of v, of o
+    summed: float  # bytes of those rows of k, or of v, that states of p = 2 are sums of
     product: float  # flop of one product with an (n, n) matrix
     state: float  # flop of adding all rows to the states of p = 2, or of reading them
     own_chunk: float  # flop of one product with an own, causal chunk
@@ -37,13 +38,15 @@ def sizes(case: Case) -> Sizes:
     rows, d = case.batch * case.heads * case.tokens, case.head_dim
     native = max(32, d)  # head_dim 16 runs as 32
     chunk = CHUNK.get(native, case.tokens)
-    chunks = max(0, -(-case.tokens // chunk) - 1) if case.causal else 1
+    chunks = max(0, -(-case.tokens // chunk) - 1) if case.causal else 1  # with a state before them
+    share = chunks * chunk / case.tokens if case.causal else 1.0  # of the rows in a state, and about of those that read one
     return Sizes(
         rows,
         d,
         tensor=rows * d * DTYPES[case.dtype].itemsize,
         product=2 * rows * case.tokens * d * (0.5 if case.causal else 1.0),
-        state=2 * rows * native * native * (native + 8) / 2,
+        summed=share * rows * d * DTYPES[case.dtype].itemsize,
+        state=2 * share * rows * native * native * (native + 8) / 2,
         own_chunk=rows * chunk * native if case.causal else 0.0,
         snapshots=case.batch * case.heads * chunks * (native * (native + 8) / 2 + 2 * native) * native * 2,
         state1=2 * rows * d * d,
@@ -66,8 +69,8 @@ _QUADRATIC: dict[str, _Passes] = {
 # p = 2. The backward sums two kinds of states (k with v, q with g), reads one for grad_v, and takes grad_q and grad_k.
 _LINEAR: dict[str, _Passes] = {
     r"linear_state_kernel": (
-        lambda s: Work(s.state, 2 * s.tensor + s.snapshots),
-        lambda s: Work(2 * s.state, 2 * (2 * s.tensor + s.snapshots)),
+        lambda s: Work(s.state, 2 * s.summed + s.snapshots),
+        lambda s: Work(2 * s.state, 2 * (2 * s.summed + s.snapshots)),
     ),
     r"linear_read_kernel": (
         lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots + 4 * s.rows),

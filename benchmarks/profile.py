@@ -52,6 +52,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=5, help="profiled, after 3 that are not (default 5)")
     parser.add_argument("--rows", type=int, default=20, help="of the table (default 20)")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace here (chrome://tracing, ui.perfetto.dev)")
+    parser.add_argument(
+        "--bare", action="store_true", help="only call it, for Nsight and compute-sanitizer: no profiler, no table"
+    )
     options = parser.parse_args(arguments)
 
     suite = SUITES[options.suite]
@@ -70,7 +73,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     with workloads.precision(case.dtype):
         call = prepare(case, name, mode, device)
-        lines = profiled_lines(call, case, name, mode, device, options.iterations, options.trace)
+        with call.context():
+            repeat(call, WARMUP, device)
+            if options.bare:
+                return bare(call, options.iterations, device)
+            lines = profiled_lines(call, case, name, mode, device, options.iterations, options.trace)
     for key, value in report.environment(device, "").items():
         print(f"{key}: {value}")
     print(
@@ -95,23 +102,32 @@ def prepare(case: Case, name: str, mode: str, device: torch.device) -> Call:
     return (forward if mode == "fwd" else forward_backward)(provider)
 
 
+def repeat(call: Call, iterations: int, device: torch.device) -> None:
+    """Each in a range "iteration" of the profiler, or of NVTX under Nsight."""
+    for _ in range(iterations):
+        with record_function("iteration"):
+            call.function()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def bare(call: Call, iterations: int, device: torch.device) -> int:
+    """Between cudaProfilerStart and cudaProfilerStop, which hold for every thread: autograd's launches the backward."""
+    if device.type != "cuda":
+        repeat(call, iterations, device)
+        return 0
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        repeat(call, iterations, device)
+    return 0
+
+
 def profiled_lines(
     call: Call, case: Case, name: str, mode: str, device: torch.device, iterations: int, trace: Path | None
 ) -> list[Line]:
     """By time, the longest first."""
     cuda = device.type == "cuda"
-    with call.context():
-        for _ in range(WARMUP):
-            call.function()
-        if cuda:
-            torch.cuda.synchronize(device)
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-        with profile(activities=activities) as profiler:
-            for _ in range(iterations):
-                with record_function("iteration"):
-                    call.function()
-            if cuda:
-                torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiler:
+        repeat(call, iterations, device)
     if trace:
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))

@@ -365,7 +365,7 @@ def test_figures_of_times_and_of_training(measure, tmp_path, tiny_gpt):
 def test_profile(monkeypatch, tmp_path, capsys, tiny_gpt):
     monkeypatch.setitem(SUITES, "flash", Suite("for tests", {"cpu": (replace(CASE, title="small"),)}))
     monkeypatch.setitem(SUITES, "train", Suite("for tests", {"cpu": (tiny_gpt,)}, workload="train"))
-    trace = tmp_path / "trace.json"
+    trace, rows = tmp_path / "trace.json", r"^\d+ more: "
     quick = ("--device", "cpu", "--iterations", "2")
     assert profile.main(["flash", "--only", "small", "--provider", "sdpa", *quick, "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out
@@ -379,7 +379,11 @@ def test_profile(monkeypatch, tmp_path, capsys, tiny_gpt):
 
     assert profile.main(["train", *quick, "--rows", "3"]) == 0
     printed = capsys.readouterr().out
-    assert "fastmax_p2, train, GPT" in printed and re.search(r"^\d+ more: ", printed, re.MULTILINE)
+    assert "fastmax_p2, train, GPT" in printed and re.search(rows, printed, re.MULTILINE)
+    calls = []
+    monkeypatch.setattr(profile.Step, "__call__", lambda step: calls.append(step))
+    assert profile.main(["train", *quick, "--bare"]) == 0
+    assert len(calls) == profile.WARMUP + 2 and capsys.readouterr().out == ""
     for wrong, message in (
         (["flash", "--provider", "nobody"], "got 'nobody'"),
         (["train", "--mode", "fwd"], "--mode is for attention"),
@@ -426,7 +430,7 @@ def test_work_of_kernels():
     )
     assert backward == pytest.approx(2.5 * expected, rel=0.15)
     snapshots = 32 * 255 * (64 * 72 // 2 + 128) * 64 * 2
-    assert kernels.work("linear_state_kernel", linear, 2, "fwd").bytes == 2 * 32 * 65536 * 64 * 2 + snapshots
+    assert kernels.work("linear_state_kernel", linear, 2, "fwd").bytes == 2 * 32 * 255 * 256 * 64 * 2 + snapshots
     one = replace(linear, p=1)
     assert total(one, 1, "linear1_walk", "fwd") == 4 * 32 * 65536 * 64 * 64
     assert kernels.work("row_score_kernel", quadratic, 2, "fwd") is None, "it is a kernel of the backward"
