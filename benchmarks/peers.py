@@ -1,7 +1,7 @@
 """Attention of other libraries, and softmax attention written out, called as their current releases ask for it.
 
 Everything takes and returns (b, h, n, d) as the rest does. Libraries are imported when they are called: one that is not there
-is a note in the table (`missing`), no error.
+is a note in the table (`missing`), no error. All of them: `pip install fla-core retention cupy-cuda13x`, with Triton.
 """
 
 from __future__ import annotations

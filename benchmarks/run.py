@@ -4,7 +4,8 @@ All providers of a case run in one process on the same random inputs. Each one's
 definition in float64 first; what is wrong is not timed, and the exit status is 1. Then they take turns, the first rounds are
 dropped, and the median with the 20th and 80th percentile is shown. "of peer" is a provider's number over the peer's: below 1 is
 faster, or smaller, than the peer. "of floor" is time over what the arithmetic and the bytes alone would take on an H200
-(benchmarks/floors.py). SDPA computes softmax attention, another function: the comparison is of cost.
+(benchmarks/floors.py). SDPA computes softmax attention, another function: the comparison is of cost. Where a library of others
+computes yet another one, a note says which; one that is not installed, fails or would take too long is a note as well.
 
 suites:
 """

@@ -78,12 +78,21 @@ class Step:
         return 3 * sum(x.nbytes for x in self.model.parameters())
 
 
-def check(step: Step, case: Case, provider: Provider) -> float:
-    """The first step's loss.
+def checked(case: Case, provider: Provider, device: torch.device) -> Step:
+    """A step whose gradients were looked at once.
 
     Raises:
-        WrongResult: it is not near that of a model that knows nothing, or a gradient is not finite.
+        WrongResult: the first loss is not near that of a model that knows nothing, or a gradient is not finite.
     """
+    step = Step(case, provider.name, device)
+    check(step, case, provider)
+    step.optimizer.step()  # makes its state, so that the memory of a later step does not contain it
+    step.optimizer.zero_grad()
+    return step
+
+
+def check(step: Step, case: Case, provider: Provider) -> float:
+    """The loss, whose gradients stay in the model."""
     with provider.context():
         loss = step.gradients().item()
     if not abs(loss - math.log(VOCAB)) < LOSS_MARGIN:
@@ -91,6 +100,4 @@ def check(step: Step, case: Case, provider: Provider) -> float:
     for name, parameter in step.model.named_parameters():
         if not parameter.grad.sum(dtype=torch.float64).isfinite():
             raise WrongResult(f"{provider.name} on {case.label()}: the gradient of {name} is not finite")
-    step.optimizer.step()  # makes its state, so that the memory of a later step does not contain it
-    step.optimizer.zero_grad()
     return loss

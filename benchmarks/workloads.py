@@ -119,9 +119,7 @@ def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Ma
         notes, steps = dict.fromkeys(case.providers, "") | dict(skip), {}
         for name in (name for name in case.providers if not notes[name]):
             try:
-                step = training.Step(case, name, device)
-                training.check(step, case, PROVIDERS[name])
-                steps[name] = step
+                steps[name] = training.checked(case, PROVIDERS[name], device)
             except WrongResult as wrong:
                 notes[name] = f"refused: {wrong}"
             except torch.OutOfMemoryError:

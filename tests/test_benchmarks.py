@@ -288,6 +288,7 @@ def test_training_step(measure, monkeypatch, tiny_gpt):
 def test_training_step_learns_and_is_refused_away_from_ln_vocabulary(monkeypatch, tiny_gpt):
     step = training.Step(tiny_gpt, "sdpa", torch.device("cpu"))
     first = training.check(step, tiny_gpt, PROVIDERS["sdpa"])
+    step.optimizer.zero_grad()
     assert abs(first - math.log(96)) < 0.3
     with torch.no_grad():
         whole = F.cross_entropy(step.head(step.model(step.tokens)).flatten(0, 1), step.targets.flatten())
@@ -392,6 +393,25 @@ def test_profile(monkeypatch, tmp_path, capsys, tiny_gpt):
         with pytest.raises(SystemExit):
             profile.main([*wrong, *quick])
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.cuda
+def test_profile_and_training_on_a_device(monkeypatch, capsys, tiny_gpt):
+    case = Case(2, 4, 512, 64, 2, "quadratic", "bf16", providers=("fastmax",))
+    monkeypatch.setitem(SUITES, "flash", Suite("for tests", {"cuda": (case,)}))
+    assert profile.main(["flash", "--iterations", "2"]) == 0
+    printed = capsys.readouterr().out
+    for name, products in (("fwd", 2), ("bwd_kv", 4), ("bwd_q", 3)):
+        (line,) = re.findall(rf".*quadratic_{name}.*", printed)
+        launches, ms, _, gflop, *_ = line.split()
+        assert float(launches) == 1 and float(ms) > 0 and float(gflop) == pytest.approx(products * 0.1342, rel=1e-3)
+    assert "iteration\n" not in printed.split("launches")[1]
+    assert profile.main(["flash", "--iterations", "2", "--bare"]) == 0
+
+    case = replace(tiny_gpt, head_dim=32, dtype="bf16", providers=("fastmax_p2", "fastmax_p1"), peer="")
+    rows = workloads.measure_train(case, torch.device("cuda"), run.Protocol(dropped=1, rounds=2, seconds=0.0), {})
+    assert [row["mode"] for row in rows] == ["train", "train", "memory", "memory"]
+    assert all(row["median"] > 0 for row in rows)
 
 
 def test_table_of_kernels():
