@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from common import torch_warns
 
 import fastmax
 from fastmax import eager, extension, fastmax_attention, verify
@@ -466,14 +467,7 @@ def test_second_device(mode, algorithm):
         assert torch.cuda.current_device() == 1
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing the compiler runs deprecated parts of torch
+@torch_warns
 @by_algorithm
 @pytest.mark.parametrize("mode", ["bf16", "tf32"])
 def test_compile(mode, algorithm, precision, fresh_dynamo):
