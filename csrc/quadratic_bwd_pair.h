@@ -2,7 +2,7 @@
 // row tile only, and every streamed token would be read from shared memory for 16 rows. Here two warps, a pair, own the same
 // rows: one forms x = q . k, the other dp = grad_o . v, so that each keeps one resident operand and one sum of twice as many rows.
 // They hand over fp32 accumulators through shared memory, each lane to the same lane of the other warp.
-//   grad_k, grad_v: the first warp hands over x, makes p and sums grad_v; the second makes ds and sums grad_k.
+//   grad_k, grad_v: the first warp hands over x (softmax: p), makes p and sums grad_v; the second makes ds and sums grad_k.
 //   grad_q:         each warp makes one factor of ds and takes the other's; each sums half of grad_q's columns.
 #pragma once
 
@@ -105,13 +105,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
         const uint32_t slot = exchange + slab / 16 % Tile::kSlots * Tile::kExchangeBytes;
         float x[kRowTiles][2][4];  // x in the first warp, dp in the second; p or ds in the end
         multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
-        if (sums_v) {
-#pragma unroll
-          for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) hand_over(lane_slot(slot, i, half), x[i][half]);
-          }
-          wait_for_pair(pair);
+        const auto make_weights = [&] {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -124,6 +118,16 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
               }
             }
           }
+        };
+        if (sums_v) {
+          if constexpr (Score::kSlopeIsWeight) make_weights();
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) hand_over(lane_slot(slot, i, half), x[i][half]);
+          }
+          wait_for_pair(pair);
+          if constexpr (!Score::kSlopeIsWeight) make_weights();
         } else {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
@@ -140,16 +144,19 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
           wait_for_pair(pair);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float dot[kRowTiles][4];
+            float other[kRowTiles][4];  // x or the weight
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) take_over(dot[i], lane_slot(slot, i, half));
+            for (int i = 0; i < kRowTiles; ++i) take_over(other[i], lane_slot(slot, i, half));
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const Line slope = Score::slope_line(ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16));
+              Line slope{};
+              if constexpr (!Score::kSlopeIsWeight) slope = Score::slope_line(ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16));
 #pragma unroll
               for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-                for (int r = 0; r < 4; r += 2) x[i][half][r + e] *= Score::slope(slope.at(dot[i][r + e]));
+                for (int r = 0; r < 4; r += 2) {
+                  x[i][half][r + e] *= Score::kSlopeIsWeight ? other[i][r + e] : Score::slope(slope.at(other[i][r + e]));
+                }
               }
             }
           }

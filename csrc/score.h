@@ -5,7 +5,7 @@
 // Backward: row() packs what all pairs of a query share into a float4 (prepared once by row_score_kernel); then, for a pair with
 // x = q.k and dp = grad_o.v, p = weight(row, x) is its normalised weight and ds = slope(row, x) * centred(row, dp) the derivative
 // by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
-// the same instructions in both. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are zeros too.
+// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are zeros too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,6 +28,7 @@ struct WeightAndDerivative {
 // a2 = 0.
 struct PolynomialScore {
   static constexpr bool kFollowsRowMax = false;
+  static constexpr bool kSlopeIsWeight = false;
 
   float c0, c1, c2;  // f = c0 + x (c1 + c2 x)
 
@@ -54,6 +55,7 @@ struct PolynomialScore {
 // exp(s) with s = scale * x, as 2^(c x). The main loop of the forward follows the row's maximum (online softmax).
 struct SoftmaxScore {
   static constexpr bool kFollowsRowMax = true;
+  static constexpr bool kSlopeIsWeight = true;
   // A row's reference is raised when a score exceeds it by so much: weights stay below 2^8, and sums are rarely rescaled.
   static constexpr float kSlack = 8.f;
   static constexpr float kNoReference = -1e30f;  // finite: differences with it are no NaN

@@ -207,10 +207,12 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     longest = tensors["v"].double().norm(dim=-1).max().item() if tensors["v"].numel() else 1.0
 
     def size(name: str) -> float:
-        """What errors are relative to; where the exact value is zero but for rounding (one visible key, say), the terms
-        grad_o . v that cancel."""
+        """What errors are relative to: the norm, or where little or nothing is left of the terms grad_o . v that cancel (few
+        keys, or a value that is zero but for rounding), those terms."""
         norm = exact[name][exact[name].isfinite()].norm().item()
-        return norm if norm > 1e-10 * natural else max(natural * longest, 1.0)
+        if norm <= 1e-10 * natural:
+            return max(natural * longest, 1.0)
+        return max(norm, 0.1 * natural * longest) if name in "qk" and tensors["k"].shape[2] <= 2 else norm
 
     def error(result: dict[str, Tensor], name: str) -> float:
         x, y = result[name].double(), exact[name]
