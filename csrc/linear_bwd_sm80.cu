@@ -17,15 +17,13 @@ namespace {
 template <class Math, int kHeadDim>
 struct GradTile {
   using Stage = StreamStage<Math, kHeadDim>;
-  static constexpr bool k16 = kIs16Bit<Math>;
-  static constexpr bool kFull = Math::kMode == MathMode::kFP32;  // split operands take twice the registers
-  static constexpr int kRowTiles = k16 && kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kRowTiles = kIs16Bit<Math> && kHeadDim <= 128 ? 2 : 1;
   static constexpr int kWarpRows = kRowTiles * 16;
   // x2's fragments stay in registers, but for head_dim 256 in fp32, where each is read when it is needed.
-  static constexpr bool kKeepX2 = k16 || kHeadDim <= 128;
+  static constexpr bool kKeepX2 = kIs16Bit<Math> || kHeadDim <= 128;
   // Where x2 and the sums of two row tiles do not fit in registers, the own chunk adds to the gradient in shared memory.
   static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
-  static constexpr int kSlab = kFull || kHeadDim > 128 ? 16 : 32;
+  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim > 128 ? 16 : 32;
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
   static constexpr int kRowSharedBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
   // More rows share the ring's traffic; two small blocks hide each other's barriers.

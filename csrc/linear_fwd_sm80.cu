@@ -13,14 +13,12 @@ namespace {
 template <class Math, int kHeadDim>
 struct ReadTile {
   using Stage = StreamStage<Math, kHeadDim>;
-  static constexpr bool k16 = kIs16Bit<Math>;
-  static constexpr bool kFull = Math::kMode == MathMode::kFP32;  // split operands take twice the registers
-  static constexpr int kWarps = k16 || kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kWarps = kIs16Bit<Math> || kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kRowTiles = kHeadDim <= 128 && (k16 || (kHeadDim <= 64 && !kFull)) ? 2 : 1;
+  static constexpr int kRowTiles = kHeadDim <= 128 && (kIs16Bit<Math> || (kHeadDim <= 64 && !kSplitOperands<Math>)) ? 2 : 1;
   static constexpr bool kEarlyFactors = kHeadDim < 128;  // registers for the next tile's factors
   static constexpr int kRows = kWarps * kRowTiles * 16;
-  static constexpr int kSlab = kFull || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
+  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
   static constexpr int kXBytes = kRows * Stage::kRowBytes;
   static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= 99 * 1024 ? 3 : 2;
