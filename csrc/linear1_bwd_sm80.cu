@@ -198,7 +198,7 @@ struct LaunchPairWalk {
 }  // namespace
 
 template <>
-void linear1_pair_walk<FASTMAX_MATH>(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchPairWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
 }
 

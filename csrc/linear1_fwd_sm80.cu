@@ -212,7 +212,7 @@ struct LaunchWalk {
 }  // namespace
 
 template <>
-void linear1_walk<FASTMAX_MATH>(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
 }
 

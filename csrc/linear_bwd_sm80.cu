@@ -111,16 +111,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
           WeightsA<Math> x[kRowTiles];
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) load_rows<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * pair);
-#pragma unroll
-          for (int c = 0; c < kDepth; ++c) {
-            WeightsB<Math> b0, b1;
-            load_state_by_feature<Math>(b0, b1, block + c * kBlockBytes);
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) {
-              mma_weights<Math>(acc[m][2 * c], x[m], b0);
-              mma_weights<Math>(acc[m][2 * c + 1], x[m], b1);
-            }
-          }
+          add_octet_pair<Math, kHeadDim>(acc, x, block);
           continue;
         }
         if (pair == moments) finish_moments();
@@ -466,7 +457,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
 }  // namespace
 
 template <>
-void linear_grad<FASTMAX_MATH>(const GradArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const GradArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchGrad, FASTMAX_MATH>(head_dim, a, stream);
 }
 

@@ -34,7 +34,6 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
-  constexpr int kBlockBytes = Layout::kBlockWords * Layout::kWordBytes;
   extern __shared__ __align__(128) char shared[];
   const uint32_t x_tile = ptx::smem_address(shared);
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
@@ -98,16 +97,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         WeightsA<Math> x[kRowTiles];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) load_rows<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, k);
-#pragma unroll
-        for (int c = 0; c < kDepth; ++c) {
-          WeightsB<Math> b0, b1;
-          load_state_by_feature<Math>(b0, b1, stage + j * Layout::kPairBytes + c * kBlockBytes);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(acc[m][2 * c], x[m], b0);
-            mma_weights<Math>(acc[m][2 * c + 1], x[m], b1);
-          }
-        }
+        add_octet_pair<Math, kHeadDim>(acc, x, stage + j * Layout::kPairBytes);
       }
     }
     add_sums(sums + Layout::kSumW, a.c0);
@@ -146,16 +136,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
           if (++offset == Stars<kHeadDim>::length(star)) offset = 0, star = Stars<kHeadDim>::wrap(star + 1);
           if (Tile::kEarlyFactors) load_factors();
         }
-#pragma unroll
-        for (int c = 0; c < kDepth; ++c) {
-          WeightsB<Math> b0, b1;
-          load_state_by_feature<Math>(b0, b1, pairs + j % Stage::kPairs * Layout::kPairBytes + c * kBlockBytes);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(acc[m][2 * c], f[m], b0);
-            mma_weights<Math>(acc[m][2 * c + 1], f[m], b1);
-          }
-        }
+        add_octet_pair<Math, kHeadDim>(acc, f, pairs + j % Stage::kPairs * Layout::kPairBytes);
         if (j % Stage::kPairs == 0) stream.copy_tiles(j > 0 || begins);
       }
     }
@@ -283,7 +264,7 @@ struct LaunchRead {
 }  // namespace
 
 template <>
-void linear_read<FASTMAX_MATH>(const ReadArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const ReadArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchRead, FASTMAX_MATH>(head_dim, a, stream);
 }
 

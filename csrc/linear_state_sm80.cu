@@ -837,7 +837,7 @@ void linear_widen<FASTMAX_MATH>(const View& src, float* dst, int batch, int head
 }
 
 template <>
-void linear_state<FASTMAX_MATH>(const StateArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const StateArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchState, FASTMAX_MATH>(head_dim, a, stream);
 }
 

@@ -38,6 +38,23 @@ struct StreamStage {
   static constexpr int kBytes = (kScaleOffset + 4 * kKeys + 127) / 128 * 128;  // swizzles are of the address
 };
 
+// sums += a, 16 features of every row tile, times an octet pair of a state.
+template <class Math, int kHeadDim, int kRowTiles>
+__device__ __forceinline__ void add_octet_pair(float (&sums)[kRowTiles][kHeadDim / 8][4], const WeightsA<Math> (&a)[kRowTiles],
+                                               uint32_t pair) {
+  using Layout = StateLayout<Math, kHeadDim>;
+#pragma unroll
+  for (int c = 0; c < kHeadDim / 16; ++c) {
+    WeightsB<Math> b0, b1;
+    load_state_by_feature<Math>(b0, b1, pair + c * (Layout::kBlockWords * Layout::kWordBytes));
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      mma_weights<Math>(sums[m][2 * c], a[m], b0);
+      mma_weights<Math>(sums[m][2 * c + 1], a[m], b1);
+    }
+  }
+}
+
 // kThreads: of a block; some have fewer.
 template <class Math, int kHeadDim, int kStages, int kThreads>
 struct RowStream {
