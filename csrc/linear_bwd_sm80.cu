@@ -111,7 +111,12 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
           WeightsA<Math> x[kRowTiles];
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) load_rows<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * pair);
-          add_octet_pair<Math, kHeadDim>(acc, x, block);
+#pragma unroll
+          for (int c = 0; c < kDepth; ++c) {
+            WeightsB<Math> b0, b1;
+            load_state_by_feature<Math>(b0, b1, block + c * kBlockBytes);
+            mma_row_tiles<Math>(acc, 2 * c, x, b0, b1);
+          }
           continue;
         }
         if (pair == moments) finish_moments();

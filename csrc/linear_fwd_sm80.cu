@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
+  constexpr int kBlockBytes = Layout::kBlockWords * Layout::kWordBytes;
   extern __shared__ __align__(128) char shared[];
   const uint32_t x_tile = ptx::smem_address(shared);
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
@@ -97,7 +98,12 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         WeightsA<Math> x[kRowTiles];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) load_rows<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, k);
-        add_octet_pair<Math, kHeadDim>(acc, x, stage + j * Layout::kPairBytes);
+#pragma unroll
+        for (int c = 0; c < kDepth; ++c) {
+          WeightsB<Math> b0, b1;
+          load_state_by_feature<Math>(b0, b1, stage + j * Layout::kPairBytes + c * kBlockBytes);
+          mma_row_tiles<Math>(acc, 2 * c, x, b0, b1);
+        }
       }
     }
     add_sums(sums + Layout::kSumW, a.c0);
@@ -136,7 +142,12 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
           if (++offset == Stars<kHeadDim>::length(star)) offset = 0, star = Stars<kHeadDim>::wrap(star + 1);
           if (Tile::kEarlyFactors) load_factors();
         }
-        add_octet_pair<Math, kHeadDim>(acc, f, pairs + j % Stage::kPairs * Layout::kPairBytes);
+#pragma unroll
+        for (int c = 0; c < kDepth; ++c) {
+          WeightsB<Math> b0, b1;
+          load_state_by_feature<Math>(b0, b1, pairs + j % Stage::kPairs * Layout::kPairBytes + c * kBlockBytes);
+          mma_row_tiles<Math>(acc, 2 * c, f, b0, b1);
+        }
         if (j % Stage::kPairs == 0) stream.copy_tiles(j > 0 || begins);
       }
     }
@@ -210,11 +221,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
           load_b_trans_pair<Math, kHeadDim>(b0, b1, w, 16 * c, slab + 16 * k);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(acc[m][2 * c], weights[m], b0);
-            mma_weights<Math>(acc[m][2 * c + 1], weights[m], b1);
-          }
+          mma_row_tiles<Math>(acc, 2 * c, weights, b0, b1);
         }
       }
     }

@@ -38,20 +38,14 @@ struct StreamStage {
   static constexpr int kBytes = (kScaleOffset + 4 * kKeys + 127) / 128 * 128;  // swizzles are of the address
 };
 
-// sums += a, 16 features of every row tile, times an octet pair of a state.
-template <class Math, int kHeadDim, int kRowTiles>
-__device__ __forceinline__ void add_octet_pair(float (&sums)[kRowTiles][kHeadDim / 8][4], const WeightsA<Math> (&a)[kRowTiles],
-                                               uint32_t pair) {
-  using Layout = StateLayout<Math, kHeadDim>;
+// Blocks n and n + 1 of the sums of every row tile += its rows a times b0 and b1.
+template <class Math, int kRowTiles, int kBlocks8>
+__device__ __forceinline__ void mma_row_tiles(float (&sums)[kRowTiles][kBlocks8][4], int n, const WeightsA<Math> (&a)[kRowTiles],
+                                              const WeightsB<Math>& b0, const WeightsB<Math>& b1) {
 #pragma unroll
-  for (int c = 0; c < kHeadDim / 16; ++c) {
-    WeightsB<Math> b0, b1;
-    load_state_by_feature<Math>(b0, b1, pair + c * (Layout::kBlockWords * Layout::kWordBytes));
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      mma_weights<Math>(sums[m][2 * c], a[m], b0);
-      mma_weights<Math>(sums[m][2 * c + 1], a[m], b1);
-    }
+  for (int m = 0; m < kRowTiles; ++m) {
+    mma_weights<Math>(sums[m][n], a[m], b0);
+    mma_weights<Math>(sums[m][n + 1], a[m], b1);
   }
 }
 
