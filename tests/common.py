@@ -212,6 +212,15 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def check_export(block: torch.nn.Module, device: torch.device) -> None:
+    """torch.export of a module on (batch, tokens, 16), the number of tokens left open."""
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(block, (torch.randn(2, 11, 16, device=device),), dynamic_shapes={"x": {1: length}})
+    for n in (2, 50, 700):
+        x = torch.randn(2, n, 16, device=device)
+        torch.testing.assert_close(program.module()(x), block(x))
+
+
 # ---- memory
 
 
@@ -305,6 +314,16 @@ CASES = (
     Case("d = 64, more heads than the linear algorithm takes together", n=CHUNK + 1, h=4, d=64),
     Case("more heads than the quadratic algorithm takes together", n=ROWS + 1, b=2, h=5, d=4),
     Case("d = 128", n=40, d=128),
+)
+
+by_size = pytest.mark.parametrize(
+    "case, causal",
+    [
+        pytest.param(case, causal, id=f"{case.name}-{'causal' if causal else 'full'}")
+        for case in CASES
+        for causal in (False, True)
+        if case.n <= case.m or not causal
+    ],
 )
 
 LAYOUTS = ("contiguous", "packed qkv", "token-major", "transposed", "sliced rows", "expanded")
