@@ -191,7 +191,6 @@ PROVIDERS = {
         softmax_provider(
             "fastmax_flash",
             lambda q, k, v, scale, causal: fastmax.flash_attention(q, k, v, causal=causal, scale=scale),
-            missing=partial(peers.missing, "fastmax.flash_attention"),
         ),
         sdpa_provider("sdpa"),
         sdpa_provider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
@@ -235,7 +234,7 @@ def _milliseconds(forward: float, both: float) -> dict[str, AtMost]:
 
 
 def _h200_cases() -> tuple[Case, ...]:
-    """Issue 3's table. The TF32 row is causal, as the row of the ancestor that took 2000 ms on this GPU was."""
+    """The TF32 row is causal, as the row of the ancestor that took 2000 ms on this GPU was."""
     bf16 = {"dtype": "bf16", "providers": ("fastmax", "sdpa_cudnn", "sdpa_flash"), "peer": "sdpa_cudnn"}
     long = _milliseconds(5.5, 20) | {"memory": AtMost(1.35, of_peer=True)}
     return (

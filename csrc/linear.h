@@ -145,12 +145,9 @@ constexpr __host__ __device__ int64_t state_words(int head_dim, int order) { ret
 constexpr __host__ __device__ int state_sums(int head_dim) { return 2 * head_dim + 4; }
 constexpr __host__ __device__ int64_t part_floats(int head_dim, int order) { return 2 * state_words(head_dim, order) + state_sums(head_dim); }
 
-template <class Math>
-void linear_state(const StateArgs& a, int head_dim, cudaStream_t stream);
-template <class Math>
-void linear_read(const ReadArgs& a, int head_dim, cudaStream_t stream);
-template <class Math>
-void linear_grad(const GradArgs& a, int head_dim, cudaStream_t stream);
+// One pass; its arguments, from here or from linear1.h, say which.
+template <class Math, class Args>
+void linear_pass(const Args& a, int head_dim, cudaStream_t stream);
 template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
 // (batch, head, token, column) -> contiguous fp32

@@ -81,11 +81,4 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream);
 size_t linear1_fwd_workspace_bytes(const FwdParams& p);
 size_t linear1_bwd_workspace_bytes(const BwdParams& p);
 
-template <class Math>
-void linear1_sums(const Linear1SumArgs& a, int head_dim, cudaStream_t stream);
-template <class Math>
-void linear1_walk(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream);
-template <class Math>
-void linear1_pair_walk(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream);
-
 }  // namespace fastmax

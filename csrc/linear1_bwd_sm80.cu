@@ -28,12 +28,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   float* sum_w = reinterpret_cast<float*>(shared + Tile::kSums);
   float* sum_y = sum_w + kHeadDim;
   const uint32_t state_tile = ptx::smem_address(shared), ring = state_tile + kRing;
-  const int lane = lane_index(), g = lane / 4, t = lane % 4, warp = warp_index();
-  const Linear1Place<Tile> place(warp);
-  const int warp_row = place.row, first_column = place.column;
-
-  const RowFragments<Math, kHeadDim> own_rows(warp_row);
-  const uint32_t own_columns = trans_offset<Math, kHeadDim>(first_column), keys = lane_offset_b<Math, kHeadDim>();
+  const int g = lane_index() / 4, t = lane_index() % 4, warp_number = warp_index();
+  const Linear1Warp<Math, kHeadDim> warp(warp_number);
 
   const int state_index = blockIdx.x % a.states(), segment = blockIdx.x / a.states();
   const int batch = state_index / a.state_heads, kv_head = state_index % a.state_heads;
@@ -69,10 +65,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   // The state before the segment.
   const int part = a.part_before(segment);
   const float* before = part < 0 ? nullptr : a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim);
-  Linear1State<Math, kHeadDim> state(warp);
-  state.load(before);
-  state.publish(shared);
-  for (int i = threadIdx.x; i < 2 * kHeadDim; i += Tile::kThreads) sum_w[i] = before == nullptr ? 0.f : before[kHeadDim * kHeadDim + i];
+  Linear1State<Math, kHeadDim> state(warp_number);
+  state.begin_walk(before, shared, sum_w);
 
   float grad_w[kBlocks8][4], grad_y[kBlocks8][4];
   int row = first_row, head = 0;
@@ -95,23 +89,20 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
       for (int k = 0; k < kDepth; ++k) {
         WeightsA<Math> rows;
         FragmentA<Math> rows2;
-        own_rows.load_weights(rows, x, 16 * k);
-        own_rows.load(rows2, x2, 16 * k);
+        warp.x.load_weights(rows, x, 16 * k);
+        warp.x.load(rows2, x2, 16 * k);
 #pragma unroll
         for (int n = 0; n < kBlocks8; n += 2) {
-          WeightsB<Math> b0, b1;
-          load_b_trans_pair_at<Math, kHeadDim>(b0, b1, state_tile + own_columns, 8 * n, 16 * k);
-          mma_weights<Math>(grad_w[n], rows, b0);
-          mma_weights<Math>(grad_w[n + 1], rows, b1);
+          warp.add_columns(grad_w, n, rows, state_tile, 16 * k);
           FragmentB<Math> t0, t1;
-          load_b_pair_at<Math, kHeadDim>(t0, t1, state_tile + keys + first_column * Layout::kRowBytes, 16 * k, 8 * n);
+          load_b_pair_at<Math, kHeadDim>(t0, t1, state_tile + warp.keys + warp.column * Layout::kRowBytes, 16 * k, 8 * n);
           mma<Math>(grad_y[n], rows2, t0);
           mma<Math>(grad_y[n + 1], rows2, t1);
         }
       }
 #pragma unroll
       for (int n = 0; n < kBlocks8; ++n) {
-        const int column = first_column + 8 * n + 2 * t;
+        const int column = warp.column + 8 * n + 2 * t;
         const float2 w_sum = *reinterpret_cast<const float2*>(sum_w + column), y_sum = *reinterpret_cast<const float2*>(sum_y + column);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -124,20 +115,17 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
     // The rows of the step.
     constexpr int kSlab = Tile::kSlab;
 #pragma unroll 1
-    for (int slab = 0; a.causal && slab <= warp_row; slab += kSlab) {
+    for (int slab = 0; a.causal && slab <= warp.row; slab += kSlab) {
       float s[kSlab / 8][4] = {}, u[kSlab / 8][4] = {};
 #pragma unroll kUnroll
       for (int k = 0; k < kDepth; ++k) {
         FragmentA<Math> rows, rows2;
-        own_rows.load(rows, x, 16 * k);
-        own_rows.load(rows2, x2, 16 * k);
+        warp.x.load(rows, x, 16 * k);
+        warp.x.load(rows2, x2, 16 * k);
 #pragma unroll
         for (int n = 0; n < kSlab / 8; n += 2) {
-          FragmentB<Math> b0, b1;
-          load_b_pair_at<Math, kHeadDim>(b0, b1, y + keys + slab * Layout::kRowBytes, 16 * k, 8 * n);
-          mma_pair<Math>(s[n], s[n + 1], rows, b0, b1);
-          load_b_pair_at<Math, kHeadDim>(b0, b1, w + keys + slab * Layout::kRowBytes, 16 * k, 8 * n);
-          mma_pair<Math>(u[n], u[n + 1], rows2, b0, b1);
+          warp.add_scores(s, n, rows, y + slab * Layout::kRowBytes, 16 * k);
+          warp.add_scores(u, n, rows2, w + slab * Layout::kRowBytes, 16 * k);
         }
       }
 #pragma unroll
@@ -147,7 +135,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
         for (int e = 0; e < 4; ++e) {
           s[n][e] = fmaf(a.c1, s[n][e], a.c0);
           u[n][e] = a.c1 * (u[n][e] + (e % 2 == 0 ? constant.x : constant.y));
-          if (slab + 8 * n + 2 * t + e % 2 > warp_row + e / 2 * 8 + g) s[n][e] = u[n][e] = 0.f;
+          if (slab + 8 * n + 2 * t + e % 2 > warp.row + e / 2 * 8 + g) s[n][e] = u[n][e] = 0.f;
         }
       }
 #pragma unroll
@@ -157,20 +145,15 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
         a_from_accumulator<Math>(weights2, u[2 * k], u[2 * k + 1]);
 #pragma unroll
         for (int n = 0; n < kBlocks8; n += 2) {
-          WeightsB<Math> b0, b1;
-          load_b_trans_pair_at<Math, kHeadDim>(b0, b1, w + own_columns + slab * Layout::kRowBytes, 8 * n, 16 * k);
-          mma_weights<Math>(grad_w[n], weights, b0);
-          mma_weights<Math>(grad_w[n + 1], weights, b1);
-          load_b_trans_pair_at<Math, kHeadDim>(b0, b1, y + own_columns + slab * Layout::kRowBytes, 8 * n, 16 * k);
-          mma_weights<Math>(grad_y[n], weights2, b0);
-          mma_weights<Math>(grad_y[n + 1], weights2, b1);
+          warp.add_columns(grad_w, n, weights, w + slab * Layout::kRowBytes, 16 * k);
+          warp.add_columns(grad_y, n, weights2, y + slab * Layout::kRowBytes, 16 * k);
         }
       }
     }
 
     if (last_head) {
       const uint8_t* x_mask = mask_pointer(a.x_mask, batch);
-      const int out_row = row + warp_row + g;
+      const int out_row = row + warp.row + g;
       if (x_mask != nullptr) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -184,8 +167,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
         }
       }
       constexpr float kOnes[2] = {1.f, 1.f};
-      store_result<Math>(a.grad_w, a.half_out, batch, kv_head, out_row, a.nx, first_column, a.w_columns, grad_w, kOnes);
-      store_result<Math>(a.grad_y, a.half_out, batch, kv_head, out_row, a.nx, first_column, a.y_columns, grad_y, kOnes);
+      store_result<Math>(a.grad_w, a.half_out, batch, kv_head, out_row, a.nx, warp.column, a.w_columns, grad_w, kOnes);
+      store_result<Math>(a.grad_y, a.half_out, batch, kv_head, out_row, a.nx, warp.column, a.y_columns, grad_y, kOnes);
     }
 
     const bool update = a.causal && step + y_group < steps;
@@ -207,16 +190,15 @@ struct LaunchPairWalk {
   template <class Math, int kHeadDim>
   static void run(const Linear1PairWalkArgs& a, cudaStream_t stream) {
     using Tile = PairWalkTile<Math, kHeadDim>;
-    const int stages = linear1_stages<Tile>(a.sm_arch);
-    launch_kernel("linear1_pair_walk", linear1_pair_walk_kernel<Math, kHeadDim>, grid_1d(int64_t{a.states()} * a.segments),
-                  Tile::kThreads, Tile::kRing + stages * Tile::kStageBytes, stream, a, stages);
+    const int64_t blocks = int64_t{a.states()} * a.segments;
+    launch_walk<Tile>("linear1_pair_walk", linear1_pair_walk_kernel<Math, kHeadDim>, blocks, a, stream);
   }
 };
 
 }  // namespace
 
 template <>
-void linear1_pair_walk<FASTMAX_MATH>(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchPairWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
 }
 

@@ -28,12 +28,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   float* sum_w = reinterpret_cast<float*>(shared + Tile::kSums);
   float* sum_y = sum_w + kHeadDim;
   const uint32_t state_tile = ptx::smem_address(shared), ring = state_tile + kRing;
-  const int lane = lane_index(), g = lane / 4, t = lane % 4, warp = warp_index();
-  const Linear1Place<Tile> place(warp);
-  const int warp_row = place.row, first_column = place.column;
-
-  const RowFragments<Math, kHeadDim> own_rows(warp_row);
-  const uint32_t own_columns = trans_offset<Math, kHeadDim>(first_column), keys = lane_offset_b<Math, kHeadDim>();
+  const int g = lane_index() / 4, t = lane_index() % 4, warp_number = warp_index();
+  const Linear1Warp<Math, kHeadDim> warp(warp_number);
   const uint32_t sum_keys = state_tile + Tile::kSumTile + lane_offset_b8<Math, kHeadDim>();
 
   // Heads that share a state run side by side, and find their y and w in the L2 cache.
@@ -71,10 +67,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   const int part = a.part_before(segment);
   const float* before = part < 0 ? nullptr
                                  : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim);
-  Linear1State<Math, kHeadDim> state(warp);
-  state.load(before);
-  state.publish(shared);
-  for (int i = threadIdx.x; i < 2 * kHeadDim; i += Tile::kThreads) sum_w[i] = before == nullptr ? 0.f : before[kHeadDim * kHeadDim + i];
+  Linear1State<Math, kHeadDim> state(warp_number);
+  state.begin_walk(before, shared, sum_w);
   for (int i = threadIdx.x; i < Tile::kSumTileBytes / 16; i += Tile::kThreads) reinterpret_cast<uint4*>(sum_tile)[i] = uint4{};
   __syncthreads();
   state.publish_sum_y(sum_tile, sum_y);
@@ -90,7 +84,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 
     float constant[2] = {a.c0, a.c0};  // of rows g and g + 8
     if (a.x_scale.data != nullptr) {
-      const float* scale = reinterpret_cast<const float*>(shared + at + 3 * Tile::kTileBytes) + warp_row + g;
+      const float* scale = reinterpret_cast<const float*>(shared + at + 3 * Tile::kTileBytes) + warp.row + g;
       constant[0] = a.c1 * scale[0], constant[1] = a.c1 * scale[8];
     }
 
@@ -99,18 +93,13 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 #pragma unroll kUnroll
     for (int k = 0; k < kDepth; ++k) {
       WeightsA<Math> rows;
-      own_rows.load_weights(rows, x, 16 * k);
+      warp.x.load_weights(rows, x, 16 * k);
 #pragma unroll
-      for (int n = 0; n < kBlocks8; n += 2) {
-        WeightsB<Math> b0, b1;
-        load_b_trans_pair_at<Math, kHeadDim>(b0, b1, state_tile + own_columns, 8 * n, 16 * k);
-        mma_weights<Math>(out[n], rows, b0);
-        mma_weights<Math>(out[n + 1], rows, b1);
-      }
+      for (int n = 0; n < kBlocks8; n += 2) warp.add_columns(out, n, rows, state_tile, 16 * k);
     }
 #pragma unroll
     for (int n = 0; n < kBlocks8; ++n) {
-      const float2 sum = *reinterpret_cast<const float2*>(sum_w + first_column + 8 * n + 2 * t);
+      const float2 sum = *reinterpret_cast<const float2*>(sum_w + warp.column + 8 * n + 2 * t);
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = fmaf(a.c1, out[n][e], constant[e / 2] * (e % 2 == 0 ? sum.x : sum.y));
     }
@@ -124,7 +113,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           FragmentA<Math> rows;
-          own_rows.load(rows, x, 16 * (k + i));
+          warp.x.load(rows, x, 16 * (k + i));
           mma<Math>(product, rows, b[i]);
         }
       }
@@ -134,33 +123,29 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
     // The rows of the step.
     constexpr int kSlab = Tile::kSlab;
 #pragma unroll 1
-    for (int slab = 0; a.causal && slab <= warp_row; slab += kSlab) {
+    for (int slab = 0; a.causal && slab <= warp.row; slab += kSlab) {
       float s[kSlab / 8][4] = {};
 #pragma unroll kUnroll
       for (int k = 0; k < kDepth; ++k) {
         FragmentA<Math> rows;
-        own_rows.load(rows, x, 16 * k);
+        warp.x.load(rows, x, 16 * k);
 #pragma unroll
-        for (int n = 0; n < kSlab / 8; n += 2) {
-          FragmentB<Math> b0, b1;
-          load_b_pair_at<Math, kHeadDim>(b0, b1, y + keys + slab * Layout::kRowBytes, 16 * k, 8 * n);
-          mma_pair<Math>(s[n], s[n + 1], rows, b0, b1);
-        }
+        for (int n = 0; n < kSlab / 8; n += 2) warp.add_scores(s, n, rows, y + slab * Layout::kRowBytes, 16 * k);
       }
 #pragma unroll
       for (int n = 0; n < kSlab / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[n][e] = fmaf(a.c1, s[n][e], constant[e / 2]);
       }
-      if (slab + kSlab > warp_row || (normalise && mask != nullptr)) {
+      if (slab + kSlab > warp.row || (normalise && mask != nullptr)) {
 #pragma unroll
         for (int n = 0; n < kSlab / 8; ++n) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int key = slab + 8 * n + 2 * t + e, source = row + y_shift + key;
             const bool taken = mask == nullptr || (source < a.ny && mask[static_cast<int64_t>(source) * a.y_mask.token] != 0);
-            if (!taken || key > warp_row + g) s[n][e] = 0.f;
-            if (!taken || key > warp_row + g + 8) s[n][2 + e] = 0.f;
+            if (!taken || key > warp.row + g) s[n][e] = 0.f;
+            if (!taken || key > warp.row + g + 8) s[n][2 + e] = 0.f;
           }
         }
       }
@@ -171,23 +156,18 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 #pragma unroll
         for (int e = 0; e < 4; ++e) z[e / 2] += s[2 * k][e] + s[2 * k + 1][e];
 #pragma unroll
-        for (int n = 0; n < kBlocks8; n += 2) {
-          WeightsB<Math> b0, b1;
-          load_b_trans_pair_at<Math, kHeadDim>(b0, b1, w + own_columns + slab * Layout::kRowBytes, 8 * n, 16 * k);
-          mma_weights<Math>(out[n], weights, b0);
-          mma_weights<Math>(out[n + 1], weights, b1);
-        }
+        for (int n = 0; n < kBlocks8; n += 2) warp.add_columns(out, n, weights, w + slab * Layout::kRowBytes, 16 * k);
       }
     }
 
-    const int out_row = row + warp_row + g;
+    const int out_row = row + warp.row + g;
     float factor[2] = {1.f, 1.f};
     if (normalise) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float row_sum = fmaf(a.c0, count, quad_sum(z[half]));
         factor[half] = row_sum == 0.f ? 0.f : 1.f / row_sum;
-        if (t == 0 && first_column == 0 && out_row + 8 * half < a.nx) {
+        if (t == 0 && warp.column == 0 && out_row + 8 * half < a.nx) {
           a.z[int64_t{head_index} * a.nx + out_row + 8 * half] = row_sum;
         }
       }
@@ -195,14 +175,14 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
     if (a.noise.data != nullptr) {
 #pragma unroll
       for (int i = 0; i < 2 * kBlocks8; ++i) {
-        const int noise_row = out_row + i % 2 * 8, column = first_column + i / 2 * 8 + 2 * t;
+        const int noise_row = out_row + i % 2 * 8, column = warp.column + i / 2 * 8 + 2 * t;
         if (noise_row >= a.nx || column >= a.w_columns) continue;
         const float2 r = load_row_pair<Element>(a.noise, a.half_out, batch, x_head, noise_row, column);
         out[i / 2][i % 2 * 2] *= fmaf(a.dropout, r.x, 1.f);
         out[i / 2][i % 2 * 2 + 1] *= fmaf(a.dropout, r.y, 1.f);
       }
     }
-    store_result<Math>(a.out, a.half_out, batch, x_head, out_row, a.nx, first_column, a.w_columns, out, factor);
+    store_result<Math>(a.out, a.half_out, batch, x_head, out_row, a.nx, warp.column, a.w_columns, out, factor);
 
     const bool update = a.causal && step + 1 < steps;
     if (update) {
@@ -224,16 +204,15 @@ struct LaunchWalk {
   template <class Math, int kHeadDim>
   static void run(const Linear1WalkArgs& a, cudaStream_t stream) {
     using Tile = WalkTile<Math, kHeadDim>;
-    const int stages = linear1_stages<Tile>(a.sm_arch);
-    launch_kernel("linear1_walk", linear1_walk_kernel<Math, kHeadDim>, grid_1d(int64_t{a.states()} * a.x_group * a.segments),
-                  Tile::kThreads, Tile::kRing + stages * Tile::kStageBytes, stream, a, stages);
+    const int64_t blocks = int64_t{a.states()} * a.x_group * a.segments;
+    launch_walk<Tile>("linear1_walk", linear1_walk_kernel<Math, kHeadDim>, blocks, a, stream);
   }
 };
 
 }  // namespace
 
 template <>
-void linear1_walk<FASTMAX_MATH>(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
 }
 

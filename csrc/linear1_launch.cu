@@ -62,12 +62,12 @@ int64_t state_floats(const Problem& p, const Linear1Problem& r) {
 
 struct FwdPlan {
   Linear1Problem problem;
-  WidenedInputs widened;
+  WidenedInputs inputs;
   float* prefixes;
   size_t bytes;
 
   FwdPlan(const FwdParams& p, Workspace w)
-      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.d, p.dv)), widened(p, w) {
+      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.d, p.dv)), inputs(p, w) {
     prefixes = w.take<float>(state_floats(p, problem));
     bytes = w.used();
   }
@@ -76,20 +76,29 @@ struct FwdPlan {
 struct BwdPlan {
   Linear1Problem q_problem;   // grad_q: queries looking at keys
   Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, both reversed
-  WidenedInputs widened;
-  PreparedGradient gradient;
+  PreparedInputs inputs;
   float* prefixes;  // of one problem, then of the other
   size_t bytes;
 
   BwdPlan(const BwdParams& p, Workspace w)
       : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.dv, p.d)),
         kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0, p.d, p.dv)),
-        widened(p, w),
-        gradient(p, w) {
+        inputs(p, w) {
     prefixes = w.take<float>(std::max(state_floats(p, q_problem), state_floats(p, kv_problem)));
     bytes = w.used();
   }
 };
+
+// A walk, after the sums that it starts from.
+void run_walk(const Problem& p, Linear1WalkArgs walk, float* prefixes, cudaStream_t stream) {
+  Linear1SumArgs sums{walk};
+  sums.y = walk.y, sums.w = walk.w;
+  sums.y_mask = walk.y_mask;
+  sums.prefixes = prefixes;
+  run_pass(p, sums, stream);
+  walk.prefixes = prefixes;
+  run_pass(p, walk, stream);
+}
 
 }  // namespace
 
@@ -98,72 +107,55 @@ size_t linear1_bwd_workspace_bytes(const BwdParams& p) { return BwdPlan(p, Works
 
 void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream) {
   const FwdPlan plan(p, Workspace(p.workspace));
-  const Inputs in = plan.widened.fill(p, stream);
+  const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
-
-  Linear1SumArgs sums{plan.problem};
-  sums.y = in.k, sums.w = in.v;
-  sums.y_mask = row_mask(p.key_padding_mask, p.mask_batch_stride);
-  sums.prefixes = plan.prefixes;
-  FASTMAX_LINEAR(p, linear1_sums, sums, p.head_dim, stream);
 
   Linear1WalkArgs walk{plan.problem};
   walk.x = in.q, walk.y = in.k, walk.w = in.v;
-  walk.y_mask = sums.y_mask;
-  walk.prefixes = plan.prefixes;
+  walk.y_mask = in.key_mask;
   walk.c0 = f.c0, walk.c1 = f.c1;
   walk.out = view(p.o, p.o_stride);
   walk.half_out = runs_as_tf32(p);
   walk.z = p.z;
   walk.noise = view(p.noise, p.noise_stride);
   walk.dropout = p.dropout;
-  FASTMAX_LINEAR(p, linear1_walk, walk, p.head_dim, stream);
+  run_walk(p, walk, plan.prefixes, stream);
 }
 
 void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   const BwdPlan plan(p, Workspace(p.workspace));
-  const Inputs in = plan.widened.fill(p, stream);
-  const RowMask mask = row_mask(p.key_padding_mask, p.mask_batch_stride);
+  const BwdInputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
-  const int bytes = element_bytes(p), out_bytes = runs_as_tf32(p) ? 2 : bytes;
-
-  const View g = plan.gradient.fill(p, stream);
+  const int bytes = element_bytes(p), out_bytes = output_bytes(p);
 
   // grad_q: prefixes of v^T k.
-  Linear1SumArgs prefix{plan.q_problem};
-  prefix.y = in.v, prefix.w = in.k;
-  prefix.y_mask = mask;
-  prefix.prefixes = plan.prefixes;
-  FASTMAX_LINEAR(p, linear1_sums, prefix, p.head_dim, stream);
-
   Linear1WalkArgs grad_q{plan.q_problem};
-  grad_q.x = g, grad_q.y = in.v, grad_q.w = in.k;
-  grad_q.y_mask = mask;
-  grad_q.x_scale = {plan.gradient.e, p.n, 1};
-  grad_q.prefixes = plan.prefixes;
+  grad_q.x = in.g, grad_q.y = in.v, grad_q.w = in.k;
+  grad_q.y_mask = in.key_mask;
+  grad_q.x_scale = in.e;
   grad_q.c1 = f.c1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
-  FASTMAX_LINEAR(p, linear1_walk, grad_q, p.head_dim, stream);
+  run_walk(p, grad_q, plan.prefixes, stream);
 
   // grad_k and grad_v: suffixes of q^T g, as prefixes of the reversed sequences.
   Linear1SumArgs suffix{plan.kv_problem};
-  suffix.y = reversed(in.q, p.n, bytes), suffix.w = reversed(g, p.n, bytes);
-  suffix.y_scale = {plan.gradient.e + p.n - 1, p.n, -1};
+  suffix.y = reversed(in.q, p.n, bytes), suffix.w = reversed(in.g, p.n, bytes);
+  suffix.y_scale = reversed(in.e, p.n);
   suffix.prefixes = plan.prefixes;
-  FASTMAX_LINEAR(p, linear1_sums, suffix, p.head_dim, stream);
+  run_pass(p, suffix, stream);
 
   Linear1PairWalkArgs grad_kv{plan.kv_problem};
   grad_kv.x = reversed(in.k, p.m, bytes), grad_kv.x2 = reversed(in.v, p.m, bytes);
   grad_kv.y = suffix.y, grad_kv.w = suffix.w;
-  grad_kv.x_mask = reversed(mask, p.m);
+  grad_kv.x_mask = reversed(in.key_mask, p.m);
   grad_kv.y_scale = suffix.y_scale;
   grad_kv.prefixes = plan.prefixes;
   grad_kv.c0 = f.c0, grad_kv.c1 = f.c1;
   grad_kv.grad_w = reversed(view(p.grad_v, p.grad_v_stride), p.m, out_bytes);
   grad_kv.grad_y = reversed(view(p.grad_k, p.grad_k_stride), p.m, out_bytes);
   grad_kv.half_out = runs_as_tf32(p);
-  FASTMAX_LINEAR(p, linear1_pair_walk, grad_kv, p.head_dim, stream);
+  run_pass(p, grad_kv, stream);
 }
 
 }  // namespace fastmax

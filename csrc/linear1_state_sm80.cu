@@ -111,7 +111,7 @@ struct LaunchSums {
 }  // namespace
 
 template <>
-void linear1_sums<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchSums, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
 }
 

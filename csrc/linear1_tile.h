@@ -51,20 +51,6 @@ struct Linear1Tile {
 #endif
 };
 
-// Where in a step a warp works. Later rows see more rows of the step: column groups alternate in direction, so that the schedulers of
-// a multiprocessor get about the same work.
-template <class Tile>
-struct Linear1Place {
-  int row, column;
-
-  __device__ __forceinline__ explicit Linear1Place(int warp) {
-    constexpr int kGroups = Tile::kRowGroups;
-    const int group = warp % kGroups, column_group = warp / kGroups;
-    row = 16 * (column_group % 2 == 0 ? group : kGroups - 1 - group);
-    column = column_group * Tile::kColumns;
-  }
-};
-
 // Through a shuffle, so that the compiler knows that branches on it do not diverge.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpSize, 0); }
 
@@ -118,6 +104,48 @@ __device__ __forceinline__ uint32_t trans_offset(int column) {
   return Layout::move_right(lane_offset_b_trans<Math, kHeadDim>(), column / Layout::kChunkElements);
 }
 
+// A warp of a walk: the 16 rows of x and the columns of the result that are its own. Later rows see more rows of the step: column
+// groups alternate in direction, so that the schedulers of a multiprocessor get about the same work.
+template <class Math, int kHeadDim>
+struct Linear1Warp {
+  int row, column;                 // its first ones
+  RowFragments<Math, kHeadDim> x;  // of its rows
+  uint32_t columns, keys;          // this lane's offsets for load_b_trans_pair_at, of its columns, and for load_b_pair_at
+
+  __device__ __forceinline__ explicit Linear1Warp(int warp)
+      : row(first_row(warp)),
+        column(warp / Tile::kRowGroups * Tile::kColumns),
+        x(row),
+        columns(trans_offset<Math, kHeadDim>(column)),
+        keys(lane_offset_b<Math, kHeadDim>()) {}
+
+  // Blocks n and n + 1 of sums += a times its columns [8 n, 8 n + 16) of rows [k, k + 16) of a tile.
+  template <int kBlocks8>
+  __device__ __forceinline__ void add_columns(float (&sums)[kBlocks8][4], int n, const WeightsA<Math>& a, uint32_t tile,
+                                              int k) const {
+    WeightsB<Math> b0, b1;
+    load_b_trans_pair_at<Math, kHeadDim>(b0, b1, tile + columns, 8 * n, k);
+    mma_weights<Math>(sums[n], a, b0);
+    mma_weights<Math>(sums[n + 1], a, b1);
+  }
+  // Blocks n and n + 1 of scores += a times columns [k, k + 16) of rows [8 n, 8 n + 16) of a tile.
+  template <int kBlocks8>
+  __device__ __forceinline__ void add_scores(float (&scores)[kBlocks8][4], int n, const FragmentA<Math>& a, uint32_t tile,
+                                             int k) const {
+    FragmentB<Math> b0, b1;
+    load_b_pair_at<Math, kHeadDim>(b0, b1, tile + keys, k, 8 * n);
+    mma_pair<Math>(scores[n], scores[n + 1], a, b0, b1);
+  }
+
+ private:
+  using Tile = Linear1Tile<Math, kHeadDim>;
+  static __device__ __forceinline__ int first_row(int warp) {
+    constexpr int kGroups = Tile::kRowGroups;
+    const int group = warp % kGroups, column_group = warp / kGroups;
+    return 16 * (column_group % 2 == 0 ? group : kGroups - 1 - group);
+  }
+};
+
 // B fragment whose column 0 holds 16 row weights as operands and column 1 what rounding them left over: the product's columns 0 and
 // 1, which one lane of four holds, add up to the weighted sum of A's columns.
 template <class Math>
@@ -143,15 +171,12 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
   if (stages == 2) ptx::cp_async_wait<1>();
   else ptx::cp_async_wait<0>();
 }
-template <class Tile>
-int linear1_stages(int sm_arch) {
+template <class Tile, class Args>
+void launch_walk(const char* name, void (*kernel)(Args, int), int64_t blocks, const Args& a, cudaStream_t stream) {
   static_assert(Tile::kRing + Tile::kStageBytes <= kLinear1SharedBytes, "a walk with one stage does not fit in shared memory");
-  return Tile::kRing + 2 * Tile::kStageBytes <= shared_limit(sm_arch) ? 2 : 1;
+  const int stages = Tile::kRing + 2 * Tile::kStageBytes <= shared_limit(a.sm_arch) ? 2 : 1;
+  launch_kernel(name, kernel, grid_1d(blocks), Tile::kThreads, Tile::kRing + stages * Tile::kStageBytes, stream, a, stages);
 }
-
-// One, as an operand register.
-template <class Math>
-inline constexpr uint32_t kOperandOnes = kIs16Bit<Math> ? 0x3f803f80u : 0x3f800000u;
 
 // The state of one block, spread over its warps, two to a row of the matrix. Of every row of warps one adds up that part of sum y; two
 // of the others add up sum w.
@@ -201,6 +226,13 @@ struct Linear1State {
   }
   __device__ __forceinline__ void store(float* dst) {
     for_each([&](float(&x)[4], int index) { reinterpret_cast<float4*>(dst)[index] = make_float4(x[0], x[1], x[2], x[3]); });
+  }
+
+  // Takes the state before a segment, null for none, and publishes it, with its sum w and sum y as vectors.
+  __device__ __forceinline__ void begin_walk(const float* before, char* tile, float* vectors) {
+    load(before);
+    publish(tile);
+    for (int i = threadIdx.x; i < 2 * kHeadDim; i += Tile::kThreads) vectors[i] = before == nullptr ? 0.f : before[kHeadDim * kHeadDim + i];
   }
 
   // Adds the rows of a step. weights: of the rows in sum y, or null: all one.

@@ -17,15 +17,13 @@ namespace {
 template <class Math, int kHeadDim>
 struct GradTile {
   using Stage = StreamStage<Math, kHeadDim>;
-  static constexpr bool k16 = kIs16Bit<Math>;
-  static constexpr bool kFull = Math::kMode == MathMode::kFP32;  // split operands take twice the registers
-  static constexpr int kRowTiles = k16 && kHeadDim <= 128 ? 2 : 1;
+  static constexpr int kRowTiles = kIs16Bit<Math> && kHeadDim <= 128 ? 2 : 1;
   static constexpr int kWarpRows = kRowTiles * 16;
   // x2's fragments stay in registers, but for head_dim 256 in fp32, where each is read when it is needed.
-  static constexpr bool kKeepX2 = k16 || kHeadDim <= 128;
+  static constexpr bool kKeepX2 = kIs16Bit<Math> || kHeadDim <= 128;
   // Where x2 and the sums of two row tiles do not fit in registers, the own chunk adds to the gradient in shared memory.
   static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
-  static constexpr int kSlab = kFull || kHeadDim > 128 ? 16 : 32;
+  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim > 128 ? 16 : 32;
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
   static constexpr int kRowSharedBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
   // More rows share the ring's traffic; two small blocks hide each other's barriers.
@@ -117,11 +115,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
           for (int c = 0; c < kDepth; ++c) {
             WeightsB<Math> b0, b1;
             load_state_by_feature<Math>(b0, b1, block + c * kBlockBytes);
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) {
-              mma_weights<Math>(acc[m][2 * c], x[m], b0);
-              mma_weights<Math>(acc[m][2 * c + 1], x[m], b1);
-            }
+            mma_row_tiles<Math>(acc, 2 * c, x, b0, b1);
           }
           continue;
         }
@@ -468,7 +462,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
 }  // namespace
 
 template <>
-void linear_grad<FASTMAX_MATH>(const GradArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const GradArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchGrad, FASTMAX_MATH>(head_dim, a, stream);
 }
 

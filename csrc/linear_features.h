@@ -18,6 +18,9 @@ namespace fastmax {
 
 template <class Math>
 inline constexpr bool kBf16State = Math::kMode == MathMode::kBF16;
+// fp32 mode: operands are split, and take twice the registers.
+template <class Math>
+inline constexpr bool kSplitOperands = Math::kMode == MathMode::kFP32;
 
 template <int kHeadDim>
 struct Stars {
@@ -61,6 +64,10 @@ struct StateLayout {
   // sum w, sum e y, sum e
   static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim);
 };
+
+// One, as an operand register.
+template <class Math>
+inline constexpr uint32_t kOperandOnes = kIs16Bit<Math> ? 0x3f803f80u : 0x3f800000u;
 
 // Calls f(integral_constant<0>), ..., f(integral_constant<kCount - 1>).
 template <int kCount, int kIndex = 0, class F>

@@ -13,14 +13,12 @@ namespace {
 template <class Math, int kHeadDim>
 struct ReadTile {
   using Stage = StreamStage<Math, kHeadDim>;
-  static constexpr bool k16 = kIs16Bit<Math>;
-  static constexpr bool kFull = Math::kMode == MathMode::kFP32;  // split operands take twice the registers
-  static constexpr int kWarps = k16 || kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
+  static constexpr int kWarps = kIs16Bit<Math> || kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kRowTiles = kHeadDim <= 128 && (k16 || (kHeadDim <= 64 && !kFull)) ? 2 : 1;
+  static constexpr int kRowTiles = kHeadDim <= 128 && (kIs16Bit<Math> || (kHeadDim <= 64 && !kSplitOperands<Math>)) ? 2 : 1;
   static constexpr bool kEarlyFactors = kHeadDim < 128;  // registers for the next tile's factors
   static constexpr int kRows = kWarps * kRowTiles * 16;
-  static constexpr int kSlab = kFull || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
+  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
   static constexpr int kXBytes = kRows * Stage::kRowBytes;
   static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= 99 * 1024 ? 3 : 2;
@@ -104,11 +102,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
           load_state_by_feature<Math>(b0, b1, stage + j * Layout::kPairBytes + c * kBlockBytes);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(acc[m][2 * c], x[m], b0);
-            mma_weights<Math>(acc[m][2 * c + 1], x[m], b1);
-          }
+          mma_row_tiles<Math>(acc, 2 * c, x, b0, b1);
         }
       }
     }
@@ -152,11 +146,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
           load_state_by_feature<Math>(b0, b1, pairs + j % Stage::kPairs * Layout::kPairBytes + c * kBlockBytes);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(acc[m][2 * c], f[m], b0);
-            mma_weights<Math>(acc[m][2 * c + 1], f[m], b1);
-          }
+          mma_row_tiles<Math>(acc, 2 * c, f, b0, b1);
         }
         if (j % Stage::kPairs == 0) stream.copy_tiles(j > 0 || begins);
       }
@@ -231,11 +221,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
           load_b_trans_pair<Math, kHeadDim>(b0, b1, w, 16 * c, slab + 16 * k);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            mma_weights<Math>(acc[m][2 * c], weights[m], b0);
-            mma_weights<Math>(acc[m][2 * c + 1], weights[m], b1);
-          }
+          mma_row_tiles<Math>(acc, 2 * c, weights, b0, b1);
         }
       }
     }
@@ -285,7 +271,7 @@ struct LaunchRead {
 }  // namespace
 
 template <>
-void linear_read<FASTMAX_MATH>(const ReadArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const ReadArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchRead, FASTMAX_MATH>(head_dim, a, stream);
 }
 

@@ -148,42 +148,43 @@ void run_phases(const Problem& p, const LinearProblem& r, const StateBuffers& bu
     state.parts_sum = parts ? buffers.parts : nullptr;
     state.begin = phase.begin;
     state.carry = phases > 1 ? buffers.carry : nullptr;
-    FASTMAX_LINEAR(p, linear_state, state, p.head_dim, stream);
+    run_pass(p, state, stream);
     consume(phase);
   }
 }
 
-void run_read(const Problem& p, const Phase& phase, const StateBuffers& buffers, ReadArgs a, int bytes, cudaStream_t stream) {
+// A pass over the x rows of a problem, as one over those of a phase.
+template <class Args>
+void enter_phase(Args& a, const Problem& p, const Phase& phase, const StateBuffers& buffers) {
   static_cast<LinearProblem&>(a) = phase.problem;
-  const int out_bytes = runs_as_tf32(p) ? 2 : bytes;
-  a.x = advanced(a.x, phase.first_row, bytes);
-  a.out = advanced(a.out, phase.first_row, out_bytes);
-  a.noise = advanced(a.noise, phase.first_row, out_bytes);
+  a.x = advanced(a.x, phase.first_row, element_bytes(p));
+  a.out = advanced(a.out, phase.first_row, output_bytes(p));
   a.x_mask = advanced(a.x_mask, phase.first_row);
-  if (a.z != nullptr) a.z += phase.first_row;
   a.snapshots = buffers.snapshots, a.sums = buffers.sums;
-  FASTMAX_LINEAR(p, linear_read, a, p.head_dim, stream);
 }
 
-void run_grad(const Problem& p, const Phase& phase, const StateBuffers& buffers, GradArgs a, int bytes, cudaStream_t stream) {
-  static_cast<LinearProblem&>(a) = phase.problem;
-  a.x = advanced(a.x, phase.first_row, bytes);
-  a.x2 = advanced(a.x2, phase.first_row, bytes);
-  a.out = advanced(a.out, phase.first_row, runs_as_tf32(p) ? 2 : bytes);
-  a.x_mask = advanced(a.x_mask, phase.first_row);
+void run_read(const Problem& p, const Phase& phase, const StateBuffers& buffers, ReadArgs a, cudaStream_t stream) {
+  enter_phase(a, p, phase, buffers);
+  a.noise = advanced(a.noise, phase.first_row, output_bytes(p));
+  if (a.z != nullptr) a.z += phase.first_row;
+  run_pass(p, a, stream);
+}
+
+void run_grad(const Problem& p, const Phase& phase, const StateBuffers& buffers, GradArgs a, cudaStream_t stream) {
+  enter_phase(a, p, phase, buffers);
+  a.x2 = advanced(a.x2, phase.first_row, element_bytes(p));
   a.x_scale = advanced(a.x_scale, phase.first_row);
-  a.snapshots = buffers.snapshots, a.sums = buffers.sums;
-  FASTMAX_LINEAR(p, linear_grad, a, p.head_dim, stream);
+  run_pass(p, a, stream);
 }
 
 struct FwdPlan {
   LinearProblem problem;
-  WidenedInputs widened;
+  WidenedInputs inputs;
   StateBuffers buffers;
   size_t bytes;
 
   FwdPlan(const FwdParams& p, Workspace w)
-      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset)), widened(p, w) {
+      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset)), inputs(p, w) {
     StateBytes size;
     size.cover(p, problem);
     buffers = size.take(w);
@@ -194,16 +195,14 @@ struct FwdPlan {
 struct BwdPlan {
   LinearProblem q_problem;   // grad_q: queries looking at keys
   LinearProblem kv_problem;  // grad_k, grad_v: keys looking at queries, both reversed
-  WidenedInputs widened;
-  PreparedGradient gradient;
+  PreparedInputs inputs;
   StateBuffers buffers;
   size_t bytes;
 
   BwdPlan(const BwdParams& p, Workspace w)
       : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset)),
         kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0)),
-        widened(p, w),
-        gradient(p, w) {
+        inputs(p, w) {
     StateBytes size;
     size.cover(p, q_problem);
     size.cover(p, kv_problem);
@@ -226,18 +225,17 @@ size_t linear_bwd_workspace_bytes(const BwdParams& p) {
 void launch_linear_fwd(const FwdParams& p, cudaStream_t stream) {
   if (uses_linear1(p)) return launch_linear1_fwd(p, stream);
   const FwdPlan plan(p, Workspace(p.workspace));
-  const Inputs in = plan.widened.fill(p, stream);
-  const RowMask mask = row_mask(p.key_padding_mask, p.mask_batch_stride);
+  const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
   StateArgs state{};
   state.y = in.k, state.w = in.v;
-  state.mask = mask;
+  state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
-  read.y_mask = mask;
+  read.y_mask = in.key_mask;
   read.c0 = f.c0, read.c1 = f.c1, read.c2 = f.c2;
   read.out = view(p.o, p.o_stride);
   read.half_out = runs_as_tf32(p);
@@ -247,41 +245,38 @@ void launch_linear_fwd(const FwdParams& p, cudaStream_t stream) {
   read.dropout = p.dropout;
 
   run_phases(p, plan.problem, plan.buffers, state, stream,
-             [&](const Phase& phase) { run_read(p, phase, plan.buffers, read, element_bytes(p), stream); });
+             [&](const Phase& phase) { run_read(p, phase, plan.buffers, read, stream); });
 }
 
 void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
   if (uses_linear1(p)) return launch_linear1_bwd(p, stream);
   const BwdPlan plan(p, Workspace(p.workspace));
-  const Inputs in = plan.widened.fill(p, stream);
-  const RowMask mask = row_mask(p.key_padding_mask, p.mask_batch_stride);
+  const BwdInputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
-  const int bytes = element_bytes(p), out_bytes = runs_as_tf32(p) ? 2 : bytes;
-
-  const View g = plan.gradient.fill(p, stream);
+  const int bytes = element_bytes(p), out_bytes = output_bytes(p);
 
   // grad_q: prefix states of (k, v).
   StateArgs prefix{};
   prefix.y = in.k, prefix.w = in.v;
-  prefix.mask = mask;
+  prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
 
   GradArgs grad_q{};
-  grad_q.x = in.q, grad_q.x2 = g, grad_q.y = in.k, grad_q.y2 = in.v;
-  grad_q.y_mask = mask;
-  grad_q.x_scale = {plan.gradient.e, p.n, 1};
+  grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
+  grad_q.y_mask = in.key_mask;
+  grad_q.x_scale = in.e;
   grad_q.g0 = f.g0, grad_q.g1 = f.g1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
 
   run_phases(p, plan.q_problem, plan.buffers, prefix, stream,
-             [&](const Phase& phase) { run_grad(p, phase, plan.buffers, grad_q, bytes, stream); });
+             [&](const Phase& phase) { run_grad(p, phase, plan.buffers, grad_q, stream); });
 
   // grad_k and grad_v: suffix states of (q, g), as prefixes of the reversed sequences.
   const View q = reversed(in.q, p.n, bytes), k = reversed(in.k, p.m, bytes), v = reversed(in.v, p.m, bytes);
-  const View g_reversed = reversed(g, p.n, bytes);
-  const RowScale e_reversed{plan.gradient.e + p.n - 1, p.n, -1};
-  const RowMask key_mask = reversed(mask, p.m);
+  const View g_reversed = reversed(in.g, p.n, bytes);
+  const RowScale e_reversed = reversed(in.e, p.n);
+  const RowMask key_mask = reversed(in.key_mask, p.m);
 
   StateArgs suffix{};
   suffix.y = q, suffix.w = g_reversed;
@@ -304,8 +299,8 @@ void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
   grad_k.half_out = runs_as_tf32(p);
 
   run_phases(p, plan.kv_problem, plan.buffers, suffix, stream, [&](const Phase& phase) {
-    run_read(p, phase, plan.buffers, grad_v, bytes, stream);
-    run_grad(p, phase, plan.buffers, grad_k, bytes, stream);
+    run_read(p, phase, plan.buffers, grad_v, stream);
+    run_grad(p, phase, plan.buffers, grad_k, stream);
   });
 }
 

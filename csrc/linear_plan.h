@@ -1,4 +1,4 @@
-// What the launchers of the linear algorithm share: workspace, views of tensors, inputs and g as the kernels take them.
+// What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them, calls of passes.
 #pragma once
 
 #include "dispatch.h"
@@ -40,15 +40,20 @@ inline View reversed(View v, int tokens, int bytes) {
   return v;
 }
 
-inline RowMask row_mask(const uint8_t* data, int64_t batch_stride) { return {data, batch_stride, 1}; }
 inline RowMask reversed(RowMask m, int tokens) {
   if (m.data != nullptr) m.data += tokens - 1;
-  m.token = -1;
+  m.token = -m.token;
   return m;
+}
+inline RowScale reversed(RowScale s, int tokens) {
+  s.data += tokens - 1;
+  s.token = -s.token;
+  return s;
 }
 
 struct Inputs {
   View q, k, v;
+  RowMask key_mask;
 };
 
 // q, k and v as the kernels take them: fp16 widened to fp32 in the workspace.
@@ -64,28 +69,30 @@ struct WidenedInputs {
 
   template <class Params>
   Inputs fill(const Params& p, cudaStream_t stream) const {
-    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride)};
+    const RowMask key_mask{p.key_padding_mask, p.mask_batch_stride, 1};
+    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride), key_mask};
     if (q == nullptr) return in;
     linear_widen<Fp16>(in.q, q, p.b, p.h, p.n, p.d, stream);
     linear_widen<Fp16>(in.k, k, p.b, p.hk, p.m, p.d, stream);
     linear_widen<Fp16>(in.v, v, p.b, p.hk, p.m, p.dv, stream);
-    return {contiguous(q, p.h, p.n, p.d), contiguous(k, p.hk, p.m, p.d), contiguous(v, p.hk, p.m, p.dv)};
+    return {contiguous(q, p.h, p.n, p.d), contiguous(k, p.hk, p.m, p.d), contiguous(v, p.hk, p.m, p.dv), key_mask};
   }
 };
 
 inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
 
-// Calls function<Math>(args...) for the mode whose kernels run.
-#define FASTMAX_LINEAR(p, function, ...)                           \
-  do {                                                             \
-    switch (kernel_math(p)) {                                      \
-      case MathMode::kBF16: function<Bf16>(__VA_ARGS__); break;    \
-      case MathMode::kFP32: function<Fp32>(__VA_ARGS__); break;    \
-      default: function<Tf32>(__VA_ARGS__); break;                 \
-    }                                                              \
-  } while (0)
+// A pass in the mode whose kernels run.
+template <class Args>
+void run_pass(const Problem& p, const Args& a, cudaStream_t stream) {
+  switch (kernel_math(p)) {
+    case MathMode::kBF16: return linear_pass<Bf16>(a, p.head_dim, stream);
+    case MathMode::kFP32: return linear_pass<Fp32>(a, p.head_dim, stream);
+    default: return linear_pass<Tf32>(a, p.head_dim, stream);
+  }
+}
 
 inline int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
+inline int output_bytes(const Problem& p) { return runs_as_tf32(p) ? 2 : element_bytes(p); }
 
 // Coefficients of f and of scale f' as polynomials of the unscaled dot product.
 struct Coefficients {
@@ -98,19 +105,25 @@ struct Coefficients {
         g1(2.f * c2) {}
 };
 
-// g (b, h, n, dv) and e (b, h, n) of the backward, in the workspace.
-struct PreparedGradient {
+struct BwdInputs : Inputs {
+  View g;      // (b, h, n, dv)
+  RowScale e;  // (b, h, n)
+};
+
+// The inputs of a backward, with g and e in the workspace.
+struct PreparedInputs {
+  WidenedInputs widened;
   char* g;
   float* e;
 
-  PreparedGradient(const Problem& p, Workspace& w) {
+  PreparedInputs(const Problem& p, Workspace& w) : widened(p, w) {
     const int64_t rows = int64_t{p.b} * p.h * p.n;
     g = w.take<char>(rows * p.dv * element_bytes(p));
     e = w.take<float>(rows);
   }
 
-  // Returns g.
-  View fill(const BwdParams& p, cudaStream_t stream) const {
+  BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
+    const Inputs in = widened.fill(p, stream);
     PrepareArgs prepare{};
     prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
     prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
@@ -119,7 +132,7 @@ struct PreparedGradient {
     prepare.z = p.z;
     prepare.g = g, prepare.e = e;
     FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
-    return contiguous(g, p.h, p.n, p.dv);
+    return {in, contiguous(g, p.h, p.n, p.dv), {e, p.n, 1}};
   }
 };
 

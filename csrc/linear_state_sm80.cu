@@ -21,11 +21,10 @@ struct StateTile {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * kWarpSize;
   static_assert(kThreads == kStateThreads, "the carry's layout");
-  static constexpr bool kFull = Math::kMode == MathMode::kFP32;
-  static constexpr int kValues = state_values(kHeadDim, kFull);
+  static constexpr int kValues = state_values(kHeadDim, kSplitOperands<Math>);
   static constexpr int kValueGroups = kHeadDim / kValues;
-  static constexpr int kBlocks = state_blocks(kHeadDim, kFull);
-  static constexpr int kCarry = state_carry(kHeadDim, kFull);
+  static constexpr int kBlocks = state_blocks(kHeadDim, kSplitOperands<Math>);
+  static constexpr int kCarry = state_carry(kHeadDim, kSplitOperands<Math>);
   static constexpr int kGroupBlocks = kBlocks / kValueGroups;
   static_assert(kBlocks % kValueGroups == 0, "every value group takes as many blocks");
   // Within a value group: a tile per warp, and the tiles left over cut into four octet pairs, one per warp, as are the
@@ -47,7 +46,7 @@ struct StateTile {
   static constexpr int kSharedBytes = kStages * kStageBytes;
   static_assert(kSharedBytes <= 99 * 1024, "stages do not fit in shared memory");
   // Octets whose operands are held at once. Pipelined: half of them are in use while the other half is made.
-  static constexpr int kOctets = Math::kMode == MathMode::kFP32 ? 2 : 8;
+  static constexpr int kOctets = kSplitOperands<Math> ? 2 : 8;
   static constexpr bool kPipelined = kIs16Bit<Math>;
 };
 
@@ -371,8 +370,7 @@ struct StateWarp : WarpShare<Math, kHeadDim> {
         extra_f[1][i] = multiply_operand<Math>(column0[i], ptx::shuffle_octet(column1[i], this->extra_octet + 1));
       }
     } else {
-      const uint32_t one = kIs16Bit<Math> ? 0x3f803f80u : __float_as_uint(1.f);
-      const uint32_t constant = lane_index() < 4 ? one : 0u;  // one feature that is always one
+      const uint32_t constant = lane_index() < 4 ? kOperandOnes<Math> : 0u;  // one feature that is always one
       round_to_mode<Math>(column0);
       round_to_mode<Math>(column1);
 #pragma unroll
@@ -683,9 +681,7 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   float count = 0.f;
   WeightsB<Math> ones;
 #pragma unroll
-  for (int i = 0; i < FragmentSize<Math>::kWeightsB; ++i) {
-    ones[i] = g == 0 ? (kIs16Bit<Math> ? 0x3f803f80u : __float_as_uint(1.f)) : 0u;
-  }
+  for (int i = 0; i < FragmentSize<Math>::kWeightsB; ++i) ones[i] = g == 0 ? kOperandOnes<Math> : 0u;
 
   StageLoader<Tile, Math, kHeadDim> loader(a, work, group_value, ring);
   const int stages = loader.stages;
@@ -841,7 +837,7 @@ void linear_widen<FASTMAX_MATH>(const View& src, float* dst, int batch, int head
 }
 
 template <>
-void linear_state<FASTMAX_MATH>(const StateArgs& a, int head_dim, cudaStream_t stream) {
+void linear_pass<FASTMAX_MATH>(const StateArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchState, FASTMAX_MATH>(head_dim, a, stream);
 }
 

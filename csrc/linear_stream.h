@@ -38,6 +38,17 @@ struct StreamStage {
   static constexpr int kBytes = (kScaleOffset + 4 * kKeys + 127) / 128 * 128;  // swizzles are of the address
 };
 
+// Blocks n and n + 1 of the sums of every row tile += its rows a times b0 and b1.
+template <class Math, int kRowTiles, int kBlocks8>
+__device__ __forceinline__ void mma_row_tiles(float (&sums)[kRowTiles][kBlocks8][4], int n, const WeightsA<Math> (&a)[kRowTiles],
+                                              const WeightsB<Math>& b0, const WeightsB<Math>& b1) {
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m) {
+    mma_weights<Math>(sums[m][n], a[m], b0);
+    mma_weights<Math>(sums[m][n + 1], a[m], b1);
+  }
+}
+
 // kThreads: of a block; some have fewer.
 template <class Math, int kHeadDim, int kStages, int kThreads>
 struct RowStream {

@@ -52,7 +52,7 @@ struct FwdParams : Problem {
 
   void* o;  // (b, h, n, dv)
   Stride o_stride;
-  float* z;  // (b, h, n) contiguous: sum_j w_ij
+  float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
 
   void* workspace;  // *_fwd_workspace_bytes() bytes, 256-byte aligned, or null when that is 0
 };
@@ -63,7 +63,8 @@ struct BwdParams : Problem {
   const void* v;
   const void* o;       // the forward's output, noise included
   const void* grad_o;  // (b, h, n, dv)
-  const float* z;      // (b, h, n) contiguous
+  const float* z;      // (b, h, n) contiguous, of the forward
+  const float* grad_z; // softmax: gradient of z, (b, h, n) contiguous, or null
   Stride q_stride, k_stride, v_stride, o_stride, grad_o_stride;
 
   const uint8_t* key_padding_mask;

@@ -1,34 +1,61 @@
-// What the backward's kernels share: where a block of keys is, and what is stored of a finished sum.
+// Quadratic backward, without atomics. With x_ij = q_i . k_j and per query the weight polynomial f(scale x) / z_i written as
+// w0 + w1 x + w2 x^2, and delta_i = grad_o_i . o_i:
+//   p_ij = w0 + w1 x + w2 x^2     ds_ij = (w1 + 2 w2 x) (grad_o_i . v_j - delta_i)
+//   grad_v_j = sum_i p_ij grad_o_i     grad_k_j = sum_i ds_ij q_i     grad_q_i = sum_j ds_ij k_j
+// (grad_o with the noise factor in it). Three kernels: row scores (w0, w1, w2, delta) of each query; grad_k and grad_v by
+// blocks that own keys and stream queries; grad_q by blocks that own queries and stream keys. Scores are computed twice, seven
+// products instead of five, so that every sum has one owner and a fixed order.
+//
+// The owner's rows are the rows of every product, so p and ds go from accumulators to operands within a thread.
 #pragma once
 
-#include "score.h"
-#include "tile_ops.h"
+#include "dispatch.h"
+#include "launch.h"
+#include "quadratic_bwd_fused.h"
+#include "quadratic_bwd_pair.h"
 
 namespace fastmax {
 
-struct KvPosition {
-  int block_row, batch, kv_head;
-};
-template <int kRows>
-__device__ __forceinline__ KvPosition kv_position(const BwdParams& p, unsigned block, int row_blocks) {
-  const unsigned head = block / row_blocks;
-  return {static_cast<int>(block % row_blocks) * kRows, static_cast<int>(head / p.hk), static_cast<int>(head % p.hk)};
-}
+template <class Score>
+struct LaunchQuadraticBwd {
+  template <class Math, int kHeadDim>
+  static void run(const BwdParams& p, cudaStream_t stream) {
+    using Element = typename Math::Element;
+    float4* row_scores = static_cast<float4*>(p.workspace);
+    char* after_scores = static_cast<char*>(p.workspace) + quadratic_row_score_bytes(p);
+    Element* noisy_grad_o = p.noise == nullptr ? nullptr : reinterpret_cast<Element*>(after_scores);
+    const void* grad_o = p.noise == nullptr ? p.grad_o : noisy_grad_o;
+    const Stride grad_o_stride =
+        p.noise == nullptr ? p.grad_o_stride : Stride{int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
 
-// For store_rows. A padded key has no weight in any row.
-struct PaddedKeysAreZero {
-  const uint8_t* key_padding_mask;
-  int64_t batch_stride;
-  int batch;
+    constexpr int kRowsPerBlock = kRowScoreThreads / row_score_lanes<Element, kHeadDim>();
+    const int64_t rows = int64_t{p.b} * p.h * p.n;
+    launch_kernel("row_score", row_score_kernel<Score, Element, kHeadDim>, grid_1d((rows + kRowsPerBlock - 1) / kRowsPerBlock),
+                  kRowScoreThreads, 0, stream, p, row_scores, noisy_grad_o);
 
-  __device__ __forceinline__ auto operator()(int, int, int key) const {
-    const bool zero = key_padding_mask != nullptr && key_padding_mask[batch * batch_stride + key] == 0;
-    return [zero](int, float2 x) { return zero ? make_float2(0.f, 0.f) : x; };
+    if constexpr (kPairsForKv<Math, kHeadDim>) {
+      run_kernel<QuadraticBwdKvPairTile<Math, kHeadDim>>("quadratic_bwd_kv_pair", quadratic_bwd_kv_pair_kernel<Score, Math, kHeadDim>, p,
+                                                         p.m, p.hk, row_scores, grad_o, grad_o_stride, stream);
+    } else {
+      run_kernel<QuadraticBwdKvTile<Math, kHeadDim>>("quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Math, kHeadDim>, p, p.m, p.hk,
+                                                     row_scores, grad_o, grad_o_stride, stream);
+    }
+    if constexpr (kPairsForQ<Math, kHeadDim>) {
+      run_kernel<QuadraticBwdQPairTile<Math, kHeadDim>>("quadratic_bwd_q_pair", quadratic_bwd_q_pair_kernel<Score, Math, kHeadDim>, p,
+                                                        p.n, p.h, row_scores, grad_o, grad_o_stride, stream);
+    } else {
+      run_kernel<QuadraticBwdQTile<Math, kHeadDim>>("quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Math, kHeadDim>, p, p.n, p.h,
+                                                    row_scores, grad_o, grad_o_stride, stream);
+    }
   }
-};
-struct StoreAsIs {
-  __device__ __forceinline__ auto operator()(int, int, int) const {
-    return [](int, float2 x) { return x; };
+
+  // tokens and heads: of the rows that blocks own.
+  template <class Tile, class Kernel>
+  static void run_kernel(const char* name, Kernel kernel, const BwdParams& p, int tokens, int heads, const float4* row_scores,
+                         const void* grad_o, const Stride& grad_o_stride, cudaStream_t stream) {
+    const int row_blocks = (tokens + Tile::kRows - 1) / Tile::kRows;
+    launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * heads), Tile::kThreads, Tile::kSharedBytes,
+                  stream, p, row_scores, grad_o, grad_o_stride, row_blocks);
   }
 };
 

@@ -2,14 +2,14 @@
 // row tile only, and every streamed token would be read from shared memory for 16 rows. Here two warps, a pair, own the same
 // rows: one forms x = q . k, the other dp = grad_o . v, so that each keeps one resident operand and one sum of twice as many rows.
 // They hand over fp32 accumulators through shared memory, each lane to the same lane of the other warp.
-//   grad_k, grad_v: the first warp hands over x, makes p and sums grad_v; the second makes ds and sums grad_k.
+//   grad_k, grad_v: the first warp hands over x (softmax: p), makes p and sums grad_v; the second makes ds and sums grad_k.
 //   grad_q:         each warp makes one factor of ds and takes the other's; each sums half of grad_q's columns.
 #pragma once
 
 #include <type_traits>
 
 #include "ptx.h"
-#include "quadratic_bwd.h"
+#include "quadratic_bwd_common.h"
 #include "score.h"
 #include "tile_config.h"
 #include "tile_ops.h"
@@ -33,7 +33,7 @@ __device__ __forceinline__ void take_over(float (&x)[4], uint32_t lane_slot) {
 }
 
 // grad_k, grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
-template <class Math, int kHeadDim>
+template <class Score, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThreads,
                                   QuadraticBwdKvPairTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_kv_pair_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const int warp_row = in.block_row + pair * kRowTiles * 16;
   FragmentA<Math> rows[kRowTiles][kHeadDim / 16];
   {
-    const Element* k = static_cast<const Element*>(p.k) + in.batch * p.k_stride.batch + in.kv_head * p.k_stride.head;
-    const Element* v = static_cast<const Element*>(p.v) + in.batch * p.v_stride.batch + in.kv_head * p.v_stride.head;
+    const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
+    const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -66,6 +66,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
     }
   }
 
+  const Score score(p);
   float grad[kRowTiles][Tile::kOutputCols / 8][4] = {};
   // A stage is q, grad_o, scores. The first warp multiplies with q and then sums grad_o, the second the other way round.
   const uint32_t lane_b = ptx::keep_in_register(ring + (sums_v ? 0 : Tile::kTileBytes) + lane_offset_b<Math, kHeadDim>());
@@ -80,22 +81,10 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
     // fp32: computed again for each head, so that the inner loop need not keep it in registers.
     const KvPosition at =
         Tile::k16 ? in : kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x) / Tile::kColumnParts, row_blocks);
-    const int64_t head = at.kv_head * (p.h / p.hk) + head_in_group;
-    const Element* q = static_cast<const Element*>(p.q) + at.batch * p.q_stride.batch + head * p.q_stride.head;
-    const Element* grad_o = static_cast<const Element*>(grad_o_base) + at.batch * grad_o_stride.batch + head * grad_o_stride.head;
-    const float4* head_scores = row_scores + (at.batch * static_cast<int64_t>(p.h) + head) * p.n;
+    const QueryStream<Element> stream(p, row_scores, grad_o_base, grad_o_stride, at.batch, at.kv_head, head_in_group);
     const auto load_stage = [&](int tile) {
       // Made again for each stage: kept, it would take the registers of the inner loop.
-      const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> loader(ptx::keep_in_register(threadIdx.x));
-      const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
-      const int begin = tile * Tile::kStream;
-      loader.load(stage, q, p.q_stride.token, begin, p.n, p.d);
-      loader.load(stage + Tile::kTileBytes, grad_o, grad_o_stride.token, begin, p.n, p.dv);
-      if (threadIdx.x < Tile::kStream) {
-        const int query = begin + static_cast<int>(threadIdx.x);  // zeros past the last query: no weight
-        ptx::cp_async_16(stage + 2 * Tile::kTileBytes + threadIdx.x * 16, head_scores + query, query < p.n ? 16 : 0);
-      }
-      ptx::cp_async_commit();
+      stream.template load<Tile>(StageLoader<Tile, Element, kHeadDim>(ptx::keep_in_register(threadIdx.x)), ring, tile, p);
     };
 
     int tile = first_query(p, at.block_row) / Tile::kStream;
@@ -116,50 +105,58 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
         const uint32_t slot = exchange + slab / 16 % Tile::kSlots * Tile::kExchangeBytes;
         float x[kRowTiles][2][4];  // x in the first warp, dp in the second; p or ds in the end
         multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
+        const auto make_weights = [&] {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float4 row = ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16);
+#pragma unroll
+              for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+                for (int r = 0; r < 4; r += 2) x[i][half][r + e] = Score::weight(row, x[i][half][r + e]);
+              }
+            }
+          }
+        };
         if (sums_v) {
+          if constexpr (Score::kSlopeIsWeight) make_weights();
 #pragma unroll
           for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) hand_over(lane_slot(slot, i, half), x[i][half]);
           }
           wait_for_pair(pair);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float4 row = ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16);
-#pragma unroll
-              for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-                for (int r = 0; r < 4; r += 2) {
-                  x[i][half][r + e] = fmaf(fmaf(row.z, x[i][half][r + e], row.y), x[i][half][r + e], row.x);
-                }
-              }
-            }
-          }
+          if constexpr (!Score::kSlopeIsWeight) make_weights();
         } else {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const float delta = ptx::load_shared_f32(scores + (slab + half * 8 + e) * 16 + 12);
+              const Line centre = score.centre_line(ptx::load_shared_f32(scores + (slab + half * 8 + e) * 16 + 12));
 #pragma unroll
-              for (int i = 0; i < kRowTiles; ++i) x[i][half][e] -= delta, x[i][half][2 + e] -= delta;
+              for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+                for (int r = 0; r < 4; r += 2) x[i][half][r + e] = centre.at(x[i][half][r + e]);
+              }
             }
           }
           wait_for_pair(pair);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float dot[kRowTiles][4];
+            float other[kRowTiles][4];  // x or the weight
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) take_over(dot[i], lane_slot(slot, i, half));
+            for (int i = 0; i < kRowTiles; ++i) take_over(other[i], lane_slot(slot, i, half));
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
-              const float4 row = ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16);
+              Line slope{};
+              if constexpr (!Score::kSlopeIsWeight) slope = Score::slope_line(ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16));
 #pragma unroll
               for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-                for (int r = 0; r < 4; r += 2) x[i][half][r + e] *= fmaf(2.f * row.z, dot[i][r + e], row.y);
+                for (int r = 0; r < 4; r += 2) {
+                  x[i][half][r + e] *= Score::kSlopeIsWeight ? other[i][r + e] : Score::slope(slope.at(other[i][r + e]));
+                }
               }
             }
           }
@@ -208,7 +205,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
 }
 
 // grad_q: a block owns kRows queries of one head and streams the keys they see.
-template <class Math, int kHeadDim>
+template <class Score, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThreads, QuadraticBwdQPairTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_q_pair_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
                                 const int row_blocks) {
@@ -226,26 +223,20 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
   const int role = warp / Tile::kPairs;  // 0: x and the first half of the columns, 1: dp and the second half
   const int warp_row = block_row + pair * kRowTiles * 16;
 
-  const Element* k = static_cast<const Element*>(p.k) + in.batch * p.k_stride.batch + in.kv_head * p.k_stride.head;
-  const Element* v = static_cast<const Element*>(p.v) + in.batch * p.v_stride.batch + in.kv_head * p.v_stride.head;
+  const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
+  const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
   const int key_end = last_visible_key(p, min(block_row + Tile::kRows, p.n) - 1) + 1;
   const int tiles = (key_end + Tile::kStream - 1) / Tile::kStream;
-  const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> loader(threadIdx.x);
-  const auto load_stage = [&](int tile) {
-    const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
-    const int begin = tile * Tile::kStream;
-    loader.load(stage, k, p.k_stride.token, begin, p.m, p.d);
-    loader.load(stage + Tile::kTileBytes, v, p.v_stride.token, begin, p.m, p.dv);
-    ptx::cp_async_commit();
-  };
+  const StageLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
+  const auto load_stage = [&](int tile) { load_key_stage<Tile>(loader, ring, tile, p, k, v); };
   load_stage(0);
 
+  const Score score(p);
   FragmentA<Math> rows[kRowTiles][kHeadDim / 16];
-  // This warp's factor of ds is scale * product + offset: w1 + 2 w2 x, or dp - delta.
-  float scale[kRowTiles][2], offset[kRowTiles][2];
+  Line line[kRowTiles][2];  // this warp's factor of ds, but for Score::slope
   {
-    const Element* q = static_cast<const Element*>(p.q) + in.batch * p.q_stride.batch + in.head * p.q_stride.head;
-    const Element* grad_o = static_cast<const Element*>(grad_o_base) + in.batch * grad_o_stride.batch + in.head * grad_o_stride.head;
+    const Element* q = head_of<Element>(p.q, p.q_stride, in.batch, in.head);
+    const Element* grad_o = head_of<Element>(grad_o_base, grad_o_stride, in.batch, in.head);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -257,8 +248,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
       for (int half = 0; half < 2; ++half) {
         const int query = min(warp_row + i * 16 + half * 8 + g, p.n - 1);
         const float4 row = row_scores[(static_cast<int64_t>(in.batch) * p.h + in.head) * p.n + query];
-        scale[i][half] = role == 0 ? 2.f * row.z : 1.f;
-        offset[i][half] = role == 0 ? row.y : -row.w;
+        line[i][half] = role == 0 ? Score::slope_line(row) : score.centre_line(row.w);
       }
     }
   }
@@ -290,11 +280,11 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
         for (int half = 0; half < 2; ++half) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            float factor = fmaf(scale[i][e / 2], x[i][half][e], offset[i][e / 2]);
+            float factor = line[i][e / 2].at(x[i][half][e]);
+            if (role == 0) factor = Score::slope(factor);
             if constexpr (kMasked) {
               const int key = begin + slab + half * 8 + t * 2 + e % 2;
-              const bool visible = key <= last_visible_key(p, warp_row + i * 16 + e / 2 * 8 + g) &&
-                                   keeps_key(p.key_padding_mask, p.mask_batch_stride, blockIdx.x / row_blocks / p.h, key, p.m);
+              const bool visible = sees_key(p, warp_row + i * 16 + e / 2 * 8 + g, key, row_blocks);
               factor = visible ? factor : 0.f;
             }
             x[i][half][e] = factor;
@@ -339,7 +329,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   // Computed again, so that the main loop need not keep it in registers.
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
-  Element* dst = static_cast<Element*>(p.grad_q) + out.batch * p.grad_q_stride.batch + out.head * p.grad_q_stride.head + first_col;
+  Element* dst = head_of<Element>(p.grad_q, p.grad_q_stride, out.batch, out.head) + first_col;
   store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d - first_col, StoreAsIs{});
 }
 

@@ -466,11 +466,15 @@ __device__ __forceinline__ void store_rows(const float (&acc)[kRowTiles][kOctets
   }
 }
 
-// Sum over the four lanes that hold one accumulator row.
+// Sum and maximum over the four lanes that hold one accumulator row.
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(0xffffffffu, x, 1);
   x += __shfl_xor_sync(0xffffffffu, x, 2);
   return x;
+}
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
 }  // namespace fastmax

@@ -1,7 +1,7 @@
 """Polynomial-kernel (Fastmax) attention for PyTorch."""
 
 from fastmax.decode import DecodeState, init_state, prefill, step
-from fastmax.functional import fastmax_attention
+from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.positional import rpe_matrix_creator
 from fastmax.swap import swap_attention
@@ -12,6 +12,7 @@ __all__ = [
     "DecodeState",
     "FASTMultiHeadAttention",
     "fastmax_attention",
+    "flash_attention",
     "init_state",
     "prefill",
     "rpe_matrix_creator",

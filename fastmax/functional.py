@@ -1,4 +1,4 @@
-"""`fastmax_attention`: from arguments to the operator and back."""
+"""`fastmax_attention` and `flash_attention`: from arguments to the operator and back."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 from fastmax import eager, ops, validation
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.score import Softmax
 
 
 def fastmax_attention(
@@ -95,8 +96,7 @@ def fastmax_attention(
 
     three_d = q.dim() == 3
     if three_d:
-        batch = 1 if key_padding_mask is None else key_padding_mask.shape[0]
-        q, k, v = (x.unflatten(0, (batch, x.shape[0] // max(batch, 1))) for x in (q, k, v))
+        q, k, v = _four_d(q, k, v, key_padding_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
     if use_custom_gradient:
         o = ops.attention(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm)
@@ -105,6 +105,68 @@ def fastmax_attention(
             record = eager.recording(q, k, v, rpe_matrix)
             o, _ = eager.forward(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm, record)
     return o.flatten(0, 1) if three_d else o
+
+
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    return_lse: bool = False,
+    use_custom_gradient: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, exact, in O(n) memory: the baseline to compare `fastmax_attention` with.
+
+        s_ij = scale * q_i . k_j
+        o_i  = sum_j exp(s_ij) v_j / sum_j exp(s_ij)     over the keys j that query i sees
+
+    Args:
+        q: (b, h, n, d), or 3-d (b * h, n, d); float64, float32, float16 or bfloat16, any strides.
+        k: (b, hk, m, d), h a multiple of hk: query head i uses kv head i // (h // hk). q's dtype and device.
+        v: (b, hk, m, dv).
+        causal: key j is visible to query i when `j <= i + (m - n)` (aligned at the end, where PyTorch's `is_causal` aligns at
+            the start); n <= m.
+        scale: finite and > 0; None: `1 / sqrt(d)`.
+        key_padding_mask: bool (b, m), True = the key takes part.
+        return_lse: also return `log sum_j exp(s_ij)`.
+        use_custom_gradient: as in `fastmax_attention`.
+
+    Returns:
+        o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout; with `return_lse` also lse (b, h, n), or (b * h, n), in
+        float32 (float64 for float64 q), differentiable too. A query that sees no key gets o = 0, lse = -inf and gradient 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what is accepted.
+        RuntimeError: on a second derivative or forward-mode derivative through `use_custom_gradient=True`.
+
+    Under autocast q, k, v are cast to autocast's dtype. Method: online normaliser (Milakov and Gimelshein, 2018,
+    arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691).
+    """
+    validation.check_flag("causal", causal)
+    q, k, v = _autocast(q, k, v)
+    validation.check_qkv(q, k, v, causal)
+    score = Softmax(validation.check_scale(scale, q.shape[-1]))
+    validation.check_key_padding_mask(key_padding_mask, q, k)
+
+    three_d = q.dim() == 3
+    if three_d:
+        q, k, v = _four_d(q, k, v, key_padding_mask)
+    if use_custom_gradient:
+        o, lse = ops.flash_attention(q, k, v, key_padding_mask, score, causal)
+    else:
+        with torch.autocast(q.device.type, enabled=False):
+            o, lse = eager.flash_forward(q, k, v, key_padding_mask, score, causal, eager.recording(q, k, v))
+    if three_d:
+        o, lse = o.flatten(0, 1), lse.flatten(0, 1)
+    return (o, lse) if return_lse else o
+
+
+def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
+    """(b * h, n, d) and so on -> (b, h, n, d), b from the mask."""
+    batch = 1 if mask is None else mask.shape[0]
+    return tuple(x.unflatten(0, (batch, x.shape[0] // max(batch, 1))) for x in (q, k, v))
 
 
 def _autocast(*tensors: object) -> tuple:

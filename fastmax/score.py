@@ -68,6 +68,13 @@ class Score(NamedTuple):
         return min(self.a0 + self.a1 * x + a2 * x * x for x in (-radius, radius))
 
 
+class Softmax(NamedTuple):
+    """`exp(s)`, the score function of `fastmax.flash_attention`; `scale` as in `Score`. Its weights need the maximum of their
+    row first, so it has tiles of its own (`fastmax.eager.flash`)."""
+
+    scale: float
+
+
 def reciprocal(z: Tensor) -> Tensor:
     """1 / z, and 0 for z = 0: a query that sees no key gets output 0 (and, by the inner `where`, gradient 0, not NaN)."""
     empty = z == 0

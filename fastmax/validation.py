@@ -88,6 +88,16 @@ def check_score(temperature: object, a0: object, a1: object, a2: object, p: obje
     return Score(1.0 / temperature, _number("a0", a0), _number("a1", a1), _number("a2", a2), int(p))
 
 
+def check_scale(scale: object, head_dim: int) -> float:
+    """What multiplies the scores of softmax attention; None is 1 / sqrt(head_dim)."""
+    if scale is None:
+        return head_dim**-0.5
+    scale = _number("scale", scale)
+    if scale <= 0.0:
+        raise ValueError(f"scale must be > 0 or None (1 / sqrt(head_dim)), got {scale}")
+    return float(scale)
+
+
 def check_normalize(normalize: object, lim: object) -> str | None:
     """None, "sequence" or "token"."""
     if not isinstance(normalize, (bool, str)) or normalize not in NORMALIZE:

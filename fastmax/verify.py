@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from fastmax import extension
-from fastmax.functional import fastmax_attention
+from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.positional import rpe_matrix_creator
-from fastmax.reference import naive_attention
+from fastmax.reference import naive_attention, naive_softmax_attention
 
 # Added to twice the plain error, so that a case which the plain formula happens to get exactly right is not held to zero.
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
@@ -44,6 +44,8 @@ ROUNDINGS_WHERE_PLAIN_FAILED = 8
 
 class Case(NamedTuple):
     """One configuration: sizes and dtype of random q, k, v, and options of `fastmax_attention`.
+
+    `softmax=True` checks `flash_attention` and its log-sum-exp in its place.
 
     `padding=True` hides some keys of every sequence, and all keys of the first; `noise=True` passes a `drop_noise`;
     `rpe=True` passes a random `rpe_matrix`. `layout` is a key of `LAYOUTS`. `magnitude` multiplies q and k; None scales their
@@ -66,6 +68,7 @@ class Case(NamedTuple):
     rpe: bool = False
     magnitude: float | None = 1.0
     precision: str = "highest"
+    softmax: bool = False
 
     @property
     def mode(self) -> str:
@@ -76,7 +79,7 @@ class Case(NamedTuple):
 
 
 class Errors(NamedTuple):
-    """Relative errors against float64 of one tensor (`"o"`, or the name of an input for its gradient)."""
+    """Relative errors against float64 of one tensor (`"o"`, `"lse"`, or the name of an input for its gradient)."""
 
     tensor: str
     custom: float
@@ -123,7 +126,18 @@ def cases() -> list[Case]:
             Case(f"sinusoidal rpe, {algorithm}", {**here, "rpe_matrix": "sinusoidal"}),
             Case(f"one query, {algorithm}", here, queries=1),
         ]
-    return [*table, Case("rpe matrix", options, rpe=True), Case("rpe matrix, fewer queries", options, queries=70, rpe=True)]
+    table += [Case("rpe matrix", options, rpe=True), Case("rpe matrix, fewer queries", options, queries=70, rpe=True)]
+    softmax = {"causal": True, "scale": 0.2}
+    table += [
+        Case(f"softmax, {str(dtype).removeprefix('torch.')}", softmax, dtype=dtype, softmax=True)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    ]
+    table += [
+        Case("softmax, full, more queries than keys", {}, keys=70, softmax=True),
+        Case("softmax, grouped, fewer queries", softmax, queries=70, heads=6, value_dim=48, softmax=True),
+        Case("softmax, padding, causal", softmax, padding=True, softmax=True),
+    ]
+    return table
 
 
 def definition(q: Tensor, k: Tensor, v: Tensor, *, normalize=False, lim=1.0, rpe_matrix=None, **options) -> Tensor:
@@ -141,9 +155,9 @@ def definition(q: Tensor, k: Tensor, v: Tensor, *, normalize=False, lim=1.0, rpe
 
 
 def run(
-    function: Callable[..., Tensor], tensors: dict[str, Tensor], options: dict, dtype=None, poison=False
+    function: Callable[..., Tensor | tuple[Tensor, Tensor]], tensors: dict[str, Tensor], options: dict, dtype=None, poison=False
 ) -> dict[str, Tensor]:
-    """Output and gradients of `function` on the tensors cast to dtype; the loss is a fixed random projection of the output.
+    """Outputs and gradients of `function` on the tensors cast to dtype; the loss is a fixed random projection of the outputs.
 
     `poison` fills free device memory with NaN before the forward and before the backward.
     """
@@ -157,37 +171,52 @@ def run(
     grad_o = grad_o.to(dtype)
     if poison:
         poison_free_memory(q.device)
-    o = function(**inputs, **options)
+    outputs = function(**inputs, **options)
+    outputs = dict(zip(("o", "lse"), outputs if isinstance(outputs, tuple) else (outputs,), strict=False))
+    projection = [grad_o] + [grad_o[..., 0].to(lse.dtype) for name, lse in outputs.items() if name == "lse"]
     if poison:
         poison_free_memory(q.device)
-    grads = torch.autograd.grad(o, [inputs[name] for name in variables], grad_o)
-    return {"o": o.detach(), **dict(zip(variables, grads, strict=True))}
+    grads = torch.autograd.grad(list(outputs.values()), [inputs[name] for name in variables], projection)
+    return {name: x.detach() for name, x in outputs.items()} | dict(zip(variables, grads, strict=True))
 
 
-def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = None) -> list[Errors]:
-    """Errors of the output and of the gradient of each floating-point input.
+def _softmax(**arguments) -> tuple[Tensor, Tensor]:
+    return flash_attention(**arguments, return_lse=True)
+
+
+def implementation(softmax: bool) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+    """What is checked: `fastmax_attention`, or `flash_attention` with its log-sum-exp."""
+    return _softmax if softmax else fastmax_attention
+
+
+def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = None, softmax: bool = False) -> list[Errors]:
+    """Errors of the outputs and of the gradient of each floating-point input.
 
     `tensors` holds q, k, v (4-d) and, when wanted, `rpe_matrix`, `drop_noise`, `key_padding_mask`; `options` the other
-    arguments of `fastmax_attention`, `use_custom_gradient` excepted. `rounding` is the least that is allowed, and what replaces
-    a plain error that is no standard (see ROUNDING).
+    arguments of `fastmax_attention` (or `flash_attention`), `use_custom_gradient` excepted. `rounding` is the least that is
+    allowed, and what replaces a plain error that is no standard (see ROUNDING).
     """
     q = tensors["q"]
     plain_options = {name: value for name, value in options.items() if name != "algorithm"}
-    exact = run(definition, tensors, plain_options, torch.float64)
-    plain = run(definition, tensors, plain_options)
-    custom = run(fastmax_attention, tensors, {**options, "use_custom_gradient": True})
-    autograd = run(fastmax_attention, tensors, {**options, "use_custom_gradient": False})
+    by_definition, checked = naive_softmax_attention if softmax else definition, implementation(softmax)
+    exact = run(by_definition, tensors, plain_options, torch.float64)
+    plain = run(by_definition, tensors, plain_options)
+    custom = run(checked, tensors, {**options, "use_custom_gradient": True})
+    autograd = run(checked, tensors, {**options, "use_custom_gradient": False})
     natural = math.sqrt(exact["o"].numel())  # the expected norm of grad_o
     longest = tensors["v"].double().norm(dim=-1).max().item() if tensors["v"].numel() else 1.0
 
     def size(name: str) -> float:
-        """What errors are relative to; where the exact value is zero but for rounding (one visible key, say), the terms
-        grad_o . v that cancel."""
-        norm = exact[name].norm().item()
-        return norm if norm > 1e-10 * natural else max(natural * longest, 1.0)
+        """What errors are relative to: the norm, or where little or nothing is left of the terms grad_o . v that cancel (few
+        keys, or a value that is zero but for rounding), those terms."""
+        norm = exact[name][exact[name].isfinite()].norm().item()
+        if norm <= 1e-10 * natural:
+            return max(natural * longest, 1.0)
+        return max(norm, 0.1 * natural * longest) if name in "qk" and tensors["k"].shape[2] <= 2 else norm
 
     def error(result: dict[str, Tensor], name: str) -> float:
-        return (result[name].double() - exact[name]).norm().item() / size(name)
+        x, y = result[name].double(), exact[name]
+        return torch.where(x == y, 0.0, x - y).norm().item() / size(name)  # a log-sum-exp of no keys is -inf in both
 
     def allowed(name: str) -> float:
         plain_error = error(plain, name)
@@ -430,20 +459,19 @@ def check(case: Case, device: torch.device | str, seed: int) -> Outcome:
     with matmul_precision(case.precision), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fastmax: f.s. .* is not positive", RuntimeWarning)
         tensors = random_tensors(case, device, seed)
-        errors = measure(
-            tensors, case.options, ROUNDING[case.mode] * max(1.0, cancellation(tensors, case.options) / CANCELLATION)
-        )
+        factor = 1.0 if case.softmax else max(1.0, cancellation(tensors, case.options) / CANCELLATION)
+        errors = measure(tensors, case.options, ROUNDING[case.mode] * factor, case.softmax)
         wrong = [
-            f"{'' if row.tensor == 'o' else 'grad of '}{row.tensor}: custom gradient {row.custom:.2e}, "
+            f"{'' if row.tensor in ('o', 'lse') else 'grad of '}{row.tensor}: custom gradient {row.custom:.2e}, "
             f"autograd {row.autograd:.2e}, allowed {row.allowed:.2e}"
             for row in errors
             if not row.passed
         ]
         if device.type == "cuda":
             custom = {**case.options, "use_custom_gradient": True}
-            first, second = (run(fastmax_attention, tensors, custom, poison=True) for _ in range(2))
+            first, second = (run(implementation(case.softmax), tensors, custom, poison=True) for _ in range(2))
             for name, x in first.items():
-                if not x.isfinite().all():
+                if not (x.isfinite() | ((x == -math.inf) if name == "lse" else False)).all():
                     wrong.append(f"{name}: not finite on poisoned memory")
                 elif not torch.equal(x, second[name]):
                     wrong.append(f"{name}: other bits when repeated")
@@ -500,10 +528,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{'configuration':<38}{columns} {columns} {'of allowed':>11}")
     failed = 0
     for case in chosen:
-        rows = measure(random_tensors(case, args.device, args.seed), case.options)
+        rows = measure(random_tensors(case, args.device, args.seed), case.options, softmax=case.softmax)
         passed = all(row.passed for row in rows)
         failed += not passed
-        shown = [row for row in rows if row.tensor != "rpe_matrix"]
+        shown = [row for row in rows if row.tensor not in ("lse", "rpe_matrix")]
         numbers = " ".join("".join(f"{getattr(row, which):>9.1e}" for row in shown) for which in ("custom", "autograd"))
         share = max(max(row.custom, row.autograd) / row.allowed for row in rows)
         print(f"{case.name:<38}{numbers} {share:>11.0%}{'' if passed else '  FAILED'}", flush=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmax import fastmax_attention
 from fastmax.planner import plan_linear, plan_quadratic
@@ -34,6 +36,8 @@ def dtype_id(dtype: torch.dtype) -> str:
 
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+# Importing the compiler runs deprecated parts of torch.
+torch_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
 # ---- the definition
@@ -47,6 +51,18 @@ def sinusoidal_rows(n: int, m: int, d: int) -> Tensor:
         angles = [t * 10000.0 ** (-2.0 * (column // 2) / d) for column in range(d)]
         rows.append([math.cos(x) if column % 2 else math.sin(x) for column, x in enumerate(angles)])
     return torch.tensor(rows, dtype=torch.float64)
+
+
+def visible_pairs(q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Tensor:
+    """(b, h, n, m), True where query i sees key j."""
+    (b, h, n, _), m = q.shape, k.shape[2]
+    i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]
+    visible = torch.ones(b, h, n, m, dtype=torch.bool, device=q.device)
+    if causal:
+        visible = visible & (j <= i + (m - n))
+    if key_padding_mask is not None:
+        visible = visible & key_padding_mask[:, None, None, :]
+    return visible
 
 
 def _normalized(x: Tensor, normalize: bool | str, lim: float) -> Tensor:
@@ -91,7 +107,7 @@ def definition(
             temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, key_padding_mask=key_padding_mask,
             hold_denominator=hold_denominator,
         ).flatten(0, 1)  # fmt: skip
-    (b, h, n, d), m = q.shape, k.shape[2]
+    (_, h, n, d), m = q.shape, k.shape[2]
     q, k = _normalized(q, normalize, lim), _normalized(k, normalize, lim)
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     if isinstance(rpe_matrix, str):
@@ -104,11 +120,7 @@ def definition(
     f = a0 + a1 * s
     if p == 2:
         f = f + a2 * s * s
-    visible = torch.ones(b, h, n, m, dtype=torch.bool, device=q.device)
-    if causal:
-        visible = visible & (j <= i + (m - n))
-    if key_padding_mask is not None:
-        visible = visible & key_padding_mask[:, None, None, :]
+    visible = visible_pairs(q, k, causal, key_padding_mask)
     w = torch.where(visible, f, 0.0)
     z = w.sum(-1, keepdim=True)
     if hold_denominator:
@@ -128,6 +140,10 @@ def assert_within_contract(name: str, actual: Tensor, plain: Tensor, exact: Tens
     """
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
     assert actual.dtype == plain.dtype, f"{name}: dtype {actual.dtype}, expected {plain.dtype}"
+    infinite = exact.isinf()  # a log-sum-exp of no keys
+    if infinite.any():
+        assert torch.equal(actual[infinite].double(), exact[infinite]), f"{name}: not infinite where it should be"
+        actual, plain, exact = (x.masked_fill(infinite, 0.0) for x in (actual, plain, exact))
     error = torch.linalg.vector_norm(actual.double() - exact).item()
     plain_error = torch.linalg.vector_norm(plain.double() - exact).item()
     norm = torch.linalg.vector_norm(exact if scale is None else scale).item()
@@ -136,40 +152,50 @@ def assert_within_contract(name: str, actual: Tensor, plain: Tensor, exact: Tens
     assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g}; plain PyTorch has {plain_error:.3g}, norm {norm:.3g}"
 
 
-def run(attention, inputs: dict[str, Tensor], grad_o: Tensor, **options) -> dict[str, Tensor]:
-    """Output and the gradient of every tensor in `inputs`."""
+def run(attention, inputs: dict[str, Tensor], grad_o: Tensor | tuple[Tensor, ...], **options) -> dict[str, Tensor]:
+    """Output ("o", and "lse" where there are two) and the gradient of every tensor in `inputs`."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    o = attention(**leaves, **options)
-    grads = torch.autograd.grad(o, list(leaves.values()), grad_o)
-    return {"o": o.detach()} | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
+    outputs = attention(**leaves, **options)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), grad_o)
+    outputs = dict(zip(("o", "lse"), outputs if isinstance(outputs, tuple) else (outputs,), strict=False))
+    result = {name: x.detach() for name, x in outputs.items()}
+    return result | {f"grad {name}": g for name, g in zip(leaves, grads, strict=True)}
 
 
 def exactly(x):
     """Floating-point tensors in float64, anything else as it is."""
+    if isinstance(x, tuple):
+        return tuple(map(exactly, x))
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
 class Expected:
     """Output and gradients of one call by the definition: in float64, and in the dtype of the inputs ("plain PyTorch")."""
 
-    def __init__(self, inputs: dict[str, Tensor], grad_o: Tensor, **options):
+    definition = staticmethod(definition)
+
+    def __init__(self, inputs: dict[str, Tensor], grad_o: Tensor | tuple[Tensor, ...], **options):
         self.inputs, self.grad_o, self.options = inputs, grad_o, options
         wide = {name: exactly(x) for name, x in inputs.items()}, exactly(grad_o)
         wide_options = {name: exactly(x) for name, x in options.items()}
-        self.plain = run(definition, inputs, grad_o, **options)
-        self.exact = run(definition, *wide, **wide_options)
+        self.plain = run(self.definition, inputs, grad_o, **options)
+        self.exact = run(self.definition, *wide, **wide_options)
         # With one visible key, say, the gradients of q and k are differences of equal numbers; their floor is relative to
         # one of the two, the gradient at a constant denominator.
         self.scale = dict.fromkeys(self.exact)
-        if any(x.norm() < 1e-9 * grad_o.double().norm() for x in self.exact.values()):
-            terms = run(partial(definition, hold_denominator=True), *wide, **wide_options)
+        incoming = grad_o[0] if isinstance(grad_o, tuple) else grad_o
+        if any(x.norm() < 1e-9 * incoming.double().norm() for x in self.exact.values()):
+            terms = run(partial(self.definition, hold_denominator=True), *wide, **wide_options)
             for name, x in self.exact.items():
                 if x.norm() < 1e-12 * terms[name].norm():
                     self.scale[name] = terms[name]
 
     def check(self, *, custom: bool, algorithm: str = "auto") -> dict[str, Tensor]:
         """Run `fastmax_attention` and hold output and gradients to the contract; returns them."""
-        attention = partial(fastmax_attention, use_custom_gradient=custom, algorithm=algorithm)
+        return self.hold(partial(fastmax_attention, use_custom_gradient=custom, algorithm=algorithm))
+
+    def hold(self, attention) -> dict[str, Tensor]:
+        """Hold output and gradients of `attention` to the contract; returns them."""
         actual = run(attention, self.inputs, self.grad_o, **self.options)
         for name, x in actual.items():
             assert_within_contract(name, x, self.plain[name], self.exact[name], self.scale[name])
@@ -179,6 +205,56 @@ class Expected:
 def check(inputs: dict[str, Tensor], grad_o: Tensor, *, custom: bool, algorithm: str = "auto", **options) -> dict[str, Tensor]:
     """One call held to the contract; `Expected` where several calls share a reference."""
     return Expected(inputs, grad_o, **options).check(custom=custom, algorithm=algorithm)
+
+
+def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, x in expected.items():
+        torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_export(block: torch.nn.Module, device: torch.device) -> None:
+    """torch.export of a module on (batch, tokens, 16), the number of tokens left open."""
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(block, (torch.randn(2, 11, 16, device=device),), dynamic_shapes={"x": {1: length}})
+    for n in (2, 50, 700):
+        x = torch.randn(2, n, 16, device=device)
+        torch.testing.assert_close(program.module()(x), block(x))
+
+
+# ---- memory
+
+
+class Memory(TorchDispatchMode):
+    """Largest tensor made, and the peak of bytes alive, inside the registered operators too."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.alive = self.peak = 0
+        self._known = weakref.WeakSet()
+
+    def _free(self, size):
+        self.alive -= size
+
+    def _see(self, x):
+        self.largest = max(self.largest, x.numel() if x.is_contiguous() else 0)
+        storage = x.untyped_storage()
+        if storage not in self._known:
+            self._known.add(storage)
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            weakref.finalize(storage, self._free, storage.nbytes())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "fastmax":
+            key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+            with self:
+                out = func.redispatch(key, *args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor):
+                self._see(x)
+        return out
 
 
 # ---- sizes and inputs
@@ -238,6 +314,16 @@ CASES = (
     Case("d = 64, more heads than the linear algorithm takes together", n=CHUNK + 1, h=4, d=64),
     Case("more heads than the quadratic algorithm takes together", n=ROWS + 1, b=2, h=5, d=4),
     Case("d = 128", n=40, d=128),
+)
+
+by_size = pytest.mark.parametrize(
+    "case, causal",
+    [
+        pytest.param(case, causal, id=f"{case.name}-{'causal' if causal else 'full'}")
+        for case in CASES
+        for causal in (False, True)
+        if case.n <= case.m or not causal
+    ],
 )
 
 LAYOUTS = ("contiguous", "packed qkv", "token-major", "transposed", "sliced rows", "expanded")

@@ -6,7 +6,6 @@ import pytest
 import torch
 from common import (
     ALGORITHMS,
-    CASES,
     CHUNK,
     Case,
     Expected,
@@ -19,6 +18,7 @@ from common import (
     by_layout,
     by_option,
     by_order,
+    by_size,
     check,
     definition,
     dtype_id,
@@ -44,15 +44,7 @@ def expected(case, dtype, device, causal, option="defaults", p=2):
 @by_algorithm
 @by_gradient
 @by_order
-@pytest.mark.parametrize(
-    "case, causal",
-    [
-        pytest.param(case, causal, id=f"{case.name}-{'causal' if causal else 'full'}")
-        for case in CASES
-        for causal in (False, True)
-        if case.n <= case.m or not causal
-    ],
-)
+@by_size
 def test_sizes(case, causal, p, algorithm, custom, device):
     expected(case, torch.float32, device, causal, p=p).check(custom=custom, algorithm=algorithm)
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import pytest
 import torch
+from common import torch_warns
 
 import fastmax
 from fastmax import eager, extension, fastmax_attention, verify
@@ -397,21 +398,41 @@ def test_long_sequences(n, algorithm, modes, d, p):
 # ---- streams, graphs, devices, compilers
 
 
+def on_a_late_stream(tensors, call):
+    """`call` of the tensors on a stream of its own, where they arrive late."""
+    late = [torch.zeros_like(x) for x in tensors]
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+        for x, y in zip(late, tensors, strict=True):
+            x.copy_(y)
+        actual = call(*late)
+    side.synchronize()
+    return actual
+
+
+def capture(call):
+    """A CUDA graph of `call`, after two calls on a side stream, and the tensors that a replay writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    return graph, captured
+
+
 @by_algorithm
 @pytest.mark.parametrize("d", [64, 37], ids=["aligned", "padded"])
 def test_side_stream(d, algorithm):
     """The work waits for its own stream, where the operands are late."""
     arguments, grad_o = operands(size("", 300, d=d, dv=d, mask=True), "bf16", algorithm)
     expected = both(arguments, grad_o)
-    late = [torch.zeros_like(x) for x in arguments[:3]]
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
-        for x, y in zip(late, arguments[:3], strict=True):
-            x.copy_(y)
-        actual = both((*late, *arguments[3:]), grad_o)
-    side.synchronize()
+    actual = on_a_late_stream(arguments[:3], lambda *late: both((*late, *arguments[3:]), grad_o))
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x, y)
 
@@ -430,15 +451,7 @@ def test_cuda_graph(mode, algorithm, precision):
         o = fastmax_attention(**static, **options)
         return o.detach(), *torch.autograd.grad(o, leaves, grad_o)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            train()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = train()
+    graph, captured = capture(train)
     for inputs in (other, verify.random_tensors(case, DEVICE, 3)):
         with torch.no_grad():
             for name, x in static.items():
@@ -466,14 +479,7 @@ def test_second_device(mode, algorithm):
         assert torch.cuda.current_device() == 1
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing the compiler runs deprecated parts of torch
+@torch_warns
 @by_algorithm
 @pytest.mark.parametrize("mode", ["bf16", "tf32"])
 def test_compile(mode, algorithm, precision, fresh_dynamo):

@@ -1,6 +1,5 @@
 """The registered operators inside PyTorch: opcheck, compile, export, autocast, checkpointing, DDP; repeatability; memory."""
 
-import weakref
 from functools import partial
 
 import pytest
@@ -8,22 +7,25 @@ import torch
 from common import (
     CHUNK,
     Case,
+    Memory,
     by_algorithm,
     by_causal,
     by_gradient,
     by_layout,
     by_option,
     by_order,
+    check_export,
+    compare,
     dtype_id,
     make_inputs,
     make_options,
     run,
+    torch_warns,
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import FASTMultiHeadAttention, fastmax_attention
@@ -115,22 +117,6 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
 # ---- torch.compile, torch.export
 
 
-# Importing the compiler runs deprecated parts of torch.
-torch_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def compare(actual, expected):
-    for name, x in expected.items():
-        torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
-
-
 @pytest.mark.parametrize(
     "option", ["defaults", "normalize=True", "normalize=token", "key padding", "noise", "sinusoidal", "everything"]
 )
@@ -193,12 +179,7 @@ def test_compile_inductor_dynamic(device, fresh_dynamo):
     "options", [{}, {"mask": True, "normalize": "token", "rpe_matrix": "sinusoidal"}], ids=["full", "causal"]
 )
 def test_export_with_dynamic_length(options, device):
-    block = Block(**options).to(device).eval()
-    length = torch.export.Dim("length", min=2, max=4096)
-    program = torch.export.export(block, (torch.randn(2, 11, 16, device=device),), dynamic_shapes={"x": {1: length}})
-    for n in (2, 50, 700):
-        x = torch.randn(2, n, 16, device=device)
-        torch.testing.assert_close(program.module()(x), block(x))
+    check_export(Block(**options).to(device).eval(), device)
 
 
 # ---- autocast, checkpointing, functional_call, DDP
@@ -317,14 +298,6 @@ def test_ddp(tmp_path):
 # ---- repeatability
 
 
-@pytest.fixture
-def several_threads():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
-
-
 @by_algorithm
 @by_gradient
 @by_order
@@ -370,39 +343,6 @@ def test_saved_for_backward(causal, algorithm, device):
     rest = [x for x in saved if x.untyped_storage().data_ptr() not in known]
     assert [tuple(x.shape) for x in rest] == [(CASE.b, CASE.h, CASE.n)]
     assert len({x.untyped_storage().data_ptr() for x in saved}) == len(known) + 1
-
-
-class Memory(TorchDispatchMode):
-    """Largest tensor made, and the peak of bytes alive, inside the registered operators too."""
-
-    def __init__(self):
-        super().__init__()
-        self.largest = self.alive = self.peak = 0
-        self._known = weakref.WeakSet()
-
-    def _free(self, size):
-        self.alive -= size
-
-    def _see(self, x):
-        self.largest = max(self.largest, x.numel() if x.is_contiguous() else 0)
-        storage = x.untyped_storage()
-        if storage not in self._known:
-            self._known.add(storage)
-            self.alive += storage.nbytes()
-            self.peak = max(self.peak, self.alive)
-            weakref.finalize(storage, self._free, storage.nbytes())
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "fastmax":
-            key = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-            with self:
-                out = func.redispatch(key, *args, **(kwargs or {}))
-        else:
-            out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor):
-                self._see(x)
-        return out
 
 
 def test_memory_sees_inside_the_operator():

@@ -16,7 +16,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastmax.score import Score
+from fastmax.score import Score, Softmax
 
 
 class Span(NamedTuple):
@@ -31,8 +31,9 @@ class Span(NamedTuple):
         return self.start + self.count * self.length
 
 
-# Takes a span of queries with the numerator (B, R, dv) and the denominator (B, R, 1) of its attention.
-Sink = Callable[[Span, tuple[Tensor, Tensor]], None]
+# Takes a span of queries with the sums of its attention: the numerator (B, R, dv), the denominator (B, R, 1), and for softmax
+# the maximum (B, R, 1) that both are relative to.
+Sink = Callable[[Span, tuple[Tensor, ...]], None]
 
 
 def spans(start: int, stop: int, length: int, count: int = 1) -> list[Span]:
@@ -80,7 +81,7 @@ class Operands:
     v: Tensor
     mask: Tensor | None  # (batch, m), True = the key takes part
     rpe: Tensor | None  # (n + m - 1, d)
-    score: Score
+    score: Score | Softmax
     causal: bool
 
     @property

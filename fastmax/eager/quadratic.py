@@ -1,4 +1,7 @@
-"""The quadratic algorithm: tiles of `f(Q K^T)`, one block of queries against one block of keys at a time."""
+"""The quadratic algorithm: tiles of `f(Q K^T)`, one block of queries against one block of keys at a time.
+
+The walk over tiles is shared with softmax attention (`fastmax.eager.flash`), which has other tiles.
+"""
 
 from __future__ import annotations
 
@@ -39,20 +42,7 @@ class _Tiling:
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
     """Hand numerator and denominator of every block of queries to `sink`."""
-    tiling = _Tiling(ops, plan)
-    scan = Scan(checkpointing=workspace is None)
-
-    def block(rows: Span, _):
-        q = ops.q_block(rows)
-
-        def tile(cols: Span, sums: tuple[Tensor, Tensor]):
-            k, v = ops.k_block(cols), ops.v_block(cols)
-            return None, tiles.forward(q, k, v, sums, ops.score, tiling.place(rows, cols), workspace)
-
-        start = q.new_zeros(*q.shape[:-1], ops.v.shape[-1]), q.new_zeros(*q.shape[:-1], 1)
-        return scan(tile, start, tiling.keys(rows), lambda cols, _: None), ()
-
-    scan(block, (), tiling.queries, sink)
+    walk(ops, plan, sink, workspace, tiles.start, tiles.forward)
 
 
 def backward(
@@ -63,12 +53,43 @@ def backward(
     workspace: Workspace,
 ) -> None:
     """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries."""
+    walk_back(ops, plan, g_e, grads, workspace, tiles.backward)
+
+
+def walk(
+    ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None, start: Callable, add_tile: Callable
+) -> None:
+    """For every block of queries: the sums that `start` makes, after `add_tile` for each block of keys, handed to `sink`."""
+    tiling = _Tiling(ops, plan)
+    scan = Scan(checkpointing=workspace is None)
+
+    def block(rows: Span, _):
+        q = ops.q_block(rows)
+
+        def tile(cols: Span, sums: tuple[Tensor, ...]):
+            k, v = ops.k_block(cols), ops.v_block(cols)
+            return None, add_tile(q, k, v, sums, ops.score, tiling.place(rows, cols), workspace)
+
+        return scan(tile, start(q, ops.v.shape[-1]), tiling.keys(rows), lambda cols, _: None), ()
+
+    scan(block, (), tiling.queries, sink)
+
+
+def walk_back(
+    ops: Operands,
+    plan: QuadraticPlan,
+    row_terms: Callable[[Span], tuple[Tensor, ...]],
+    grads: Gradients,
+    workspace: Workspace,
+    tile_gradients: Callable[..., tiles.TileGradients],
+) -> None:
+    """Add the gradients of every tile to `grads`; `row_terms(span)` is what `tile_gradients` takes of a span of queries."""
     tiling = _Tiling(ops, plan)
     for rows in tiling.queries:
-        q, (g, e) = ops.q_block(rows), g_e(rows)
+        q, terms = ops.q_block(rows), row_terms(rows)
         for cols in tiling.keys(rows):
             k, v = ops.k_block(cols), ops.v_block(cols)
-            tile = tiles.backward(q, k, v, g, e, ops.score, tiling.place(rows, cols), workspace)
+            tile = tile_gradients(q, k, v, *terms, ops.score, tiling.place(rows, cols), workspace)
             grads.add_q(rows, tile.q)
             grads.add_k(cols, tile.k)
             grads.add_v(cols, tile.v)

@@ -28,6 +28,11 @@ class TileGradients(NamedTuple):
     rpe: Tensor | None
 
 
+def start(q: Tensor, dv: int) -> tuple[Tensor, Tensor]:
+    """The sums that `forward` adds to, before the first tile."""
+    return q.new_zeros(*q.shape[:-1], dv), q.new_zeros(*q.shape[:-1], 1)
+
+
 def forward(
     q: Tensor,
     k: Tensor,

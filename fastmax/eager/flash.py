@@ -1,0 +1,100 @@
+"""Softmax attention by the online normaliser: the walk of the quadratic algorithm over tiles of `exp(Q K^T - maximum)`.
+
+The sums of a block of queries are relative to the largest score so far. When a tile has a larger one, what was summed before is
+multiplied by `exp(old - new)` (Milakov and Gimelshein, 2018, arXiv:1805.02867), so no score overflows and no row of weights is
+ever whole. The backward takes the weights from the log-sum-exp (Dao, 2023, arXiv:2307.08691): `p_ij = exp(s_ij - lse_i)`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax.eager import quadratic, tiles
+from fastmax.eager.blocks import Gradients, Operands, Sink
+from fastmax.eager.workspace import Workspace, buffer
+from fastmax.planner import QuadraticPlan
+from fastmax.score import Softmax, reciprocal
+
+_NONE = float("-inf")  # the maximum and the log-sum-exp of no scores
+
+
+def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
+    """Hand numerator, denominator and maximum of every block of queries to `sink`."""
+    quadratic.walk(ops, plan, sink, workspace, _start, _add_tile)
+
+
+def backward(ops: Operands, plan: QuadraticPlan, terms, grads: Gradients, workspace: Workspace) -> None:
+    """Add the gradients of the head group to `grads`; `terms(span)` is what `row_terms` gives for a span of queries."""
+    quadratic.walk_back(ops, plan, terms, grads, workspace, _tile_gradients)
+
+
+def finish(numerator: Tensor, z: Tensor, maximum: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of the sums; 0 and -inf where there was no key."""
+    lse = maximum + torch.where(z == 0, 1.0, z).log()
+    return torch.mul(numerator, reciprocal(z), out=out), lse
+
+
+def row_terms(grad_o: Tensor, o: Tensor, lse: Tensor, grad_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """g, e and lse such that `grad_s_ij = p_ij (g_i . v_j + e_i)`."""
+    e = -(grad_o * o).sum(-1, keepdim=True)
+    if grad_lse is not None:
+        e += torch.where(lse == _NONE, 0.0, grad_lse)
+    return grad_o, e, lse
+
+
+def _start(q: Tensor, dv: int) -> tuple[Tensor, Tensor, Tensor]:
+    return *tiles.start(q, dv), q.new_full((*q.shape[:-1], 1), _NONE)
+
+
+def _add_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sums: tuple[Tensor, Tensor, Tensor],
+    score: Softmax,
+    place: tiles.Place,
+    workspace: Workspace | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `tiles.forward`; the sums are a numerator, a denominator and the maximum that both are relative to."""
+    numerator, z, old = sums
+    s = _scores(q, k, place, workspace)
+    maximum = torch.maximum(old, s.detach().amax(-1, keepdim=True))
+    base = _finite(maximum)
+    w, rescale = s.sub_(base).exp_(), torch.exp(old - base)
+    out = None if workspace is None else numerator
+    numerator = torch.baddbmm(torch.mul(numerator, rescale, out=out), w, v, out=out)
+    return numerator, z * rescale + w.sum(-1, keepdim=True), maximum
+
+
+def _tile_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    e: Tensor,
+    lse: Tensor,
+    score: Softmax,
+    place: tiles.Place,
+    workspace: Workspace,
+) -> tiles.TileGradients:
+    """As `tiles.backward`, with lse (B, group * rows, 1)."""
+    p = _scores(q, k, place, workspace).sub_(_finite(lse)).exp_()
+    ds = torch.baddbmm(e, g, v.mT, out=workspace.buffer("ds", *p.shape)).mul_(p)
+    return tiles.TileGradients(ds @ k, ds.mT @ q, p.mT @ g, None)
+
+
+def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace | None) -> Tensor:
+    """q.k where visible, else -inf: (B, group * rows, d), (B, cols, d) -> (B, group * rows, cols)."""
+    s = torch.bmm(q, k.mT, out=buffer(workspace, "scores", *q.shape[:2], k.shape[1]))
+    cols = s.shape[-1]
+    if place.diagonal is not None and place.diagonal < cols - 1:
+        rows = s.shape[1] // place.group
+        hidden = torch.ones(rows, cols, dtype=torch.bool, device=s.device).triu_(place.diagonal + 1)
+        s.unflatten(1, (place.group, -1)).masked_fill_(hidden, _NONE)
+    return s if place.visible is None else s.masked_fill_(place.visible.mT == 0, _NONE)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """x with 0 for -inf: `exp(-inf - 0)` is 0 where `exp(-inf + inf)` would be NaN."""
+    return torch.where(x == _NONE, 0.0, x)
