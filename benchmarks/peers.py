@@ -66,7 +66,7 @@ class _ArrayAttention(torch.autograd.Function):
             scores = xp.matmul(q, k.swapaxes(-1, -2))
             scores *= scale
             if causal:
-                scores[..., _hidden(xp, scores.shape[-1])] = -xp.inf
+                xp.copyto(scores, -xp.inf, where=_hidden(xp, scores.shape[-1]))
             scores -= scores.max(-1, keepdims=True)
             weight = xp.exp(scores)
             weight /= weight.sum(-1, keepdims=True)
