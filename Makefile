@@ -9,7 +9,7 @@ FASTMAX_CUDA_ARCHS ?= native
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench notebooks clean
 
 demo: $(READY)  ## train the character model, then check the custom gradient
 	$(BIN)/python examples/train_char_lm.py
@@ -25,6 +25,9 @@ lint: $(READY)
 bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax attention
 	$(BIN)/python -m benchmarks.run cpu
 	$(BIN)/python -m benchmarks.run memory
+
+notebooks: $(READY)  ## execute the notebooks and store them with their outputs
+	$(BIN)/python examples/notebooks/execute.py
 
 $(READY): pyproject.toml setup.py $(wildcard csrc/*)
 	$(PYTHON) -m venv $(VENV)
