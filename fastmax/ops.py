@@ -1,4 +1,4 @@
-"""The registered operators `torch.ops.fastmax.forward`, `backward` and `decode_step`.
+"""The registered operators `torch.ops.fastmax.forward`, `backward`, `decode_step` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, extension
+from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score
 
 _OPTIONS = (
@@ -40,6 +41,7 @@ for _prefix in ("", "eager_"):
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
         "float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
     )
+    library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
 
 def attention(
@@ -90,6 +92,18 @@ def decode_step(
     return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
 
 
+def softmax(x: Tensor, algorithm: str) -> Tensor:
+    """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online"."""
+    if x.is_cuda and not torch.compiler.is_compiling():
+        extension.warn_if_unused(x.device)
+    return torch.ops.fastmax.softmax.default(x, algorithm)
+
+
+def is_transformed() -> bool:
+    """Whether forward mode or a torch.func transform is active, for which the operator softmax has no rules."""
+    return torch.autograd.forward_ad._current_level >= 0 or eager.in_functorch()
+
+
 def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     score = Score(scale, a0, a1, a2, p)
     with _without_autocast(q):
@@ -107,6 +121,11 @@ def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
         return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
+def _softmax(x, algorithm):
+    with _without_autocast(x):
+        return row_softmax.forward(x, algorithm)
+
+
 def _without_autocast(x: Tensor):
     """Autocast must not reach the accumulations; entering its context costs more than asking."""
     device = x.device.type
@@ -120,6 +139,8 @@ for _name, _implementation in {
     "eager_backward": _backward,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
+    "softmax": _softmax,
+    "eager_softmax": _softmax,
 }.items():
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
 extension.load()
@@ -140,6 +161,11 @@ def _backward_fake(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p
 @torch.library.register_fake("fastmax::decode_step", lib=library)
 def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
     return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(values), torch.empty_like(weights)
+
+
+@torch.library.register_fake("fastmax::softmax", lib=library)
+def _softmax_fake(x, algorithm):
+    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):
@@ -170,6 +196,18 @@ def _refuse(ctx, *grads):
 
 torch.library.register_autograd("fastmax::forward", _differentiate, setup_context=_save, lib=library)
 torch.library.register_autograd("fastmax::backward", _refuse, lib=library)
+
+
+def _save_softmax(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _differentiate_softmax(ctx, grad_y):
+    (y,) = ctx.saved_tensors
+    return row_softmax.backward(grad_y, y), None
+
+
+torch.library.register_autograd("fastmax::softmax", _differentiate_softmax, setup_context=_save_softmax, lib=library)
 
 
 class _Attention(torch.autograd.Function):
