@@ -66,9 +66,7 @@ def safe_softmax(x: Array) -> Array:
         return _like(eager.safe(eager.accumulated(x)), x)
 
 
-def online_softmax(
-    x: Array, block_size: int | None = None, return_states: bool = False
-) -> Array | tuple[Array, RunningStates]:
+def online_softmax(x: Array, block_size: int | None = None, return_states: bool = False) -> Array | tuple[Array, RunningStates]:
     """Softmax over the last dimension with maximum and sum from one pass, a block of columns at a time: two passes in all.
 
     After a block with maximum b the running maximum m becomes `m' = max(m, b)` and the running sum `s exp(m - m') +
@@ -90,10 +88,7 @@ def online_softmax(
     """
     _check(x)
     if block_size is not None:
-        if isinstance(block_size, bool) or not isinstance(block_size, int):
-            raise TypeError(f"block_size must be an int or None, got {block_size!r} ({type(block_size).__name__})")
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        validation.check_count("block_size", block_size)
     if not isinstance(return_states, bool):
         raise TypeError(f"return_states must be a bool, got {return_states!r} ({type(return_states).__name__})")
     if block_size is None and not return_states and _runs_kernel(x):
