@@ -1,13 +1,14 @@
 """Softmax of rows three ways, for numpy arrays and torch tensors: naive, safe, and online, by blocks of the row.
 
-They are what the softmax side of the library is built from, and what attention by an online normaliser (`fastmax.flash_attention`)
-does to its scores. On CUDA tensors `safe_softmax` and `online_softmax` run kernels (docs/softmax.md).
+`online_softmax` is what attention by an online normaliser does to its scores. On CUDA tensors it and `safe_softmax` run kernels
+(docs/softmax.md).
 
 Source: M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, arXiv:1805.02867.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -62,7 +63,7 @@ def safe_softmax(x: Array) -> Array:
         return ops.softmax(x, "safe")
     if x.shape[-1] == 0:
         return _empty(x)
-    with np.errstate(invalid="ignore"):  # -inf - -inf is documented above
+    with _quiet(x):
         return _like(eager.safe(eager.accumulated(x)), x)
 
 
@@ -96,7 +97,7 @@ def online_softmax(x: Array, block_size: int | None = None, return_states: bool 
     if x.shape[-1] == 0:
         nothing = _empty(eager.accumulated(x))
         return (_empty(x), RunningStates(nothing, _empty(nothing))) if return_states else _empty(x)
-    with np.errstate(invalid="ignore"):
+    with _quiet(x):
         y, states = eager.online(eager.accumulated(x), block_size or eager.BLOCK_SIZE)
     return (_like(y, x), states) if return_states else _like(y, x)
 
@@ -117,6 +118,11 @@ def _check(x: object) -> None:
 def _runs_kernel(x: Array) -> bool:
     """Whether the registered operator takes x."""
     return isinstance(x, Tensor) and x.is_cuda and (torch.compiler.is_compiling() or not ops.is_transformed())
+
+
+def _quiet(x: Array):
+    """Without numpy's warning of -inf - -inf, which gives the documented NaN."""
+    return nullcontext() if isinstance(x, Tensor) else np.errstate(invalid="ignore")
 
 
 def _like(y: Array, x: Array) -> Array:

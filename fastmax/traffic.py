@@ -1,4 +1,4 @@
-"""How many bytes attention moves to and from device memory: formulas of the library's own forward passes, and of plain attention."""
+"""Bytes that attention moves to and from device memory: formulas for this library's forward passes and for plain attention."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def hbm_traffic(
 ) -> Traffic:
     """Bytes that the forward pass of one (batch, head) reads from and writes to device memory.
 
-    Every kernel is taken to read each of its operands once and to write each of its results once, with T = seqlen tokens,
-    d = head_dim for q, k and v, e the bytes of an element, and caches that hold nothing from one kernel to the next.
+    Every kernel is taken to read each of its operands once and to write each of its results once; what its blocks read again
+    comes from the L2 cache, which holds nothing from one kernel to the next. T = seqlen tokens, d = head_dim for q, k and v,
+    e the bytes of an element.
 
     - "standard": scores, softmax and weighted values as three kernels, with scores and weights (T, T) of the given dtype in
       memory: read (3 T d + 2 T^2) e, written (T d + 2 T^2) e. A causal mask saves nothing.
-    - "flash", "quadratic": one kernel; a block of `block_size` queries reads every key and value that one of its queries sees.
-      With R the keys read by all blocks, T ceil(T / block_size) or, causal, `sum(min(T, i block_size))` over the blocks
-      i = 1, 2, ...: read (T d + 2 R d) e, written T d e + 4 T (a float32 per query: log-sum-exp or denominator). Fastmax and
-      softmax differ in nothing here. Blocks that run at the same time share keys and values in the L2 cache; where it holds
-      them all, memory sees what block_size = seqlen gives, every tensor once: (4 T d) e + 4 T.
+    - "flash", "quadratic": one kernel; softmax and Fastmax differ in nothing here. Read (3 T d) e, written T d e + 4 T (a
+      float32 per query: log-sum-exp or denominator). With a `block_size` no cache is shared: each block of so many queries
+      reads every key and value that one of its queries sees. With R the keys that all blocks read, T ceil(T / block_size) or,
+      causal, `sum(min(T, i block_size))` over the blocks i = 1, 2, ...: read (T d + 2 R d) e.
     - "linear", p = 2: with D the native head dim, F = D (D + 8) / 2 + 2 D and chunks of C queries, a state is S = F D bf16 or
       float32 numbers and 2 D + 4 float32 sums. Not causal there is one: read (3 T d) e + S, written T d e + 4 T + S. Causal
       there is one for each of the ceil(T / C) chunks but the first, and k and v are read for the states and again within their
@@ -66,8 +66,8 @@ def hbm_traffic(
         dtype: float16, bfloat16 or float32 (true float32, not TF32).
         algorithm: "standard", "flash", "quadratic" or "linear".
         causal: whether keys after a query are left out.
-        block_size: queries per block of "flash" and "quadratic", at least 1; None: the tile of the CUDA kernels. The others
-            have none.
+        block_size: queries per block of "flash" and "quadratic", at least 1 (`fastmax.traffic.tile_rows`: the CUDA kernels'),
+            or None. The others have none.
         p: 1 or 2, of "linear".
 
     Returns:
@@ -99,7 +99,7 @@ def hbm_traffic(
     if algorithm == "standard":
         matrix = seqlen * seqlen * dtype.itemsize
         return Traffic(3 * tensor + 2 * matrix, tensor + 2 * matrix)
-    rows = block_size or _tile_rows(head_dim, dtype)
+    rows = block_size or seqlen
     blocks = -(-seqlen // rows)
     keys = sum(min(seqlen, i * rows) for i in range(1, blocks + 1)) if causal else blocks * seqlen
     return Traffic(tensor + 2 * keys * head_dim * dtype.itemsize, tensor + _FLOAT * seqlen)
@@ -129,8 +129,8 @@ def _native(head_dim: int) -> int:
     return next(width for width in _HEAD_DIMS if head_dim <= width)
 
 
-def _tile_rows(head_dim: int, dtype: torch.dtype) -> int:
-    """Queries of a block, `QuadraticFwdTile::kRows` in csrc/tile_config.h."""
+def tile_rows(head_dim: int, dtype: torch.dtype = torch.float16) -> int:
+    """Queries of a block of the quadratic forward kernel, for arguments of `hbm_traffic` (csrc/tile_config.h)."""
     width = _native(head_dim)
     two_tiles = dtype == torch.bfloat16 or (dtype == torch.float16 and width <= 64)
     return 128 if width > 128 or two_tiles else 64
