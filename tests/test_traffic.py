@@ -58,7 +58,8 @@ def test_linear():
     assert hbm_traffic(1000, 64, algorithm="linear", causal=True, **FP32).written == 256_000 + 4_000 + 623_120
     # bf16: chunks of 256, three states of (2304 + 128) 64 2 + 528.
     assert hbm_traffic(1000, 64, algorithm="linear", causal=True, **BF16).written == 128_000 + 4_000 + 3 * 311_824
-    # d = 20 runs as 32: S = (32 40 / 2 + 64) 32 2 + 68 4.
+    # d = 16 and 20 run as 32: S = (32 40 / 2 + 64) 32 2 + 68 4.
+    assert hbm_traffic(100, 16, algorithm="linear", **BF16) == (9_600 + 45_328, 3_200 + 400 + 45_328)
     assert hbm_traffic(100, 20, algorithm="linear", **BF16) == (12_000 + 45_328, 4_000 + 400 + 45_328)
     # float16: copies of q, k and v in float32 are written (3 T d 4) and read in their place.
     assert hbm_traffic(512, 128, algorithm="linear") == (393_216 + 786_432 + 4_588_560, 786_432 + 133_120 + 4_588_560)
