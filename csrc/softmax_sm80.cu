@@ -25,9 +25,10 @@ namespace {
 // 16-byte words of a chunk per lane: 32 of the 64 registers that a block of 1024 threads may use.
 constexpr int kWords = 8;
 constexpr int kMaxThreads = 1024;
-// Threads that 64 registers each leave on a multiprocessor: with fewer in all, rows are spread over more lanes of fewer words.
+// What fits a multiprocessor at 64 registers. With fewer threads in all, rows are spread over more lanes of fewer words.
 constexpr int kThreadsPerSm = 1024;
-// Two rows of a few words share a warp, by groups that read 256 bytes, two cache lines, at a time.
+// Two short rows share a warp. Half a warp reads 256 bytes, two cache lines, at a time, and has a lane for each element that
+// may be left over before and after the words (Row::edge).
 constexpr int kMinLanes = 16;
 // Threads of a block of such rows: four warps have a multiprocessor's four schedulers.
 constexpr int kSmallRowThreads = 128;
@@ -49,7 +50,7 @@ Launch choose_launch(const SoftmaxParams& p, int row_words) {
   launch.lanes = lanes;
   launch.rows = lanes <= 32 ? kSmallRowThreads / lanes : 1;
   const int chunks = divide_up(row_words, lanes * kWords);
-  launch.words = divide_up(row_words, lanes * chunks);  // chunks of one size: a short last one would be the one that is not read again
+  launch.words = divide_up(row_words, lanes * chunks);  // of one size: a short last one would be the one that is not read again
   launch.blocks = (p.rows - 1) / launch.rows + 1;
   return launch;
 }
@@ -67,7 +68,9 @@ struct Word {
                                                                                : 0xff80ff80u;  // every element of a register
   alignas(16) uint32_t r[4];
 
-  __device__ __forceinline__ float2 pair(int i) const { return load_pair(reinterpret_cast<const Element*>(r + i * kPairRegisters)); }
+  __device__ __forceinline__ float2 pair(int i) const {  // elements 2i and 2i + 1
+    return load_pair(reinterpret_cast<const Element*>(r + i * kPairRegisters));
+  }
   __device__ __forceinline__ void set_pair(int i, float x, float y) {
     store_pair(reinterpret_cast<Element*>(r + i * kPairRegisters), x, y);
   }
@@ -160,7 +163,7 @@ __device__ __forceinline__ float reduce(float x, int lanes, float (&partials)[32
   return reduce_warps<Operation>(partials[threadIdx.x % 32], lanes / 32);
 }
 
-// The maximum of all, and the sum of the sums once each, of a lane and then of a warp, is brought to that maximum.
+// The maximum over the lanes of a row, and the sum of their sums, each rescaled to that maximum first; in a warp, then over warps.
 __device__ __forceinline__ void reduce_online(float& maximum, float& sum, int lanes, float (&maxima)[32], float (&sums)[32]) {
   const auto rescaled = [](float sum, float maximum, float raised) { return sum * exp_difference(maximum, reference(raised)); };
   float raised = reduce_lanes<Maximum>(maximum, min(lanes, 32));
@@ -214,7 +217,8 @@ struct Chunk {
     return sum;
   }
 
-  __device__ __forceinline__ void store(const Row<Element>& row, int first, int stride, int count, float maximum, float scale) const {
+  __device__ __forceinline__ void store(const Row<Element>& row, int first, int stride, int count, float maximum,
+                                        float scale) const {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       if (i >= count) continue;

@@ -93,10 +93,15 @@ def decode_step(
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
-    """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online"."""
-    if x.is_cuda and not torch.compiler.is_compiling():
+    """Softmax over the last dimension of a checked tensor, outside of `is_transformed`; algorithm is "safe" or "online"."""
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.softmax.default(x, algorithm)
+    if x.is_cuda:
         extension.warn_if_unused(x.device)
-    return torch.ops.fastmax.softmax.default(x, algorithm)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return torch.ops.fastmax.softmax.default(x, algorithm)
+    with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
+        return torch.ops.fastmax.softmax.default(x, algorithm)
 
 
 def is_transformed() -> bool:

@@ -276,6 +276,21 @@ def test_operator(dtype, algorithm, device):
     assert torch.autograd.gradgradcheck(operator, wide)
 
 
+@by_algorithm
+def test_operator_with_and_without_a_gradient(algorithm, device):
+    """As `safe_softmax` and `online_softmax` call it for CUDA tensors: the same bits, and a graph where one is wanted."""
+    x = torch.randn(3, 40, device=device)
+    expected = torch.ops.fastmax.softmax(x, algorithm)
+    recorded = ops.softmax(x.clone().requires_grad_(), algorithm)
+    with torch.no_grad():
+        quiet = ops.softmax(x.clone().requires_grad_(), algorithm)
+    with torch.inference_mode():
+        inference = ops.softmax(x, algorithm)
+    assert recorded.requires_grad and not quiet.requires_grad and inference.is_inference()
+    for y in (recorded, quiet, inference, ops.softmax(x, algorithm)):
+        assert torch.equal(y, expected)
+
+
 def test_operator_rejects_other_algorithms(device):
     with pytest.raises((ValueError, RuntimeError), match="algorithm must be .*safe.* or .*online.*, got .*quick"):
         torch.ops.fastmax.softmax(torch.zeros(3, device=device), "quick")
