@@ -1,4 +1,4 @@
-// What both bindings need of the libtorch stable ABI: its names, allocation, the stream, calls to other operators.
+// What the bindings need of the libtorch stable ABI: its names, allocation, the stream, calls to other operators.
 #pragma once
 
 #include <cuda_runtime.h>

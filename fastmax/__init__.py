@@ -1,10 +1,12 @@
 """Polynomial-kernel (Fastmax) attention for PyTorch."""
 
+from fastmax import softmax
 from fastmax.decode import DecodeState, init_state, prefill, step
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.positional import rpe_matrix_creator
 from fastmax.swap import swap_attention
+from fastmax.traffic import hbm_traffic
 
 __version__ = "0.1.0"
 
@@ -13,9 +15,11 @@ __all__ = [
     "FASTMultiHeadAttention",
     "fastmax_attention",
     "flash_attention",
+    "hbm_traffic",
     "init_state",
     "prefill",
     "rpe_matrix_creator",
+    "softmax",
     "step",
     "swap_attention",
 ]

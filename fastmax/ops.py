@@ -1,4 +1,4 @@
-"""The registered operators `torch.ops.fastmax.forward`, `backward`, `flash_forward`, `flash_backward` and `decode_step`.
+"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`, `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, extension
+from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
 _OPTIONS = (
@@ -51,6 +52,7 @@ for _prefix in ("", "eager_"):
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
         "float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
     )
+    library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
 
 def attention(
@@ -107,6 +109,23 @@ def decode_step(
     return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
 
 
+def softmax(x: Tensor, algorithm: str) -> Tensor:
+    """Softmax over the last dimension of a checked tensor, outside of `is_transformed`; algorithm is "safe" or "online"."""
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.softmax.default(x, algorithm)
+    if x.is_cuda:
+        extension.warn_if_unused(x.device)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return torch.ops.fastmax.softmax.default(x, algorithm)
+    with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
+        return torch.ops.fastmax.softmax.default(x, algorithm)
+
+
+def is_transformed() -> bool:
+    """Whether forward mode or a torch.func transform is active, for which the operator softmax has no rules."""
+    return torch.autograd.forward_ad._current_level >= 0 or eager.in_functorch()
+
+
 def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     score = Score(scale, a0, a1, a2, p)
     with _without_autocast(q):
@@ -134,6 +153,11 @@ def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
         return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
+def _softmax(x, algorithm):
+    with _without_autocast(x):
+        return row_softmax.forward(x, algorithm)
+
+
 def _without_autocast(x: Tensor):
     """Autocast must not reach the accumulations; entering its context costs more than asking."""
     device = x.device.type
@@ -151,6 +175,8 @@ for _name, _implementation in {
     "eager_flash_backward": _flash_backward,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
+    "softmax": _softmax,
+    "eager_softmax": _softmax,
 }.items():
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
 extension.load()
@@ -187,6 +213,11 @@ def _fake_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 @torch.library.register_fake("fastmax::decode_step", lib=library)
 def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
     return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(values), torch.empty_like(weights)
+
+
+@torch.library.register_fake("fastmax::softmax", lib=library)
+def _softmax_fake(x, algorithm):
+    return x.new_empty(x.shape)
 
 
 def _save(ctx, inputs, output):
@@ -257,6 +288,18 @@ def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Te
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
         return operator.forward(*tensors, *options)
     return _Fused.apply(operator, options, *tensors)
+
+
+def _save_softmax(ctx, inputs, output):
+    ctx.save_for_backward(output)
+
+
+def _differentiate_softmax(ctx, grad_y):
+    (y,) = ctx.saved_tensors
+    return row_softmax.backward(grad_y, y), None
+
+
+torch.library.register_autograd("fastmax::softmax", _differentiate_softmax, setup_context=_save_softmax, lib=library)
 
 
 class _Fused(torch.autograd.Function):

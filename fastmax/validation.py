@@ -78,6 +78,14 @@ def _number(name: str, value: object) -> float:
     return value
 
 
+def check_count(name: str, value: object) -> None:
+    """An int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {_describe(value)}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
 def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:
     """The polynomial from its parameters."""
     temperature = _number("temperature", temperature)

@@ -1,0 +1,134 @@
+"""Softmax of rows three ways, for numpy arrays and torch tensors: naive, safe, and online, by blocks of the row.
+
+`online_softmax` is what attention by an online normaliser does to its scores. On CUDA tensors it and `safe_softmax` run kernels
+(docs/softmax.md).
+
+Source: M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, arXiv:1805.02867.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastmax import ops, validation
+from fastmax.eager import softmax as eager
+from fastmax.eager.softmax import RunningStates
+
+Array = TypeVar("Array", np.ndarray, Tensor)
+
+__all__ = ["RunningStates", "naive_softmax", "online_softmax", "safe_softmax"]
+
+
+def naive_softmax(x: Array) -> Array:
+    """`exp(x) / sum(exp(x))` over the last dimension, as the formula stands.
+
+    It overflows as the formula does, from x = 89 in float32 on (710 in float64): infinity divided by infinity is NaN; and where
+    every element of a row is below -104 (-746), the row is 0 / 0, NaN too. numpy warns of it (RuntimeWarning), torch does not.
+
+    Args:
+        x: (..., width), numpy array (float16, float32, float64, longdouble) or torch tensor (float16, bfloat16, float32,
+            float64); half types are computed in float32.
+
+    Returns:
+        An array or tensor of x's shape and dtype. Differentiable for tensors, through autograd.
+
+    Raises:
+        TypeError, ValueError: naming x.
+    """
+    _check(x)
+    return _like(eager.naive(eager.accumulated(x)), x) if x.shape[-1] > 0 else _empty(x)
+
+
+def safe_softmax(x: Array) -> Array:
+    """Softmax over the last dimension with the maximum of the row subtracted first: three passes, no overflow.
+
+    A row that is -inf throughout, or holds +inf or NaN, is NaN throughout, as in `torch.softmax`.
+
+    Args:
+        x: as for `naive_softmax`. Floating-point CUDA tensors of up to 32 bits run a kernel.
+
+    Returns:
+        An array or tensor of x's shape and dtype. Differentiable for tensors; twice, too.
+
+    Raises:
+        TypeError, ValueError: naming x.
+    """
+    _check(x)
+    if _runs_kernel(x):
+        return ops.softmax(x, "safe")
+    if x.shape[-1] == 0:
+        return _empty(x)
+    with _quiet(x):
+        return _like(eager.safe(eager.accumulated(x)), x)
+
+
+def online_softmax(x: Array, block_size: int | None = None, return_states: bool = False) -> Array | tuple[Array, RunningStates]:
+    """Softmax over the last dimension with maximum and sum from one pass, a block of columns at a time: two passes in all.
+
+    After a block with maximum b the running maximum m becomes `m' = max(m, b)` and the running sum `s exp(m - m') +
+    sum(exp(x - m'))` over the block. In exact arithmetic the result does not depend on the blocks.
+
+    Args:
+        x: as for `safe_softmax`, with the same results for infinite elements and NaN.
+        block_size: columns per block, at least 1; the last block may be shorter. None: 1024, and the kernel's own on CUDA.
+        return_states: also return what is known after each block.
+
+    Returns:
+        An array or tensor of x's shape and dtype; with `return_states` that and `RunningStates(max, sum)`, each
+        (..., ceil(width / block_size)), float32 for half types and x's dtype otherwise. While a row held nothing but -inf,
+        its state is (-inf, 0). Differentiable for tensors, the states too. A block_size or return_states runs PyTorch
+        operations on every device.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    _check(x)
+    if block_size is not None:
+        validation.check_count("block_size", block_size)
+    if not isinstance(return_states, bool):
+        raise TypeError(f"return_states must be a bool, got {return_states!r} ({type(return_states).__name__})")
+    if block_size is None and not return_states and _runs_kernel(x):
+        return ops.softmax(x, "online")
+    if x.shape[-1] == 0:
+        nothing = _empty(eager.accumulated(x))
+        return (_empty(x), RunningStates(nothing, _empty(nothing))) if return_states else _empty(x)
+    with _quiet(x):
+        y, states = eager.online(eager.accumulated(x), block_size or eager.BLOCK_SIZE)
+    return (_like(y, x), states) if return_states else _like(y, x)
+
+
+def _check(x: object) -> None:
+    if isinstance(x, Tensor):
+        if x.dtype not in validation.DTYPES:
+            raise TypeError(f"x must be float64, float32, float16 or bfloat16, got {x.dtype}")
+    elif isinstance(x, np.ndarray):
+        if not np.issubdtype(x.dtype, np.floating):
+            raise TypeError(f"x must be a floating-point array, got dtype {x.dtype}")
+    else:
+        raise TypeError(f"x must be a numpy array or a torch.Tensor, got {type(x).__name__}")
+    if x.ndim == 0:
+        raise ValueError("x must have at least one dimension, (..., width), got none")
+
+
+def _runs_kernel(x: Array) -> bool:
+    """Whether the registered operator takes x."""
+    return isinstance(x, Tensor) and x.is_cuda and (torch.compiler.is_compiling() or not ops.is_transformed())
+
+
+def _quiet(x: Array):
+    """Without numpy's warning of -inf - -inf, which gives the documented NaN."""
+    return nullcontext() if isinstance(x, Tensor) else np.errstate(invalid="ignore")
+
+
+def _like(y: Array, x: Array) -> Array:
+    return y.to(x.dtype) if isinstance(y, Tensor) else y.astype(x.dtype, copy=False)
+
+
+def _empty(x: Array) -> Array:
+    """x without columns, as a result: a tensor or array of its own, and part of autograd's graph."""
+    return x.clone() if isinstance(x, Tensor) else x.copy()

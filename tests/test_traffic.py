@@ -1,0 +1,123 @@
+"""`hbm_traffic` against numbers computed by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastmax import hbm_traffic
+from fastmax.traffic import tile_rows
+
+BF16 = {"dtype": torch.bfloat16}
+FP32 = {"dtype": torch.float32}
+
+
+# d = 128, two bytes an element: T d = 65536, 131072, 262144, 524288 numbers, T^2 = 2^18, 2^20, 2^22, 2^24.
+@pytest.mark.parametrize(
+    "seqlen, standard, once, tiles, linear, linear_p1",
+    [
+        # (4 T d + 4 T^2) 2 | 4 T d 2 + 4 T | (2 T d + 2 (T / 128) T d) 2 + 4 T | 4 T d 2 + 4 T + 2 S | as once
+        # S = (128 136 / 2 + 256) 128 2 + 260 4 = 2294800
+        (512, 2_621_440, 526_336, 1_312_768, 5_115_936, 526_336),
+        (1024, 9_437_184, 1_052_672, 4_722_688, 5_642_272, 1_052_672),
+        (2048, 35_651_584, 2_105_344, 17_833_984, 6_694_944, 2_105_344),
+        (4096, 138_412_032, 4_210_688, 69_222_400, 8_800_288, 4_210_688),
+    ],
+)
+def test_the_classic_table(seqlen, standard, once, tiles, linear, linear_p1):
+    assert hbm_traffic(seqlen, 128, algorithm="standard").total == standard
+    assert hbm_traffic(seqlen, 128, algorithm="standard", causal=True).total == standard
+    for algorithm in ("flash", "quadratic"):
+        for dtype in (torch.float16, torch.bfloat16):
+            assert hbm_traffic(seqlen, 128, dtype, algorithm).total == once
+            assert hbm_traffic(seqlen, 128, dtype, algorithm, block_size=seqlen).total == once
+            assert hbm_traffic(seqlen, 128, dtype, algorithm, block_size=seqlen + 1, causal=True).total == once
+            assert hbm_traffic(seqlen, 128, dtype, algorithm, block_size=128).total == tiles
+    assert hbm_traffic(seqlen, 128, algorithm="linear", **BF16).total == linear
+    for causal in (False, True):
+        assert hbm_traffic(seqlen, 128, algorithm="linear", p=1, causal=causal, **BF16).total == linear_p1
+
+
+def test_the_table_of_the_documentation():
+    lines = (Path(__file__).parent.parent / "docs/softmax.md").read_text().splitlines()
+    columns = (
+        {"algorithm": "standard"},
+        {"block_size": 128},
+        {},
+        {"algorithm": "linear"},
+        {"algorithm": "linear", "causal": True},
+        {"algorithm": "linear", "p": 1},
+    )
+    for seqlen in (512, 1024, 2048, 4096, 16384, 65536):
+        numbers = [f"{hbm_traffic(seqlen, 128, torch.bfloat16, **options).total / 2**20:.2f}" for options in columns]
+        assert f"| {' | '.join([str(seqlen), *numbers])} |" in lines
+
+
+def test_reads_and_writes():
+    assert hbm_traffic(512, 128, algorithm="standard") == (1_441_792, 1_179_648)  # (3 T d + 2 T^2) 2, (T d + 2 T^2) 2
+    assert hbm_traffic(512, 128) == (393_216, 133_120)  # 3 T d 2, T d 2 + 4 T
+    assert hbm_traffic(512, 128, **FP32) == (786_432, 264_192)
+    assert hbm_traffic(512, 128, block_size=64) == (2_228_224, 133_120)  # (T d + 2 8 T d) 2
+    assert hbm_traffic(512, 128, block_size=64, causal=True) == (1_310_720, 133_120)  # R = 64 (1 + ... + 8) = 2304
+    assert hbm_traffic(100, 64, block_size=64) == (64_000, 13_200)  # two blocks: (T d + 2 2 T d) 2
+    assert hbm_traffic(100, 64, block_size=64, causal=True) == (54_784, 13_200)  # R = 64 + 100
+
+
+def test_linear():
+    # bf16: two, and no state: a single chunk.
+    assert hbm_traffic(1024, 128, algorithm="linear", causal=True, **BF16) == (786_432, 266_240)
+    # Four chunks of 1024, three states; keys read 4096 + 3072: (T d + 2 7168 d) 2 + 3 S, T d 2 + 4 T + 3 S.
+    assert hbm_traffic(4096, 128, algorithm="linear", causal=True, **BF16) == (11_602_992, 7_949_360)
+    # One more token, one more chunk.
+    assert hbm_traffic(4097, 128, algorithm="linear", causal=True, **BF16).written == 4097 * 256 + 4 * 4097 + 4 * 2_294_800
+    # float32, d = 64: S = (64 72 / 2 + 128) 64 4 + 132 4 = 623120; chunks of 512.
+    assert hbm_traffic(1000, 64, algorithm="linear", **FP32) == (768_000 + 623_120, 256_000 + 4_000 + 623_120)
+    assert hbm_traffic(1000, 64, algorithm="linear", causal=True, **FP32).written == 256_000 + 4_000 + 623_120
+    # bf16: chunks of 256, three states of (2304 + 128) 64 2 + 528.
+    assert hbm_traffic(1000, 64, algorithm="linear", causal=True, **BF16).written == 128_000 + 4_000 + 3 * 311_824
+    # d = 16 and 20 run as 32: S = (32 40 / 2 + 64) 32 2 + 68 4.
+    assert hbm_traffic(100, 16, algorithm="linear", **BF16) == (9_600 + 45_328, 3_200 + 400 + 45_328)
+    assert hbm_traffic(100, 20, algorithm="linear", **BF16) == (12_000 + 45_328, 4_000 + 400 + 45_328)
+    # float16: copies of q, k and v in float32 are written (3 T d 4) and read in their place.
+    assert hbm_traffic(512, 128, algorithm="linear") == (393_216 + 786_432 + 4_588_560, 786_432 + 133_120 + 4_588_560)
+    assert hbm_traffic(512, 128, algorithm="linear", p=1) == (393_216 + 786_432, 786_432 + 133_120)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+def test_states_outgrow_nothing(head_dim):
+    """Linear in the tokens, where the scores are not: twice the tokens, at most twice the bytes."""
+    for causal in (False, True):
+        half, whole = (hbm_traffic(n, head_dim, torch.bfloat16, "linear", causal=causal).total for n in (2**16, 2**17))
+        assert half < whole <= 2.1 * half
+    half, whole = (hbm_traffic(n, head_dim, torch.bfloat16, "standard").total for n in (2**16, 2**17))
+    assert whole > 3.9 * half
+
+
+def test_tile_rows():
+    assert [tile_rows(d) for d in (16, 64, 65, 128, 256)] == [128, 128, 64, 64, 128]
+    assert [tile_rows(d, torch.bfloat16) for d in (1, 64, 128, 129, 256)] == [128] * 5
+    assert [tile_rows(d, torch.float32) for d in (16, 128, 256)] == [64, 64, 128]
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"seqlen": 0}, ValueError, "seqlen must be at least 1, got 0"),
+        ({"seqlen": 2.0}, TypeError, r"seqlen must be an int, got 2.0 \(float\)"),
+        ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+        ({"head_dim": 257}, ValueError, "head_dim must be at most 256, .* got 257"),
+        ({"head_dim": 129, "algorithm": "linear", "p": 1}, ValueError, "head_dim must be at most 128 for p = 1, got 129"),
+        ({"dtype": torch.float64}, TypeError, "dtype must be float16, bfloat16 or float32, got torch.float64"),
+        ({"dtype": "float16"}, TypeError, "dtype must be float16, .* got 'float16'"),
+        ({"algorithm": "auto"}, ValueError, "algorithm must be one of 'standard', 'flash', 'quadratic', 'linear', got 'auto'"),
+        ({"causal": 1}, TypeError, "causal must be a bool"),
+        ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
+        ({"block_size": 64.0}, TypeError, "block_size must be an int, got 64.0"),
+        ({"block_size": 64, "algorithm": "linear"}, ValueError, 'block_size must be None for algorithm="linear", .* got 64'),
+        ({"p": 3}, ValueError, "p must be 1 or 2, got 3"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)
+def test_errors(options, error, message):
+    with pytest.raises(error, match=message):
+        hbm_traffic(**{"seqlen": 8, "head_dim": 8} | options)
