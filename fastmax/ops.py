@@ -1,4 +1,5 @@
-"""The registered operators, `torch.ops.fastmax.*`: attention, softmax attention, decoding, row softmax.
+"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step` and
+`softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
