@@ -126,7 +126,7 @@ def profiled_lines(
 ) -> list[Line]:
     """By time, the longest first."""
     cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda) as profiler:
+    with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda, acc_events=True) as profiler:
         repeat(call, iterations, device)
     if trace:
         trace.parent.mkdir(parents=True, exist_ok=True)
