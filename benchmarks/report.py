@@ -48,6 +48,13 @@ def write_csv(rows: list[Row], path: Path) -> None:
         writer.writerows(rows)
 
 
+def read_csv(path: Path) -> list[Row]:
+    """What `write_csv` wrote, numbers as numbers; a cell that was left out stays out."""
+    numbers = dict.fromkeys(("batch", "heads", "tokens", "head_dim"), int) | {"median": float}
+    with path.open(newline="") as file:
+        return [{key: numbers.get(key, str)(cell) for key, cell in row.items() if cell != ""} for row in csv.DictReader(file)]
+
+
 HEADER = (
     f"{'case':<44}{'mode':<9}{'provider':<17}{'median':>11}{'p20':>11}{'p80':>11} {'unit':<5}{'of peer':>8}"
     f"{'target':>12}{'met':>5}{'of floor':>9}{'error':>9}{'grad':>9}"
@@ -137,7 +144,7 @@ def crossings(rows: list[Row], device: torch.device) -> list[str]:
     return lines
 
 
-def scaling(rows: list[Row], path: Path, device: torch.device) -> None:
+def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
     """Time and memory over n, a column for each head dim. A ring marks where fastmax overtakes the fastest softmax, the dotted
     line where algorithm="auto" turns from quadratic to linear (p = 2)."""
     curves: dict[tuple, dict[int, float]] = defaultdict(dict)
@@ -166,15 +173,17 @@ def scaling(rows: list[Row], path: Path, device: torch.device) -> None:
                     top.plot(n, ms, "o", markersize=11, markerfacecolor="none", color=f"C{i}")
                     top.annotate(f"{n:.0f}", (n, ms), xytext=(6, -14), textcoords="offset points", color=f"C{i}")
             first = next(row for row in rows if row["head_dim"] == d)
-            switch = chosen_crossing(device, first["dtype"], 2, first["heads"], d, longest=65536)
+            switch = chosen_crossing(device, first["dtype"], 2, first["heads"], d, longest=65536) if device else None
             if switch is not None:
                 top.axvline(switch, color="gray", linestyle=":")
             top.set_title(f"{first['dtype']}, ({first['batch']}, {first['heads']}, n, {d})")
-        marks = "ring: fastmax overtakes the fastest softmax; dotted: p = 2 turns from quadratic to linear"
-        figure.suptitle(f"causal attention, forward + backward, {rows[0].get('device', '')}\n{marks}", fontsize=10)
+        marks = "ring: fastmax overtakes the fastest softmax"
+        if device:
+            marks += "; dotted: p = 2 turns from quadratic to linear"
+        figure.suptitle(f"causal attention, forward + backward\n{rows[0].get('device', '')}\n{marks}", fontsize=9)
 
 
-def times(rows: list[Row], path: Path, device: torch.device) -> None:
+def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
     """Time over n by provider: a row for each mode, a column for each (heads, head_dim)."""
     sizes = sorted({(row["heads"], row["head_dim"]) for row in rows})
     modes = list(dict.fromkeys(row["mode"] for row in rows if row["unit"] == "ms"))
@@ -188,7 +197,7 @@ def times(rows: list[Row], path: Path, device: torch.device) -> None:
         figure.suptitle(f"causal attention, {rows[0].get('device', '')}", fontsize=10)
 
 
-def training(rows: list[Row], path: Path, device: torch.device) -> None:
+def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
     """Tokens a second and peak memory of a training step over the context."""
 
     def tokens_per_s(row: Row) -> float:

@@ -33,6 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="run the cases whose first column contains this")
     parser.add_argument("--out", type=Path, help="write the rows here as CSV")
     parser.add_argument("--figure", type=Path, help="write the suite's figure here, if it has one (needs matplotlib)")
+    parser.add_argument("--rows", type=Path, help="measure nothing: draw the figure from this CSV")
     parser.add_argument("--device", help="cuda if the suite has cases for it and there is one, else cpu")
     parser.add_argument("--rounds", type=int, help="kept at least (default: the suite's, 5 or 3)")
     parser.add_argument("--dropped", type=int, default=3, help="first rounds left out (default 3)")
@@ -41,14 +42,19 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     suite = SUITES[options.suite]
+    if options.figure and not suite.figure:
+        parser.error(f"{options.suite!r} has no figure")
+    if options.rows:
+        if not options.figure:
+            parser.error("--rows needs --figure")
+        report.FIGURES[suite.figure](report.read_csv(options.rows), options.figure, None)
+        return 0
     device = torch.device(options.device or ("cuda" if "cuda" in suite.cases and torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     cases = [case for case in suite.cases.get(device.type, ()) if options.only in case.label()]
     if not cases:
         parser.error(f"{options.suite!r} has no case for {device.type} that contains {options.only!r}")
-    if options.figure and not suite.figure:
-        parser.error(f"{options.suite!r} has no figure")
     seconds = options.seconds if options.seconds is not None else 0.3 if device.type == "cuda" else 4.0
     protocol = Protocol(options.dropped, options.rounds or suite.rounds, seconds)
 

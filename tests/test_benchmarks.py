@@ -345,6 +345,22 @@ def test_figure(measure, tmp_path):
     image = tmp_path / "scaling.png"
     measure(*(replace(case, tokens=n) for n in (16, 32)), figure="scaling", arguments=("--figure", str(image)))
     assert image.stat().st_size > 10_000
+    image.unlink()
+    assert run.main(["scaling", "--rows", str(tmp_path / "rows.csv"), "--figure", str(image)]) == 0  # measures nothing
+    assert image.stat().st_size > 10_000
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    rows = [{"case": "x", "tokens": 16, "median": 0.5, "note": ""}, {"case": "y", "tokens": 32, "note": "out of memory"}]
+    report.write_csv(rows, tmp_path / "x.csv")
+    assert report.read_csv(tmp_path / "x.csv") == [{"case": "x", "tokens": 16, "median": 0.5}, rows[1]]
+
+
+def test_drawing_from_a_table_needs_a_figure(tmp_path):
+    with pytest.raises(SystemExit):
+        run.main(["scaling", "--rows", str(tmp_path / "x.csv")])
+    with pytest.raises(SystemExit):
+        run.main(["cpu", "--figure", str(tmp_path / "x.png")])
 
 
 def test_figures_of_times_and_of_training(measure, tmp_path, tiny_gpt):
