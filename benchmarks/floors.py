@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from benchmarks.registry import DTYPES, Case
+from fastmax.traffic import chunk_length
 
 COPY = 4.25e12  # bytes/s, read plus written
 MATMUL = {"bf16": 780e12, "fp16": 780e12, "tf32": 400e12, "fp32": 400e12 / 3}  # flop/s; fp32 is three TF32 products
 BACKWARD = 2.5  # times the forward's flop: five products, or five passes over the features, instead of two
 
-# Queries per state snapshot of the linear kernels, p = 2 (docs/cuda.md): a longer chunk trades state traffic for flop.
-CHUNK = {32: 256, 64: 256, 96: 512, 128: 1024}
+# Queries per state of the linear kernels in bf16, p = 2: a longer chunk trades state traffic for flop.
+CHUNK = {d: chunk_length(d, torch.bfloat16) for d in (32, 64, 96, 128)}
 CHUNK_P1 = 128
 
 

@@ -111,7 +111,7 @@ def _linear(seqlen: int, head_dim: int, dtype: torch.dtype, causal: bool, p: int
     numbers = seqlen * head_dim
     states, keys = 0, seqlen  # keys and values read, counting those read twice
     if p == 2 and causal:
-        chunk = _chunk(head_dim, dtype)
+        chunk = chunk_length(head_dim, dtype)
         states = -(-seqlen // chunk) - 1
         keys += states * chunk
     elif p == 2:
@@ -136,8 +136,8 @@ def tile_rows(head_dim: int, dtype: torch.dtype = torch.float16) -> int:
     return 128 if width > 128 or two_tiles else 64
 
 
-def _chunk(head_dim: int, dtype: torch.dtype) -> int:
-    """Queries per state, `chunk_length` in csrc/linear_launch.cu."""
+def chunk_length(head_dim: int, dtype: torch.dtype) -> int:
+    """Queries per state of the linear kernels, p = 2, as the function of this name in csrc/linear_launch.cu."""
     width = _native(head_dim)
     if width == 64 and dtype != torch.bfloat16:
         return 512

@@ -212,6 +212,15 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """After a backward: the leaves in `names` have the expected "grad ...", the others none."""
+    for name, x in leaves.items():
+        if name in names:
+            torch.testing.assert_close(x.grad, expected[f"grad {name}"])
+        else:
+            assert x.grad is None
+
+
 def check_export(block: torch.nn.Module, device: torch.device) -> None:
     """torch.export of a module on (batch, tokens, 16), the number of tokens left open."""
     length = torch.export.Dim("length", min=2, max=4096)

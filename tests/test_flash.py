@@ -12,6 +12,7 @@ from common import (
     Case,
     Expected,
     Memory,
+    assert_gradients_of,
     by_causal,
     by_dtype,
     by_gradient,
@@ -29,6 +30,7 @@ from test_kernels import (
     DEVICE,
     HEAD_DIMS,
     MODES,
+    UNSAFE,
     WHY_NOT,
     by_mode,
     capture,
@@ -36,6 +38,7 @@ from test_kernels import (
     in_mode,
     on_a_late_stream,
     relative,
+    safe_operands,
     widened,
 )
 from test_validation import BAD, assert_refused, good
@@ -410,11 +413,7 @@ def test_only_some_inputs_need_a_gradient(names, custom, device):
         o.backward(grads[0])
     else:
         torch.autograd.backward((o, lse), grads)
-    for name, x in leaves.items():
-        if name in names:
-            torch.testing.assert_close(x.grad, everything[f"grad {name}"])
-        else:
-            assert x.grad is None
+    assert_gradients_of(names, leaves, everything)
 
 
 @by_gradient
@@ -842,22 +841,10 @@ class TestKernels:
             for x, y in zip(actual, (o, lse, *gradients), strict=True):
                 assert torch.equal(x, y)
 
-    @pytest.mark.parametrize(
-        "change, message",
-        [
-            (lambda x: x | {"k": x["k"].float()}, "dtype"),
-            (lambda x: x | {"k": x["k"][..., :32]}, "shapes"),
-            (lambda x: x | {"q": x["q"][:, :3]}, "shapes"),
-            (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
-            (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
-        ],
-        ids=["dtypes", "head dims", "heads", "mask", "n > m"],
-    )
+    @pytest.mark.parametrize("change, message", UNSAFE.values(), ids=UNSAFE)
     def test_unsafe_operands_are_refused(self, change, message):
         """By the operators themselves, which anyone may call without `flash_attention`."""
-        x = {name: torch.randn(2, heads, 50, 64, device=DEVICE, dtype=torch.bfloat16) for name, heads in
-             zip("qkv", (4, 2, 2), strict=True)}  # fmt: skip
-        x = change(x | {"mask": None, "causal": False})
+        x = change(safe_operands())
         with pytest.raises(RuntimeError, match=message):
             torch.ops.fastmax.flash_forward(x["q"], x["k"], x["v"], x["mask"], 0.1, x["causal"], False)
 

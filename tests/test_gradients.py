@@ -8,6 +8,7 @@ from common import (
     ALGORITHMS,
     CHUNK,
     Case,
+    assert_gradients_of,
     by_algorithm,
     by_causal,
     by_gradient,
@@ -156,11 +157,7 @@ def test_only_some_inputs_need_a_gradient(names, algorithm, custom, device):
     everything = run(fastmax_attention, inputs, grad_o, **options)
     leaves = {name: x.requires_grad_() if name in names else x for name, x in inputs.items()}
     fastmax_attention(**leaves, **options).backward(grad_o)
-    for name, x in leaves.items():
-        if name in names:
-            torch.testing.assert_close(x.grad, everything[f"grad {name}"])
-        else:
-            assert x.grad is None
+    assert_gradients_of(names, leaves, everything)
 
 
 @by_gradient

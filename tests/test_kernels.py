@@ -305,26 +305,33 @@ def test_empty(q, k, algorithm):
         assert torch.equal(x, torch.zeros_like(like))
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (lambda x: x | {"k": x["k"].float()}, "dtype"),
-        (lambda x: x | {"k": x["k"][..., :32]}, "shapes"),
-        (lambda x: x | {"q": x["q"][:, :3]}, "shapes"),
-        (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
-        (lambda x: x | {"noise": x["q"][:, :, :1]}, "drop_noise"),
-        (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
-        (lambda x: x | {"algorithm": "cubic"}, "algorithm"),
-    ],
-    ids=["dtypes", "head dims", "heads", "mask", "noise", "n > m", "algorithm"],
-)
-def test_unsafe_operands_are_refused(change, message):
-    """By the operators themselves, which anyone may call without `fastmax_attention`."""
-    x = {
+# What is wrong with operands -> how, and a word of the error.
+UNSAFE = {
+    "dtypes": (lambda x: x | {"k": x["k"].float()}, "dtype"),
+    "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "shapes"),
+    "heads": (lambda x: x | {"q": x["q"][:, :3]}, "shapes"),
+    "mask": (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
+    "n > m": (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
+}
+UNSAFE_FASTMAX = UNSAFE | {
+    "noise": (lambda x: x | {"noise": x["q"][:, :, :1]}, "drop_noise"),
+    "algorithm": (lambda x: x | {"algorithm": "cubic"}, "algorithm"),
+}
+
+
+def safe_operands():
+    """What UNSAFE changes."""
+    tensors = {
         name: torch.randn(2, heads, 50, 64, device=DEVICE, dtype=torch.bfloat16)
         for name, heads in zip("qkv", (4, 2, 2), strict=True)
     }
-    x = change(x | {"mask": None, "noise": None, "causal": False, "algorithm": "quadratic"})
+    return tensors | {"mask": None, "causal": False}
+
+
+@pytest.mark.parametrize("change, message", UNSAFE_FASTMAX.values(), ids=UNSAFE_FASTMAX)
+def test_unsafe_operands_are_refused(change, message):
+    """By the operators themselves, which anyone may call without `fastmax_attention`."""
+    x = change(safe_operands() | {"noise": None, "algorithm": "quadratic"})
     score = (0.1, 1.0, 1.0, 0.5, 2)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fastmax.forward(
