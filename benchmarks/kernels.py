@@ -67,6 +67,7 @@ _QUADRATIC: dict[str, _Passes] = {
     r"flash_bwd_dq_dk_dv\w*_kernel|sdpa.*bprop": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 8 * s.rows)),
 }
 # p = 2. The backward sums two kinds of states (k with v, q with g), reads one for grad_v, and takes grad_q and grad_k.
+# Where there are few heads, rows are added to states twice (docs/cuda.md), which is not counted.
 _LINEAR: dict[str, _Passes] = {
     r"linear_state_kernel": (
         lambda s: Work(s.state, 2 * s.summed + s.snapshots),

@@ -52,15 +52,14 @@ struct LinearProblem {
   int boundary;     // virtual index of the first y row that belongs to chunk 0
   int chunk;        // x rows per snapshot
   int chunks;
-  int part;         // y rows per part (below); chunk where there are several chunks
+  int part;         // order 1: y rows that are summed on their own; chunk where there are several chunks
   bool causal;
   int order;
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
   __host__ __device__ bool has_state(int c) const { return boundary + static_cast<int64_t>(c) * chunk > 0; }
-  // Parts of y that are summed on their own when a single walk would leave multiprocessors idle: lead parts before the
-  // boundary, then one per chunk but the last.
+  // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
 };
@@ -70,7 +69,9 @@ struct StateWeights {
   float pair, linear, moment;
 };
 
-// With a carry, a walk starts at virtual y row `begin` from the accumulators that the previous phase left there.
+// Order 2 walks y from virtual row `begin` to the last boundary. Where one walk per state would leave multiprocessors idle, it is cut
+// into segments that run side by side: one launch sums the rows of every segment but the last, a scan makes of the sums what each
+// segment starts from, a second launch walks them all and writes the snapshots.
 struct StateArgs : LinearProblem {
   View y, w;
   RowMask mask;
@@ -78,9 +79,16 @@ struct StateArgs : LinearProblem {
   StateWeights weights;
   void* snapshots;   // [state][chunk][StateLayout::kWords]
   float* sums;       // [state][chunk][StateLayout::kSums]
-  float* parts_sum;  // [state][part][part_floats()], or null: one walk
-  int begin;
-  float* carry;      // [state][block][state_carry()][thread], or null
+  int begin;         // not 0: goes on from the accumulators of an earlier walk
+  int segments;
+  int segment_rows;  // of every segment but the last, which may have none
+  // [slot][state][block][state_accumulators()][thread]: slot 0 is what walks hand on, slot 1 + i is of segment i. Null: one segment,
+  // nothing handed on.
+  float* accumulators;
+  bool hands_on;     // the last segment's accumulators, to a later walk
+  float* parts_sum;  // order 1: [state][part][part_floats()]
+
+  __host__ __device__ int end() const { return boundary + (chunks - 1) * chunk; }
 };
 
 // o = sum f(x.y) w (/ z)
@@ -132,8 +140,8 @@ constexpr __host__ __device__ int state_blocks(int head_dim, bool full) {
          : head_dim == 128 ? (full ? 64 : 32)
                            : (full ? 512 : 256);
 }
-// Floats per thread that a walk hands on: 8 + 2 octets times the values, and the sum of e.
-constexpr __host__ __device__ int state_carry(int head_dim, bool full) { return 10 * 4 * state_values(head_dim, full) / 16 + 1; }
+// Accumulators of a thread: 8 + 2 octets times the values, and the sum of e.
+constexpr __host__ __device__ int state_accumulators(int head_dim, bool full) { return 10 * 4 * state_values(head_dim, full) / 16 + 1; }
 inline constexpr int kStateThreads = 256;
 
 // A snapshot: features in pairs of octets (16), values in groups of 16; each 16 x 16 block is four 8 x 8 matrices

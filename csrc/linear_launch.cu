@@ -4,7 +4,9 @@
 // Workspace per state (b * hk of them), head_dim D, F = D (D + 1) / 2 + 2 D features (in blocks of eight columns):
 //   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
 //              the suffix states
-//   parts      only where one walk per state leaves multiprocessors idle, and for order 1 (at head_dim 256): as many in fp32
+//   accumulators of the state kernel, in fp32: a slot for the next phase, and one per segment where one walk per state leaves
+//              multiprocessors idle; at most about 100 MB on 132 multiprocessors
+//   parts      order 1 (at head_dim 256): as many numbers as snapshots, in fp32
 // and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
@@ -55,34 +57,18 @@ LinearProblem make_problem(const Problem& p, int x_heads, int y_heads, int nx, i
     r.boundary = round_up(ny, kBoundary);
     r.chunk = round_up(nx, 256);
     r.chunks = 1;
-    // Enough parts for every multiprocessor, of at least 256 rows.
-    const int64_t blocks_per_part = int64_t{r.states()} * (p.order == 2 ? blocks_per_state(p) : 1);
-    const int64_t parts = std::max<int64_t>(1, 2 * p.sm_count / blocks_per_part);
-    r.part = std::max(256, round_up(static_cast<int>((r.boundary + parts - 1) / parts), kBoundary));
+    const int parts = std::max(1, 2 * p.sm_count / r.states());  // enough for every multiprocessor, of at least 256 rows
+    r.part = std::max(256, round_up((r.boundary + parts - 1) / parts, kBoundary));
   }
   return r;
 }
-
-// The state kernel walks y once per state, or sums parts that are then scanned.
-bool uses_parts(const Problem& p, const LinearProblem& r) {
-  if (p.order == 1) return true;
-  const int64_t blocks = int64_t{r.states()} * blocks_per_state(p);
-  return r.parts() > 1 && blocks < p.sm_count * 3 / 4;
-}
-
-struct StateBuffers {
-  char* snapshots;
-  float* sums;
-  float* parts;
-  float* carry;
-};
 
 int64_t snapshot_bytes(const Problem& p) {
   return state_words(linear_head_dim(p.head_dim), p.order) * (p.math == MathMode::kBF16 ? 4 : 8);
 }
 
 int phase_count(const Problem& p, const LinearProblem& r) {
-  if (uses_parts(p, r)) return 1;
+  if (p.order == 1) return 1;
   const int64_t bytes = int64_t{r.states()} * r.chunks * snapshot_bytes(p);
   return static_cast<int>(std::min<int64_t>(r.chunks, (bytes + kPhaseBytes - 1) / kPhaseBytes));
 }
@@ -92,6 +78,8 @@ struct Phase {
   LinearProblem problem;
   int first_row;
   int begin;  // where its state walk starts
+
+  int walk_rows() const { return problem.boundary + (problem.chunks - 1) * problem.chunk - begin; }
 };
 
 Phase make_phase(const LinearProblem& r, int phases, int index) {
@@ -104,20 +92,58 @@ Phase make_phase(const LinearProblem& r, int phases, int index) {
   return phase;
 }
 
+// Segments of a walk that have rows. With one snapshot, at its end, the totals of all are summed and one more, without rows, writes it;
+// else the last needs no total, and the rows of all others are added twice.
+int segments_with_rows(const LinearProblem& r, int segments) { return segments > 1 && r.chunks == 1 ? segments - 1 : segments; }
+
+// How many segments a walk of order 2 is cut into at most: the fewest rows for one multiprocessor, which holds one block at a time.
+int segment_limit(const Problem& p, const LinearProblem& r, int rows) {
+  if (p.order == 1) return 1;
+  constexpr int64_t kLaunchRows = 256;  // the time of a launch and of accumulators through memory, in rows
+  const int64_t blocks = int64_t{r.states()} * blocks_per_state(p);
+  const auto waves = [&](int64_t segments) { return (segments * blocks + p.sm_count - 1) / p.sm_count; };
+  const int largest = static_cast<int>(std::min<int64_t>(3 * p.sm_count / blocks, rows / kBoundary));
+  int best = 1;
+  int64_t best_cost = waves(1) * rows * r.y_group;
+  for (int segments = 2; segments <= largest; ++segments) {
+    const int64_t each = kLaunchRows + int64_t{rows} / segments_with_rows(r, segments) * r.y_group;
+    const int64_t cost = waves(segments - 1) * each + (r.chunks == 1 ? kLaunchRows : waves(segments) * each);
+    if (cost < best_cost) best = segments, best_cost = cost;
+  }
+  return best;
+}
+
+struct StateBuffers {
+  char* snapshots;
+  float* sums;
+  float* accumulators;
+  float* parts;
+};
+
 struct StateBytes {
-  int64_t snapshots = 0, sums = 0, parts = 0, carry = 0;
+  int64_t snapshots = 0;
+  int64_t sums = 0, accumulators = 0, parts = 0;  // floats
 
   void cover(const Problem& p, const LinearProblem& r) {
     const int head_dim = linear_head_dim(p.head_dim);
-    if (r.boundary + int64_t{r.chunks - 1} * r.chunk == 0) return;
     const int phases = phase_count(p, r);
-    const int64_t slots = int64_t{r.states()} * ((r.chunks + phases - 1) / phases);
+    const Phase longest = make_phase(r, phases, 0);
+    if (phases == 1 && longest.walk_rows() == 0) return;
+    const int64_t slots = int64_t{r.states()} * longest.problem.chunks;
     snapshots = std::max(snapshots, slots * snapshot_bytes(p));
-    if (phases > 1) carry = int64_t{r.states()} * blocks_per_state(p) * state_carry(head_dim, is_full(p)) * kStateThreads;
     sums = std::max(sums, slots * state_sums(head_dim));
-    if (uses_parts(p, r)) parts = std::max(parts, int64_t{r.states()} * r.parts() * part_floats(head_dim, p.order));
+    if (p.order == 1) {
+      parts = std::max(parts, int64_t{r.states()} * r.parts() * part_floats(head_dim, 1));
+      return;
+    }
+    const int segments = segment_limit(p, r, longest.walk_rows());
+    const int accumulator_slots = segments > 1 ? 1 + segments : phases > 1 ? 1 : 0;
+    const int64_t blocks = int64_t{r.states()} * blocks_per_state(p);
+    accumulators = std::max(accumulators, accumulator_slots * blocks * state_accumulators(head_dim, is_full(p)) * kStateThreads);
   }
-  StateBuffers take(Workspace& w) const { return {w.take<char>(snapshots), w.take<float>(sums), w.take<float>(parts), w.take<float>(carry)}; }
+  StateBuffers take(Workspace& w) const {
+    return {w.take<char>(snapshots), w.take<float>(sums), w.take<float>(accumulators), w.take<float>(parts)};
+  }
 };
 
 // Rows from `row` on.
@@ -138,16 +164,18 @@ RowScale advanced(RowScale s, int row) {
 template <class Consume>
 void run_phases(const Problem& p, const LinearProblem& r, const StateBuffers& buffers, StateArgs state, cudaStream_t stream,
                 const Consume& consume) {
-  const bool parts = uses_parts(p, r);
-  const int phases = phase_count(p, r);
+  const int phases = phase_count(p, r), segments = segment_limit(p, r, make_phase(r, phases, 0).walk_rows());
+  state.snapshots = buffers.snapshots, state.sums = buffers.sums, state.parts_sum = buffers.parts;
+  state.accumulators = buffers.accumulators;
+  state.hands_on = phases > 1;
   for (int i = 0; i < phases; ++i) {
     const Phase phase = make_phase(r, phases, i);
     if (phase.problem.chunks <= 0) break;
     static_cast<LinearProblem&>(state) = phase.problem;
-    state.snapshots = buffers.snapshots, state.sums = buffers.sums;
-    state.parts_sum = parts ? buffers.parts : nullptr;
     state.begin = phase.begin;
-    state.carry = phases > 1 ? buffers.carry : nullptr;
+    const int rows = phase.walk_rows(), filled = segments_with_rows(r, segments);
+    state.segment_rows = std::max(kBoundary, round_up((rows + filled - 1) / filled, kBoundary));
+    state.segments = std::max(1, (rows + state.segment_rows - 1) / state.segment_rows + segments - filled);
     run_pass(p, state, stream);
     consume(phase);
   }

@@ -2,9 +2,8 @@
 // as exclusive prefixes at chunk boundaries ("snapshots").
 //
 // Order 2: a warp keeps one 64-feature tile (and, for some warps, one extra octet pair) times kValues value columns in fp32
-// accumulators and walks y in steps of kTokens: at a boundary it writes the snapshot, then goes on adding. No scan is needed.
-// Where that leaves multiprocessors idle, every part of y is summed on its own in fp32 and a second kernel scans the parts.
-// Order 1 (head dims above kLinear1HeadDim): parts and scan always.
+// accumulators and walks y in steps of kTokens: at a boundary it writes the snapshot, then goes on adding.
+// Order 1 (head dims above kLinear1HeadDim): every part of y is summed on its own in fp32 and a second kernel scans the parts.
 
 #include <climits>
 #include <type_traits>
@@ -20,11 +19,11 @@ template <class Math, int kHeadDim>
 struct StateTile {
   static constexpr int kWarps = 8;
   static constexpr int kThreads = kWarps * kWarpSize;
-  static_assert(kThreads == kStateThreads, "the carry's layout");
+  static_assert(kThreads == kStateThreads, "the layout of accumulators in memory");
   static constexpr int kValues = state_values(kHeadDim, kSplitOperands<Math>);
   static constexpr int kValueGroups = kHeadDim / kValues;
   static constexpr int kBlocks = state_blocks(kHeadDim, kSplitOperands<Math>);
-  static constexpr int kCarry = state_carry(kHeadDim, kSplitOperands<Math>);
+  static constexpr int kAccumulators = state_accumulators(kHeadDim, kSplitOperands<Math>);
   static constexpr int kGroupBlocks = kBlocks / kValueGroups;
   static_assert(kBlocks % kValueGroups == 0, "every value group takes as many blocks");
   // Within a value group: a tile per warp, and the tiles left over cut into four octet pairs, one per warp, as are the
@@ -67,24 +66,21 @@ __device__ __forceinline__ void with_extra_code(Extra extra, const F& f) {
   }
 }
 
+// What a block adds up.
 struct Work {
-  int state, part;      // part < 0: walk all
-  int begin, end;       // virtual y rows
+  int state;
+  int begin, end;  // virtual y rows
 };
 
-// What a block adds up. Without parts, the whole walk up to the last boundary.
-__device__ __forceinline__ Work locate_work(const StateArgs& a, int index) {
-  Work w;
-  if (a.parts_sum == nullptr) {
-    w.state = index, w.part = -1;
-    w.begin = a.begin, w.end = a.boundary + (a.chunks - 1) * a.chunk;
-  } else {
-    const int parts = a.parts();
-    w.state = index / parts, w.part = index % parts;
-    const int begin = a.boundary + (w.part - a.lead_parts()) * a.part;
-    w.begin = max(begin, 0), w.end = begin + a.part;
-  }
-  return w;
+// A segment of a state's walk. What is left for the last ones may be fewer rows, or none.
+__device__ __forceinline__ Work locate_segment(const StateArgs& a, int index) {
+  const int begin = min(a.begin + index / a.states() * a.segment_rows, a.end());
+  return {index % a.states(), begin, min(begin + a.segment_rows, a.end())};
+}
+
+__device__ __forceinline__ Work locate_part(const StateArgs& a, int state, int part) {
+  const int begin = a.boundary + (part - a.lead_parts()) * a.part;
+  return {state, max(begin, 0), begin + a.part};
 }
 
 // Copies a [token][column] tensor 16 rows at a time, without branches and with few instructions, so that the compiler can put them
@@ -504,8 +500,10 @@ __device__ __forceinline__ void add_stage(StateWarp<Math, kHeadDim>& s, Loader& 
   }
 }
 
+// totals: sum the rows of every segment but the last. Else: walk every segment, with snapshots at the boundaries in [begin, end) and
+// at the last one, the end of the last segment.
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear_state_kernel(const StateArgs a) {
+__global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear_state_kernel(const StateArgs a, const bool totals) {
   using Tile = StateTile<Math, kHeadDim>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
@@ -514,33 +512,42 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const uint32_t ring = ptx::smem_address(shared);
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
 
-  const Work work = locate_work(a, blockIdx.x / Tile::kBlocks);
+  // Where the accumulators go is worked out again where it is needed: the loop needs the registers.
+  const auto block_again = [] { return static_cast<int>(ptx::keep_in_register(blockIdx.x)); };
+  const auto segment_again = [&] { return block_again() / (a.states() * Tile::kBlocks); };
+
+  const Work work = locate_segment(a, blockIdx.x / Tile::kBlocks);
+  int chunk = a.boundary > 0 ? 0 : 1;  // the first whose boundary is not before the segment, and not at the first row of all
+  if (work.begin > a.boundary) chunk = (work.begin - a.boundary + a.chunk - 1) / a.chunk;
+  const int until_boundary = a.boundary + chunk * a.chunk - work.begin;
+  if (!totals && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
+  int until_snapshot = totals ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages
+
   StateWarp<Math, kHeadDim> s(a, blockIdx.x % Tile::kBlocks);
   StageLoader<Tile, Math, kHeadDim> loader(a, work, s.first_value, ring);
   loader.load_stage();
   loader.load_stage();
 
-  // Where the accumulators go is worked out again where it is needed: the loop needs the registers.
-  const auto block_again = [] { return static_cast<int>(ptx::keep_in_register(blockIdx.x)); };
-  // This thread's column of the carry.
-  const auto carry_column = [&] { return a.carry + static_cast<int64_t>(block_again()) * Tile::kCarry * Tile::kThreads + threadIdx.x; };
-  const auto for_each_accumulator = [&](const auto& f) {
+  const auto for_each_accumulator = [&](int slot, const auto& f) {
+    const int blocks = a.states() * Tile::kBlocks;
+    float* saved = a.accumulators + threadIdx.x +
+                   (static_cast<int64_t>(slot) * blocks + block_again() % blocks) * Tile::kAccumulators * Tile::kThreads;
     int index = 0;
+    const auto visit = [&](float& accumulator) { f(accumulator, saved[index++ * Tile::kThreads]); };
 #pragma unroll
     for (int i = 0; i < kBlocks16; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
 #pragma unroll
-        for (int x = 0; x < 8; ++x) f(s.acc[x][i][e], index++);
-        f(s.extra_acc[0][i][e], index++);
-        f(s.extra_acc[1][i][e], index++);
+        for (int x = 0; x < 8; ++x) visit(s.acc[x][i][e]);
+        visit(s.extra_acc[0][i][e]);
+        visit(s.extra_acc[1][i][e]);
       }
     }
-    f(s.count, index);
+    visit(s.count);
   };
-  if (a.carry != nullptr && a.begin > 0) {
-    const float* carry = carry_column();
-    for_each_accumulator([&](float& value, int index) { value = carry[index * Tile::kThreads]; });
+  if (!totals && work.begin > 0) {
+    for_each_accumulator(a.segments == 1 ? 0 : 1 + segment_again(), [](float& accumulator, const float& saved) { accumulator = saved; });
   }
 
   const auto store_sums = [&](const WarpShare<Math, kHeadDim>& share, float* sums) {
@@ -564,7 +571,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const auto store_snapshot = [&](int c) {
     const int block = block_again();
     const WarpShare<Math, kHeadDim> share(a, block % Tile::kBlocks);
-    const int64_t slot = static_cast<int64_t>(block / Tile::kBlocks) * a.chunks + c;
+    const int64_t slot = static_cast<int64_t>(block / Tile::kBlocks % a.states()) * a.chunks + c;
     uint32_t* snapshot = static_cast<uint32_t*>(a.snapshots) + slot * Layout::words(2) * (Layout::kWordBytes / 4);
     constexpr int kPairStride = Layout::kPairBytes / 4, kBlockStride = Layout::kBlockWords * Layout::kWordBytes / 4;
     if (share.has_main) {
@@ -588,30 +595,6 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     store_sums(share, a.sums + slot * Layout::kSums);
   };
 
-  const auto store_part = [&] {
-    const int block = block_again();
-    const WarpShare<Math, kHeadDim> share(a, block % Tile::kBlocks);
-    const int64_t slot = block / Tile::kBlocks;  // of state and part
-    float* part = a.parts_sum + slot * part_floats(kHeadDim, 2);
-    float2* words = reinterpret_cast<float2*>(part);
-    if (share.has_main) {
-      float2* dst = words + (Layout::kTilePair + 4 * share.tile) * Layout::kPairWords + share.first_value / 16 * Layout::kBlockWords;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-#pragma unroll
-        for (int i = 0; i < kBlocks16; ++i) {
-          store_part_block<Math>(dst + j * Layout::kPairWords + i * Layout::kBlockWords, s.acc[2 * j][i], s.acc[2 * j + 1][i]);
-        }
-      }
-    }
-    if (share.extra != Extra::kNone && !share.is_sum()) {
-      float2* dst = words + share.extra_pair * Layout::kPairWords + share.first_value / 16 * Layout::kBlockWords;
-#pragma unroll
-      for (int i = 0; i < kBlocks16; ++i) store_part_block<Math>(dst + i * Layout::kBlockWords, s.extra_acc[0][i], s.extra_acc[1][i]);
-    }
-    store_sums(share, part + 2 * Layout::words(2));
-  };
-
   ptx::cp_async_wait<1>();
   __syncthreads();
   if constexpr (Tile::kPipelined) {  // operands of the first products
@@ -622,25 +605,40 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     with_extra_code(s.extra, [&](auto code) { s.template load_extra<decltype(code)::value>(ring, 0); });
   }
 
-  int next_chunk = a.boundary > 0 ? 0 : 1;
-  int until_snapshot = (a.boundary + next_chunk * a.chunk - work.begin) / Tile::kTokens * a.y_group;  // stages
 #pragma unroll 1
   while (loader.stages > -2) {  // two stages ahead
-    if (a.parts_sum == nullptr && until_snapshot-- == 0) {
-      store_snapshot(next_chunk++);
+    if (until_snapshot-- == 0) {
+      const int row = locate_segment(a, block_again() / Tile::kBlocks).end - (loader.stages + 2) / a.y_group * Tile::kTokens;
+      store_snapshot((row - a.boundary) / a.chunk);
       until_snapshot = a.chunk / Tile::kTokens * a.y_group - 1;
     }
     const uint32_t stage = stage_after<Tile>(loader.stage, ring);  // two before the loader's, in a ring of three
     with_extra_code(s.extra, [&](auto code) { add_stage<decltype(code)::value>(s, loader, stage); });
     loader.finish();
   }
-  if (a.parts_sum != nullptr) {
-    store_part();
-  } else {
-    store_snapshot(a.chunks - 1);
-    if (a.carry != nullptr) {
-      float* carry = carry_column();
-      for_each_accumulator([&](float value, int index) { carry[index * Tile::kThreads] = value; });
+  const int segment = segment_again();
+  const bool is_last = segment == a.segments - 1;  // of which no totals are wanted
+  if (is_last) store_snapshot(a.chunks - 1);
+  if (totals || (is_last && a.hands_on)) {
+    for_each_accumulator(is_last ? 0 : 1 + segment, [](float& accumulator, float& saved) { saved = accumulator; });
+  }
+}
+
+// From the totals of segments to what each starts from: the earlier walk's accumulators and all totals before it.
+__global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a, const int64_t slot_floats) {
+  const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (index >= slot_floats) return;
+  float sum = a.begin > 0 ? a.accumulators[index] : 0.f;
+  float* slots = a.accumulators + slot_floats + index;
+  constexpr int kAhead = 8;  // loads in flight
+  for (int first = 0; first < a.segments; first += kAhead) {
+    float totals[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) totals[i] = first + i < a.segments - 1 ? slots[(first + i) * slot_floats] : 0.f;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < a.segments) slots[(first + i) * slot_floats] = sum;
+      sum += totals[i];
     }
   }
 }
@@ -672,7 +670,8 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   extern __shared__ __align__(128) char shared[];
   const uint32_t ring = ptx::smem_address(shared);
   const int lane = lane_index(), g = lane / 4, t = lane % 4;
-  const Work work = locate_work(a, blockIdx.x / Tile::kGroups);
+  const int item = blockIdx.x / Tile::kGroups, part = item % a.parts();
+  const Work work = locate_part(a, item / a.parts(), part);
   const int group_value = blockIdx.x % Tile::kGroups * Tile::kValues, warp_value = threadIdx.x / kWarpSize * 16;
   const int first_value = group_value + warp_value;
 
@@ -717,11 +716,11 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
     }
   }
 
-  float* part = a.parts_sum + (static_cast<int64_t>(work.state) * a.parts() + work.part) * part_floats(kHeadDim, 1);
-  float2* words = reinterpret_cast<float2*>(part) + Layout::kLinearPair * Layout::kPairWords + first_value / 16 * Layout::kBlockWords;
+  float* part_sum = a.parts_sum + item * part_floats(kHeadDim, 1);
+  float2* words = reinterpret_cast<float2*>(part_sum) + Layout::kLinearPair * Layout::kPairWords + first_value / 16 * Layout::kBlockWords;
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) store_part_block<Math>(words + j * Layout::kPairWords, acc[2 * j], acc[2 * j + 1]);
-  float* sums = part + 2 * Layout::words(1);
+  float* sums = part_sum + 2 * Layout::words(1);
   if (t == 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -734,12 +733,13 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   if (threadIdx.x == 0 && group_value == 0) sums[Layout::kSumOne] = count;
 }
 
-// Exclusive prefix over parts of every word, written as weighted snapshot words; one thread per word (or per sum).
+// Order 1: exclusive prefix over parts of every first-order word, written as weighted snapshot words; one thread per word (or per sum).
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, const int first_word, const int scan_words) {
+__global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, const int scan_words) {
   using Layout = StateLayout<Math, kHeadDim>;
-  const int words = static_cast<int>(Layout::words(a.order));
-  const int64_t stride = part_floats(kHeadDim, a.order);
+  constexpr int kFirstWord = Layout::kLinearPair * Layout::kPairWords;
+  const int words = static_cast<int>(Layout::words(1));
+  const int64_t stride = part_floats(kHeadDim, 1);
   const int parts = a.parts(), lead = a.lead_parts();
   const int index = blockIdx.x * blockDim.x + threadIdx.x;
   const int64_t state = blockIdx.y;
@@ -747,14 +747,8 @@ __global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, con
   constexpr int kAhead = 8;  // loads in flight
 
   if (index < scan_words) {
-    const int word = first_word + index;
-    const int pair = word / Layout::kPairWords;
-    float weight = pair >= Layout::kLinearPair ? a.weights.linear : a.weights.moment;
-    if (pair >= Layout::kTilePair) {
-      int s, b;
-      Stars<kHeadDim>::locate((pair - Layout::kTilePair) / 4, s, b);
-      weight = a.weights.pair * (s == b ? 1.f : 2.f);
-    }
+    const int word = kFirstWord + index;
+    const float weight = a.weights.linear;
     float2 sum = make_float2(0.f, 0.f);
     for (int p0 = 0; p0 <= parts; p0 += kAhead) {
       float2 next[kAhead];
@@ -790,25 +784,42 @@ __global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, con
 struct LaunchState {
   template <class Math, int kHeadDim>
   static void run(const StateArgs& a, cudaStream_t stream) {
-    using Layout = StateLayout<Math, kHeadDim>;
-    const int64_t work = a.parts_sum == nullptr ? a.states() : int64_t{a.states()} * a.parts();
-    if (a.boundary + int64_t{a.chunks - 1} * a.chunk == 0) return;  // nothing before the last chunk
+    if (a.end() == 0) return;  // nothing before the last chunk
     if (a.order == 2) {
-      using Tile = StateTile<Math, kHeadDim>;
-      launch_kernel("linear_state", linear_state_kernel<Math, kHeadDim>, grid_1d(work * Tile::kBlocks), Tile::kThreads,
-                    Tile::kSharedBytes, stream, a);
+      walk<Math, kHeadDim>(a, stream);
     } else if constexpr (kHeadDim > kLinear1HeadDim) {
-      using Tile = Order1Tile<Math, kHeadDim>;
-      launch_kernel("linear_state_order1", linear_state_order1_kernel<Math, kHeadDim>, grid_1d(work * Tile::kGroups), Tile::kThreads,
-                    Tile::kSharedBytes, stream, a);
+      sum_and_scan<Math, kHeadDim>(a, stream);
     }
-    if (a.parts_sum != nullptr) {
-      const int first = a.order == 2 ? 0 : Layout::kLinearPair * Layout::kPairWords;
-      const int count = static_cast<int>(Layout::words(a.order)) - first;
-      const int threads = 256;
-      const dim3 grid((count + Layout::kSums + threads - 1) / threads, a.states());
-      launch_kernel("linear_scan", linear_scan_kernel<Math, kHeadDim>, grid, threads, 0, stream, a, first, count);
+  }
+
+ private:
+  template <class Math, int kHeadDim>
+  static void walk(const StateArgs& a, cudaStream_t stream) {
+    using Tile = StateTile<Math, kHeadDim>;
+    constexpr int kThreads = 256;
+    const int64_t blocks = int64_t{a.states()} * Tile::kBlocks, slot_floats = blocks * Tile::kAccumulators * Tile::kThreads;
+    const auto launch = [&](int segments, bool totals) {
+      launch_kernel("linear_state", linear_state_kernel<Math, kHeadDim>, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes,
+                    stream, a, totals);
+    };
+    if (a.segments > 1) {
+      launch(a.segments - 1, true);
+      launch_kernel("linear_segments", linear_segments_kernel, grid_1d((slot_floats + kThreads - 1) / kThreads), kThreads, 0, stream, a,
+                    slot_floats);
     }
+    launch(a.segments, false);
+  }
+
+  template <class Math, int kHeadDim>
+  static void sum_and_scan(const StateArgs& a, cudaStream_t stream) {
+    using Layout = StateLayout<Math, kHeadDim>;
+    using Tile = Order1Tile<Math, kHeadDim>;
+    launch_kernel("linear_state_order1", linear_state_order1_kernel<Math, kHeadDim>,
+                  grid_1d(int64_t{a.states()} * a.parts() * Tile::kGroups), Tile::kThreads, Tile::kSharedBytes, stream, a);
+    const int words = static_cast<int>(Layout::words(1)) - Layout::kLinearPair * Layout::kPairWords;
+    constexpr int kThreads = 256;
+    const dim3 grid((words + Layout::kSums + kThreads - 1) / kThreads, a.states());
+    launch_kernel("linear_scan", linear_scan_kernel<Math, kHeadDim>, grid, kThreads, 0, stream, a, words);
   }
 };
 

@@ -57,8 +57,8 @@ def hbm_traffic(
     - "linear" in float16 first makes float32 copies of q, k and v, which are then read in their place (e = 4): (3 T d) 2 more
       read, (3 T d) 4 more written.
 
-    Batch times heads is taken to fill the device: where it does not, the linear algorithm also sums parts of the keys on their
-    own (docs/cuda.md, "Workspace").
+    Batch times heads is taken to fill the device: where it does not, the linear algorithm reads keys and values once more, for
+    what each segment of them starts from (docs/cuda.md, "State kernel").
 
     Args:
         seqlen: queries, and as many keys, at least 1.

@@ -1,7 +1,7 @@
 """The CUDA kernels: every code path against float64 on poisoned memory, and what the suite for all devices does not ask.
 
 The sizes name the path they take: tiles of 64 and 128, chunks of 256 (d <= 64), 512 (d = 96), 1024 (d = 128), 2048 (d = 256),
-and segments of at least 256 (p = 1); few heads sum parts and scan them, many walk once.
+and segments of at least 256 (p = 1); few heads cut the walk over keys into segments (p = 2), many walk once.
 """
 
 import itertools
@@ -114,9 +114,14 @@ FOR_BOTH = [
 ]
 _SEVERAL_CHUNKS = {16: 700, 32: 700, 64: 1300, 96: 2500, 128: 4500, 256: 4500}
 _MANY_HEADS = {32: 50, 64: 26, 96: 5, 128: 3}
+_SEGMENTS = {16: 2300, 32: 2300, 64: 2300, 96: 2900, 128: 4500}  # of one head; a state of head dim 256 fills the device
 FOR_LINEAR = [
-    *(size(f"parts, head dim {d}", n, b=1, d=d) for d, n in _SEVERAL_CHUNKS.items()),
-    *(size(f"parts, head dim {d}, not causal", 300, n, b=1, d=d, causal=False) for d, n in _SEVERAL_CHUNKS.items()),
+    *(size(f"two heads, head dim {d}", n, b=1, d=d) for d, n in _SEVERAL_CHUNKS.items()),
+    *(size(f"two heads, head dim {d}, not causal", 300, n, b=1, d=d, causal=False) for d, n in _SEVERAL_CHUNKS.items()),
+    *(size(f"segments, head dim {d}", n, b=1, h=1, d=d) for d, n in _SEGMENTS.items()),
+    *(size(f"segments, head dim {d}, full", 300, n, b=1, h=1, d=d, causal=False, mask=True) for d, n in _SEGMENTS.items()),
+    *(size(f"segments, length {n}", n, n + 77, b=1, h=2, hk=1, d=32, mask=True) for n in (2303, 2304, 2305, 2433, 3000)),
+    *(size(f"segments, {n} queries at the end", n, 5000, b=1, h=2, hk=1, d=32, noise=True) for n in (1, 255, 257, 700)),
     *(size(f"one walk, head dim {d}", _SEVERAL_CHUNKS[d], b=1, h=h, d=d) for d, h in _MANY_HEADS.items()),
     *(
         size(f"all options, head dim {d}", n - 77, n, h=4, hk=2, d=d, mask=True, noise=True, layout="packed")
@@ -128,6 +133,8 @@ FOR_LINEAR = [
     *(size(f"p = 1, one segment, head dim {d}", 700, b=2, h=210, hk=70, d=d, p=1, noise=True) for d in (32, 64)),
     *(size(f"p = 1, GQA, length {n}", n, b=1, h=6, hk=2, p=1) for n in (511, 512, 513, 767, 768, 769, 1025)),
     *(size(f"p = 1, head dim {d}, not causal", 900, 637, b=1, d=d, p=1, causal=False) for d in HEAD_DIMS),
+    size("segments, many queries, few keys, full", 4200, 29, b=5, h=1, causal=False),
+    size("segments, few queries, many keys, full", 29, 4200, b=5, h=1, causal=False, noise=True),
     *(size(f"GQA, length {n}", n, b=1, h=2, hk=1) for n in (255, 256, 257, 511, 512, 513, 1023, 1024, 1025, 1537)),
     size("one walk, GQA, offset", 1100, 1201, h=28, hk=14, mask=True, noise=True),
     size("one walk, not causal", 200, 1201, b=1, h=26, causal=False),
@@ -246,6 +253,28 @@ def test_denominators(p, algorithm, mode, precision):
         assert z.dtype == torch.float32 and z.is_contiguous() and z.shape == exact.shape
         assert torch.equal(z == 0, exact == 0), "zero exactly where a query sees no key"
         assert relative(z, exact) <= (3e-6 if mode == "fp32" else verify.ROUNDING[in_mode(case, mode).mode])
+
+
+@pytest.mark.parametrize("h, n", [(1, 420_000), (5, 90_000)], ids=["segments", "one walk"])
+def test_long_sequences_run_in_phases(h, n):
+    """Snapshots of more than 832 MiB: against the quadratic kernels, and their memory is bounded."""
+    q, k, v, grad_o = (torch.randn(1, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+    score = (128**-0.5, 1.0, 1.0, 0.5, 2)
+
+    def run(algorithm):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        arguments = (q, k, v, None, None, None, *score, True, 0.0, algorithm, False)
+        results = both(arguments, grad_o)
+        return results, torch.cuda.max_memory_allocated() - before
+
+    linear, peak = run("linear")
+    quadratic, _ = run("quadratic")
+    for x, y in zip(linear, quadratic, strict=True):
+        assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"]
+    states, results, g_and_e = 832 + 120, 4 * q.nbytes / 2**20, 1.1 * q.nbytes / 2**20
+    assert peak / 2**20 < states + results + g_and_e
 
 
 @by_mode
