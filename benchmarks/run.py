@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__ + suites, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES, metavar="SUITE")
     parser.add_argument("--only", default="", help="run the cases whose first column contains this")
+    parser.add_argument("--without", action="append", default=[], metavar="PROVIDER", help="leave it out; may be repeated")
     parser.add_argument("--out", type=Path, help="write the rows here as CSV")
     parser.add_argument("--figure", type=Path, help="write the suite's figure here, if it has one (needs matplotlib)")
     parser.add_argument("--rows", type=Path, help="measure nothing: draw the figure from this CSV")
@@ -55,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [case for case in suite.cases.get(device.type, ()) if options.only in case.label()]
     if not cases:
         parser.error(f"{options.suite!r} has no case for {device.type} that contains {options.only!r}")
+    if unknown := set(options.without) - {name for case in cases for name in case.providers}:
+        parser.error(f"no case here has a provider {', '.join(map(repr, sorted(unknown)))}")
     seconds = options.seconds if options.seconds is not None else 0.3 if device.type == "cuda" else 4.0
     protocol = Protocol(options.dropped, options.rounds or suite.rounds, seconds)
 
@@ -66,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(report.HEADER)
     rows: list[Row] = []
     for case in _progress(cases):
-        skip = _too_long(rows, case, suite)
+        skip = _too_long(rows, case, suite) | dict.fromkeys(set(options.without) & set(case.providers), "left out")
         for row in WORKLOADS[suite.workload](case, device, protocol, skip):
             rows.append(row | constant)
             print(report.line(row), flush=True)

@@ -84,7 +84,7 @@ def fastmax_attention(
         validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
 
     if kind is not None:
-        q, k = normalize_rows(q, kind, lim), normalize_rows(k, kind, lim)
+        q, k = (normalize_rows(x, kind, lim, use_custom_gradient) for x in (q, k))
     if isinstance(rpe_matrix, str):
         q, k = append_sinusoidal_query(q, k.shape[-2] - q.shape[-2]), append_sinusoidal_key(k, 0)
         rpe_matrix = None

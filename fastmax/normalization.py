@@ -5,26 +5,91 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmax import eager
+from fastmax.ops import NO_SECOND_DERIVATIVE
 
-def normalize_rows(x: Tensor, kind: str, lim: float) -> Tensor:
+
+def normalize_rows(x: Tensor, kind: str, lim: float, use_custom_gradient: bool = False) -> Tensor:
     """Scale the rows of x (..., tokens, d) into the ball of radius `lim`.
 
     `"sequence"`: all rows of a head by the one factor `lim / max_i |x_i|`; it looks at every row, future ones too.
     `"token"`: each row longer than `lim` back onto the sphere, shorter rows as they are; causal.
     Zero stays zero. Differentiable, the factor included. Computed in fp32 for half precision; squares neither overflow nor
     underflow, because rows are first divided by their largest element (a constant to autograd: it cancels).
+
+    With `use_custom_gradient` only the result is kept for the backward, and about half of the passes over memory are saved. Of
+    rows that are longest together, the first one gets the derivative of "sequence"'s factor; without, they share it.
     """
     if x.numel() == 0:
         return x
-    wide = x if x.dtype == torch.float64 else x.float()
+    recording = use_custom_gradient and x.requires_grad and torch.is_grad_enabled()
+    # Compilers fuse the operations themselves; transforms and forward mode are told by the attention that follows.
+    elsewhere = torch.compiler.is_compiling() or eager.in_functorch() or torch.autograd.forward_ad._current_level >= 0
+    if recording and not elsewhere:
+        return _Normalized.apply(x, kind, lim)
+    rows, factor, _, _ = _factors(x, kind, lim)
+    return (rows * factor).to(x.dtype)
+
+
+def _factors(x: Tensor, kind: str, lim: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Rows and their factor, whose product is the result; what the rows were divided by and their norms after it."""
     axes = (-2, -1) if kind == "sequence" else (-1,)
-    largest = wide.detach().abs().amax(axes, keepdim=True)
-    unit = wide / torch.where(largest == 0, 1.0, largest)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    largest = torch.linalg.vector_norm(x.detach(), float("inf"), axes, keepdim=True, dtype=wide)
+    largest = torch.where(largest == 0, 1.0, largest)
+    unit = x / largest
     norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
     if kind == "sequence":
-        norm = norm.amax(-2, keepdim=True)
-        scaled = unit * (lim / torch.where(largest == 0, 1.0, norm))
-    else:
-        too_long = norm > lim / torch.where(largest == 0, 1.0, largest)
-        scaled = torch.where(too_long, unit * (lim / torch.where(too_long, norm, 1.0)), wide)
-    return scaled.to(x.dtype)
+        longest = norm.amax(-2, keepdim=True)
+        return unit, lim / torch.where(longest == 0, 1.0, longest), largest, norm
+    too_long = norm > lim / largest
+    return x, torch.where(too_long, lim / torch.where(too_long, norm, 1.0) / largest, 1.0), largest, norm
+
+
+class _Normalized(torch.autograd.Function):
+    """With o_i = F x_i and N the norm that F = lim / N divides by: the derivative of F is -F / N times that of N, whose row is
+    o / lim long before scaling; so grad x = F (grad o - o (grad o . o) / lim^2), the last term for the rows that N is of alone,
+    its product summed over all rows that have this F."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, kind: str, lim: float) -> Tensor:
+        rows, factor, largest, norm = _factors(x, kind, lim)
+        o = torch.mul(rows, factor, out=torch.empty_like(x))  # rounded as it is written
+        if kind == "sequence":
+            factor, of_norm = factor / largest, norm.argmax(-2, keepdim=True)
+        else:
+            of_norm = norm > lim / largest
+        ctx.save_for_backward(o, factor, of_norm)
+        ctx.kind, ctx.lim = kind, lim
+        return o
+
+    @staticmethod
+    def backward(ctx, grad_o: Tensor):
+        with torch.no_grad():
+            grad = _gradient(grad_o, *ctx.saved_tensors, ctx.kind, ctx.lim)
+        return _Final.apply(grad, grad_o) if torch.is_grad_enabled() else grad, None, None
+
+
+def _gradient(grad_o: Tensor, o: Tensor, factor: Tensor, of_norm: Tensor, kind: str, lim: float) -> Tensor:
+    wide = grad_o.to(factor.dtype)
+    product = (wide * o).sum(-1, keepdim=True) / lim / lim
+    grad = torch.empty_like(o)
+    if kind == "token":
+        product = torch.where(of_norm, product, 0.0)
+        return torch.mul(torch.addcmul(wide, o, product, value=-1), factor, out=grad)
+    torch.mul(wide, factor, out=grad)
+    at = of_norm.expand(*of_norm.shape[:-1], o.shape[-1])
+    row = (wide.gather(-2, at) - o.gather(-2, at) * product.sum(-2, keepdim=True)) * factor
+    return grad.scatter_(-2, at, row.to(grad.dtype))
+
+
+class _Final(torch.autograd.Function):
+    """A gradient that cannot be differentiated again (create_graph=True records it)."""
+
+    @staticmethod
+    def forward(ctx, grad: Tensor, grad_o: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx, _):
+        raise RuntimeError(NO_SECOND_DERIVATIVE.format("second derivative"))

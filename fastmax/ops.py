@@ -29,7 +29,7 @@ _OPTIONS = (
     "Tensor? key_padding_mask, Tensor? drop_noise, Tensor? rpe_matrix, float scale, float a0, float a1, float a2, int p, "
     "bool causal, float dropout, str algorithm, bool allow_tf32=False"
 )
-_NO_SECOND_DERIVATIVE = (
+NO_SECOND_DERIVATIVE = (
     "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
     "gives the same numbers"
 )
@@ -257,7 +257,7 @@ def _flash_gradients(ctx, grad_o, grad_lse):
 
 
 def _refuse(ctx, *grads):
-    raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
+    raise RuntimeError(NO_SECOND_DERIVATIVE.format("second derivative"))
 
 
 class _Differentiable(NamedTuple):
@@ -285,7 +285,7 @@ def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Te
     if torch.autograd.forward_ad._current_level >= 0 and any(
         x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
-        raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
+        raise RuntimeError(NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
         return operator.forward(*tensors, *options)
     return _Fused.apply(operator, options, *tensors)

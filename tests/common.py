@@ -65,7 +65,7 @@ def visible_pairs(q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor |
     return visible
 
 
-def _normalized(x: Tensor, normalize: bool | str, lim: float) -> Tensor:
+def normalized(x: Tensor, normalize: bool | str, lim: float) -> Tensor:
     length = (x * x).sum(-1, keepdim=True).sqrt()
     if normalize is False:
         return x
@@ -108,7 +108,7 @@ def definition(
             hold_denominator=hold_denominator,
         ).flatten(0, 1)  # fmt: skip
     (_, h, n, d), m = q.shape, k.shape[2]
-    q, k = _normalized(q, normalize, lim), _normalized(k, normalize, lim)
+    q, k = normalized(q, normalize, lim), normalized(k, normalize, lim)
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     if isinstance(rpe_matrix, str):
         rpe_matrix = sinusoidal_rows(n, m, d).to(q)

@@ -111,6 +111,17 @@ def test_provider_that_fails_does_not_stop_the_others(measure, monkeypatch):
     assert all(row["median"] for row in rows if row["provider"] == "sdpa")
 
 
+def test_left_out_on_the_command_line(measure, monkeypatch, capsys):
+    case, calls = spoiled(monkeypatch, lambda o, q, k, v: o)
+    status, rows = measure(case, arguments=("--without", "spoiled"))
+    assert status == 0 and not calls
+    for row in rows:
+        assert (row["provider"] == "spoiled") == (row["note"] == "left out") == (row["median"] == "")
+    with pytest.raises(SystemExit):
+        measure(case, arguments=("--without", "nobody"))
+    assert "has a provider 'nobody'" in capsys.readouterr().err
+
+
 def test_growing_n_stops_at_the_limit(measure, monkeypatch):
     sizes = (16, 32, 64, 128)
     cases = [replace(CASE, tokens=n, modes=("fwd+bwd",)) for n in sizes]

@@ -1,0 +1,101 @@
+"""`normalize_rows` alone: both gradients against float64, what it keeps, and its edges."""
+
+import pytest
+import torch
+from common import by_dtype, by_gradient, normalized
+from torch.autograd import gradcheck
+
+from fastmax.normalization import normalize_rows
+
+by_kind = pytest.mark.parametrize("kind", ["sequence", "token"])
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def relative(actual, exact):
+    return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+@by_gradient
+@by_dtype
+@by_kind
+@pytest.mark.parametrize("lim", [0.3, 1.0, 5.0])
+@pytest.mark.parametrize("magnitude", [1e-3, 1.0, 10.0])
+def test_against_float64(magnitude, lim, kind, dtype, custom, device):
+    """Token-major rows, some of them zero, one head all zero; at every `lim` some rows are short and some long."""
+    spread = torch.rand(2, 37, 3, 1, device=device) * 2 * magnitude
+    x = (spread * torch.randn(2, 37, 3, 17, device=device)).to(dtype).transpose(1, 2)
+    x[0, 0, 3], x[1, 1] = 0, 0
+    grad_o = torch.randn(2, 37, 3, 17, device=device).to(dtype).transpose(1, 2)
+    x.requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    exact = normalized(x64, kind, lim)
+    o = normalize_rows(x, kind, lim, custom)
+    assert o.dtype == dtype and o.shape == x.shape and o.stride() == x.stride()
+    assert relative(o, exact.detach()) < LIMITS[dtype]
+    (grad,) = torch.autograd.grad(o, x, grad_o)
+    # A row of zeros: its length has no derivative, and the definition's is NaN.
+    (exact_grad,) = torch.autograd.grad(exact, x64, grad_o.double())
+    known = exact_grad.isfinite()
+    assert known.any(-1)[0, 1:].all() and grad.isfinite().all()
+    assert relative(torch.where(known, grad, 0), torch.where(known, exact_grad, 0.0)) < LIMITS[dtype]
+
+
+@by_kind
+def test_gradcheck(kind, device):
+    x = torch.randn(2, 2, 9, 4, dtype=torch.float64, device=device, requires_grad=True)
+    assert gradcheck(lambda x: normalize_rows(x, kind, 1.5, True), x)
+
+
+@by_gradient
+@by_kind
+@pytest.mark.parametrize("size", [1e-40, 1e-25, 1e25, 3e37])
+def test_neither_overflows_nor_underflows(size, kind, custom, device):
+    x = torch.randn(2, 2, 9, 4, device=device)
+    exact = normalized((size * x).double(), kind, 1.0)
+    o = normalize_rows((size * x).requires_grad_(), kind, 1.0, custom)
+    torch.testing.assert_close(o.double(), exact, rtol=1e-5, atol=0.0)
+
+
+@by_gradient
+def test_short_rows_stay_bit_for_bit(custom, device):
+    x = torch.randn(2, 3, 50, 8, device=device, requires_grad=True)
+    longest = x.detach().norm(dim=-1).amax().item()
+    assert torch.equal(normalize_rows(x, "token", 1.01 * longest, custom), x)
+
+
+@by_gradient
+def test_rows_that_are_longest_together(custom, device):
+    """Any convex combination of the derivatives of their lengths may be subtracted: what it sums to is the same."""
+    x = torch.ones(1, 1, 2, 4, dtype=torch.float64, device=device, requires_grad=True)
+    grad_o = torch.tensor([[[[1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 2.0]]]], dtype=torch.float64, device=device)
+    (grad,) = torch.autograd.grad(normalize_rows(x, "sequence", 1.0, custom), x, grad_o)
+    subtracted = grad_o / 2 - grad  # lim / |x| is 1 / 2
+    assert subtracted.sum().item() == pytest.approx(6.0 / 2.0 * 2.0)  # grad_o . o, over |x|, times the sum of x / |x|
+    torch.testing.assert_close(subtracted[..., :1].expand_as(subtracted), subtracted)
+
+
+@by_kind
+def test_custom_keeps_only_the_result(kind):
+    x = torch.randn(2, 3, 50, 8, dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        o = normalize_rows(x, kind, 1.0, True)
+    assert [kept.data_ptr() for kept in saved if kept.shape == o.shape] == [o.data_ptr()]
+    assert sum(kept.numel() for kept in saved) <= o.numel() + 2 * o[..., 0].numel()
+
+
+@by_kind
+def test_second_derivatives(kind):
+    x = torch.randn(1, 2, 9, 4, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(normalize_rows(x, kind, 1.5, True).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivative.*use_custom_gradient=False"):
+        grad.sum().backward()
+    (grad,) = torch.autograd.grad(normalize_rows(x, kind, 1.5).square().sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    assert x.grad.isfinite().all()
+
+
+@by_kind
+def test_no_rows(kind):
+    x = torch.randn(2, 3, 0, 8, requires_grad=True)
+    assert normalize_rows(x, kind, 1.0, True).shape == x.shape
