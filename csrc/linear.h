@@ -144,6 +144,14 @@ constexpr __host__ __device__ int state_blocks(int head_dim, bool full) {
 constexpr __host__ __device__ int state_accumulators(int head_dim, bool full) { return 10 * 4 * state_values(head_dim, full) / 16 + 1; }
 inline constexpr int kStateThreads = 256;
 
+// Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim^2 / chunk per element, against
+// the quadratic work within a chunk.
+constexpr __host__ __device__ int chunk_length(int head_dim, int order, bool bf16) {
+  if (order == 1) return 256;
+  if (head_dim == 64) return bf16 ? 256 : 512;  // fp32 snapshots are twice as large
+  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : head_dim <= 128 ? 1024 : 2048;
+}
+
 // A snapshot: features in pairs of octets (16), values in groups of 16; each 16 x 16 block is four 8 x 8 matrices
 // (octet 0 | 1) x (values 0..7 | 8..15, slower), row = value, column = feature: the order of the state kernel's accumulators,
 // and what ldmatrix takes apart in either orientation. A word is two features: bf16x2, or float2 in the fp32 modes.

@@ -20,15 +20,6 @@
 namespace fastmax {
 namespace {
 
-// Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim^2 / chunk per element, against
-// the quadratic work within a chunk.
-int chunk_length(const Problem& p) {
-  const int head_dim = linear_head_dim(p.head_dim);
-  if (p.order == 1) return 256;
-  if (head_dim == 64) return p.math == MathMode::kBF16 ? 256 : 512;  // fp32 snapshots are twice as large
-  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : head_dim <= 128 ? 1024 : 2048;
-}
-
 // Snapshots of one phase; longer sequences are processed in several, each handing its accumulators on to the next.
 constexpr int64_t kPhaseBytes = int64_t{832} << 20;
 
@@ -50,7 +41,7 @@ LinearProblem make_problem(const Problem& p, int x_heads, int y_heads, int nx, i
   if (p.causal) {
     r.pad = round_up(boundary_offset, kBoundary) - boundary_offset;
     r.boundary = boundary_offset + r.pad;
-    r.chunk = r.part = chunk_length(p);
+    r.chunk = r.part = chunk_length(linear_head_dim(p.head_dim), p.order, p.math == MathMode::kBF16);
     r.chunks = (nx + r.chunk - 1) / r.chunk;
   } else {
     r.pad = 0;

@@ -1,12 +1,14 @@
 """`hbm_traffic` against numbers computed by hand."""
 
+import importlib.util
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastmax import hbm_traffic
-from fastmax.traffic import tile_rows
+from fastmax.traffic import chunk_length, tile_rows
 
 BF16 = {"dtype": torch.bfloat16}
 FP32 = {"dtype": torch.float32}
@@ -121,3 +123,50 @@ def test_tile_rows():
 def test_errors(options, error, message):
     with pytest.raises(error, match=message):
         hbm_traffic(**{"seqlen": 8, "head_dim": 8} | options)
+
+
+CSRC = Path(__file__).parents[1] / "csrc"
+PROBE = """
+#include <cstdio>
+#include "linear.h"
+#include "tile_config.h"
+using namespace fastmax;
+
+template <class Math, int kHeadDim>
+void row(const char* dtype) {
+  const int wide = kHeadDim < 32 ? 32 : kHeadDim;
+  const bool bf16 = Math::kMode == MathMode::kBF16;
+  const long long state = state_words(wide, 2) * (bf16 ? 4 : 8) + state_sums(wide) * 4ll;
+  const int rows = QuadraticFwdTile<Math, kHeadDim>::kRows;
+  std::printf("%s %d %d %lld %d\\n", dtype, kHeadDim, chunk_length(wide, 2, bf16), state, rows);
+}
+template <class Math>
+void rows(const char* dtype) {
+  row<Math, 16>(dtype), row<Math, 32>(dtype), row<Math, 64>(dtype);
+  row<Math, 96>(dtype), row<Math, 128>(dtype), row<Math, 256>(dtype);
+}
+int main() { rows<Bf16>("bfloat16"), rows<Fp16>("float16"), rows<Fp32>("float32"); }
+"""
+
+
+def test_sizes_are_those_of_the_cuda_sources(tmp_path):
+    """Chunk lengths, bytes of a state and rows of a tile, compiled from csrc/."""
+    spec = importlib.util.spec_from_file_location("build", CSRC / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    try:
+        nvcc = build.cuda_home() / "bin/nvcc"
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    source, probe = tmp_path / "probe.cu", tmp_path / "probe"
+    source.write_text(PROBE)
+    subprocess.run([nvcc, "-std=c++17", "-I", CSRC, "-o", probe, source], check=True)
+    lines = [line.split() for line in subprocess.run([probe], check=True, capture_output=True, text=True).stdout.splitlines()]
+    assert len(lines) == 18
+    for name, head_dim, chunk, state, rows in lines:
+        dtype, d, chunk = getattr(torch, name), int(head_dim), int(chunk)
+        assert chunk_length(d, dtype) == chunk
+        assert tile_rows(d, dtype) == int(rows)
+        one, two = (hbm_traffic(count * chunk, d, dtype, "linear", causal=True) for count in (1, 2))
+        widened = 3 * chunk * d * 4 if dtype == torch.float16 else 0
+        assert two.written - one.written == int(state) + chunk * d * dtype.itemsize + 4 * chunk + widened
