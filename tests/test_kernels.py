@@ -186,7 +186,7 @@ def test_against_float64(case, algorithm, mode):
 @pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 def test_every_kernel_at_small_sizes(d, p, algorithm, mode, precision):
     """Without a reference, to run under compute-sanitizer."""
-    for n, m in ((1, 1), (17, 17), (150, 150), (129, 200)):
+    for n, m in ((1, 1), (17, 17), (150, 150), (129, 200), (17, 1500)):  # the last: segments
         odd = n == 150
         case = size("", n, m, d=d - odd, b=1, h=2, hk=1, p=p, mask=odd, noise=odd, causal=n != 129, algorithm=algorithm)
         tensors = verify.random_tensors(in_mode(case, mode), DEVICE)
