@@ -17,8 +17,8 @@ def normalize_rows(x: Tensor, kind: str, lim: float, use_custom_gradient: bool =
     Zero stays zero. Differentiable, the factor included. Computed in fp32 for half precision; squares neither overflow nor
     underflow, because rows are first divided by their largest element (a constant to autograd: it cancels).
 
-    With `use_custom_gradient` only the result is kept for the backward, and about half of the passes over memory are saved. Of
-    rows that are longest together, the first one gets the derivative of "sequence"'s factor; without, they share it.
+    Rows that are longest together share the derivative of "sequence"'s factor. With `use_custom_gradient` only the result is
+    kept for the backward, and about half of the passes over memory are saved.
     """
     if x.numel() == 0:
         return x
@@ -47,40 +47,33 @@ def _factors(x: Tensor, kind: str, lim: float) -> tuple[Tensor, Tensor, Tensor, 
 
 
 class _Normalized(torch.autograd.Function):
-    """With o_i = F x_i and N the norm that F = lim / N divides by: the derivative of F is -F / N times that of N, whose row is
-    o / lim long before scaling; so grad x = F (grad o - o (grad o . o) / lim^2), the last term for the rows that N is of alone,
-    its product summed over all rows that have this F."""
+    """With o = F x and N the norm that F = lim / N divides by, the derivative of F is -F / N times that of N, which is a row of
+    o / lim; so grad x = F (grad o - o (grad o . o) / lim^2), the last term in rows that are N's alone, its product summed over
+    all rows that have this F."""
 
     @staticmethod
     def forward(ctx, x: Tensor, kind: str, lim: float) -> Tensor:
         rows, factor, largest, norm = _factors(x, kind, lim)
         o = torch.mul(rows, factor, out=torch.empty_like(x))  # rounded as it is written
         if kind == "sequence":
-            factor, of_norm = factor / largest, norm.argmax(-2, keepdim=True)
+            factor, in_norm = factor / largest, norm == norm.amax(-2, keepdim=True)
         else:
-            of_norm = norm > lim / largest
-        ctx.save_for_backward(o, factor, of_norm)
+            in_norm = norm > lim / largest
+        ctx.save_for_backward(o, factor, in_norm)
         ctx.kind, ctx.lim = kind, lim
         return o
 
     @staticmethod
     def backward(ctx, grad_o: Tensor):
+        o, factor, in_norm = ctx.saved_tensors
         with torch.no_grad():
-            grad = _gradient(grad_o, *ctx.saved_tensors, ctx.kind, ctx.lim)
+            wide = grad_o.to(factor.dtype)
+            product = (wide * o).sum(-1, keepdim=True) / ctx.lim / ctx.lim
+            if ctx.kind == "sequence":
+                product = product.sum(-2, keepdim=True) / in_norm.sum(-2, keepdim=True)
+            along_o = torch.where(in_norm, product, 0.0)
+            grad = torch.mul(torch.addcmul(wide, o, along_o, value=-1), factor, out=torch.empty_like(o))
         return _Final.apply(grad, grad_o) if torch.is_grad_enabled() else grad, None, None
-
-
-def _gradient(grad_o: Tensor, o: Tensor, factor: Tensor, of_norm: Tensor, kind: str, lim: float) -> Tensor:
-    wide = grad_o.to(factor.dtype)
-    product = (wide * o).sum(-1, keepdim=True) / lim / lim
-    grad = torch.empty_like(o)
-    if kind == "token":
-        product = torch.where(of_norm, product, 0.0)
-        return torch.mul(torch.addcmul(wide, o, product, value=-1), factor, out=grad)
-    torch.mul(wide, factor, out=grad)
-    at = of_norm.expand(*of_norm.shape[:-1], o.shape[-1])
-    row = (wide.gather(-2, at) - o.gather(-2, at) * product.sum(-2, keepdim=True)) * factor
-    return grad.scatter_(-2, at, row.to(grad.dtype))
 
 
 class _Final(torch.autograd.Function):
