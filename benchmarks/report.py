@@ -187,11 +187,12 @@ def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
     """Time over n by provider: a row for each mode, a column for each (heads, head_dim)."""
     sizes = sorted({(row["heads"], row["head_dim"]) for row in rows})
     modes = list(dict.fromkeys(row["mode"] for row in rows if row["unit"] == "ms"))
+    names = list(dict.fromkeys(row["provider"] for row in rows))
     with _figure(len(modes), len(sizes), path) as (figure, axes):
         for column, (heads, d) in enumerate(sizes):
             here = [row for row in rows if (row["heads"], row["head_dim"]) == (heads, d)]
             for axis, mode in zip(axes[:, column], modes, strict=True):
-                _draw(axis, _curves(here, mode, lambda row: row["median"]), f"{mode}, ms")
+                _draw(axis, _curves(here, names, mode, lambda row: row["median"]), f"{mode}, ms")
             title = here[0]["case"].rpartition(" (")[0]
             axes[0, column].set_title(f"{title} ({here[0]['batch']}, {heads}, n, {d})", fontsize=9)
         figure.suptitle(f"causal attention, {rows[0].get('device', '')}", fontsize=10)
@@ -204,17 +205,18 @@ def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
         return row["batch"] * row["tokens"] / row["median"] * 1e3
 
     with _figure(1, 2, path) as (figure, axes):
-        _draw(axes[0, 0], _curves(rows, "train", tokens_per_s), "tokens/s")
-        _draw(axes[0, 1], _curves(rows, "memory", lambda row: row["median"] / 1024), "peak memory, GiB")
+        names = list(dict.fromkeys(row["provider"] for row in rows))
+        _draw(axes[0, 0], _curves(rows, names, "train", tokens_per_s), "tokens/s")
+        _draw(axes[0, 1], _curves(rows, names, "memory", lambda row: row["median"] / 1024), "peak memory, GiB")
         for axis in axes[0]:
             axis.set_xlabel("context, tokens")
         title = rows[0]["case"].rpartition(" (")[0]
         figure.suptitle(f"a training step, {title}, {rows[0].get('device', '')}", fontsize=10)
 
 
-def _curves(rows: list[Row], mode: str, value: Callable[[Row], float]) -> dict[str, dict[int, float]]:
+def _curves(rows: list[Row], names: list[str], mode: str, value: Callable[[Row], float]) -> dict[str, dict[int, float]]:
     """provider -> n -> value"""
-    curves: dict[str, dict[int, float]] = {name: {} for name in dict.fromkeys(row["provider"] for row in rows)}
+    curves: dict[str, dict[int, float]] = {name: {} for name in names}
     for row in rows:
         if "median" in row and row["mode"] == mode:
             curves[row["provider"]][row["tokens"]] = value(row)
@@ -222,12 +224,24 @@ def _curves(rows: list[Row], mode: str, value: Callable[[Row], float]) -> dict[s
 
 
 def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
-    """Log-log; a provider keeps its colour where it has no points."""
+    """Log-log; a provider keeps its colour where it, or another, has no points."""
     for i, (name, points) in enumerate(curves.items()):
         if points:
             axis.plot(*zip(*sorted(points.items()), strict=True), "o-", markersize=3, color=f"C{i}", label=name)
     axis.set(xscale="log", yscale="log", ylabel=label)
+    sizes = sorted(set().union(*curves.values()))
+    shown = sizes[:: -(-len(sizes) // 6)] if sizes else []
+    axis.set_xticks(shown, [_short(n) for n in shown])
+    axis.minorticks_off()
     axis.grid(alpha=0.3)
+
+
+def _short(n: int) -> str:
+    """512, 16k, 1M"""
+    for unit, name in ((2**20, "M"), (2**10, "k")):
+        if n >= unit and n % unit == 0:
+            return f"{n // unit}{name}"
+    return str(n)
 
 
 @contextmanager
@@ -242,7 +256,8 @@ def _figure(rows: int, columns: int, path: Path):
     yield figure, axes
     for axis in axes[-1]:
         axis.set_xlabel(axis.get_xlabel() or "tokens")
-    axes[0, 0].legend(fontsize=8)
+    lines = {line.get_label(): line for axis in axes.flat for line in axis.get_legend_handles_labels()[0]}
+    axes[0, 0].legend(handles=list(lines.values()), fontsize=8)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
