@@ -187,7 +187,7 @@ def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
     """Time over n by provider: a row for each mode, a column for each (heads, head_dim)."""
     sizes = sorted({(row["heads"], row["head_dim"]) for row in rows})
     modes = list(dict.fromkeys(row["mode"] for row in rows if row["unit"] == "ms"))
-    names = list(dict.fromkeys(row["provider"] for row in rows))
+    names = _providers(rows)
     with _figure(len(modes), len(sizes), path) as (figure, axes):
         for column, (heads, d) in enumerate(sizes):
             here = [row for row in rows if (row["heads"], row["head_dim"]) == (heads, d)]
@@ -205,13 +205,18 @@ def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
         return row["batch"] * row["tokens"] / row["median"] * 1e3
 
     with _figure(1, 2, path) as (figure, axes):
-        names = list(dict.fromkeys(row["provider"] for row in rows))
+        names = _providers(rows)
         _draw(axes[0, 0], _curves(rows, names, "train", tokens_per_s), "tokens/s")
         _draw(axes[0, 1], _curves(rows, names, "memory", lambda row: row["median"] / 1024), "peak memory, GiB")
         for axis in axes[0]:
             axis.set_xlabel("context, tokens")
         title = rows[0]["case"].rpartition(" (")[0]
         figure.suptitle(f"a training step, {title}, {rows[0].get('device', '')}", fontsize=10)
+
+
+def _providers(rows: list[Row]) -> list[str]:
+    """Names, in the order of the rows."""
+    return list(dict.fromkeys(row["provider"] for row in rows))
 
 
 def _curves(rows: list[Row], names: list[str], mode: str, value: Callable[[Row], float]) -> dict[str, dict[int, float]]:

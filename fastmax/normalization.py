@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager
-from fastmax.ops import NO_SECOND_DERIVATIVE
+from fastmax.ops import refuse_second_derivative
 
 
 def normalize_rows(x: Tensor, kind: str, lim: float, use_custom_gradient: bool = False) -> Tensor:
@@ -24,15 +24,15 @@ def normalize_rows(x: Tensor, kind: str, lim: float, use_custom_gradient: bool =
         return x
     recording = use_custom_gradient and x.requires_grad and torch.is_grad_enabled()
     # Compilers fuse the operations themselves; transforms and forward mode are told by the attention that follows.
-    elsewhere = torch.compiler.is_compiling() or eager.in_functorch() or torch.autograd.forward_ad._current_level >= 0
-    if recording and not elsewhere:
+    if recording and not torch.compiler.is_compiling() and not eager.is_transformed():
         return _Normalized.apply(x, kind, lim)
     rows, factor, _, _ = _factors(x, kind, lim)
     return (rows * factor).to(x.dtype)
 
 
-def _factors(x: Tensor, kind: str, lim: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows and their factor, whose product is the result; what the rows were divided by and their norms after it."""
+def _factors(x: Tensor, kind: str, lim: float) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:
+    """Rows and their factor, whose product is the result; what x was divided by to get these rows; the rows whose norm the
+    factor was taken from."""
     axes = (-2, -1) if kind == "sequence" else (-1,)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     largest = torch.linalg.vector_norm(x.detach(), float("inf"), axes, keepdim=True, dtype=wide)
@@ -41,9 +41,9 @@ def _factors(x: Tensor, kind: str, lim: float) -> tuple[Tensor, Tensor, Tensor, 
     norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
     if kind == "sequence":
         longest = norm.amax(-2, keepdim=True)
-        return unit, lim / torch.where(longest == 0, 1.0, longest), largest, norm
+        return unit, lim / torch.where(longest == 0, 1.0, longest), largest, norm == longest
     too_long = norm > lim / largest
-    return x, torch.where(too_long, lim / torch.where(too_long, norm, 1.0) / largest, 1.0), largest, norm
+    return x, torch.where(too_long, lim / torch.where(too_long, norm, 1.0) / largest, 1.0), 1.0, too_long
 
 
 class _Normalized(torch.autograd.Function):
@@ -53,13 +53,9 @@ class _Normalized(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, kind: str, lim: float) -> Tensor:
-        rows, factor, largest, norm = _factors(x, kind, lim)
+        rows, factor, divisor, in_norm = _factors(x, kind, lim)
         o = torch.mul(rows, factor, out=torch.empty_like(x))  # rounded as it is written
-        if kind == "sequence":
-            factor, in_norm = factor / largest, norm == norm.amax(-2, keepdim=True)
-        else:
-            in_norm = norm > lim / largest
-        ctx.save_for_backward(o, factor, in_norm)
+        ctx.save_for_backward(o, factor / divisor, in_norm)
         ctx.kind, ctx.lim = kind, lim
         return o
 
@@ -83,6 +79,4 @@ class _Final(torch.autograd.Function):
     def forward(ctx, grad: Tensor, grad_o: Tensor) -> Tensor:
         return grad.view_as(grad)
 
-    @staticmethod
-    def backward(ctx, _):
-        raise RuntimeError(NO_SECOND_DERIVATIVE.format("second derivative"))
+    backward = staticmethod(refuse_second_derivative)

@@ -29,7 +29,7 @@ _OPTIONS = (
     "Tensor? key_padding_mask, Tensor? drop_noise, Tensor? rpe_matrix, float scale, float a0, float a1, float a2, int p, "
     "bool causal, float dropout, str algorithm, bool allow_tf32=False"
 )
-NO_SECOND_DERIVATIVE = (
+_NO_SECOND_DERIVATIVE = (
     "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
     "gives the same numbers"
 )
@@ -111,7 +111,8 @@ def decode_step(
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
-    """Softmax over the last dimension of a checked tensor, outside of `is_transformed`; algorithm is "safe" or "online"."""
+    """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online". There are no rules for what
+    `eager.is_transformed` tells of."""
     if torch.compiler.is_compiling():
         return torch.ops.fastmax.softmax.default(x, algorithm)
     if x.is_cuda:
@@ -120,11 +121,6 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
         return torch.ops.fastmax.softmax.default(x, algorithm)
     with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
         return torch.ops.fastmax.softmax.default(x, algorithm)
-
-
-def is_transformed() -> bool:
-    """Whether forward mode or a torch.func transform is active, for which the operator softmax has no rules."""
-    return torch.autograd.forward_ad._current_level >= 0 or eager.in_functorch()
 
 
 def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
@@ -256,8 +252,9 @@ def _flash_gradients(ctx, grad_o, grad_lse):
     return *torch.ops.fastmax.flash_backward.default(grad_o, grad_lse, q, k, v, o, lse, mask, *ctx.options), None
 
 
-def _refuse(ctx, *grads):
-    raise RuntimeError(NO_SECOND_DERIVATIVE.format("second derivative"))
+def refuse_second_derivative(ctx, *grads):
+    """The backward of a gradient that is not to be differentiated."""
+    raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
 
 
 class _Differentiable(NamedTuple):
@@ -278,14 +275,14 @@ for _operator in (_ATTENTION, _FLASH):
 
     torch.library.register_autograd(_operator.forward, _differentiate, setup_context=_operator.save, lib=library)
 for _name in ("backward", "flash_backward"):
-    torch.library.register_autograd(f"fastmax::{_name}", _refuse, lib=library)
+    torch.library.register_autograd(f"fastmax::{_name}", refuse_second_derivative, lib=library)
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
     if torch.autograd.forward_ad._current_level >= 0 and any(
         x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
-        raise RuntimeError(NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
+        raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
     if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
         return operator.forward(*tensors, *options)
     return _Fused.apply(operator, options, *tensors)

@@ -25,7 +25,7 @@ def naive_attention(
     """Fastmax attention by its definition, O(n m) time and memory.
 
     q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv) -> (b, h, n, dv). The arguments mean what they mean in
-    `fastmax.fastmax_attention`; normalisation is left to the caller (`fastmax.normalization.normalize`).
+    `fastmax.fastmax_attention`; normalisation is left to the caller (`fastmax.normalization.normalize_rows`).
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     s = q @ k.mT

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastmax import ops, validation
+from fastmax.eager import is_transformed
 from fastmax.eager import softmax as eager
 from fastmax.eager.softmax import RunningStates
 
@@ -117,7 +118,7 @@ def _check(x: object) -> None:
 
 def _runs_kernel(x: Array) -> bool:
     """Whether the registered operator takes x."""
-    return isinstance(x, Tensor) and x.is_cuda and (torch.compiler.is_compiling() or not ops.is_transformed())
+    return isinstance(x, Tensor) and x.is_cuda and (torch.compiler.is_compiling() or not is_transformed())
 
 
 def _quiet(x: Array):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -38,6 +41,22 @@ def dtype_id(dtype: torch.dtype) -> str:
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 # Importing the compiler runs deprecated parts of torch.
 torch_warns = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def relative(actual: Tensor, exact: Tensor) -> float:
+    """Error in the Frobenius norm, relative to the exact tensor's."""
+    return ((actual.double() - exact).norm() / exact.norm()).item()
+
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+
+
+def load_build() -> ModuleType:
+    """csrc/build.py, which is no part of a package."""
+    spec = importlib.util.spec_from_file_location("csrc_build", CSRC / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # ---- the definition

@@ -1,6 +1,5 @@
 """csrc/build.py and setup.py without a compiler: what they would build, and the one sentence that says why they cannot."""
 
-import importlib.util
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from common import load_build
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -17,10 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.fixture
 def build(monkeypatch):
     monkeypatch.delenv("FASTMAX_CUDA_ARCHS", raising=False)
-    spec = importlib.util.spec_from_file_location("csrc_build", ROOT / "csrc" / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_build()
 
 
 def script(path, text):

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from common import torch_warns
+from common import relative, torch_warns
 
 import fastmax
 from fastmax import eager, extension, fastmax_attention, verify
@@ -216,10 +216,6 @@ def both(arguments, grad_o):
 
 def widened(arguments):
     return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
-
-
-def relative(actual, exact):
-    return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 def denominators(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, *rest):

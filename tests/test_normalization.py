@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from common import by_dtype, by_gradient, normalized
+from common import by_dtype, by_gradient, normalized, relative
 from torch.autograd import gradcheck
 
 from fastmax.normalization import normalize_rows
 
 by_kind = pytest.mark.parametrize("kind", ["sequence", "token"])
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
-
-
-def relative(actual, exact):
-    return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 @by_gradient

@@ -1,11 +1,11 @@
 """`hbm_traffic` against numbers computed by hand."""
 
-import importlib.util
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from common import CSRC, load_build
 
 from fastmax import hbm_traffic
 from fastmax.traffic import chunk_length, tile_rows
@@ -125,7 +125,6 @@ def test_errors(options, error, message):
         hbm_traffic(**{"seqlen": 8, "head_dim": 8} | options)
 
 
-CSRC = Path(__file__).parents[1] / "csrc"
 PROBE = """
 #include <cstdio>
 #include "linear.h"
@@ -151,9 +150,7 @@ int main() { rows<Bf16>("bfloat16"), rows<Fp16>("float16"), rows<Fp32>("float32"
 
 def test_sizes_are_those_of_the_cuda_sources(tmp_path):
     """Chunk lengths, bytes of a state and rows of a tile, compiled from csrc/."""
-    spec = importlib.util.spec_from_file_location("build", CSRC / "build.py")
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
+    build = load_build()
     try:
         nvcc = build.cuda_home() / "bin/nvcc"
     except build.BuildError as error:

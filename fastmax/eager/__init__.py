@@ -16,6 +16,7 @@ from fastmax.eager.blocks import (
     from_blocks,
     head_groups,
     in_functorch,
+    is_transformed,
     recording,
     to_blocks,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "forward",
     "forward_from_state",
     "in_functorch",
+    "is_transformed",
     "recording",
 ]
 

@@ -161,6 +161,11 @@ def recording(*tensors: Tensor | None) -> bool:
     """Whether autograd (reverse or forward mode, torch.func too) watches an operation on these tensors."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
+    return is_transformed()
+
+
+def is_transformed() -> bool:
+    """Whether forward mode or a torch.func transform is active."""
     return torch.autograd.forward_ad._current_level >= 0 or in_functorch()
 
 
