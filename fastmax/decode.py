@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
+from fastmax.call import Call
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Score
@@ -140,7 +141,8 @@ def prefill(
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
     tokens = state.tokens + q.shape[2]
     q, k = _transform(q, k, state)
-    o, values, weights = eager.forward_from_state(q, k, v, key_padding_mask, state.score, state.values, state.weights)
+    call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
+    o, values, weights = eager.forward_from_state(q, k, v, call, state.values, state.weights)
     return o, replace(state, values=values, weights=weights, tokens=tokens)
 
 
