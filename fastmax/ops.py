@@ -291,9 +291,7 @@ def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Te
         return operator.forward(*tensors, *options)
     if eager.in_functorch():
         if any(map(_is_differentiated_by_functorch, given)):
-            raise RuntimeError(
-                _NO_SECOND_DERIVATIVE.format("rule for the gradients of torch.func (grad, vjp, jacrev, hessian)")
-            )
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
         return operator.forward(*tensors, *options)
     return _Fused.apply(operator, options, *tensors)
 
