@@ -97,41 +97,46 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
 
 
 def _forward(q, k, v, *arguments):
-    with _without_autocast(q):
+    with without_autocast(q):
         return eager.forward(q, k, v, FASTMAX.call(arguments), differentiable=False)
 
 
 def _backward(grad_o, q, k, v, o, z, *arguments):
     call = FASTMAX.call(arguments)
-    with _without_autocast(q):
+    with without_autocast(q):
         *grads, grad_rpe = eager.backward(grad_o, None, q, k, v, o, z, call)
     return (*grads, q.new_empty(0) if grad_rpe is None else grad_rpe)
 
 
 def _flash_forward(q, k, v, *arguments):
-    with _without_autocast(q):
+    with without_autocast(q):
         return eager.forward(q, k, v, FLASH.call(arguments), differentiable=False)
 
 
 def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
-    with _without_autocast(q):
+    with without_autocast(q):
         return eager.backward(grad_o, grad_lse, q, k, v, o, lse, FLASH.call(arguments))[:3]
 
 
 def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
-    with _without_autocast(q):
+    with without_autocast(q):
         return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
 def _softmax(x, algorithm):
-    with _without_autocast(x):
+    with without_autocast(x):
         return row_softmax.forward(x, algorithm)
 
 
-def _without_autocast(x: Tensor):
-    """Autocast must not reach the accumulations; entering its context costs more than asking."""
+def in_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; there are devices it does not know, as "meta"."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(x: Tensor):
+    """Autocast must not reach the accumulations; entering its context costs more than asking."""
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
 for _name, _implementation in {
@@ -246,13 +251,32 @@ for _name in ("backward", "flash_backward"):
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
-    if torch.autograd.forward_ad._current_level >= 0 and any(
-        x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
+    given = [x for x in tensors if x is not None]
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return operator.forward(*tensors, *options)
+    if eager.in_functorch():
+        if any(map(_is_differentiated_by_functorch, given)):
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
         return operator.forward(*tensors, *options)
     return _Fused.apply(operator, options, *tensors)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for looking at tangents
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated_by_functorch(x: Tensor) -> bool:
+    """Whether a reverse-mode transform of torch.func records what becomes of x, in whatever order with vmaps."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def _save_softmax(ctx, inputs, output):
