@@ -13,6 +13,7 @@ from fastmax.eager.blocks import (
     Operands,
     Span,
     compute_dtype,
+    differentiating,
     from_blocks,
     head_groups,
     in_functorch,
@@ -20,7 +21,7 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
-from fastmax.eager.recurrent import decode_step
+from fastmax.eager.recurrent import decode_step, decode_step_
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Score, Softmax, reciprocal
@@ -29,6 +30,8 @@ __all__ = [
     "backward",
     "compute_dtype",
     "decode_step",
+    "decode_step_",
+    "differentiating",
     "empty_like_layout",
     "flash_backward",
     "flash_forward",
@@ -113,7 +116,7 @@ def forward_from_state(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention of n tokens that continue from a state, by the linear algorithm: output, values, weights.
 
-    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.decode.DecodeState`.
+    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.DecodeState`.
     """
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:
