@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
+from fastmax.call import Call
 from fastmax.decode_state import DecodeState
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
@@ -95,7 +96,7 @@ def step(
     rounded, so that tokens which have that dtype already give the same numbers as without autocast.
     """
     q, k, v = _check_token(q, k, v, state, key_padding_mask)
-    with ops._without_autocast(q):
+    with ops.without_autocast(q):
         q, k = _transform(q, k, state)
         o, values, weights = ops.decode_step(q, k, v, state.values, state.weights, key_padding_mask, state.score)
     return o, _advanced(state, 1, values, weights)
@@ -121,7 +122,7 @@ def step_(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_ma
     """
     q, k, v = _check_token(q, k, v, state, key_padding_mask)
     _check_memory({"q": q, "k": k, "v": v}, state)
-    with ops._without_autocast(q):
+    with ops.without_autocast(q):
         q, k = _transform(q, k, state)
         o = ops.decode_step_(q, k, v, state.values, state.weights, key_padding_mask, state.score)
     if state.positions is not None:
@@ -153,9 +154,10 @@ def prefill(
     n = q.shape[2]
     if k.shape[2] != n:
         raise ValueError(f"k and v must have q's number of tokens {n}, got {k.shape[2]}")
-    with ops._without_autocast(q):
+    with ops.without_autocast(q):
         q, k = _transform(q, k, state)
-        o, values, weights = eager.forward_from_state(q, k, v, key_padding_mask, state.score, state.values, state.weights)
+        call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
+        o, values, weights = eager.forward_from_state(q, k, v, call, state.values, state.weights)
     if n == 0:  # the state that is returned may be changed in place, the given one not with it
         return o, state.clone()
     return o, _advanced(state, n, values, weights)
@@ -207,8 +209,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | N
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, state: DecodeState) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast q, k and v in the state's dtype, float64 excepted, as PyTorch's own operators do."""
-    device = state.values.device.type
-    if state.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if state.dtype == torch.float64 or not ops.in_autocast(state.values):
         return q, k, v
     return tuple(
         x.to(state.dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
+from fastmax.call import Call
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Softmax
@@ -98,12 +99,7 @@ def fastmax_attention(
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
-    if use_custom_gradient:
-        o = ops.attention(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm)
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            record = eager.recording(q, k, v, rpe_matrix)
-            o, _ = eager.forward(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm, record)
+    o, _ = _attend(q, k, v, Call(score, causal, dropout, algorithm, key_padding_mask, noise, rpe_matrix), use_custom_gradient)
     return o.flatten(0, 1) if three_d else o
 
 
@@ -153,14 +149,18 @@ def flash_attention(
     three_d = q.dim() == 3
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
-    if use_custom_gradient:
-        o, lse = ops.flash_attention(q, k, v, key_padding_mask, score, causal)
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            o, lse = eager.flash_forward(q, k, v, key_padding_mask, score, causal, eager.recording(q, k, v))
+    o, lse = _attend(q, k, v, Call(score, causal, key_padding_mask=key_padding_mask), use_custom_gradient)
     if three_d:
         o, lse = o.flatten(0, 1), lse.flatten(0, 1)
     return (o, lse) if return_lse else o
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Output, and denominators or log-sum-exp, of 4-d tensors."""
+    if use_custom_gradient:
+        return ops.attention(q, k, v, call)
+    with torch.autocast(q.device.type, enabled=False):
+        return eager.forward(q, k, v, call, differentiable=eager.recording(q, k, v, *call.differentiable))
 
 
 def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:

@@ -60,7 +60,8 @@ def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *
     mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
     noise = torch.randn(case.b, case.h, case.n, case.dv, device=device, dtype=dtype) if noise else None
     rpe = torch.randn(case.n + case.m - 1, case.d, device=device, dtype=dtype, requires_grad=True) if rpe else None
-    return (*leaves, mask, noise, rpe, 0.5, 1.0, 1.0, 0.5, p, causal, 0.2 if noise is not None else 0.0, algorithm), grad_o
+    dropout = 0.2 if noise is not None else 0.0
+    return (*leaves, mask, noise, rpe, 0.5, 1.0, 1.0, 0.5, p, causal, dropout, algorithm, False), grad_o
 
 
 OPERATOR_CALLS = {
