@@ -7,12 +7,10 @@
 // Numbers measured on one H200, bf16, causal, 4096 tokens, 2^26 elements of q ("ms"), where they decided.
 #pragma once
 
+#include "core/device.h"
 #include "core/dtype.h"
 
 namespace fastmax {
-
-// Shared memory that a block may use on every supported architecture (sm_86, sm_89 and sm_120 have the least: 99 KB).
-inline constexpr int kMaxSharedBytes = 99 * 1024;
 
 template <class Math, int kHeadDim>
 struct QuadraticFwdTile {

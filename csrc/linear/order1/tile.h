@@ -8,7 +8,6 @@
 namespace fastmax {
 
 // Shared memory that every supported device gives a block.
-inline constexpr int kLinear1SharedBytes = 99 * 1024;
 
 template <class Math, int kHeadDim>
 struct Linear1Tile {
@@ -173,7 +172,7 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
 }
 template <class Tile, class Args>
 void launch_walk(const char* name, void (*kernel)(Args, int), int64_t blocks, const Args& a, cudaStream_t stream) {
-  static_assert(Tile::kRing + Tile::kStageBytes <= kLinear1SharedBytes, "a walk with one stage does not fit in shared memory");
+  static_assert(Tile::kRing + Tile::kStageBytes <= kMaxSharedBytes, "a walk with one stage does not fit in shared memory");
   const int stages = Tile::kRing + 2 * Tile::kStageBytes <= shared_limit(a.sm_arch) ? 2 : 1;
   launch_kernel(name, kernel, grid_1d(blocks), Tile::kThreads, Tile::kRing + stages * Tile::kStageBytes, stream, a, stages);
 }

@@ -31,7 +31,7 @@ struct GradTile {
   using Stream = RowStream<Math, kHeadDim, 2, kMaxWarps * kWarpSize>;
 
   static constexpr int shared_bytes(int warps) { return warps * kWarpRows * kRowSharedBytes + Stream::kRingBytes; }
-  static_assert(shared_bytes(1) <= 99 * 1024, "a warp does not fit on the smallest devices");
+  static_assert(shared_bytes(1) <= kMaxSharedBytes, "a warp does not fit on the smallest devices");
 };
 
 template <class Math, int kHeadDim>

@@ -21,10 +21,10 @@ struct ReadTile {
   static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
   static constexpr int kXBytes = kRows * Stage::kRowBytes;
-  static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= 99 * 1024 ? 3 : 2;
+  static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= kMaxSharedBytes ? 3 : 2;
   using Stream = RowStream<Math, kHeadDim, kStages, kThreads>;
   static constexpr int kSharedBytes = kXBytes + Stream::kRingBytes;
-  static_assert(kSharedBytes <= 99 * 1024, "x and the ring do not fit in shared memory");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "x and the ring do not fit in shared memory");
 };
 
 template <class Math, int kHeadDim>

@@ -43,7 +43,7 @@ struct StateTile {
   static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;  // y, w, e
   static constexpr int kStages = 3;  // in use, next, and being loaded
   static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= 99 * 1024, "stages do not fit in shared memory");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
   // Octets whose operands are held at once. Pipelined: half of them are in use while the other half is made.
   static constexpr int kOctets = kSplitOperands<Math> ? 2 : 8;
   static constexpr bool kPipelined = kIs16Bit<Math>;
@@ -657,7 +657,7 @@ struct Order1Tile {
   static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;
   static constexpr int kStages = 3;
   static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= 99 * 1024, "stages do not fit in shared memory");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
   static_assert(kThreads >= kTokens, "one thread per row loads its e");
 };
 
