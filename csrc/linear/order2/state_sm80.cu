@@ -733,16 +733,17 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   if (threadIdx.x == 0 && group_value == 0) sums[Layout::kSumOne] = count;
 }
 
-// Order 1: exclusive prefix over parts of every first-order word, written as weighted snapshot words; one thread per word (or per sum).
+// Order 1: exclusive prefix over parts of every first-order word, written as weighted snapshot words; one thread per word (or per sum),
+// state_blocks blocks a state.
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, const int scan_words) {
+__global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, const int scan_words, const int state_blocks) {
   using Layout = StateLayout<Math, kHeadDim>;
   constexpr int kFirstWord = Layout::kLinearPair * Layout::kPairWords;
   const int words = static_cast<int>(Layout::words(1));
   const int64_t stride = part_floats(kHeadDim, 1);
   const int parts = a.parts(), lead = a.lead_parts();
-  const int index = blockIdx.x * blockDim.x + threadIdx.x;
-  const int64_t state = blockIdx.y;
+  const int index = blockIdx.x % state_blocks * blockDim.x + threadIdx.x;
+  const int64_t state = blockIdx.x / state_blocks;
   const float* src = a.parts_sum + state * parts * stride;
   constexpr int kAhead = 8;  // loads in flight
 
@@ -818,8 +819,9 @@ struct LaunchState {
                   grid_1d(int64_t{a.states()} * a.parts() * Tile::kGroups), Tile::kThreads, Tile::kSharedBytes, stream, a);
     const int words = static_cast<int>(Layout::words(1)) - Layout::kLinearPair * Layout::kPairWords;
     constexpr int kThreads = 256;
-    const dim3 grid((words + Layout::kSums + kThreads - 1) / kThreads, a.states());
-    launch_kernel("linear_scan", linear_scan_kernel<Math, kHeadDim>, grid, kThreads, 0, stream, a, words);
+    const int blocks = (words + Layout::kSums + kThreads - 1) / kThreads;
+    launch_kernel("linear_scan", linear_scan_kernel<Math, kHeadDim>, grid_1d(int64_t{a.states()} * blocks), kThreads, 0, stream, a,
+                  words, blocks);
   }
 };
 
