@@ -18,7 +18,9 @@ struct ReadTile {
   static constexpr int kRowTiles = kHeadDim <= 128 && (kIs16Bit<Math> || (kHeadDim <= 64 && !kSplitOperands<Math>)) ? 2 : 1;
   static constexpr bool kEarlyFactors = kHeadDim < 128;  // registers for the next tile's factors
   static constexpr int kRows = kWarps * kRowTiles * 16;
-  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
+  // Two blocks share a multiprocessor, where it has 130 KB of shared memory: registers for 16 scores at once, not for 32.
+  static constexpr bool kTwoBlocks = kHeadDim == 32 && kIs16Bit<Math>;
+  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 || kTwoBlocks ? 16 : 32;  // keys whose scores are held at once
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
   static constexpr int kXBytes = kRows * Stage::kRowBytes;
   static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= 99 * 1024 ? 3 : 2;
@@ -28,7 +30,8 @@ struct ReadTile {
 };
 
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_read_kernel(const ReadArgs a, const int row_blocks) {
+__global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<Math, kHeadDim>::kTwoBlocks ? 2 : 1)
+    linear_read_kernel(const ReadArgs a, const int row_blocks) {
   using Tile = ReadTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
   using Layout = StateLayout<Math, kHeadDim>;
