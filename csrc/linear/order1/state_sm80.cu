@@ -11,7 +11,7 @@ struct SumTile : Linear1Tile<Math, kHeadDim> {
   static constexpr int kStages = 3;
   static constexpr int kStageBytes = Base::stage_bytes(2);
   static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kLinear1SharedBytes, "stages do not fit in shared memory");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
   static constexpr int kMinBlocks = linear1_sum_blocks(kHeadDim, Base::k16);
 };
 
