@@ -11,11 +11,13 @@
 #include <tuple>
 
 #include "bindings/attention_tensors.h"
+#include "core/algorithm.h"
 #include "core/cost_model.h"
 #include "core/device.h"
-#include "core/launch.h"
 #include "core/params.h"
 #include "bindings/tensors.h"
+#include "linear/algorithm.h"
+#include "quadratic/algorithm.h"
 
 namespace fastmax {
 namespace {
@@ -53,11 +55,11 @@ struct Noise {
   }
 };
 
-Algorithm resolve(const std::string& algorithm, const Problem& p) {
-  if (algorithm == "quadratic") return Algorithm::kQuadratic;
-  if (algorithm == "linear") return Algorithm::kLinear;
+const Algorithm& resolve(const std::string& algorithm, const Problem& p) {
+  if (algorithm == "quadratic") return kQuadraticAlgorithm;
+  if (algorithm == "linear") return kLinearAlgorithm;
   STD_TORCH_CHECK(algorithm == "auto", "fastmax: algorithm must be auto, quadratic or linear, got ", algorithm);
-  return choose_algorithm(p);
+  return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
@@ -87,14 +89,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   p.o = o.storage.data_ptr(), p.o_stride = stride_of(o.storage);
   p.z = static_cast<float*>(z.data_ptr());
 
-  const cudaStream_t stream = current_stream(device_index);
-  if (resolve(algorithm, p) == Algorithm::kLinear) {
-    const Tensor workspace = allocate_workspace(linear_fwd_workspace_bytes(p), device_index);
-    p.workspace = workspace.data_ptr();
-    launch_linear_fwd(p, stream);
-  } else {
-    FASTMAX_DISPATCH_MATH(p, quadratic_fwd, p, stream);
-  }
+  const Kernels& kernels = select(resolve(algorithm, p), p, Direction::kForward);
+  const Tensor workspace = allocate_workspace(kernels.fwd_workspace_bytes(p), device_index);
+  p.workspace = workspace.data_ptr();
+  kernels.fwd(p, current_stream(device_index));
   return {o.result(), z};
 }
 
@@ -127,15 +125,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, con
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p, z, "z");
 
-  const cudaStream_t stream = current_stream(device_index);
-  const bool linear = resolve(algorithm, p) == Algorithm::kLinear;
-  const Tensor workspace = allocate_workspace(linear ? linear_bwd_workspace_bytes(p) : quadratic_bwd_workspace_bytes(p), device_index);
+  const Kernels& kernels = select(resolve(algorithm, p), p, Direction::kBackward);
+  const Tensor workspace = allocate_workspace(kernels.bwd_workspace_bytes(p), device_index);
   p.workspace = workspace.data_ptr();
-  if (linear) {
-    launch_linear_bwd(p, stream);
-  } else {
-    FASTMAX_DISPATCH_MATH(p, quadratic_bwd, p, stream);
-  }
+  kernels.bwd(p, current_stream(device_index));
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe};
 }
 
@@ -156,7 +149,7 @@ FASTMAX_EXPORT const char* fastmax_device_problem(int index) {
 
 FASTMAX_EXPORT const char* fastmax_build_info() {
   static const std::string info = "architectures " FASTMAX_ARCHS "; bf16, fp16, tf32, fp32; head dims up to" +
-                                  fastmax::head_dims() + "; CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
+                                  fastmax::NativeHeadDims::list() + "; CUDA " + std::to_string(CUDART_VERSION / 1000) + "." +
                                   std::to_string(CUDART_VERSION % 1000 / 10);
   return info.c_str();
 }

@@ -10,7 +10,6 @@
 
 #include "core/device.h"
 #include "core/dispatch.h"
-#include "core/launch.h"
 #include "core/params.h"
 #include "bindings/tensors.h"
 
@@ -19,7 +18,7 @@ namespace fastmax {
 // Whether there are kernels for these tensors. If not, the PyTorch implementation computes the call.
 inline bool has_kernels(const Tensor& q, const Tensor& v) {
   const int64_t widest = std::max(q.size(3), v.size(3));
-  return kernels_run_on(q) && widest <= INT_MAX && native_head_dim(static_cast<int>(widest)) != 0;
+  return kernels_run_on(q) && widest <= INT_MAX && NativeHeadDims::at_least(static_cast<int>(widest)) != 0;
 }
 
 inline bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }
@@ -97,7 +96,7 @@ inline void fill_shapes(Problem& p, const Tensor& q, const Tensor& k, const Tens
   p.m = static_cast<int>(k.size(2));
   p.d = static_cast<int>(q.size(3));
   p.dv = static_cast<int>(v.size(3));
-  p.head_dim = native_head_dim(p.d > p.dv ? p.d : p.dv);
+  p.head_dim = NativeHeadDims::at_least(p.d > p.dv ? p.d : p.dv);
   p.math = math_mode(q.scalar_type(), allow_tf32);
 
   p.scale = static_cast<float>(scale);

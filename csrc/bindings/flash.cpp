@@ -9,9 +9,10 @@
 #include <tuple>
 
 #include "bindings/attention_tensors.h"
-#include "core/launch.h"
+#include "core/algorithm.h"
 #include "core/params.h"
 #include "bindings/tensors.h"
+#include "quadratic/algorithm.h"
 
 namespace fastmax {
 namespace {
@@ -38,7 +39,10 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
   x.fill(p, scale, causal, allow_tf32);
   p.o = o.storage.data_ptr(), p.o_stride = stride_of(o.storage);
   p.z = static_cast<float*>(lse.data_ptr());
-  FASTMAX_DISPATCH_MATH(p, flash_fwd, p, current_stream(device_index));
+  const Kernels& kernels = select(kFlashAlgorithm, p, Direction::kForward);
+  const Tensor workspace = allocate_workspace(kernels.fwd_workspace_bytes(p), device_index);
+  p.workspace = workspace.data_ptr();
+  kernels.fwd(p, current_stream(device_index));
   return {o.result(), lse};
 }
 
@@ -69,9 +73,10 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad_o_in, const
     p.grad_z = static_cast<const float*>(grad_z->data_ptr());
   }
 
-  const Tensor workspace = allocate_workspace(quadratic_bwd_workspace_bytes(p), device_index);
+  const Kernels& kernels = select(kFlashAlgorithm, p, Direction::kBackward);
+  const Tensor workspace = allocate_workspace(kernels.bwd_workspace_bytes(p), device_index);
   p.workspace = workspace.data_ptr();
-  FASTMAX_DISPATCH_MATH(p, flash_bwd, p, current_stream(device_index));
+  kernels.bwd(p, current_stream(device_index));
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result()};
 }
 

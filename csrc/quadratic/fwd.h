@@ -8,6 +8,7 @@
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/score.h"
+#include "quadratic/quadratic_sm80.h"
 #include "quadratic/tile_config.h"
 #include "core/fragments.h"
 

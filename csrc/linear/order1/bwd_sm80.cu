@@ -199,7 +199,7 @@ struct LaunchPairWalk {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchPairWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchPairWalk, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

@@ -213,7 +213,7 @@ struct LaunchWalk {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchWalk, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

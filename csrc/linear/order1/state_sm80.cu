@@ -114,7 +114,7 @@ struct LaunchSums {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchSums, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchSums, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax
