@@ -87,9 +87,7 @@ def decode_step(
     return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
 
 
-def decode_step_(
-    q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score
-) -> Tensor:
+def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
     """`decode_step` that writes over `values` and `weights`, which are contiguous and overlap nothing else: the output.
 
     Raises:

@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, con
 #define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 // SCHEMA_VERSION in fastmax/extension.py: the schemas that these functions are written for.
-FASTMAX_EXPORT int fastmax_schema_version() { return 2; }
+FASTMAX_EXPORT int fastmax_schema_version() { return 3; }
 
 // Why kernels do not run on a device, or null when they do.
 FASTMAX_EXPORT const char* fastmax_device_problem(int index) {

@@ -21,9 +21,7 @@ def decode_step(
     return _read(q, values, weights, score), values, weights
 
 
-def decode_step_(
-    q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score
-) -> Tensor:
+def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
     """The output of `decode_step`; the new values and weights take the place of the old ones."""
     key = _key_features(k, mask, values.dtype, score)
     values.addcmul_(key.unsqueeze(-1), v.to(values.dtype))
