@@ -187,6 +187,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | N
     validation.check_key_padding_mask(mask, q, k)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
     batch, heads, rows, value_dim = state.values.shape
     if k.shape[0] != batch or k.shape[1] != heads or k.shape[3] != state.head_dim:
         expected = (batch, heads, "tokens", state.head_dim)

@@ -501,6 +501,7 @@ def test_bad_states(name):
 BAD_TOKENS = {
     "no state": ({"state": None}, TypeError, "state"),
     "rank 3": ({name: torch.zeros(2, 1, 5) for name in "qkv"}, ValueError, "4-d"),
+    "no query heads": ({"q": torch.zeros(2, 0, 1, 5)}, ValueError, "q must have at least one head"),
     "another batch": ({name: torch.zeros(3, 2, 1, 5) for name in "qkv"}, ValueError, "state"),
     "other kv heads": ({name: torch.zeros(2, 1, 1, 5) for name in "kv"}, ValueError, "state"),
     "another head_dim": ({name: torch.zeros(2, 2, 1, 6) for name in "qk"}, ValueError, "state"),
@@ -515,7 +516,8 @@ BAD_TOKENS = {
         ValueError, r"state must have values \(2, 2, 6, 5\)",
     ),
     "one row": (
-        {"state": fastmax.init_state(2, 2, 5).map(lambda x: x[:, :, :1])}, ValueError, r"state must have values \(2, 2, 21, 5\)",
+        {"state": fastmax.init_state(2, 2, 5).map(lambda x: x[:, :, :1])},
+        ValueError, r"state must have values \(2, 2, 21, 5\)",
     ),
     "weights of another batch": (
         {"state": replace(fastmax.init_state(2, 2, 5), weights=torch.zeros(1, 2, 21))}, ValueError, r"weights \(2, 2, 21\)",

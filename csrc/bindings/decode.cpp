@@ -64,7 +64,7 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
                   "fastmax: q, k and v are on different devices");
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
   STD_TORCH_CHECK(q.size(2) == 1 && k.size(2) == 1 && v.size(2) == 1, "fastmax: q, k and v must hold one token");
-  STD_TORCH_CHECK(k.size(0) == b && v.size(0) == b && v.size(1) == hk && k.size(3) == d && hk > 0 && h % hk == 0,
+  STD_TORCH_CHECK(k.size(0) == b && v.size(0) == b && v.size(1) == hk && k.size(3) == d && hk > 0 && h > 0 && h % hk == 0,
                   "fastmax: shapes of q, k and v do not match");
   STD_TORCH_CHECK(order == 1 || order == 2, "fastmax: p must be 1 or 2, got ", order);
   const int64_t rows = decode_rows(static_cast<int>(d), static_cast<int>(order));
@@ -93,7 +93,7 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 
   const Tensor o = empty_strided({b, h, 1, dv}, {h * dv, dv, dv, 1}, q.scalar_type(), q.get_device_index());
   p.o = o.data_ptr();
-  if (b > 0 && h > 0 && d > 0 && dv > 0) launch_decode(p, current_stream(q.get_device_index()));
+  if (b > 0 && d > 0 && dv > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
 
