@@ -95,9 +95,13 @@ def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tenso
     """
     tensors = (q, k, v, values, weights)
     _refuse_to_record(*tensors)
-    if q.is_cuda and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+    if q.is_cuda:
         extension.warn_if_unused(q.device)
-    return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+    torch.autograd.graph.increment_version((values, weights))
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
 
 
 def _refuse_to_record(*tensors: Tensor) -> None:
