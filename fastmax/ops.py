@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax import eager, extension
+from fastmax import eager, extension, operator_checks
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
@@ -107,7 +107,9 @@ def decode_step(
         return eager.decode_step(*tensors, mask, score)
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
-    return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    return extension.call(torch.ops.fastmax.decode_step.default, *tensors, mask, *score)
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -118,29 +120,35 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
     if x.is_cuda:
         extension.warn_if_unused(x.device)
     if torch.is_grad_enabled() and x.requires_grad:
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
     with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
 
 
 def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     score = Score(scale, a0, a1, a2, p)
+    operator_checks.check_call(q, k, v, mask, noise, rpe, score, causal, algorithm)
     with _without_autocast(q):
         return eager.forward(q, k, v, mask, noise, rpe, score, causal, dropout, algorithm, differentiable=False)
 
 
 def _backward(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
     score = Score(scale, a0, a1, a2, p)
+    operator_checks.check_call(q, k, v, mask, noise, rpe, score, causal, algorithm)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z)
     with _without_autocast(q):
         return eager.backward(grad_o, q, k, v, o, z, mask, noise, rpe, score, causal, dropout, algorithm)
 
 
 def _flash_forward(q, k, v, mask, scale, causal, allow_tf32):
+    operator_checks.check_flash_call(q, k, v, mask, scale, causal)
     with _without_autocast(q):
         return eager.flash_forward(q, k, v, mask, Softmax(scale), causal, differentiable=False)
 
 
 def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, mask, scale, causal, allow_tf32):
+    operator_checks.check_flash_call(q, k, v, mask, scale, causal)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, lse=lse, grad_lse=grad_lse)
     with _without_autocast(q):
         return eager.flash_backward(grad_o, grad_lse, q, k, v, o, lse, mask, Softmax(scale), causal)
 
@@ -175,6 +183,8 @@ for _name, _implementation in {
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
+    if _name.startswith("eager_"):
+        _implementation = extension.remembering(_implementation)
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
 extension.load()
 
@@ -283,8 +293,10 @@ def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Te
         x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
+    if torch.compiler.is_compiling() or eager.in_functorch():
         return operator.forward(*tensors, *options)
+    if not torch.is_grad_enabled():
+        return extension.call(operator.forward, *tensors, *options)
     return _Fused.apply(operator, options, *tensors)
 
 
@@ -307,7 +319,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx, operator, options, *tensors):
         inputs = (*tensors, *options)
         with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
-            output = operator.forward(*inputs)
+            output = extension.call(operator.forward, *inputs)
         operator.save(ctx, inputs, output)
         ctx.gradients = operator.gradients
         return output
@@ -315,6 +327,6 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)
         with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)

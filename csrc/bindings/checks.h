@@ -49,6 +49,7 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   check_device("k", k, q);
   check_device("v", v, q);
   STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "fastmax: q, k and v differ in dtype");
+  STD_TORCH_CHECK(q.size(3) > 0 && v.size(3) > 0, "fastmax: q and v must have a head_dim of at least 1");
   const int64_t b = q.size(0), h = q.size(1), n = q.size(2), hk = k.size(1), m = k.size(2);
   check_shape("k", k, {b, hk, m, q.size(3)});
   check_shape("v", v, {b, hk, m, v.size(3)});
