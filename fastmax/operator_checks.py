@@ -1,6 +1,6 @@
 """What a direct call of an operator of `torch.ops.fastmax` must hold to, for the PyTorch implementation.
 
-`csrc/bindings/checks.h` holds CUDA calls to the same. Calls through `fastmax.functional` were checked before, in the user's words.
+`csrc/bindings/checks.h` holds CUDA calls to the same. Calls through `fastmax.functional` were checked before.
 """
 
 from __future__ import annotations
