@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "linear/linear.h"
+#include "linear/order2/state_format.h"
 #include "linear/ptx.h"
 #include "core/fragments.h"
 

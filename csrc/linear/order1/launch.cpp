@@ -6,9 +6,9 @@
 #include <algorithm>
 
 #include "core/dispatch.h"
-#include "linear/order1/linear1.h"
 #include "linear/dispatch.h"
-#include "linear/plan.h"
+#include "linear/launch.h"
+#include "linear/order1/linear1.h"
 
 namespace fastmax {
 namespace {
