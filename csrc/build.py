@@ -3,8 +3,8 @@
     python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--fail-on-spills]
 
 What is compiled follows from file names and contents: every source below this folder, `*_sm80.cu` for every architecture,
-`*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and they run
-side by side). Includes are relative to this folder.
+`*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and
+they run side by side). Includes are relative to this folder.
 """
 
 import argparse

@@ -10,14 +10,14 @@
 
 #include "decode/decode.h"
 #include "core/device.h"
-#include "bindings/tensors.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/torch_abi.h"
 
 namespace fastmax {
 namespace {
 
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
-
-Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
 
 bool is_state(const Tensor& x, const Tensor& q, std::initializer_list<int64_t> sizes) {
   if (x.scalar_type() != ScalarType::Float || x.get_device_index() != q.get_device_index() || !x.is_contiguous() ||
