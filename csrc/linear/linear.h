@@ -93,6 +93,9 @@ struct StateArgs : LinearProblem {
   float* parts_sum;  // order 1: [state][part][part_floats()]
 };
 
+// The same for order 1 at wide head dims, from parts of y that are each summed on its own.
+struct PartStateArgs : StateArgs {};
+
 // o = sum f(x.y) w (/ z)
 struct ReadArgs : LinearProblem {
   View x, y, w;

@@ -247,7 +247,10 @@ void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStre
 
 constexpr StatePasses kStatePassesSm80 = {
     [](const Problem& p) { return state_sizes(linear_head_dim(p.head_dim), p.order, p.math); },
-    run_pass<StateArgs>,
+    [](const Problem& p, const StateArgs& a, cudaStream_t stream) {
+      if (p.order == 1) run_pass(p, PartStateArgs{a}, stream);
+      else run_pass(p, a, stream);
+    },
     run_pass<ReadArgs>,
     run_pass<GradArgs>,
 };
