@@ -1,5 +1,5 @@
-"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step` and
-`softmax`.
+"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
+`decode_step_` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -45,6 +45,10 @@ for _prefix in ("", "eager_"):
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
         "float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
     )
+    library.define(
+        f"{_prefix}decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? key_padding_mask, "
+        "float scale, float a0, float a1, float a2, int p) -> Tensor"
+    )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
 
@@ -76,11 +80,35 @@ def decode_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decode`."""
     tensors = (q, k, v, values, weights)
-    if eager.recording(*tensors):
+    if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, mask, score)
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
     return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+
+
+def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
+    """`decode_step` that writes over `values` and `weights`, which are contiguous and overlap nothing else: the output.
+
+    Raises:
+        RuntimeError: a gradient would have to be recorded.
+    """
+    tensors = (q, k, v, values, weights)
+    _refuse_to_record(*tensors)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    torch.autograd.graph.increment_version((values, weights))
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+
+
+def _refuse_to_record(*tensors: Tensor) -> None:
+    if eager.differentiating(*tensors):
+        raise RuntimeError(
+            "fastmax.step_ writes over the state that a gradient would need: use fastmax.step, or call it under torch.no_grad()"
+        )
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -123,6 +151,11 @@ def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
         return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
+def _decode_step_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    with without_autocast(q):
+        return eager.decode_step_(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
+
+
 def _softmax(x, algorithm):
     with without_autocast(x):
         return row_softmax.forward(x, algorithm)
@@ -150,6 +183,8 @@ for _name, _implementation in {
     "eager_flash_backward": _flash_backward,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
+    "decode_step_": _decode_step_,
+    "eager_decode_step_": _decode_step_,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -180,7 +215,13 @@ def _fake_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
 def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(values), torch.empty_like(weights)
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
+
+
+@torch.library.register_fake("fastmax::decode_step_", lib=library)
+def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -277,6 +318,22 @@ def _is_differentiated_by_functorch(x: Tensor) -> bool:
             return True
         x = functorch.get_unwrapped(x)
     return False
+
+
+def _decode_step_autograd(keyset, *args):
+    """For callers of the operator itself."""
+    _refuse_to_record(*args[:5])
+    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _decode_step_version(keyset, *args):
+    """Tells autograd, which may have saved the state for an earlier step, that it changes."""
+    torch.autograd.graph.increment_version(args[3:5])
+    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+
+library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
+library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 
 
 def _save_softmax(ctx, inputs, output):

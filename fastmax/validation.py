@@ -119,6 +119,12 @@ def check_count(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
+def check_dtype(name: str, dtype: object) -> None:
+    """Of q, k and v."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {dtype}")
+
+
 def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:
     """The polynomial from its parameters."""
     temperature = _number("temperature", temperature)
