@@ -29,7 +29,7 @@ bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax atten
 notebooks: $(READY)  ## execute the notebooks and store them with their outputs
 	$(BIN)/python examples/notebooks/execute.py
 
-$(READY): pyproject.toml setup.py $(wildcard csrc/*)
+$(READY): pyproject.toml setup.py $(shell find csrc -type f)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install "setuptools>=77" ninja

@@ -505,7 +505,7 @@ def test_work_of_kernels():
         assert kernels.work(name, case, p, "fwd") is None
     assert kernels.work("linear_state_kernel", replace(linear, dtype="fp32"), 2, "fwd") is None
 
-    sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").glob("*.[ch]*"))
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").rglob("*.[ch]*"))
     ours = set(re.findall(r"__global__[^;{]*?(\w+_kernel)\(", sources))
     assert len(ours) > 15
     for table in (kernels._QUADRATIC, kernels._LINEAR, kernels._LINEAR1):

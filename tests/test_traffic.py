@@ -127,8 +127,8 @@ def test_errors(options, error, message):
 
 PROBE = """
 #include <cstdio>
-#include "linear.h"
-#include "tile_config.h"
+#include "linear/linear.h"
+#include "quadratic/tile_config.h"
 using namespace fastmax;
 
 template <class Math, int kHeadDim>
