@@ -71,7 +71,10 @@ class Results:
     def plain(self, path: str) -> list[dict[str, str]]:
         """Rows of a CSV that no suite wrote."""
         with (self.root / path).open(newline="") as file:
-            return list(csv.DictReader(file))
+            found = list(csv.DictReader(file))
+        if not found:
+            raise LookupError(f"{path} has no row")
+        return found
 
 
 Block = Callable[[Results], str]
@@ -146,16 +149,16 @@ def _state_bytes(d: int, p: int) -> int:
 
 @block
 def break_even(results: Results) -> str:
-    """From which n on a training step's attention is faster than softmax's, and how many tokens of a cache a state weighs."""
+    """The n from which attention's forward + backward is faster than softmax's; how many tokens of a cache a state weighs."""
 
     def line(d: int) -> list[str]:
         measured = [_overtakes(results, "scaling", f"fastmax_p{p}", head_dim=d, mode="fwd+bwd") for p in (2, 1)]
         states = [_state_bytes(d, p) for p in (2, 1)]
         cached = 2 * d * torch.bfloat16.itemsize  # a key and a value
-        decoding = [f"{state / 1e3:,.0f} kB = {math.ceil(state / cached)} tokens" for state in states]
+        decoding = [f"{state / 1e3:.0f} kB = {math.ceil(state / cached)} tokens" for state in states]
         return [str(d), *measured, *decoding]
 
-    header = ["head_dim", "training, p = 2", "p = 1", "state of a head, p = 2", "p = 1"]
+    header = ["head_dim", "training, p = 2", "p = 1", "generating, p = 2", "p = 1"]
     return table(header, (line(d) for d in (32, 64, 128)))
 
 
@@ -407,7 +410,7 @@ def cpu_device(results: Results) -> str:
 @block
 def cuda_device(results: Results) -> str:
     row = results.rows("cuda")[0]
-    return f"{row['device']}, PyTorch {row['torch']}, CUDA {row['cuda']}"
+    return f"{row['device'].partition(',')[0]} (PyTorch {row['torch']})"
 
 
 @block

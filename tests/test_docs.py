@@ -44,13 +44,13 @@ def test_number_that_changes_makes_every_page_that_shows_it_stale(tree, capsys):
 
 
 def test_every_csv_is_in_a_page(tree):
-    """Whatever numbers change, a page does: CSVs emptied one at a time are missed. olmo2.csv has a figure alone."""
+    """A CSV without its rows is missed, one at a time. olmo2.csv has a figure alone."""
     for path in sorted([*tree.glob("benchmarks/results/*.csv"), *tree.glob("docs/figures/*.csv")]):
         if path.name == "olmo2.csv":
             continue
         whole = path.read_text()
         path.write_text(whole.splitlines(keepends=True)[0])
-        with pytest.raises((LookupError, ValueError)):
+        with pytest.raises(LookupError):
             tables.main(["--check"], tree)
         path.write_text(whole)
 
