@@ -137,6 +137,9 @@ def test_associative_recall(tmp_path):
     table = rows(tmp_path / "associative_recall.csv")
     assert [row["attention"] for row in table] == ["fastmax p=1", "fastmax p=2", "softmax"]
     assert all(0.0 <= float(row[column]) <= 1.0 for row in table for column in ("pairs_2", "pairs_3"))
+    run("examples/associative_recall.py", *tiny, "--scales", "--out", tmp_path)
+    table = rows(tmp_path / "recall_scales.csv")
+    assert len(table) == 5 and table[-1]["attention"] == 'as projected, normalize="token", temperature 1'
 
 
 def test_digits(tmp_path):
