@@ -7,11 +7,12 @@ no Python symbols, so one file serves every Python and every PyTorch from 2.11 o
 from __future__ import annotations
 
 import ctypes
-import warnings
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+from fastmax.warning import warn
 
 PATH = Path(__file__).with_name("libfastmax.so")
 HOW_TO_BUILD = (
@@ -93,8 +94,4 @@ def warn_if_unused(device: torch.device) -> None:
     _checked.add(device.index)
     reason = problem(device)
     if reason is not None:
-        warnings.warn(
-            f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn(f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.")

@@ -292,13 +292,32 @@ for _name in ("backward", "flash_backward"):
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
-    if torch.autograd.forward_ad._current_level >= 0 and any(
-        x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
+    given = [x for x in tensors if x is not None]
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return operator.forward(*tensors, *options)
+    if eager.in_functorch():
+        if any(map(_is_differentiated_by_functorch, given)):
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
         return operator.forward(*tensors, *options)
     return _Fused.apply(operator, options, *tensors)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for looking at tangents
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated_by_functorch(x: Tensor) -> bool:
+    """Whether a reverse-mode transform of torch.func records what becomes of x, in whatever order with vmaps."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
 
 
 def _decode_step_autograd(keyset, *args):

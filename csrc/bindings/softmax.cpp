@@ -5,12 +5,15 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <string>
 #include <vector>
 
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/torch_abi.h"
 #include "core/device.h"
 #include "softmax/softmax.h"
-#include "bindings/tensors.h"
 
 namespace fastmax {
 namespace {
@@ -36,6 +39,7 @@ int64_t row_stride(const Tensor& x) {
 }
 
 Tensor softmax(const Tensor& x_in, const std::string& algorithm) {
+  check_cuda_tensor("x", x_in);
   const torch::stable::accelerator::DeviceGuard guard(x_in.get_device_index());
   STD_TORCH_CHECK(x_in.dim() > 0, "fastmax: x must have at least one dimension");
   STD_TORCH_CHECK(algorithm == "safe" || algorithm == "online", "fastmax: algorithm must be safe or online, got ", algorithm);
@@ -59,6 +63,7 @@ Tensor softmax(const Tensor& x_in, const std::string& algorithm) {
   p.sm_count = get_device(x.get_device_index()).sm_count;
   p.x = x.data_ptr(), p.row_stride = row_stride(x);
   p.y = y.data_ptr();
+  if (is_debugging()) std::fprintf(stderr, "fastmax::softmax: softmax_sm80: rows %lld, width %d\n", static_cast<long long>(p.rows), p.width);
   launch_softmax(p, current_stream(x.get_device_index()));
   return y;
 }

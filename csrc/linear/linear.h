@@ -15,8 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/launch.h"
 #include "core/params.h"
+#include "linear/algorithm.h"
 
 namespace fastmax {
 

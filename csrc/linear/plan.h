@@ -131,7 +131,7 @@ struct PreparedInputs {
     prepare.dropout = p.dropout;
     prepare.z = p.z;
     prepare.g = g, prepare.e = e;
-    FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
+    dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
     return {in, contiguous(g, p.h, p.n, p.dv), {e, p.n, 1}};
   }
 };

@@ -13,8 +13,8 @@
 
 #include "core/dispatch.h"
 #include "linear/linear.h"
-#include "linear/order1/linear1.h"
 #include "linear/dispatch.h"
+#include "linear/order2/linear2.h"
 #include "linear/plan.h"
 
 namespace fastmax {
@@ -232,17 +232,10 @@ struct BwdPlan {
 
 }  // namespace
 
-size_t linear_fwd_workspace_bytes(const FwdParams& p) {
-  if (uses_linear1(p)) return linear1_fwd_workspace_bytes(p);
-  return FwdPlan(p, Workspace(nullptr)).bytes;
-}
-size_t linear_bwd_workspace_bytes(const BwdParams& p) {
-  if (uses_linear1(p)) return linear1_bwd_workspace_bytes(p);
-  return BwdPlan(p, Workspace(nullptr)).bytes;
-}
+size_t linear2_fwd_workspace_bytes(const FwdParams& p) { return FwdPlan(p, Workspace(nullptr)).bytes; }
+size_t linear2_bwd_workspace_bytes(const BwdParams& p) { return BwdPlan(p, Workspace(nullptr)).bytes; }
 
-void launch_linear_fwd(const FwdParams& p, cudaStream_t stream) {
-  if (uses_linear1(p)) return launch_linear1_fwd(p, stream);
+void launch_linear2_fwd(const FwdParams& p, cudaStream_t stream) {
   const FwdPlan plan(p, Workspace(p.workspace));
   const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
@@ -267,8 +260,7 @@ void launch_linear_fwd(const FwdParams& p, cudaStream_t stream) {
              [&](const Phase& phase) { run_read(p, phase, plan.buffers, read, stream); });
 }
 
-void launch_linear_bwd(const BwdParams& p, cudaStream_t stream) {
-  if (uses_linear1(p)) return launch_linear1_bwd(p, stream);
+void launch_linear2_bwd(const BwdParams& p, cudaStream_t stream) {
   const BwdPlan plan(p, Workspace(p.workspace));
   const BwdInputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
