@@ -111,7 +111,7 @@ def test_errors(options, error, message):
 
 PROBE = """
 #include <cstdio>
-#include "linear/linear.h"
+#include "linear/order2/state_format.h"
 #include "quadratic/tile_config.h"
 using namespace fastmax;
 
