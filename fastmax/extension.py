@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import warnings
 from collections.abc import Callable
 from functools import lru_cache, wraps
 from pathlib import Path
 
 import torch
+
+from fastmax.warning import warn
 
 PATH = Path(__file__).with_name("libfastmax.so")
 HOW_TO_BUILD = (
@@ -21,7 +22,7 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-SCHEMA_VERSION = 2  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
+SCHEMA_VERSION = 3  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
 
 _problem: str | None = "it was not asked for yet"
 
@@ -140,8 +141,4 @@ def warn_if_unused(device: torch.device) -> None:
     _checked.add(device.index)
     reason = problem(device)
     if reason is not None:
-        warnings.warn(
-            f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn(f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.")

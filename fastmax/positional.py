@@ -47,8 +47,10 @@ def rpe_matrix_creator(
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[:, :d].to(dtype)
 
 
-def append_sinusoidal_query(q: Tensor, first: int) -> Tensor:
+def append_sinusoidal_query(q: Tensor, first: int | Tensor) -> Tensor:
     """[q, q~] for queries at positions `first, first + 1, ...`: (..., n, d) -> (..., n, d + 2 ceil(d / 2)).
+
+    `first` is a number, or an int64 tensor (b, 1, 1) for q (b, h, n, d): a number for each batch entry.
 
     By the angle-addition formula `q_i . r_(i-j) = q~_i . u_j` with `u_j = [cos(j w), sin(j w)]`, so a sinusoidal rpe costs
     twice the head dim and no matrix.
@@ -62,16 +64,17 @@ def append_sinusoidal_query(q: Tensor, first: int) -> Tensor:
     return torch.cat([q, *(x.to(q.dtype) for x in rotated)], dim=-1)
 
 
-def append_sinusoidal_key(k: Tensor, first: int) -> Tensor:
+def append_sinusoidal_key(k: Tensor, first: int | Tensor) -> Tensor:
     """[k, u] for keys at positions `first, first + 1, ...`: the other half of `append_sinusoidal_query`."""
     cos, sin = _angles(first, k.shape[-2], k.shape[-1], k)
     u = torch.cat([cos, sin], dim=-1).to(k.dtype)
     return torch.cat([k, u.expand(*k.shape[:-1], u.shape[-1])], dim=-1)
 
 
-def _angles(first: int, count: int, d: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, (count, ceil(d / 2)); the product in float64, for positions in the millions."""
+def _angles(first: int | Tensor, count: int, d: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of position times frequency, (..., count, ceil(d / 2)) with what `first` has before its last dimension; the
+    product in float64, for positions in the millions."""
     positions = torch.arange(count, dtype=torch.float64, device=like.device) + first
-    angles = positions[:, None] * _frequencies(d, like.device)
+    angles = positions.unsqueeze(-1) * _frequencies(d, like.device)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -146,7 +146,10 @@ def definition(q: Tensor, k: Tensor, v: Tensor, *, normalize=False, lim=1.0, rpe
     if normalize == "token":
         q, k = (x * (lim / x.norm(dim=-1, keepdim=True)).clamp(max=1.0) for x in (q, k))
     elif normalize:
-        q, k = (x * (lim / x.norm(dim=-1, keepdim=True).amax(-2, keepdim=True)) for x in (q, k))
+        mask = options.get("key_padding_mask")
+        hidden = k if mask is None else torch.where(mask[:, None, :, None], k, 0.0)  # keys that count for the longest
+        longest = (x.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) for x in (q, hidden))
+        q, k = (x * (lim / torch.where(length > 0, length, 1.0)) for x, length in zip((q, hidden), longest, strict=True))
     if isinstance(rpe_matrix, str):
         longest = max(n, m)
         rows = rpe_matrix_creator(longest, d, q.device, q.dtype, structured=True)

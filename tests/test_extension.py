@@ -35,9 +35,10 @@ def cuda_torch(monkeypatch):
 
 
 def library(path, version):
-    """A shared library that answers as libfastmax.so does; it registers nothing."""
+    """A shared library that answers as libfastmax.so does; it registers nothing. No version: none can be asked for."""
+    symbol = "" if version is None else f"int fastmax_schema_version() {{ return {version}; }}"
     source = f"""
-    int fastmax_schema_version() {{ return {version}; }}
+    {symbol}
     const char* fastmax_build_info() {{ return "architectures 80 90"; }}
     const char* fastmax_device_problem(int index) {{ return index == 0 ? 0 : "it is too old"; }}
     """
@@ -86,9 +87,10 @@ def test_another_version_is_an_error(cuda_torch, monkeypatch, tmp_path):
 
 
 @needs_cc
-def test_another_version_of_a_real_library_is_an_error(cuda_torch, monkeypatch, tmp_path):
-    monkeypatch.setattr(extension, "PATH", library(tmp_path / "old.so", extension.SCHEMA_VERSION - 1))
-    with pytest.raises(ImportError, match=f"operator schemas {extension.SCHEMA_VERSION - 1}, "):
+@pytest.mark.parametrize("version", [extension.SCHEMA_VERSION - 1, None], ids=["older", "from before there were versions"])
+def test_another_version_of_a_real_library_is_an_error(version, cuda_torch, monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "PATH", library(tmp_path / "old.so", version))
+    with pytest.raises(ImportError, match=f"operator schemas {version}, "):
         extension.load()
 
 
@@ -114,6 +116,7 @@ def test_warns_once_for_each_device(monkeypatch):
         with pytest.warns(RuntimeWarning, match="PyTorch implementation") as caught:
             extension.warn_if_unused(device)
         (warning,) = caught
+        assert warning.filename == __file__
         assert f"on {device}, " in str(warning.message) and f"there is no nvcc ({index})." in str(warning.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   WeightsA<Math> x2[kRowTiles][Tile::kKeepX2 ? kDepth : 1];
   const auto x2_slot = [](int c) { return Tile::kKeepX2 ? c : 0; };
   const auto load_x2 = [&](int m, int c) {
-    load_rows_global<Math>(x2[m][x2_slot(c)], head_pointer<Element>(a.x2, at.batch, at.x_head), a.x2.token,
+    load_weights_a_mk_global<Math>(x2[m][x2_slot(c)], head_pointer<Element>(a.x2, at.batch, at.x_head), a.x2.token,
                            at.row + warp_row + 16 * m, a.nx, 16 * c, a.dv);
   };
   constexpr int kUnrollX2 = Tile::kKeepX2 ? kDepth : 1;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         if (pair < moments) {
           WeightsA<Math> x[kRowTiles];
 #pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) load_rows<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * pair);
+          for (int m = 0; m < kRowTiles; ++m) load_weights_a_mk<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * pair);
 #pragma unroll
           for (int c = 0; c < kDepth; ++c) {
             WeightsB<Math> b0, b1;
@@ -291,15 +291,15 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         FragmentA<Math> x[kRowTiles];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          load_a<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
+          load_a_mk<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
           if constexpr (!Tile::kKeepX2) load_x2(m, kk);
         }
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 16; ++n) {
           FragmentB<Math> k0, k1;
-          load_b_pair<Math, kHeadDim>(k0, k1, y, slab + 16 * n, 16 * kk);
+          load_b_nk_pair<Math, kHeadDim>(k0, k1, y, slab + 16 * n, 16 * kk);
           WeightsB<Math> v0, v1;
-          load_row_columns<Math, kHeadDim>(v0, v1, y2, slab + 16 * n, 16 * kk);
+          load_weights_b_nk_pair<Math, kHeadDim>(v0, v1, y2, slab + 16 * n, 16 * kk);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             mma<Math>(s[m][2 * n], x[m], k0);
@@ -335,12 +335,12 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
 #pragma unroll
       for (int k = 0; k < Tile::kSlab / 16; ++k) {
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) a_from_accumulator<Math>(weights[k][m], s[m][2 * k], s[m][2 * k + 1]);
+        for (int m = 0; m < kRowTiles; ++m) weights_a_from_accumulator<Math>(weights[k][m], s[m][2 * k], s[m][2 * k + 1]);
         if constexpr (!Tile::kSumsInShared) {
 #pragma unroll
           for (int c = 0; c < kDepth; ++c) {
             WeightsB<Math> b0, b1;
-            load_b_trans_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
+            load_weights_b_kn_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) add_columns(acc[m][2 * c], acc[m][2 * c + 1], m, k, b0, b1);
           }
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
 #pragma unroll
           for (int k = 0; k < Tile::kSlab / 16; ++k) {
             WeightsB<Math> b0, b1;
-            load_b_trans_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
+            load_weights_b_kn_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) add_columns(sum[m][0], sum[m][1], m, k, b0, b1);
           }

@@ -251,7 +251,7 @@ struct TokenScale {
 // Word of a 16 x 16 state block that holds this lane's two features of an octet, of the value in row g or g + 8 (half 1).
 template <class Math>
 __device__ __forceinline__ int accumulator_word(int octet, int half) {
-  const int g = lane_index() / 4, t = lane_index() % 4, value = value_of_row<Math>(g, half);
+  const int g = lane_index() / 4, t = lane_index() % 4, value = weights_a_km_row<Math>(g, half);
   return (octet + value / 8 * 2) * 32 + value % 8 * 4 + t;
 }
 
@@ -358,7 +358,7 @@ struct StateWarp : WarpShare<Math, kHeadDim> {
   template <ExtraCode kExtra>
   __device__ __forceinline__ void load_extra(uint32_t y, int k) {
     WeightsB<Math> column0, column1;
-    load_octets<Math, kHeadDim>(column0, column1, y, this->extra_column0, this->extra_column1, k);
+    load_weights_b_kn_octets<Math, kHeadDim>(column0, column1, y, this->extra_column0, this->extra_column1, k);
     if constexpr (kExtra == ExtraCode::kTile) {
 #pragma unroll
       for (int i = 0; i < kRegs; ++i) {
@@ -393,14 +393,14 @@ struct StateWarp : WarpShare<Math, kHeadDim> {
     });
   }
   __device__ __forceinline__ void load_factors(uint32_t y, int k) {
-    load_octets<Math, kHeadDim>(base, scalar, y, 8 * this->base_block, 8 * this->star, k);
+    load_weights_b_kn_octets<Math, kHeadDim>(base, scalar, y, 8 * this->base_block, 8 * this->star, k);
   }
 
   // fp32: octets [first, first + kOctets) into f, the scalars of a token by one load that all of its lanes share.
   __device__ __forceinline__ void load_tile_octets(uint32_t y, int first, int k) {
     using YLayout = TileLayout<typename Math::Element, kHeadDim>;
     const int t = lane_index() % 4;
-    load_octet<Math, kHeadDim>(base, y, 8 * this->base_block, k);
+    load_weights_b_kn_octet<Math, kHeadDim>(base, y, 8 * this->base_block, k);
 #pragma unroll
     for (int i = 0; i < kRegs; ++i) {
       const int token = k + i / 2 * 8 + 2 * t + i % 2;
@@ -436,7 +436,7 @@ __device__ __forceinline__ void add_rows(StateWarp<Math, kHeadDim>& s, Loader& l
   const auto add_extra = [&](int block, const WeightsA<Math>& values) {
     if constexpr (kExtra == ExtraCode::kPlainY) {
       WeightsA<Math> columns;
-      load_columns<Math, kHeadDim>(columns, y, s.first_value + 16 * block, k);
+      load_weights_a_km<Math, kHeadDim>(columns, y, s.first_value + 16 * block, k);
       mma_weights<Math>(s.extra_acc[0][block], columns, s.extra_f[0]);
       mma_weights<Math>(s.extra_acc[1][block], columns, s.extra_f[1]);
     } else if constexpr (kExtra != ExtraCode::kNone) {
@@ -462,7 +462,7 @@ __device__ __forceinline__ void add_rows(StateWarp<Math, kHeadDim>& s, Loader& l
 #pragma unroll
       for (int x = 4; x < 8; ++x) mma_weights<Math>(s.acc[x][i], s.values[i], s.f[x]);
       add_extra(i, s.values[i]);
-      load_columns<Math, Tile::kValues>(s.values[i], next_y + Tile::kYBytes, 16 * i, next_k);
+      load_weights_a_km<Math, Tile::kValues>(s.values[i], next_y + Tile::kYBytes, 16 * i, next_k);
       if constexpr (i < kMakers) s.template make_octets<4 * i / kMakers, 4 * (i + 1) / kMakers>();
       if constexpr (i == 0) loader.copy_w(part, plain);
     });
@@ -476,7 +476,7 @@ __device__ __forceinline__ void add_rows(StateWarp<Math, kHeadDim>& s, Loader& l
       if constexpr (kFirst == 0 && kExtra != ExtraCode::kNone) s.template load_extra<kExtra>(y, k);
       static_for<kBlocks16>([&](auto block) {
         constexpr int i = decltype(block)::value;
-        load_columns<Math, Tile::kValues>(s.values[0], w, 16 * i, k);
+        load_weights_a_km<Math, Tile::kValues>(s.values[0], w, 16 * i, k);
 #pragma unroll
         for (int x = 0; x < Tile::kOctets; ++x) mma_weights<Math>(s.acc[kFirst + x][i], s.values[0], s.f[x]);
         if constexpr (kFirst == 0) add_extra(i, s.values[0]);
@@ -556,8 +556,8 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     if (t == 0) {
 #pragma unroll
       for (int i = 0; i < kBlocks16; ++i) {
-        dst[16 * i + value_of_row<Math>(g, 0)] = s.extra_acc[0][i][0];
-        dst[16 * i + value_of_row<Math>(g, 1)] = s.extra_acc[0][i][2];
+        dst[16 * i + weights_a_km_row<Math>(g, 0)] = s.extra_acc[0][i][0];
+        dst[16 * i + weights_a_km_row<Math>(g, 1)] = s.extra_acc[0][i][2];
       }
     }
     if (share.extra == Extra::kSumY && share.first_value == 0) {
@@ -601,7 +601,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     s.load_factors(ring, 0);
     s.template make_octets<0, 4>();
 #pragma unroll
-    for (int i = 0; i < kBlocks16; ++i) load_columns<Math, Tile::kValues>(s.values[i], ring + Tile::kYBytes, 16 * i, 0);
+    for (int i = 0; i < kBlocks16; ++i) load_weights_a_km<Math, Tile::kValues>(s.values[i], ring + Tile::kYBytes, 16 * i, 0);
     with_extra_code(s.extra, [&](auto code) { s.template load_extra<decltype(code)::value>(ring, 0); });
   }
 
@@ -694,8 +694,8 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
 #pragma unroll 1
     for (int k = 0; k < Tile::kTokens; k += 16) {
       WeightsA<Math> values, columns;
-      load_columns<Math, Tile::kValues>(values, w, warp_value, k);
-      load_columns<Math, kHeadDim>(columns, y, first_value, k);
+      load_weights_a_km<Math, Tile::kValues>(values, w, warp_value, k);
+      load_weights_a_km<Math, kHeadDim>(columns, y, first_value, k);
       if (a.y_scale.data != nullptr) {
         TokenScale<Math> scale;
         scale.load(e, k);
@@ -707,7 +707,7 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
 #pragma unroll
       for (int j = 0; j < kPairs; ++j) {
         WeightsB<Math> f0, f1;
-        load_octets<Math, kHeadDim>(f0, f1, y, 16 * j, 16 * j + 8, k);
+        load_weights_b_kn_octets<Math, kHeadDim>(f0, f1, y, 16 * j, 16 * j + 8, k);
         round_to_mode<Math>(f0);
         round_to_mode<Math>(f1);
         mma_weights<Math>(acc[2 * j], values, f0);
@@ -724,7 +724,7 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   if (t == 0) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int value = first_value + value_of_row<Math>(g, half);
+      const int value = first_value + weights_a_km_row<Math>(g, half);
       sums[Layout::kSumW + value] = sum_w[2 * half], sums[Layout::kSumY + value] = sum_y[2 * half];
     }
   }
@@ -733,16 +733,17 @@ __global__ void __launch_bounds__(Order1Tile<Math, kHeadDim>::kThreads) linear_s
   if (threadIdx.x == 0 && group_value == 0) sums[Layout::kSumOne] = count;
 }
 
-// Order 1: exclusive prefix over parts of every first-order word, written as weighted snapshot words; one thread per word (or per sum).
+// Order 1: exclusive prefix over parts of every first-order word, written as weighted snapshot words; one thread per word (or per sum),
+// state_blocks blocks a state.
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, const int scan_words) {
+__global__ void __launch_bounds__(256) linear_scan_kernel(const StateArgs a, const int scan_words, const int state_blocks) {
   using Layout = StateLayout<Math, kHeadDim>;
   constexpr int kFirstWord = Layout::kLinearPair * Layout::kPairWords;
   const int words = static_cast<int>(Layout::words(1));
   const int64_t stride = part_floats(kHeadDim, 1);
   const int parts = a.parts(), lead = a.lead_parts();
-  const int index = blockIdx.x * blockDim.x + threadIdx.x;
-  const int64_t state = blockIdx.y;
+  const int index = blockIdx.x % state_blocks * blockDim.x + threadIdx.x;
+  const int64_t state = blockIdx.x / state_blocks;
   const float* src = a.parts_sum + state * parts * stride;
   constexpr int kAhead = 8;  // loads in flight
 
@@ -818,8 +819,9 @@ struct LaunchState {
                   grid_1d(int64_t{a.states()} * a.parts() * Tile::kGroups), Tile::kThreads, Tile::kSharedBytes, stream, a);
     const int words = static_cast<int>(Layout::words(1)) - Layout::kLinearPair * Layout::kPairWords;
     constexpr int kThreads = 256;
-    const dim3 grid((words + Layout::kSums + kThreads - 1) / kThreads, a.states());
-    launch_kernel("linear_scan", linear_scan_kernel<Math, kHeadDim>, grid, kThreads, 0, stream, a, words);
+    const int blocks = (words + Layout::kSums + kThreads - 1) / kThreads;
+    launch_kernel("linear_scan", linear_scan_kernel<Math, kHeadDim>, grid_1d(int64_t{a.states()} * blocks), kThreads, 0, stream, a,
+                  words, blocks);
   }
 };
 
