@@ -11,22 +11,24 @@ from torch import Tensor
 
 from fastmax import validation
 from fastmax.call import Call
-from fastmax.score import Score
+from fastmax.score import Softmax
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Of either attention, forward or backward."""
+    """Of a forward and a backward."""
     if q.dim() != 4:
         raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
     validation.check_qkv(q, k, v, call.causal)
     validation.check_key_padding_mask(call.key_padding_mask, q, k)
     if not 0.0 < call.score.scale < math.inf:
         raise ValueError(f"scale must be finite and > 0, got {call.score.scale}")
-    if isinstance(call.score, Score) and call.score.order not in (1, 2):
+    if isinstance(call.score, Softmax):
+        return
+    if call.score.order not in (1, 2):
         raise ValueError(f"p must be 1 or 2, got {call.score.order}")
     validation.check_drop_noise(call.drop_noise, call.dropout, q, v.shape[-1])
     validation.check_rpe(call.rpe_matrix, q, k)
-    validation.check_algorithm(call.algorithm, None)  # an rpe matrix runs on the quadratic one, whatever is asked for
+    validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
 
 
 def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:

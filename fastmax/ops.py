@@ -97,11 +97,13 @@ def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tenso
     """
     tensors = (q, k, v, values, weights)
     _refuse_to_record(*tensors)
-    if q.is_cuda and not torch.compiler.is_compiling():
-        extension.warn_if_unused(q.device)
     if torch.compiler.is_compiling():
         return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
-    return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    torch.autograd.graph.increment_version((values, weights))
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+        return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
 
 
 def _refuse_to_record(*tensors: Tensor) -> None:
@@ -124,8 +126,11 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
         return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
 
 
-def _forward(q, k, v, *arguments):
-    return _checked_forward(q, k, v, FASTMAX.call(arguments))
+def _forward(q, k, v, *arguments, signature=FASTMAX):
+    call = signature.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    with without_autocast(q):
+        return eager.forward(q, k, v, call, differentiable=False)
 
 
 def _backward(grad_o, q, k, v, o, z, *arguments):
@@ -138,7 +143,7 @@ def _backward(grad_o, q, k, v, o, z, *arguments):
 
 
 def _flash_forward(q, k, v, *arguments):
-    return _checked_forward(q, k, v, FLASH.call(arguments))
+    return _forward(q, k, v, *arguments, signature=FLASH)
 
 
 def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
@@ -147,12 +152,6 @@ def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, lse=lse, grad_lse=grad_lse)
     with without_autocast(q):
         return eager.backward(grad_o, grad_lse, q, k, v, o, lse, call)[:3]
-
-
-def _checked_forward(q, k, v, call):
-    operator_checks.check_call(q, k, v, call)
-    with without_autocast(q):
-        return eager.forward(q, k, v, call, differentiable=False)
 
 
 def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
@@ -308,12 +307,12 @@ def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Te
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
-    if not torch.is_grad_enabled():
-        return extension.call(operator.forward, *tensors, *options)
     if eager.in_functorch():
         if any(map(_is_differentiated_by_functorch, given)):
             raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
         return operator.forward(*tensors, *options)
+    if not torch.is_grad_enabled():
+        return extension.call(operator.forward, *tensors, *options)
     return _Fused.apply(operator, options, *tensors)
 
 

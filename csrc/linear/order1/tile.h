@@ -40,11 +40,11 @@ struct Linear1Tile {
 
   static constexpr int stage_bytes(int tiles) { return tiles * kTileBytes + kScaleBytes; }
 
-  // Blocks per multiprocessor that a walk's registers are rationed for. Before sm_90 the shared memory holds fewer.
+  // Blocks per multiprocessor that a walk's registers are rationed for.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kMinBlocks = 1;
 #else
-  static constexpr int kMinBlocks = linear1_blocks(kHeadDim, k16);
+  static constexpr int kMinBlocks = linear1_blocks(kHeadDim, k16, 90);
 #endif
 };
 
