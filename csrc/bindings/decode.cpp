@@ -5,15 +5,17 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <tuple>
 #include <utility>
 
-#include "decode/decode.h"
-#include "core/device.h"
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/debug.h"
 #include "bindings/layout.h"
 #include "bindings/torch_abi.h"
+#include "core/device.h"
+#include "decode/decode.h"
 
 namespace fastmax {
 namespace {
@@ -24,17 +26,17 @@ TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                 const OptionalTensor& key_padding_mask, double scale, int64_t order) {
   check_attention(q, k, v, key_padding_mask, scale, /*causal=*/true);
-  STD_TORCH_CHECK(q.size(1) > 0, "fastmax: q must have at least one head");
-  STD_TORCH_CHECK(q.size(2) == 1 && k.size(2) == 1, "fastmax: q, k and v must hold one token, got ", q.size(2), " queries and ",
+  FASTMAX_CHECK(q.size(1) > 0, "q must have at least one head");
+  FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
-  STD_TORCH_CHECK(order == 1 || order == 2, "fastmax: p must be 1 or 2, got ", order);
+  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
   const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
   check_shape("values", values, {b, hk, rows, v.size(3)});
   check_shape("weights", weights, {b, hk, rows});
   const bool wide = q.scalar_type() == ScalarType::Double;
   for (const auto& [name, x] : {std::pair("values", &values), std::pair("weights", &weights)}) {
     check_device(name, *x, q);
-    STD_TORCH_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "fastmax: ", name, " must be ",
+    FASTMAX_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "", name, " must be ",
                     wide ? "float64" : "float32");
   }
 }
@@ -84,6 +86,10 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 
   const Tensor o = empty_strided({b, h, 1, dv}, {h * dv, dv, dv, 1}, q.scalar_type(), q.get_device_index());
   p.o = o.data_ptr();
+  if (is_debugging()) {
+    std::fprintf(stderr, "fastmax::decode_step: decode_sm80: b %d, h %d, hk %d, d %d, dv %d, order %d\n", p.b, p.h, p.hk, p.d, p.dv,
+                 p.order);
+  }
   if (b > 0 && d > 0 && dv > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
@@ -110,12 +116,12 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
   check_cuda_tensor("q", q);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   check_step(q, k, v, values, weights, key_padding_mask, scale, order);
-  STD_TORCH_CHECK(values.is_contiguous() && weights.is_contiguous(),
-                  "fastmax: values and weights must be contiguous to be written in place");
-  STD_TORCH_CHECK(!overlap(values, weights), "fastmax: values and weights must not overlap to be written in place");
+  FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
+                  "values and weights must be contiguous to be written in place");
+  FASTMAX_CHECK(!overlap(values, weights), "values and weights must not overlap to be written in place");
   for (const Tensor& x : {q, k, v}) {
-    STD_TORCH_CHECK(!overlap(values, x) && !overlap(weights, x),
-                    "fastmax: q, k and v must not overlap values and weights, which are written in place");
+    FASTMAX_CHECK(!overlap(values, x) && !overlap(weights, x),
+                    "q, k and v must not overlap values and weights, which are written in place");
   }
   if (!is_covered(q, v)) {
     return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, key_padding_mask, scale, a0, a1, a2, order)[0];
