@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   const int batch = head_index / x_heads, x_head = head_index % x_heads, kv_head = x_head / a.x_group;
   const int first_row = segment * a.segment;
   const int steps = (min(a.segment, a.nx - first_row) + Tile::kRows - 1) / Tile::kRows;
-  const int y_shift = a.boundary - a.pad;  // from a row of x to the row of y that it sees last
+  const int y_shift = a.y_row(a.boundary);  // from a row of x to the row of y that it sees last
   const uint8_t* mask = mask_pointer(a.y_mask, batch);
   const bool normalise = a.z != nullptr;
 

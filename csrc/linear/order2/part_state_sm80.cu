@@ -10,7 +10,7 @@ namespace {
 using PartHeadDims = HeadDims<256>;  // those of LinearHeadDims above kLinear1HeadDim
 
 __device__ __forceinline__ Work locate_part(const PartStateArgs& a, int state, int part) {
-  const int begin = a.boundary + (part - a.lead_parts()) * a.part;
+  const int begin = a.part_begin(part);
   return {state, max(begin, 0), begin + a.part};
 }
 
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
       for (int i = 0; i < kAhead; ++i) {
         const int c = p0 + i - lead;
         if (c >= 0 && c < a.chunks && a.has_state(c)) {
-          const int64_t at = (state * a.chunks + c) * words + word;
+          const int64_t at = a.slot(state, c) * words + word;
           if constexpr (kBf16State<Math>) {
             static_cast<uint32_t*>(a.snapshots)[at] = ptx::pack_bf16x2(sum.x * weight, sum.y * weight);
           } else {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
     float sum = 0.f;
     for (int p = 0; p <= parts; ++p) {
       const int c = p - lead;
-      if (c >= 0 && c < a.chunks && a.has_state(c)) a.sums[(state * a.chunks + c) * Layout::kSums + i] = sum;
+      if (c >= 0 && c < a.chunks && a.has_state(c)) a.sums[a.slot(state, c) * Layout::kSums + i] = sum;
       if (p < parts) sum += src[p * stride + 2 * words + i];
     }
   }

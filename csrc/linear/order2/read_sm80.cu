@@ -193,7 +193,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
           for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(s[m][n][e], fmaf(a.c2, s[m][n][e], a.c1), a.c0);
         }
       }
-      const int source = stream.own_begin() - a.pad + key;
+      const int source = a.y_row(stream.own_begin()) + key;
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 8; ++n) {

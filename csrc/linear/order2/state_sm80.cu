@@ -308,9 +308,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const auto segment_again = [&] { return block_again() / (a.states() * Tile::kBlocks); };
 
   const Work work = locate_segment(a, blockIdx.x / Tile::kBlocks);
-  int chunk = a.boundary > 0 ? 0 : 1;  // the first whose boundary is not before the segment, and not at the first row of all
-  if (work.begin > a.boundary) chunk = (work.begin - a.boundary + a.chunk - 1) / a.chunk;
-  const int until_boundary = a.boundary + chunk * a.chunk - work.begin;
+  const int until_boundary = a.chunk_begin(a.first_snapshot(work.begin)) - work.begin;
   if (!totals && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
   int until_snapshot = totals ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages
 
@@ -362,7 +360,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const auto store_snapshot = [&](int c) {
     const int block = block_again();
     const WarpShare<Math, kHeadDim> share(a, block % Tile::kBlocks);
-    const int64_t slot = static_cast<int64_t>(block / Tile::kBlocks % a.states()) * a.chunks + c;
+    const int64_t slot = a.slot(block / Tile::kBlocks % a.states(), c);
     uint32_t* snapshot = static_cast<uint32_t*>(a.snapshots) + slot * Layout::words(2) * (Layout::kWordBytes / 4);
     constexpr int kPairStride = Layout::kPairBytes / 4, kBlockStride = Layout::kBlockWords * Layout::kWordBytes / 4;
     if (share.has_main) {
@@ -400,7 +398,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   while (loader.stages > -2) {  // two stages ahead
     if (until_snapshot-- == 0) {
       const int row = locate_segment(a, block_again() / Tile::kBlocks).end - (loader.stages + 2) / a.y_group * Tile::kTokens;
-      store_snapshot((row - a.boundary) / a.chunk);
+      store_snapshot(a.chunk_of(row));
       until_snapshot = a.chunk / Tile::kTokens * a.y_group - 1;
     }
     const uint32_t stage = stage_after<Tile>(loader.stage, ring);  // two before the loader's, in a ring of three
