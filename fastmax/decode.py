@@ -187,6 +187,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | N
     validation.check_key_padding_mask(mask, q, k)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
     batch, heads, rows, value_dim = state.values.shape
     if k.shape[0] != batch or k.shape[1] != heads or k.shape[3] != state.head_dim:
         expected = (batch, heads, "tokens", state.head_dim)
@@ -211,10 +213,12 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor, state: DecodeState) -> tuple[Tens
     """Under autocast q, k and v in the state's dtype, float64 excepted, as PyTorch's own operators do."""
     if state.dtype == torch.float64 or not ops.in_autocast(state.values):
         return q, k, v
-    return tuple(
-        x.to(state.dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
-        for x in (q, k, v)
-    )
+
+    def cast(x: Tensor) -> Tensor:
+        narrow = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(state.dtype) if narrow else x
+
+    return cast(q), cast(k), cast(v)
 
 
 def _check_memory(tokens: dict[str, Tensor], state: DecodeState) -> None:
@@ -230,9 +234,7 @@ def _check_memory(tokens: dict[str, Tensor], state: DecodeState) -> None:
         return
     for (name, x), (other, y) in combinations((written | tokens).items(), 2):
         if name in written and torch._C._overlaps(x, y) and not _is_apart(x, y):
-            raise ValueError(
-                f"{name} must not overlap {other} in memory to be written in place; that of state.clone() does not"
-            )
+            raise ValueError(f"{name} must not overlap {other} to be written in place; the memory of state.clone() does not")
 
 
 def _is_apart(x: Tensor, y: Tensor) -> bool:

@@ -7,7 +7,9 @@ no Python symbols, so one file serves every Python and every PyTorch from 2.11 o
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+import threading
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from pathlib import Path
 
 import torch
@@ -82,6 +84,51 @@ def build_info() -> str:
     query = _symbol("fastmax_build_info")
     query.argtypes, query.restype = [], ctypes.c_char_p
     return query().decode()
+
+
+class _Failures(threading.local):
+    raised: list[Exception] | None = None  # by the PyTorch implementation, inside `call`
+
+
+_failures = _Failures()
+
+
+def remembering(implementation: Callable) -> Callable:
+    """A PyTorch implementation as the library calls it: through an interface in C, which keeps no more of an exception than
+    that there was one. `call` raises it again."""
+
+    @wraps(implementation)
+    def run(*arguments):
+        try:
+            return implementation(*arguments)
+        except Exception as error:
+            if _failures.raised is not None:
+                _failures.raised.append(error)
+            raise
+
+    return run
+
+
+def call(operator: Callable, *arguments):
+    """`operator(*arguments)` for an operator that the library may compute.
+
+    Raises:
+        torch.OutOfMemoryError: where memory ran out in the library, which can raise no more than a RuntimeError.
+        Exception: what the PyTorch implementation raised, where the library handed the call on to it.
+    """
+    _failures.raised = raised = []
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        if raised:
+            raise raised.pop() from error
+        if "out of memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+    finally:
+        _failures.raised = None
 
 
 _checked: set[int | None] = set()

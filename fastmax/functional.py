@@ -67,7 +67,7 @@ def fastmax_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is accepted.
-        RuntimeError: on a second derivative or forward-mode derivative through `use_custom_gradient=True`.
+        RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
     Under autocast q, k, v are cast to autocast's dtype, as `scaled_dot_product_attention` does. Method: Gerami et al.,
     "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901).
@@ -139,7 +139,7 @@ def flash_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is accepted.
-        RuntimeError: on a second derivative or forward-mode derivative through `use_custom_gradient=True`.
+        RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
     Under autocast q, k, v are cast to autocast's dtype. Method: online normaliser (Milakov and Gimelshein, 2018,
     arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691).

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax import eager, extension
+from fastmax import eager, extension, operator_checks
 from fastmax.call import FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
@@ -84,7 +84,9 @@ def decode_step(
         return eager.decode_step(*tensors, mask, score)
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
-    return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    return extension.call(torch.ops.fastmax.decode_step.default, *tensors, mask, *score)
 
 
 def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
@@ -95,9 +97,13 @@ def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tenso
     """
     tensors = (q, k, v, values, weights)
     _refuse_to_record(*tensors)
-    if q.is_cuda and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+    if q.is_cuda:
         extension.warn_if_unused(q.device)
-    return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+    torch.autograd.graph.increment_version((values, weights))
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+        return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
 
 
 def _refuse_to_record(*tensors: Tensor) -> None:
@@ -115,31 +121,37 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
     if x.is_cuda:
         extension.warn_if_unused(x.device)
     if torch.is_grad_enabled() and x.requires_grad:
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
     with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
 
 
-def _forward(q, k, v, *arguments):
+def _forward(q, k, v, *arguments, signature=FASTMAX):
+    call = signature.call(arguments)
+    operator_checks.check_call(q, k, v, call)
     with without_autocast(q):
-        return eager.forward(q, k, v, FASTMAX.call(arguments), differentiable=False)
+        return eager.forward(q, k, v, call, differentiable=False)
 
 
 def _backward(grad_o, q, k, v, o, z, *arguments):
     call = FASTMAX.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z)
     with without_autocast(q):
         *grads, grad_rpe = eager.backward(grad_o, None, q, k, v, o, z, call)
     return (*grads, q.new_empty(0) if grad_rpe is None else grad_rpe)
 
 
 def _flash_forward(q, k, v, *arguments):
-    with without_autocast(q):
-        return eager.forward(q, k, v, FLASH.call(arguments), differentiable=False)
+    return _forward(q, k, v, *arguments, signature=FLASH)
 
 
 def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
+    call = FLASH.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, lse=lse, grad_lse=grad_lse)
     with without_autocast(q):
-        return eager.backward(grad_o, grad_lse, q, k, v, o, lse, FLASH.call(arguments))[:3]
+        return eager.backward(grad_o, grad_lse, q, k, v, o, lse, call)[:3]
 
 
 def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
@@ -158,9 +170,9 @@ def _softmax(x, algorithm):
 
 
 def in_autocast(x: Tensor) -> bool:
-    """Whether autocast is on for the tensor's device; there are devices it does not know, as "meta"."""
+    """Whether autocast is on for the tensor's device; "meta" is one that it does not know."""
     device = x.device.type
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def without_autocast(x: Tensor):
@@ -184,6 +196,8 @@ for _name, _implementation in {
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
+    if _name.startswith("eager_"):
+        _implementation = extension.remembering(_implementation)
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
 extension.load()
 
@@ -291,12 +305,14 @@ def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Te
     given = [x for x in tensors if x is not None]
     if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
     if eager.in_functorch():
         if any(map(_is_differentiated_by_functorch, given)):
             raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
         return operator.forward(*tensors, *options)
+    if not torch.is_grad_enabled():
+        return extension.call(operator.forward, *tensors, *options)
     return _Fused.apply(operator, options, *tensors)
 
 
@@ -351,7 +367,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx, operator, options, *tensors):
         inputs = (*tensors, *options)
         with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
-            output = operator.forward(*inputs)
+            output = extension.call(operator.forward, *inputs)
         operator.save(ctx, inputs, output)
         ctx.gradients = operator.gradients
         return output
@@ -359,6 +375,6 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)
         with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)

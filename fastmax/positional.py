@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmax import validation
+
 
 def _frequencies(d: int, device: torch.device | str | None) -> Tensor:
     """`w_f = 10000^(-2f/d)` for each pair of columns, float64."""
@@ -33,10 +35,7 @@ def rpe_matrix_creator(
         (2n - 1, d): row r holds distance `t = n - 1 - r`, so row 0 is the farthest past.
     """
     for name, value in (("n", n), ("d", d)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        validation.check_count(name, value)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     if not structured:

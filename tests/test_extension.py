@@ -137,3 +137,66 @@ def test_the_device_is_asked_once(monkeypatch):
     for _ in range(3):
         extension.warn_if_unused(torch.device("cuda", 0))
     assert asked == [torch.device("cuda", 0)]
+
+
+# ---- what fails inside the library
+
+
+def fails(error):
+    def operator(*arguments):
+        raise error
+
+    return operator
+
+
+def test_a_call_that_succeeds():
+    assert extension.call(max, 1, 3, 2) == 3
+
+
+def test_out_of_memory_has_its_type():
+    """The library's interface knows RuntimeErrors alone."""
+    told = RuntimeError("fastmax: allocation on cuda:0 failed: CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB") as error:
+        extension.call(fails(told))
+    assert error.value.__cause__ is told
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("fastmax: q is on cpu"),
+        torch.OutOfMemoryError("out of memory"),
+        NotImplementedError("out of memory"),
+        ValueError(),
+    ],
+    ids=repr,
+)
+def test_other_errors_stay(error):
+    with pytest.raises(type(error)) as raised:
+        extension.call(fails(error))
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [ValueError("k must have q's dtype"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+def test_errors_of_the_pytorch_implementation_have_their_types(error):
+    """Handed on by the library, they come back through its interface as a RuntimeError without a type."""
+
+    def library_call():
+        try:
+            extension.remembering(fails(error))()
+        except Exception:
+            raise RuntimeError("fastmax::eager_forward failed: ") from None
+
+    with pytest.raises(type(error)) as raised:
+        extension.call(library_call)
+    assert raised.value is error
+
+
+def test_errors_of_other_calls_are_not_remembered():
+    with pytest.raises(ValueError):
+        extension.remembering(fails(ValueError("before")))()
+    with pytest.raises(RuntimeError, match="after"):
+        extension.call(fails(RuntimeError("after")))
+    with pytest.raises(ValueError):
+        extension.remembering(fails(ValueError("later")))()
+    assert extension._failures.raised is None, "an exception would keep the tensors of its frames"

@@ -353,8 +353,8 @@ def test_empty(q, k, algorithm):
 # What is wrong with operands -> how, and a word of the error.
 UNSAFE = {
     "dtypes": (lambda x: x | {"k": x["k"].float()}, "dtype"),
-    "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "shapes"),
-    "heads": (lambda x: x | {"q": x["q"][:, :3]}, "shapes"),
+    "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "k must have shape"),
+    "heads": (lambda x: x | {"q": x["q"][:, :3]}, "heads must be a multiple"),
     "mask": (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
     "n > m": (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
 }

@@ -38,7 +38,7 @@ struct Noise {
   OptionalTensor noise;
 
   Noise(const OptionalTensor& x, const Tensor& q) {
-    if (x.has_value()) noise = readable(x->scalar_type() == q.scalar_type() ? *x : torch::stable::to(*x, q.scalar_type()));
+    if (x.has_value()) noise = readable(x->scalar_type() == q.scalar_type() ? *x : dense_copy(*x, q.scalar_type()));
   }
 
   void fill(AttentionParams& p, double dropout) const {
@@ -51,9 +51,9 @@ struct Noise {
 // What both directions take, beyond what check_attention looks at.
 void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, int64_t order,
                    const std::string& algorithm) {
-  STD_TORCH_CHECK(order == 1 || order == 2, "fastmax: p must be 1 or 2, got ", order);
-  STD_TORCH_CHECK(algorithm == "auto" || algorithm == "quadratic" || algorithm == "linear",
-                  "fastmax: algorithm must be auto, quadratic or linear, got ", algorithm);
+  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
+  FASTMAX_CHECK(algorithm == "auto" || algorithm == "quadratic" || algorithm == "linear",
+                "algorithm must be auto, quadratic or linear, got ", algorithm);
   if (drop_noise.has_value()) {
     check_device("drop_noise", *drop_noise, q);
     check_shape("drop_noise", *drop_noise, {q.size(0), q.size(1), q.size(2), v.size(3)});

@@ -3,12 +3,30 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "bindings/torch_abi.h"
 #include "core/params.h"
 
 namespace fastmax {
+
+// Contiguous, of like's shape.
+inline Tensor empty_dense(const Tensor& like, ScalarType dtype) {
+  const auto shape = like.sizes();
+  std::vector<int64_t> sizes(shape.begin(), shape.end()), strides(sizes.size());
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0; step *= std::max<int64_t>(1, sizes[i])) strides[i] = step;
+  return empty_strided(sizes, strides, dtype, like.get_device_index());
+}
+
+// A contiguous copy. The stable ABI has functions for this and for zeros; theirs do not tell that memory ran out.
+inline Tensor dense_copy(const Tensor& x, ScalarType dtype) {
+  Tensor copy = empty_dense(x, dtype);
+  return torch::stable::copy_(copy, x);
+}
+
+inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : dense_copy(x, x.scalar_type()); }
 
 inline bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }
 
@@ -18,6 +36,11 @@ inline Tensor empty_like_layout(const Tensor& like, int64_t d) {
   const std::vector<int64_t> strides = is_token_major(like) ? std::vector<int64_t>{n * h * d, d, h * d, 1}
                                                             : std::vector<int64_t>{h * n * d, n * d, d, 1};
   return empty_strided({b, h, n, d}, strides, like.scalar_type(), like.get_device_index());
+}
+
+inline Tensor zeros_like_layout(const Tensor& like, int64_t d) {
+  Tensor x = empty_like_layout(like, d);
+  return torch::stable::zero_(x);
 }
 
 inline Stride stride_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
@@ -42,8 +65,7 @@ inline Tensor readable(const Tensor& x) {
     torch::stable::copy_(copy, x);
     return copy;
   }
-  const std::vector<int64_t> sizes{x.size(0), x.size(1), x.size(2), padded};
-  Tensor copy = torch::stable::new_zeros(x, sizes);
+  Tensor copy = zeros_like_layout(x, padded);
   Tensor columns = torch::stable::narrow(copy, 3, 0, d);
   torch::stable::copy_(columns, x);
   return copy;
@@ -64,13 +86,6 @@ struct Output {
   }
 };
 
-inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : torch::stable::contiguous(x); }
-
 inline bool is_empty(const Tensor& x) { return x.numel() == 0; }
-
-inline Tensor zeros_like_layout(const Tensor& like, int64_t d) {
-  Tensor x = empty_like_layout(like, d);
-  return torch::stable::zero_(x);
-}
 
 }  // namespace fastmax

@@ -41,7 +41,7 @@ struct Operands {
 
   Operands(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask)
       : q(readable(q_in)), k(readable(k_in)), v(readable(v_in)), mask(key_padding_mask) {
-    if (mask.has_value() && mask->stride(1) != 1) mask = torch::stable::contiguous(*mask);
+    if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
   }
 
   void fill(AttentionParams& p, double scale, bool causal, bool allow_tf32) const {

@@ -10,6 +10,7 @@
 #include <array>
 #include <cstdio>
 #include <optional>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -26,6 +27,19 @@ namespace fastmax {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+
+// "fastmax: " and the parts; STD_TORCH_CHECK would put a function and a path of the machine that built the library in front.
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream text;
+  text << "fastmax: ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+#define FASTMAX_CHECK(condition, ...) \
+  do {                                \
+    if (!(condition)) ::fastmax::refuse(__VA_ARGS__); \
+  } while (0)
 
 // What PyTorch said about the call that failed behind its C interface, which keeps no exception's type; empty: it does not tell.
 inline std::string failure() {
@@ -63,7 +77,7 @@ inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector
     what = error == cudaSuccess ? "CUDA out of memory, " + std::to_string(free >> 20) + " of " + std::to_string(total >> 20) + " MiB are free"
                                 : cudaGetErrorString(error);
   }
-  throw std::runtime_error("fastmax: allocation on cuda:" + std::to_string(device_index) + " failed: " + what);
+  refuse("allocation on cuda:", device_index, " failed: ", what);
 }
 
 inline Tensor allocate_workspace(size_t bytes, int device_index) {
