@@ -6,16 +6,6 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct SumTile : Linear1Tile<Math, kHeadDim> {
-  using Base = Linear1Tile<Math, kHeadDim>;
-  static constexpr int kStages = 3;
-  static constexpr int kStageBytes = Base::stage_bytes(2);
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
-  static constexpr int kMinBlocks = linear1_sum_blocks(kHeadDim, Base::k16);
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Math, kHeadDim>::kMinBlocks)
     linear1_sums_kernel(const Linear1SumArgs a) {
   using Tile = SumTile<Math, kHeadDim>;

@@ -7,14 +7,6 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct WalkTile : Linear1Tile<Math, kHeadDim> {
-  using Base = Linear1Tile<Math, kHeadDim>;
-  // Shared memory: the state, sum y as an operand, sum w and sum y, the ring.
-  static constexpr int kSumTile = Base::kStateBytes, kSums = kSumTile + Base::kSumTileBytes, kRing = kSums + Base::kSumBytes;
-  static constexpr int kStageBytes = Base::stage_bytes(3);
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1Tile<Math, kHeadDim>::kMinBlocks)
     linear1_walk_kernel(const Linear1WalkArgs a, const int stages) {
   using Tile = WalkTile<Math, kHeadDim>;

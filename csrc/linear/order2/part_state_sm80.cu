@@ -14,24 +14,6 @@ __device__ __forceinline__ Work locate_part(const PartStateArgs& a, int state, i
   return {state, max(begin, 0), begin + a.part};
 }
 
-// A warp owns 16 value columns times all first-order features, a block 128.
-template <class Math, int kHeadDim>
-struct PartTile {
-  static_assert(kHeadDim > kLinear1HeadDim, "narrower ones never come here");
-  static constexpr int kValues = 128;
-  static constexpr int kGroups = kHeadDim / kValues;
-  static constexpr int kWarps = kValues / 16;
-  static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kTokens = kIs16Bit<Math> ? 32 : 16;
-  static constexpr int kElementBytes = static_cast<int>(sizeof(typename Math::Element));
-  static constexpr int kYBytes = kTokens * kHeadDim * kElementBytes, kWBytes = kTokens * kValues * kElementBytes;
-  static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;
-  static constexpr int kStages = 3;
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
-  static_assert(kThreads >= kTokens, "one thread per row loads its e");
-};
-
 template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(PartTile<Math, kHeadDim>::kThreads) linear_part_sums_kernel(const PartStateArgs a) {
   using Tile = PartTile<Math, kHeadDim>;

@@ -13,41 +13,6 @@
 namespace fastmax {
 namespace {
 
-// Accumulators per thread: (8 + 2) octets x kValues / 16 x 4, at most 160; the rest of 255 registers holds operands.
-template <class Math, int kHeadDim>
-struct StateTile {
-  static constexpr int kWarps = 8;
-  static constexpr int kThreads = kWarps * kWarpSize;
-  static_assert(kThreads == kStateThreads, "the layout of accumulators in memory");
-  static constexpr int kValues = state_values(kHeadDim, kSplitOperands<Math>);
-  static constexpr int kValueGroups = kHeadDim / kValues;
-  static constexpr int kBlocks = state_blocks(kHeadDim, kSplitOperands<Math>);
-  static constexpr int kAccumulators = state_accumulators(kHeadDim, kSplitOperands<Math>);
-  static constexpr int kGroupBlocks = kBlocks / kValueGroups;
-  static_assert(kBlocks % kValueGroups == 0, "every value group takes as many blocks");
-  // Within a value group: a tile per warp, and the tiles left over cut into four octet pairs, one per warp, as are the
-  // second moment, the first order and the sums.
-  static constexpr int kTiles = Stars<kHeadDim>::kTiles;
-  static constexpr int kUnits = kGroupBlocks * kWarps;
-  static constexpr int kMainTiles = kTiles < kUnits ? kTiles : kUnits;
-  static constexpr int kLeftover = kTiles - kMainTiles;
-  static constexpr int kPlainPairs = kHeadDim / 16;
-  static_assert(4 * kLeftover + 2 * kPlainPairs + 2 <= kUnits, "an octet pair is left without a warp");
-
-  static constexpr int kTokens = kIs16Bit<Math> ? (kHeadDim <= 64 ? 128 : kHeadDim <= 128 ? 64 : 32) : kHeadDim <= 128 ? 32 : 16;
-  static_assert(kBoundary % kTokens == 0, "chunks begin at stages");
-  static constexpr int kElementBytes = static_cast<int>(sizeof(typename Math::Element));
-  static constexpr int kYBytes = kTokens * kHeadDim * kElementBytes;
-  static constexpr int kWBytes = kTokens * kValues * kElementBytes;
-  static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;  // y, w, e
-  static constexpr int kStages = 3;  // in use, next, and being loaded
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
-  // Octets whose operands are held at once. Pipelined: half of them are in use while the other half is made.
-  static constexpr int kOctets = kSplitOperands<Math> ? 2 : 8;
-  static constexpr bool kPipelined = kIs16Bit<Math>;
-};
-
 enum class Extra { kNone, kTile, kLinear, kMoment, kSumW, kSumY };
 // What of that the inner loop is compiled for: none; a leftover tile; plain columns of y or the constant one, with values from w or
 // from e y.

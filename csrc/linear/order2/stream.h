@@ -23,21 +23,6 @@ struct RowBlock {
   }
 };
 
-// A stage holds octet pairs of a snapshot, whole tiles where they fit, or rows of y and as many of their values.
-template <class Math, int kHeadDim>
-struct StreamStage {
-  static constexpr bool k16 = kIs16Bit<Math>;
-  static constexpr int kPairs = kHeadDim == 32 ? (k16 ? 16 : 8) : kHeadDim == 64 && k16 ? 8 : kHeadDim <= 128 ? 4 : 2;
-  static constexpr int kPairBytes = StateLayout<Math, kHeadDim>::kPairBytes;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(typename Math::Element));
-  static constexpr int kFittingKeys = kPairs * kPairBytes / (2 * kRowBytes);
-  static constexpr int kKeys = kFittingKeys < 64 ? kFittingKeys : 64;
-  static_assert(kBoundary % kKeys == 0, "own chunks begin at stages");
-  static constexpr int kValueOffset = kKeys * kRowBytes;
-  static constexpr int kScaleOffset = kPairs * kPairBytes;  // e of the keys
-  static constexpr int kBytes = (kScaleOffset + 4 * kKeys + 127) / 128 * 128;  // swizzles are of the address
-};
-
 // Blocks n and n + 1 of the sums of every row tile += its rows a times b0 and b1.
 template <class Math, int kRowTiles, int kBlocks8>
 __device__ __forceinline__ void mma_row_tiles(float (&sums)[kRowTiles][kBlocks8][4], int n, const WeightsA<Math> (&a)[kRowTiles],
@@ -55,7 +40,6 @@ struct RowStream {
   using Layout = StateLayout<Math, kHeadDim>;
   using Stage = StreamStage<Math, kHeadDim>;
   using Element = typename Math::Element;
-  static constexpr int kRingBytes = kStages * Stage::kBytes;
   static constexpr int kTilePairs = 4 * Stars<kHeadDim>::kTiles;
   static constexpr int kTileStages = (kTilePairs + Stage::kPairs - 1) / Stage::kPairs;
 
