@@ -33,7 +33,8 @@ def normalize_rows(
     # Compilers fuse the operations themselves; transforms and forward mode are told by the attention that follows.
     if recording and not torch.compiler.is_compiling() and not eager.is_transformed():
         return _Normalized.apply(x, kind, lim)
-    rows, factor, _, _ = _factors(x, kind, lim)
+    # Widened first, so that autograd adds up the gradient's parts before they are rounded.
+    rows, factor, _, _ = _factors(x.to(eager.compute_dtype(x.dtype)), kind, lim)
     return (rows * factor).to(x.dtype)
 
 

@@ -230,7 +230,7 @@ def denominators(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, *rest)
 
 
 def test_the_library_registers_every_operator():
-    for name in ("forward", "backward", "decode_step"):
+    for name in ("forward", "backward", "decode_step", "decode_step_"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
 
 
@@ -353,8 +353,8 @@ def test_empty(q, k, algorithm):
 # What is wrong with operands -> how, and a word of the error.
 UNSAFE = {
     "dtypes": (lambda x: x | {"k": x["k"].float()}, "dtype"),
-    "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "shapes"),
-    "heads": (lambda x: x | {"q": x["q"][:, :3]}, "shapes"),
+    "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "k must have shape"),
+    "heads": (lambda x: x | {"q": x["q"][:, :3]}, "heads must be a multiple"),
     "mask": (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
     "n > m": (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
 }
@@ -622,7 +622,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
     def counted(right):
         return lambda *args, **options: calls.append(None) or right(*args, **options)
 
-    for name in ("forward", "backward", "decode_step"):
+    for name in ("forward", "backward", "decode_step", "decode_step_"):
         monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
     for mode, algorithm, d in itertools.product(MODES, (*ALGORITHMS, "auto"), (1, 16, 37, 128)):
         with verify.matmul_precision(MODES[mode][1]):
@@ -630,13 +630,15 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
         assert not calls, (mode, algorithm, d)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         token = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=dtype)
-        fastmax.step(token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
+        for step in (fastmax.step, fastmax.step_):
+            step(token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
         assert not calls, dtype
     both(*operands(size("", 50, d=300), "fp32", "auto"))
     assert len(calls) == 2, "and the rest does"
     token = token.double()
-    fastmax.step(token, token, token, fastmax.init_state(2, 4, 64, dtype=torch.float64, device=DEVICE))
-    assert len(calls) == 3
+    for step in (fastmax.step, fastmax.step_):
+        step(token, token, token, fastmax.init_state(2, 4, 64, dtype=torch.float64, device=DEVICE))
+    assert len(calls) == 4
 
 
 @by_algorithm

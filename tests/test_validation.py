@@ -278,6 +278,11 @@ def test_the_state_s_device():
     assert_refused(fastmax.step, arguments, ValueError, ["device", "meta", "cpu"])
 
 
+def test_a_state_s_lim_without_normalize():
+    with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.5"):
+        fastmax.init_state(B, HK, D, lim=0.5)
+
+
 def test_numbers_of_other_kinds():
     """Fractions and numpy's numbers are real numbers."""
     expected = fastmax_attention(**good(), a0=1.5, temperature=2.0)
