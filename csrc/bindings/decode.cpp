@@ -5,21 +5,33 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
+<<<<<<< HEAD
+#include <cstdio>
+=======
+>>>>>>> main
 #include <tuple>
 #include <utility>
 
+<<<<<<< HEAD
+=======
 #include "decode/decode.h"
 #include "core/device.h"
+>>>>>>> main
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/debug.h"
 #include "bindings/layout.h"
 #include "bindings/torch_abi.h"
+#include "core/device.h"
+#include "decode/decode.h"
 
 namespace fastmax {
 namespace {
 
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
 
+<<<<<<< HEAD
+=======
 // Of a direct call, for the kernel and for the PyTorch implementation behind it.
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                 const OptionalTensor& key_padding_mask, double scale, int64_t order) {
@@ -39,6 +51,7 @@ void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   }
 }
 
+>>>>>>> main
 // Whether the kernel computes this call.
 bool is_covered(const Tensor& q, const Tensor& v) {
   return kernels_run_on(q) && std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim;
@@ -62,12 +75,33 @@ bool overlap(const Tensor& x, const Tensor& y) {
   return a.begin < b.end && b.begin < a.end;
 }
 
+// What the kernel and the PyTorch implementation behind it ask of a step.
+void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+                const OptionalTensor& key_padding_mask, double scale, int64_t order) {
+  check_attention(q, k, v, key_padding_mask, scale, /*causal=*/true);
+  FASTMAX_CHECK(q.size(1) > 0, "q must have heads");
+  FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " and ", k.size(2));
+  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
+  check_device("values", values, q);
+  check_device("weights", weights, q);
+}
+
 // The state is written to new_values and new_weights, which may be values and weights themselves; returns o.
 Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask, double scale, double a0,
                double a1, double a2, int64_t order) {
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
+<<<<<<< HEAD
+  const int64_t rows = decode_rows(static_cast<int>(d), static_cast<int>(order));
+  check_shape("values", values, {b, hk, rows, dv});
+  check_shape("weights", weights, {b, hk, rows});
+  check_float("values", values);
+  check_float("weights", weights);
   const bool has_mask = key_padding_mask.has_value();
+
+=======
+  const bool has_mask = key_padding_mask.has_value();
+>>>>>>> main
   DecodeParams p{};
   p.b = static_cast<int>(b), p.h = static_cast<int>(h), p.hk = static_cast<int>(hk);
   p.d = static_cast<int>(d), p.dv = static_cast<int>(dv), p.order = static_cast<int>(order);
@@ -84,7 +118,10 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 
   const Tensor o = empty_strided({b, h, 1, dv}, {h * dv, dv, dv, 1}, q.scalar_type(), q.get_device_index());
   p.o = o.data_ptr();
-  if (b > 0 && d > 0 && dv > 0) launch_decode(p, current_stream(q.get_device_index()));
+  if (is_debugging()) {
+    std::fprintf(stderr, "fastmax::decode_step: decode_sm80: b %d, h %d, hk %d, d %d, dv %d, order %d\n", p.b, p.h, p.hk, p.d, p.dv, p.order);
+  }
+  if (b > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
 
@@ -100,7 +137,7 @@ std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k,
     return {o, new_values, new_weights};
   }
   const Tensor values = dense(values_in), weights = dense(weights_in);
-  const Tensor new_values = torch::stable::empty_like(values), new_weights = torch::stable::empty_like(weights);
+  const Tensor new_values = empty_dense(values, values.scalar_type()), new_weights = empty_dense(weights, weights.scalar_type());
   const Tensor o = advance(q, k, v, values, weights, new_values, new_weights, key_padding_mask, scale, a0, a1, a2, order);
   return {o, new_values, new_weights};
 }
@@ -110,12 +147,21 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
   check_cuda_tensor("q", q);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   check_step(q, k, v, values, weights, key_padding_mask, scale, order);
+<<<<<<< HEAD
+  if (!is_covered(q, v)) {
+    return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, key_padding_mask, scale, a0, a1, a2, order)[0];
+  }
+  FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
+                "values and weights must be contiguous to be written in place");
+  FASTMAX_CHECK(!overlap(values, weights), "values and weights must not overlap to be written in place");
+=======
   STD_TORCH_CHECK(values.is_contiguous() && weights.is_contiguous(),
                   "fastmax: values and weights must be contiguous to be written in place");
   STD_TORCH_CHECK(!overlap(values, weights), "fastmax: values and weights must not overlap to be written in place");
+>>>>>>> main
   for (const Tensor& x : {q, k, v}) {
-    STD_TORCH_CHECK(!overlap(values, x) && !overlap(weights, x),
-                    "fastmax: q, k and v must not overlap values and weights, which are written in place");
+    FASTMAX_CHECK(!overlap(values, x) && !overlap(weights, x),
+                  "q, k and v must not overlap values and weights, which are written in place");
   }
   if (!is_covered(q, v)) {
     return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, key_padding_mask, scale, a0, a1, a2, order)[0];
