@@ -20,8 +20,8 @@ int main() {
                     &p.sm_count, &reversed) == 11) {
     p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
     const StateSizes sizes = state_sizes(p.head_dim, p.order, p.math);
-    const LinearProblem r = reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0)
-                                     : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset);
+    const LinearProblem r = reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward)
+                                     : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
     const StatePlan plan(r, sizes, p.sm_count);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
     std::printf("plan %d %d %d %d %lld %lld %lld %lld %lld\\n", r.boundary, r.chunk, r.chunks, plan.segments,
@@ -30,8 +30,8 @@ int main() {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
       const LinearProblem& x = phase.problem;
-      std::printf("%d %d %d %d %d %d %d %d %d %d\\n", phase.first_batch, x.batch, phase.first_head, x.state_heads, phase.first_state,
-                  phase.first_row, x.nx, x.boundary, x.chunks, phase.begin);
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d\\n", phase.first_batch, x.batch, phase.first_head, x.state_heads,
+                  phase.first_state, phase.first_row, phase.first_token, x.nx, x.boundary, x.chunks, phase.begin);
     }
   }
 }
@@ -101,9 +101,10 @@ def check_cover(call, plan):
     """Every x row of every head in one phase; the phases of a state in order, each walking on from where the last one ended."""
     rows = call.m if call.reversed else call.n
     next_row, walked = {}, {}
-    for first_batch, batches, first_head, heads, first_state, first_row, nx, boundary, chunks, begin in plan.phases:
+    for first_batch, batches, first_head, heads, first_state, first_row, first_token, nx, boundary, chunks, begin in plan.phases:
         assert first_state == first_batch * call.hk + first_head
         assert batches == call.b or heads == call.hk or batches == 1, "a rectangle of states keeps the strides of batch entries"
+        assert first_token == (rows - first_row - nx if call.reversed else first_row)
         assert nx > 0 and chunks > 0 and boundary == plan.boundary + first_row
         for state in itertools.product(range(first_batch, first_batch + batches), range(first_head, first_head + heads)):
             assert next_row.get(state, 0) == first_row

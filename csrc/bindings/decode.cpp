@@ -36,7 +36,7 @@ void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   const bool wide = q.scalar_type() == ScalarType::Double;
   for (const auto& [name, x] : {std::pair("values", &values), std::pair("weights", &weights)}) {
     check_device(name, *x, q);
-    FASTMAX_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "", name, " must be ",
+    FASTMAX_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ",
                     wide ? "float64" : "float32");
   }
 }
