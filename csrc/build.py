@@ -131,7 +131,7 @@ def sources(suffix: str) -> list[Path]:
 
 
 def object_name(source: Path, mode: str | None = None) -> str:
-    """linear/order2/fwd_sm80.cu -> linear/order2/fwd_sm80.bf16.o"""
+    """linear/order2/read_sm80.cu -> linear/order2/read_sm80.bf16.o"""
     stem = source.relative_to(SOURCE_DIR).with_suffix("")
     return f"{stem}.{mode.lower()}.o" if mode else f"{stem}.o"
 

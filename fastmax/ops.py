@@ -1,5 +1,5 @@
-"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step` and
-`softmax`.
+"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
+`decode_step_` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax import eager, extension
+from fastmax import eager, extension, operator_checks
 from fastmax.call import FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
@@ -44,6 +44,10 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
         "float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        f"{_prefix}decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? key_padding_mask, "
+        "float scale, float a0, float a1, float a2, int p) -> Tensor"
     )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
@@ -76,11 +80,37 @@ def decode_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decode`."""
     tensors = (q, k, v, values, weights)
-    if eager.recording(*tensors):
+    if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, mask, score)
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
-    return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    return extension.call(torch.ops.fastmax.decode_step.default, *tensors, mask, *score)
+
+
+def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
+    """`decode_step` that writes over `values` and `weights`, which are contiguous and overlap nothing else: the output.
+
+    Raises:
+        RuntimeError: a gradient would have to be recorded.
+    """
+    tensors = (q, k, v, values, weights)
+    _refuse_to_record(*tensors)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    torch.autograd.graph.increment_version((values, weights))
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+        return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
+
+
+def _refuse_to_record(*tensors: Tensor) -> None:
+    if eager.differentiating(*tensors):
+        raise RuntimeError(
+            "fastmax.step_ writes over the state that a gradient would need: use fastmax.step, or call it under torch.no_grad()"
+        )
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -91,47 +121,63 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
     if x.is_cuda:
         extension.warn_if_unused(x.device)
     if torch.is_grad_enabled() and x.requires_grad:
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
     with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
 
 
-def _forward(q, k, v, *arguments):
-    with _without_autocast(q):
-        return eager.forward(q, k, v, FASTMAX.call(arguments), differentiable=False)
+def _forward(q, k, v, *arguments, signature=FASTMAX):
+    call = signature.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    with without_autocast(q):
+        return eager.forward(q, k, v, call, differentiable=False)
 
 
 def _backward(grad_o, q, k, v, o, z, *arguments):
     call = FASTMAX.call(arguments)
-    with _without_autocast(q):
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z)
+    with without_autocast(q):
         *grads, grad_rpe = eager.backward(grad_o, None, q, k, v, o, z, call)
     return (*grads, q.new_empty(0) if grad_rpe is None else grad_rpe)
 
 
 def _flash_forward(q, k, v, *arguments):
-    with _without_autocast(q):
-        return eager.forward(q, k, v, FLASH.call(arguments), differentiable=False)
+    return _forward(q, k, v, *arguments, signature=FLASH)
 
 
 def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
-    with _without_autocast(q):
-        return eager.backward(grad_o, grad_lse, q, k, v, o, lse, FLASH.call(arguments))[:3]
+    call = FLASH.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, lse=lse, grad_lse=grad_lse)
+    with without_autocast(q):
+        return eager.backward(grad_o, grad_lse, q, k, v, o, lse, call)[:3]
 
 
 def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
-    with _without_autocast(q):
+    with without_autocast(q):
         return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
+def _decode_step_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    with without_autocast(q):
+        return eager.decode_step_(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
+
+
 def _softmax(x, algorithm):
-    with _without_autocast(x):
+    with without_autocast(x):
         return row_softmax.forward(x, algorithm)
 
 
-def _without_autocast(x: Tensor):
-    """Autocast must not reach the accumulations; entering its context costs more than asking."""
+def in_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; there are devices it does not know, as "meta"."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
+def without_autocast(x: Tensor):
+    """Autocast must not reach the accumulations; entering its context costs more than asking."""
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
 for _name, _implementation in {
@@ -145,9 +191,13 @@ for _name, _implementation in {
     "eager_flash_backward": _flash_backward,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
+    "decode_step_": _decode_step_,
+    "eager_decode_step_": _decode_step_,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
+    if _name.startswith("eager_"):
+        _implementation = extension.remembering(_implementation)
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
 extension.load()
 
@@ -175,7 +225,13 @@ def _fake_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
 def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(values), torch.empty_like(weights)
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
+
+
+@torch.library.register_fake("fastmax::decode_step_", lib=library)
+def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -246,13 +302,50 @@ for _name in ("backward", "flash_backward"):
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
-    if torch.autograd.forward_ad._current_level >= 0 and any(
-        x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
+    given = [x for x in tensors if x is not None]
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
+    if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
+    if eager.in_functorch():
+        if any(map(_is_differentiated_by_functorch, given)):
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
+        return operator.forward(*tensors, *options)
+    if not torch.is_grad_enabled():
+        return extension.call(operator.forward, *tensors, *options)
     return _Fused.apply(operator, options, *tensors)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for looking at tangents
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated_by_functorch(x: Tensor) -> bool:
+    """Whether a reverse-mode transform of torch.func records what becomes of x, in whatever order with vmaps."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _decode_step_autograd(keyset, *args):
+    """For callers of the operator itself."""
+    _refuse_to_record(*args[:5])
+    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _decode_step_version(keyset, *args):
+    """Tells autograd, which may have saved the state for an earlier step, that it changes."""
+    torch.autograd.graph.increment_version(args[3:5])
+    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+
+library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
+library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 
 
 def _save_softmax(ctx, inputs, output):
@@ -274,7 +367,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx, operator, options, *tensors):
         inputs = (*tensors, *options)
         with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
-            output = operator.forward(*inputs)
+            output = extension.call(operator.forward, *inputs)
         operator.save(ctx, inputs, output)
         ctx.gradients = operator.gradients
         return output
@@ -282,6 +375,6 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)
         with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)

@@ -14,6 +14,7 @@
 #include "core/launch.h"
 #include "quadratic/bwd_fused.h"
 #include "quadratic/bwd_pair.h"
+#include "quadratic/quadratic_sm80.h"
 
 namespace fastmax {
 

@@ -4,7 +4,7 @@
 
 #include "core/ptx.h"
 #include "core/score.h"
-#include "core/tile_ops.h"
+#include "core/fragments.h"
 
 namespace fastmax {
 

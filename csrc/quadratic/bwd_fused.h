@@ -7,7 +7,7 @@
 #include "quadratic/bwd_common.h"
 #include "core/score.h"
 #include "quadratic/tile_config.h"
-#include "core/tile_ops.h"
+#include "core/fragments.h"
 
 namespace fastmax {
 
@@ -26,7 +26,7 @@ struct ResidentOperand<Math, kHeadDim, kRowTiles, true> {
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-        load_a_global<Math>(fragment[i][kk], src, token_stride, warp_row + i * 16, row_end, kk * 16, cols);
+        load_a_mk_global<Math>(fragment[i][kk], src, token_stride, warp_row + i * 16, row_end, kk * 16, cols);
       }
     }
   }
@@ -51,13 +51,13 @@ struct ResidentOperand<Math, kHeadDim, kRowTiles, false> {
         tile, src, token_stride, block_row, row_end, cols);
   }
   __device__ __forceinline__ void read(FragmentA<Math>& a, int i, int kk) const {
-    load_a<Math, kHeadDim>(a, tile, row + i * 16, kk * 16);
+    load_a_mk<Math, kHeadDim>(a, tile, row + i * 16, kk * 16);
   }
 };
 
 // Both products of 8 or 16 streamed tokens with the owned rows: x = first rows x tokens at base, dp = second rows x tokens at
 // base + second_offset. The products are interleaved: a chain of dependent tensor-core instructions alone would wait for itself.
-// kHalves = 2: 16 tokens, base for load_b_pair_at; kHalves = 1: 8 tokens, base for load_b8_at.
+// kHalves = 2: 16 tokens, base for load_b_nk_pair_at; kHalves = 1: 8 tokens, base for load_b_nk_octet_at.
 template <class Math, int kHeadDim, int kRowTiles, int kHalves, class Operand>
 __device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4], float (&dp)[kHalves][kRowTiles][4],
                                                 const Operand& first, const Operand& second, uint32_t base, int second_offset) {
@@ -70,16 +70,16 @@ __device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4
     }
   }
   // B fragments per step: two token halves of one k16 block, or consecutive k16 blocks of one half.
-  constexpr int kBlocks = kHalves == 2 ? 1 : kB8Fragments<Math, kHeadDim>;
+  constexpr int kBlocks = kHalves == 2 ? 1 : kOctetFragments<Math, kHeadDim>;
 #pragma unroll(Operand::kUnroll)
   for (int kk = 0; kk < kHeadDim / 16; kk += kBlocks) {
     FragmentB<Math> b[kBlocks * kHalves], c[kBlocks * kHalves];
     if constexpr (kHalves == 2) {
-      load_b_pair_at<Math, kHeadDim>(b[0], b[1], base, kk * 16);
-      load_b_pair_at<Math, kHeadDim>(c[0], c[1], base + second_offset, kk * 16);
+      load_b_nk_pair_at<Math, kHeadDim>(b[0], b[1], base, kk * 16);
+      load_b_nk_pair_at<Math, kHeadDim>(c[0], c[1], base + second_offset, kk * 16);
     } else {
-      load_b8_at<Math, kHeadDim>(b, base, kk * 16);
-      load_b8_at<Math, kHeadDim>(c, base + second_offset, kk * 16);
+      load_b_nk_octet_at<Math, kHeadDim>(b, base, kk * 16);
+      load_b_nk_octet_at<Math, kHeadDim>(c, base + second_offset, kk * 16);
     }
 #pragma unroll
     for (int block = 0; block < kBlocks; ++block) {
@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   float grad_k[kRowTiles][kHeadDim / 8][4] = {};
   float grad_v[kRowTiles][kHeadDim / 8][4] = {};
   const uint32_t lane_b =
-      ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b<Math, kHeadDim>() : lane_offset_b8<Math, kHeadDim>()));
-  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_trans<Math, kHeadDim>());
+      ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
+  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
   const int warp_first_query = first_query(p, warp_row);                          // queries before see no key of this warp
   const int warp_unmasked_query = first_query(p, warp_row + kRowTiles * 16 - 1);  // queries from here on see all of them
   const int tiles = (p.n + Tile::kStream - 1) / Tile::kStream;
@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
             }
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-              half_a_from_accumulator<Math>(weights[i], half, x[j][i]);
-              half_a_from_accumulator<Math>(derivatives[i], half, dp[j][i]);
+              half_weights_a_from_accumulator<Math>(weights[i], half, x[j][i]);
+              half_weights_a_from_accumulator<Math>(derivatives[i], half, dp[j][i]);
             }
           }
         }
@@ -250,8 +250,8 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   }
   float grad_q[kRowTiles][kHeadDim / 8][4] = {};
   const uint32_t lane_b =
-      ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b<Math, kHeadDim>() : lane_offset_b8<Math, kHeadDim>()));
-  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_trans<Math, kHeadDim>());
+      ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
+  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
   const int unmasked_end = p.key_padding_mask == nullptr ? last_visible_key(p, warp_row) + 1 : 0;
   const int warp_last_key = last_visible_key(p, warp_row + kRowTiles * 16 - 1);
 
@@ -286,7 +286,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
               }
               dp[j][i][e] = derivative;
             }
-            half_a_from_accumulator<Math>(derivatives[i], first_half + j, dp[j][i]);
+            half_weights_a_from_accumulator<Math>(derivatives[i], first_half + j, dp[j][i]);
           }
         }
       }

@@ -12,7 +12,7 @@
 #include "quadratic/bwd_common.h"
 #include "core/score.h"
 #include "quadratic/tile_config.h"
-#include "core/tile_ops.h"
+#include "core/fragments.h"
 
 namespace fastmax {
 
@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-        load_a_global<Math>(rows[i][kk], sums_v ? k : v, sums_v ? p.k_stride.token : p.v_stride.token, warp_row + i * 16, p.m,
+        load_a_mk_global<Math>(rows[i][kk], sums_v ? k : v, sums_v ? p.k_stride.token : p.v_stride.token, warp_row + i * 16, p.m,
                             kk * 16, sums_v ? p.d : p.dv);
       }
     }
@@ -69,9 +69,9 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const Score score(p);
   float grad[kRowTiles][Tile::kOutputCols / 8][4] = {};
   // A stage is q, grad_o, scores. The first warp multiplies with q and then sums grad_o, the second the other way round.
-  const uint32_t lane_b = ptx::keep_in_register(ring + (sums_v ? 0 : Tile::kTileBytes) + lane_offset_b<Math, kHeadDim>());
+  const uint32_t lane_b = ptx::keep_in_register(ring + (sums_v ? 0 : Tile::kTileBytes) + lane_offset_b_nk<Math, kHeadDim>());
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + (sums_v ? Tile::kTileBytes : 0) +
-                                                      lane_offset_b_trans<Math, kHeadDim>(first_col));
+                                                      lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * Tile::kExchangeBytes;
   const int warp_first_query = first_query(p, warp_row);                          // queries before see no key of this pair
   const int warp_unmasked_query = first_query(p, warp_row + kRowTiles * 16 - 1);  // queries from here on see all of them
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
         }
         WeightsA<Math> weights[kRowTiles];
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) a_from_accumulator<Math>(weights[i], x[i][0], x[i][1]);
+        for (int i = 0; i < kRowTiles; ++i) weights_a_from_accumulator<Math>(weights[i], x[i][0], x[i][1]);
         accumulate_slab<Math, kHeadDim>(grad, weights, tokens + lane_b_trans);
       };
       if (begin >= warp_unmasked_query) {
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-        load_a_global<Math>(rows[i][kk], role == 0 ? q : grad_o, role == 0 ? p.q_stride.token : grad_o_stride.token,
+        load_a_mk_global<Math>(rows[i][kk], role == 0 ? q : grad_o, role == 0 ? p.q_stride.token : grad_o_stride.token,
                             warp_row + i * 16, p.n, kk * 16, role == 0 ? p.d : p.dv);
       }
 #pragma unroll
@@ -254,9 +254,9 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
   }
 
   float grad_q[kRowTiles][Tile::kOutputCols / 8][4] = {};
-  const uint32_t lane_b = ptx::keep_in_register(ring + role * Tile::kTileBytes + lane_offset_b<Math, kHeadDim>());
+  const uint32_t lane_b = ptx::keep_in_register(ring + role * Tile::kTileBytes + lane_offset_b_nk<Math, kHeadDim>());
   const int first_col = role * Tile::kOutputCols;
-  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_trans<Math, kHeadDim>(first_col));
+  const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * 2 * Tile::kExchangeBytes;
   const int unmasked_end = p.key_padding_mask == nullptr ? last_visible_key(p, warp_row) + 1 : 0;
   const int warp_last_key = last_visible_key(p, warp_row + kRowTiles * 16 - 1);
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[i][half][e] *= other[e];
         }
-        a_from_accumulator<Math>(derivatives[i], x[i][0], x[i][1]);
+        weights_a_from_accumulator<Math>(derivatives[i], x[i][0], x[i][1]);
       }
       accumulate_slab<Math, kHeadDim>(grad_q, derivatives, tokens + lane_b_trans);
     };

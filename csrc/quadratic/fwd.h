@@ -8,8 +8,9 @@
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "core/score.h"
+#include "quadratic/quadratic_sm80.h"
 #include "quadratic/tile_config.h"
-#include "core/tile_ops.h"
+#include "core/fragments.h"
 
 namespace fastmax {
 
@@ -104,7 +105,7 @@ struct QuadraticFwd {
           z[i][e / 2] += weight;
         }
       }
-      a_from_accumulator<Math>(w[i], s[i][0], s[i][1]);
+      weights_a_from_accumulator<Math>(w[i], s[i][0], s[i][1]);
     }
     accumulate_slab<Math, kOutputCols>(o, w, v_slab);
   }
@@ -167,13 +168,13 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-      load_a_global<Math>(state.q[i][kk], q, p.q_stride.token, warp_row + i * 16, p.n, kk * 16, p.d);
+      load_a_mk_global<Math>(state.q[i][kk], q, p.q_stride.token, warp_row + i * 16, p.n, kk * 16, p.d);
     }
   }
 
   const Score score(p);
-  const uint32_t k_lane = ptx::keep_in_register(lane_offset_b<Math, kHeadDim>());
-  const uint32_t v_lane = ptx::keep_in_register(lane_offset_b_trans<Math, Tile::kOutputCols>()) + Tile::kTileBytes;
+  const uint32_t k_lane = ptx::keep_in_register(lane_offset_b_nk<Math, kHeadDim>());
+  const uint32_t v_lane = ptx::keep_in_register(lane_offset_b_kn<Math, Tile::kOutputCols>()) + Tile::kTileBytes;
   const int unmasked_end = p.key_padding_mask == nullptr ? last_visible_key(p, warp_row) + 1 : 0;
   for (int tile = 0; tile < tiles; ++tile) {
     ptx::cp_async_wait<0>();

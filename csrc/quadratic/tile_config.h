@@ -7,12 +7,11 @@
 // Numbers measured on one H200, bf16, causal, 4096 tokens, 2^26 elements of q ("ms"), where they decided.
 #pragma once
 
+#include "core/device.h"
 #include "core/dtype.h"
+#include "core/tiles.h"
 
 namespace fastmax {
-
-// Shared memory that a block may use on every supported architecture (sm_86, sm_89 and sm_120 have the least: 99 KB).
-inline constexpr int kMaxSharedBytes = 99 * 1024;
 
 template <class Math, int kHeadDim>
 struct QuadraticFwdTile {
@@ -131,7 +130,7 @@ struct QuadraticBwdKvPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
   static constexpr int kColumnParts = !Base::k16 && kHeadDim > 128 ? 2 : 1;
   static constexpr int kOutputCols = kHeadDim / kColumnParts;
   static constexpr int kUnroll = 2;  // slabs; with softmax at head_dim 128 forward + backward 7.29 ms, 1: 7.37; 4 spills more
-  static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_trans");
+  static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_kn");
   static constexpr int kStageBytes = 2 * Base::kTileBytes + Base::kStream * 16;
   static constexpr int kRingBytes = Base::kStages * kStageBytes;
   static constexpr int kSharedBytes = kRingBytes + Base::kPairs * Base::kSlots * Base::kExchangeBytes;
@@ -143,7 +142,7 @@ template <class Math, int kHeadDim>
 struct QuadraticBwdQPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
   using Base = QuadraticBwdPairTile<Math, kHeadDim>;
   static constexpr int kOutputCols = kHeadDim / 2;  // of a warp
-  static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_trans");
+  static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_kn");
   static constexpr int kStageBytes = 2 * Base::kTileBytes;
   static constexpr int kRingBytes = Base::kStages * kStageBytes;
   static constexpr int kUnroll = Base::k16 ? 2 : 1;  // slabs: head_dim 256: 3.10 ms, 1: 3.29

@@ -14,6 +14,7 @@ from fastmax.eager.blocks import (
     Operands,
     Span,
     compute_dtype,
+    differentiating,
     from_blocks,
     head_groups,
     in_functorch,
@@ -21,7 +22,7 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
-from fastmax.eager.recurrent import decode_step
+from fastmax.eager.recurrent import decode_step, decode_step_
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Softmax
@@ -30,6 +31,8 @@ __all__ = [
     "backward",
     "compute_dtype",
     "decode_step",
+    "decode_step_",
+    "differentiating",
     "empty_like_layout",
     "forward",
     "forward_from_state",
@@ -114,7 +117,7 @@ def forward_from_state(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention of n tokens that continue from a state, by the linear algorithm: output, values, weights.
 
-    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.decode.DecodeState`.
+    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.DecodeState`.
     """
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:

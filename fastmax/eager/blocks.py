@@ -167,6 +167,11 @@ class Gradients:
 
 
 def recording(*tensors: Tensor | None) -> bool:
+    """Whether operations on these tensors are recorded, by autograd or by a compiler: then none writes in place."""
+    return torch.compiler.is_compiling() or differentiating(*tensors)
+
+
+def differentiating(*tensors: Tensor | None) -> bool:
     """Whether autograd (reverse or forward mode, torch.func too) watches an operation on these tensors."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
@@ -180,7 +185,7 @@ def is_transformed() -> bool:
 
 def in_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp, ...) is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._are_functorch_transforms_active()  # which, unlike the stack of transforms itself, compilers see through
 
 
 class Scan:

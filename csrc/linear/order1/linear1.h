@@ -10,6 +10,7 @@
 // once where the states alone fill the device and there is a single segment.
 #pragma once
 
+#include "core/device.h"
 #include "linear/linear.h"
 
 namespace fastmax {
@@ -68,8 +69,10 @@ struct Linear1PairWalkArgs : Linear1Problem {
   bool half_out;
 };
 
-// Blocks of the walks that share a multiprocessor: what the segments are cut for.
-constexpr int linear1_blocks(int head_dim, bool is_bf16) {
+// Blocks of the walks that share a multiprocessor: what the segments are cut for, and, where it has 227 KB of shared memory, what
+// registers are rationed for. With less, shared memory decides.
+constexpr int linear1_blocks(int head_dim, bool is_bf16, int sm_arch) {
+  if (shared_limit(sm_arch) < shared_limit(90)) return is_bf16 && head_dim <= (sm_arch == 80 ? 64 : 32) ? 2 : 1;
   if (!is_bf16) return head_dim <= 64 ? 2 : 1;
   return head_dim <= 64 ? 3 : head_dim <= 96 ? 2 : 1;
 }

@@ -7,9 +7,6 @@
 
 namespace fastmax {
 
-// Shared memory that every supported device gives a block.
-inline constexpr int kLinear1SharedBytes = 99 * 1024;
-
 template <class Math, int kHeadDim>
 struct Linear1Tile {
   using Element = typename Math::Element;
@@ -43,11 +40,11 @@ struct Linear1Tile {
 
   static constexpr int stage_bytes(int tiles) { return tiles * kTileBytes + kScaleBytes; }
 
-  // Blocks per multiprocessor that a walk's registers are rationed for. Before sm_90 the shared memory holds fewer.
+  // Blocks per multiprocessor that a walk's registers are rationed for.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   static constexpr int kMinBlocks = 1;
 #else
-  static constexpr int kMinBlocks = linear1_blocks(kHeadDim, k16);
+  static constexpr int kMinBlocks = linear1_blocks(kHeadDim, k16, 90);
 #endif
 };
 
@@ -67,11 +64,11 @@ struct RowFragments {
   // For mma_weights, and for mma.
   __device__ __forceinline__ void load_weights(WeightsA<Math>& a, uint32_t tile, int k) const {
     if constexpr (kIs16Bit<Math>) ptx::ldmatrix_x4(a, Layout::move_right(tile + at, k / Layout::kChunkElements));
-    else load_rows<Math, kHeadDim>(a, tile, at, k);
+    else load_weights_a_mk<Math, kHeadDim>(a, tile, at, k);
   }
   __device__ __forceinline__ void load(FragmentA<Math>& a, uint32_t tile, int k) const {
     if constexpr (kIs16Bit<Math>) ptx::ldmatrix_x4(a, Layout::move_right(tile + at, k / Layout::kChunkElements));
-    else load_a<Math, kHeadDim>(a, tile, at, k);
+    else load_a_mk<Math, kHeadDim>(a, tile, at, k);
   }
 };
 template <class Math, int kHeadDim>
@@ -87,7 +84,7 @@ struct ColumnFragments {
     if constexpr (kIs16Bit<Math>) {
       ptx::ldmatrix_x4_trans(a, Layout::move_right(tile + at, right / Layout::kChunkElements) + k * Layout::kRowBytes);
     } else {
-      // Rows in plain order: load_columns has them in that of value_of_row.
+      // Rows in plain order: load_weights_a_km has them in that of weights_a_km_row.
       const int g = lane_index() / 4, t = lane_index() % 4;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -97,11 +94,11 @@ struct ColumnFragments {
     }
   }
 };
-// This lane's offset for load_b_trans_pair_at, from a column on.
+// This lane's offset for load_weights_b_kn_pair_at, from a column on.
 template <class Math, int kHeadDim>
 __device__ __forceinline__ uint32_t trans_offset(int column) {
   using Layout = TileLayout<typename Math::Element, kHeadDim>;
-  return Layout::move_right(lane_offset_b_trans<Math, kHeadDim>(), column / Layout::kChunkElements);
+  return Layout::move_right(lane_offset_b_kn<Math, kHeadDim>(), column / Layout::kChunkElements);
 }
 
 // A warp of a walk: the 16 rows of x and the columns of the result that are its own. Later rows see more rows of the step: column
@@ -110,21 +107,21 @@ template <class Math, int kHeadDim>
 struct Linear1Warp {
   int row, column;                 // its first ones
   RowFragments<Math, kHeadDim> x;  // of its rows
-  uint32_t columns, keys;          // this lane's offsets for load_b_trans_pair_at, of its columns, and for load_b_pair_at
+  uint32_t columns, keys;          // this lane's offsets for load_weights_b_kn_pair_at, of its columns, and for load_b_nk_pair_at
 
   __device__ __forceinline__ explicit Linear1Warp(int warp)
       : row(first_row(warp)),
         column(warp / Tile::kRowGroups * Tile::kColumns),
         x(row),
         columns(trans_offset<Math, kHeadDim>(column)),
-        keys(lane_offset_b<Math, kHeadDim>()) {}
+        keys(lane_offset_b_nk<Math, kHeadDim>()) {}
 
   // Blocks n and n + 1 of sums += a times its columns [8 n, 8 n + 16) of rows [k, k + 16) of a tile.
   template <int kBlocks8>
   __device__ __forceinline__ void add_columns(float (&sums)[kBlocks8][4], int n, const WeightsA<Math>& a, uint32_t tile,
                                               int k) const {
     WeightsB<Math> b0, b1;
-    load_b_trans_pair_at<Math, kHeadDim>(b0, b1, tile + columns, 8 * n, k);
+    load_weights_b_kn_pair_at<Math, kHeadDim>(b0, b1, tile + columns, 8 * n, k);
     mma_weights<Math>(sums[n], a, b0);
     mma_weights<Math>(sums[n + 1], a, b1);
   }
@@ -133,7 +130,7 @@ struct Linear1Warp {
   __device__ __forceinline__ void add_scores(float (&scores)[kBlocks8][4], int n, const FragmentA<Math>& a, uint32_t tile,
                                              int k) const {
     FragmentB<Math> b0, b1;
-    load_b_pair_at<Math, kHeadDim>(b0, b1, tile + keys, k, 8 * n);
+    load_b_nk_pair_at<Math, kHeadDim>(b0, b1, tile + keys, k, 8 * n);
     mma_pair<Math>(scores[n], scores[n + 1], a, b0, b1);
   }
 
@@ -173,7 +170,7 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
 }
 template <class Tile, class Args>
 void launch_walk(const char* name, void (*kernel)(Args, int), int64_t blocks, const Args& a, cudaStream_t stream) {
-  static_assert(Tile::kRing + Tile::kStageBytes <= kLinear1SharedBytes, "a walk with one stage does not fit in shared memory");
+  static_assert(Tile::kRing + Tile::kStageBytes <= kMaxSharedBytes, "a walk with one stage does not fit in shared memory");
   const int stages = Tile::kRing + 2 * Tile::kStageBytes <= shared_limit(a.sm_arch) ? 2 : 1;
   launch_kernel(name, kernel, grid_1d(blocks), Tile::kThreads, Tile::kRing + stages * Tile::kStageBytes, stream, a, stages);
 }
@@ -258,7 +255,7 @@ struct Linear1State {
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
         WeightsB<Math> b0, b1;
-        load_b_trans_pair_at<Math, kHeadDim>(b0, b1, w + w_columns, right(n), k);
+        load_weights_b_kn_pair_at<Math, kHeadDim>(b0, b1, w + w_columns, right(n), k);
 #pragma unroll
         for (int m = 0; m < kM; ++m) {
           mma_weights<Math>(acc[m][n], a[m], b0);

@@ -4,15 +4,16 @@
 // holds the eight features y[8s + x] y[8b + 0..7]. Off-diagonal tiles count twice. Star s owns the tiles (s, s), (s, s + 1),
 // ..., (s, s + blocks/2 - 1), indices modulo blocks, and for s < blocks/2 also (s, s + blocks/2): every pair once.
 //
-// Operands are the WeightsA / WeightsB fragments of tile_ops.h: k16 steps, summed indices 2t and 2t+1 next to each other in
+// Operands are the WeightsA / WeightsB fragments of core/fragments.h: k16 steps, summed indices 2t and 2t+1 next to each other in
 // every mode.
 #pragma once
 
 #include <type_traits>
 
 #include "linear/linear.h"
+#include "linear/order2/state_format.h"
 #include "linear/ptx.h"
-#include "core/tile_ops.h"
+#include "core/fragments.h"
 
 namespace fastmax {
 
@@ -78,8 +79,6 @@ __device__ __forceinline__ void static_for(F&& f) {
   }
 }
 
-__device__ __forceinline__ int lane_index() { return threadIdx.x % kWarpSize; }
-
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   const __nv_bfloat162 r = __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&a), *reinterpret_cast<const __nv_bfloat162*>(&b));
   return *reinterpret_cast<const uint32_t*>(&r);
@@ -108,104 +107,6 @@ __device__ __forceinline__ uint32_t multiply_operand(uint32_t a, uint32_t b) {
   } else {
     const uint32_t r = __float_as_uint(__uint_as_float(a) * __uint_as_float(b));
     return Math::kMode == MathMode::kTF32 ? r + 0x1000u : r;
-  }
-}
-
-// A B fragment from an fp32 [k][n] tile: columns n..n+7, summed indices [k, k + 16). Not rounded.
-template <class Math, int kCols>
-__device__ __forceinline__ void load_octet(WeightsB<Math>& b, uint32_t tile, int n, int k) {
-  using Layout = TileLayout<typename Math::Element, kCols>;
-  const int g = lane_index() / 4, t = lane_index() % 4;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) b[i] = ptx::load_shared_u32(tile + Layout::offset(k + i / 2 * 8 + 2 * t + i % 2, n + g));
-}
-
-// Two of them, columns n0..n0+7 and n1..n1+7, in every mode.
-template <class Math, int kCols>
-__device__ __forceinline__ void load_octets(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n0, int n1, int k) {
-  if constexpr (kIs16Bit<Math>) {
-    using Layout = TileLayout<typename Math::Element, kCols>;
-    const int lane = lane_index();
-    uint32_t r[4];
-    ptx::ldmatrix_x4_trans(r, tile + Layout::chunk_offset(k + lane % 16, (lane < 16 ? n0 : n1) / 8));
-    b0[0] = r[0], b0[1] = r[1], b1[0] = r[2], b1[1] = r[3];
-  } else {
-    load_octet<Math, kCols>(b0, tile, n0, k);
-    load_octet<Math, kCols>(b1, tile, n1, k);
-  }
-}
-
-// Which of 16 values rows g and g + 8 (half 1) of a fragment from load_columns hold. In fp32, neighbours: one load for both.
-template <class Math>
-__device__ __forceinline__ int value_of_row(int g, int half) {
-  return kIs16Bit<Math> ? g + 8 * half : 2 * g + half;
-}
-
-// A fragment of the transpose of a [k][row] tile: rows (tile columns) [row, row + 16) in the order of value_of_row, summed
-// indices [k, k + 16).
-template <class Math, int kCols>
-__device__ __forceinline__ void load_columns(WeightsA<Math>& a, uint32_t tile, int row, int k) {
-  using Layout = TileLayout<typename Math::Element, kCols>;
-  const int lane = lane_index();
-  if constexpr (kIs16Bit<Math>) {
-    ptx::ldmatrix_x4_trans(a, tile + Layout::chunk_offset(k + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2));
-  } else {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      ptx::load_shared_u32x2(a + 2 * i, tile + Layout::offset(k + i / 2 * 8 + 2 * t + i % 2, row + 2 * g));
-    }
-    round_to_mode<Math>(a);
-  }
-}
-
-// A fragment of rows [row, row + 16), columns [k, k + 16) of a [row][k] tile, in the order of B fragments from states.
-template <class Math, int kCols>
-__device__ __forceinline__ void load_rows(WeightsA<Math>& a, uint32_t tile, int row, int k) {
-  using Layout = TileLayout<typename Math::Element, kCols>;
-  const int lane = lane_index();
-  if constexpr (kIs16Bit<Math>) {
-    ptx::ldmatrix_x4(a, tile + Layout::chunk_offset(row + lane % 16, k / 8 + lane / 16));
-  } else {
-    const int g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      a[i] = ptx::load_shared_u32(tile + Layout::offset(row + g + i % 2 * 8, k + i / 4 * 8 + 2 * t + i / 2 % 2));
-    }
-    round_to_mode<Math>(a);
-  }
-}
-
-// The same, straight from global memory; rows outside [0, rows) and columns at or past cols read as zero.
-template <class Math>
-__device__ __forceinline__ void load_rows_global(WeightsA<Math>& a, const typename Math::Element* src, int64_t token_stride, int row,
-                                                 int rows, int k, int cols) {
-  const int lane = lane_index(), g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int i = 0; i < FragmentSize<Math>::kWeightsA; ++i) {
-    const int r = row + g + i % 2 * 8;
-    const int c = kIs16Bit<Math> ? k + 2 * t + i / 2 * 8 : k + i / 4 * 8 + 2 * t + i / 2 % 2;
-    a[i] = r < rows && c < cols ? __ldg(reinterpret_cast<const uint32_t*>(src + r * token_stride + c)) : 0u;
-  }
-  round_to_mode<Math>(a);
-}
-
-// Two B fragments, columns n..n+7 and n+8..n+15, summed indices [k, k + 16), from a [n][k] tile, to go with load_rows.
-template <class Math, int kCols>
-__device__ __forceinline__ void load_row_columns(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n, int k) {
-  if constexpr (kIs16Bit<Math>) {
-    load_b_pair<Math, kCols>(b0, b1, tile, n, k);
-  } else {
-    using Layout = TileLayout<typename Math::Element, kCols>;
-    const int lane = lane_index(), g = lane / 4, t = lane % 4;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int c = k + i / 2 * 8 + 2 * t + i % 2;
-      b0[i] = ptx::load_shared_u32(tile + Layout::offset(n + g, c));
-      b1[i] = ptx::load_shared_u32(tile + Layout::offset(n + 8 + g, c));
-    }
-    round_to_mode<Math>(b0);
-    round_to_mode<Math>(b1);
   }
 }
 
@@ -243,6 +144,38 @@ __device__ __forceinline__ void load_state_by_value(WeightsB<Math>& b0, WeightsB
       b0[i] = ptx::load_shared_u32(block + offset);
       b1[i] = ptx::load_shared_u32(block + 256 + offset);
     }
+  }
+}
+
+// Word of a 16 x 16 state block that holds this lane's two features of an octet, of the value in row g or g + 8 (half 1).
+template <class Math>
+__device__ __forceinline__ int accumulator_word(int octet, int half) {
+  const int g = lane_index() / 4, t = lane_index() % 4, value = weights_a_km_row<Math>(g, half);
+  return (octet + value / 8 * 2) * 32 + value % 8 * 4 + t;
+}
+
+// Accumulators of one octet pair for values [16 i, 16 i + 16), into block i of a snapshot or of a part.
+template <class Math>
+__device__ __forceinline__ void store_block(uint32_t* dst, const float (&even)[4], const float (&odd)[4], float weight) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const float* c = m % 2 ? odd : even;
+    const float lo = c[m / 2 * 2] * weight, hi = c[m / 2 * 2 + 1] * weight;
+    const int word = accumulator_word<Math>(m % 2, m / 2);
+    if constexpr (kBf16State<Math>) {
+      dst[word] = ptx::pack_bf16x2(lo, hi);
+    } else {
+      reinterpret_cast<float2*>(dst)[word] = make_float2(as_operand<Math>(lo), as_operand<Math>(hi));
+    }
+  }
+}
+
+template <class Math>
+__device__ __forceinline__ void store_part_block(float2* dst, const float (&even)[4], const float (&odd)[4]) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const float* c = m % 2 ? odd : even;
+    dst[accumulator_word<Math>(m % 2, m / 2)] = make_float2(c[m / 2 * 2], c[m / 2 * 2 + 1]);
   }
 }
 
@@ -296,6 +229,34 @@ struct RowBase {
   }
 };
 
+// The e of tokens [k, k + 16), as operands that multiply fragments of y.
+template <class Math>
+struct TokenScale {
+  static constexpr int kRegs = kIs16Bit<Math> ? 2 : 4;
+  uint32_t r[kRegs];
+
+  __device__ __forceinline__ void load(uint32_t e, int k) {
+    const int t = lane_index() % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float lo = ptx::load_shared_f32(e + (k + 8 * half + 2 * t) * 4);
+      const float hi = ptx::load_shared_f32(e + (k + 8 * half + 2 * t + 1) * 4);
+      if constexpr (kIs16Bit<Math>) r[half] = ptx::pack_bf16x2(lo, hi);
+      else r[2 * half] = __float_as_uint(lo), r[2 * half + 1] = __float_as_uint(hi);
+    }
+  }
+  // A or B: registers are tokens in order.
+  template <int kCount>
+  __device__ __forceinline__ void apply(uint32_t (&fragment)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t e = r[i / (kCount / kRegs)];
+      if constexpr (kIs16Bit<Math>) fragment[i] = multiply_bf16x2(fragment[i], e);
+      else fragment[i] = __float_as_uint(as_operand<Math>(__uint_as_float(fragment[i]) * __uint_as_float(e)));
+    }
+  }
+};
+
 // A fragment of octets x and x + 1 of a tile.
 template <class Math, int kCols>
 __device__ __forceinline__ void features(WeightsA<Math>& a, const RowOctet<Math, kCols>& scalar, const RowBase<Math, kCols>& base,
@@ -313,29 +274,6 @@ __device__ __forceinline__ void features(WeightsA<Math>& a, const RowOctet<Math,
       }
     }
   }
-}
-
-// Global -> shared as load_tile_async, for kRows rows from row_begin on, which may be negative; rows outside [0, rows) and
-// masked rows are zero-filled.
-template <class Element, int kRows, int kCols>
-__device__ __forceinline__ void load_masked_tile_async(uint32_t tile, const Element* src, int64_t token_stride, int row_begin,
-                                                       int rows, int cols, const uint8_t* mask, int mask_stride) {
-  using Layout = TileLayout<Element, kCols>;
-  for (int index = threadIdx.x; index < kRows * Layout::kChunks; index += blockDim.x) {
-    const int row = index / Layout::kChunks;
-    const int chunk = index % Layout::kChunks;
-    const int col = chunk * Layout::kChunkElements;
-    const int source = row_begin + row;
-    bool inside = source >= 0 && source < rows && col < cols;
-    if (inside && mask != nullptr) inside = mask[static_cast<int64_t>(source) * mask_stride] != 0;
-    ptx::cp_async_16(tile + Layout::chunk_offset(row, chunk), inside ? src + source * token_stride + col : src, inside ? 16 : 0);
-  }
-}
-
-// Contiguous bytes, a multiple of 16.
-__device__ __forceinline__ void load_bytes_async(uint32_t dst, const void* src, int bytes) {
-  const char* from = static_cast<const char*>(src);
-  for (int i = threadIdx.x * 16; i < bytes; i += blockDim.x * 16) ptx::cp_async_16(dst + i, from + i, 16);
 }
 
 template <class Element>

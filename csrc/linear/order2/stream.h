@@ -154,10 +154,14 @@ struct RowStream {
   __device__ __forceinline__ bool copies_among_products() const { return kCopyAmongProducts && blockDim.x == kThreads; }
 
   __device__ __forceinline__ uint32_t next_tiles() {
-    ptx::cp_async_commit();
+    // One group a stage, since waits count groups: the copies since the last call; or load()'s, and an empty one past the last stage.
+    if (kCopyAmongProducts) ptx::cp_async_commit();
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();
-    if (!copies_among_products() && stage + kStages - 1 < state_stages) load(stage + kStages - 1);
+    if (!copies_among_products()) {
+      if (stage + kStages - 1 < state_stages) load(stage + kStages - 1);
+      else if (!kCopyAmongProducts) ptx::cp_async_commit();
+    }
     return ring + stage++ % kStages * Stage::kBytes;
   }
 

@@ -1,4 +1,4 @@
-// Order 1: grad_v and grad_k in one walk, from one state sum q g^T read in both orientations: see linear1_fwd_sm80.cu for the steps.
+// Order 1: grad_v and grad_k in one walk, from one state sum q g^T read in both orientations: see walk_sm80.cu for the steps.
 // With grouped query heads a step adds up the heads one after the other. Row r of x sees the rows of y up to r: reversed sequences end
 // together, so the boundary is zero.
 
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
         for (int n = 0; n < kBlocks8; n += 2) {
           warp.add_columns(grad_w, n, rows, state_tile, 16 * k);
           FragmentB<Math> t0, t1;
-          load_b_pair_at<Math, kHeadDim>(t0, t1, state_tile + warp.keys + warp.column * Layout::kRowBytes, 16 * k, 8 * n);
+          load_b_nk_pair_at<Math, kHeadDim>(t0, t1, state_tile + warp.keys + warp.column * Layout::kRowBytes, 16 * k, 8 * n);
           mma<Math>(grad_y[n], rows2, t0);
           mma<Math>(grad_y[n + 1], rows2, t1);
         }
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 #pragma unroll
       for (int k = 0; k < kSlab / 16; ++k) {
         WeightsA<Math> weights, weights2;
-        a_from_accumulator<Math>(weights, s[2 * k], s[2 * k + 1]);
-        a_from_accumulator<Math>(weights2, u[2 * k], u[2 * k + 1]);
+        weights_a_from_accumulator<Math>(weights, s[2 * k], s[2 * k + 1]);
+        weights_a_from_accumulator<Math>(weights2, u[2 * k], u[2 * k + 1]);
 #pragma unroll
         for (int n = 0; n < kBlocks8; n += 2) {
           warp.add_columns(grad_w, n, weights, w + slab * Layout::kRowBytes, 16 * k);
@@ -199,7 +199,7 @@ struct LaunchPairWalk {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchPairWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchPairWalk, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

@@ -1,12 +1,10 @@
-// What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them, calls of passes.
+// What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them, coefficients.
 #pragma once
 
 #include "core/dispatch.h"
 #include "linear/linear.h"
 
 namespace fastmax {
-
-inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
 
 inline bool runs_as_tf32(const Problem& p) { return p.math == MathMode::kFP16; }
 
@@ -81,7 +79,7 @@ struct WidenedInputs {
 
 inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
 
-// A pass in the mode whose kernels run.
+// The portable kernels of a pass, in the mode that they run in.
 template <class Args>
 void run_pass(const Problem& p, const Args& a, cudaStream_t stream) {
   switch (kernel_math(p)) {
@@ -131,7 +129,7 @@ struct PreparedInputs {
     prepare.dropout = p.dropout;
     prepare.z = p.z;
     prepare.g = g, prepare.e = e;
-    FASTMAX_DISPATCH_MATH(p, linear_prepare, prepare, stream);
+    dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
     return {in, contiguous(g, p.h, p.n, p.dv), {e, p.n, 1}};
   }
 };

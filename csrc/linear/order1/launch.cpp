@@ -6,9 +6,9 @@
 #include <algorithm>
 
 #include "core/dispatch.h"
-#include "linear/order1/linear1.h"
 #include "linear/dispatch.h"
-#include "linear/plan.h"
+#include "linear/launch.h"
+#include "linear/order1/linear1.h"
 
 namespace fastmax {
 namespace {
@@ -32,7 +32,7 @@ Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, 
 
   // Rows of a piece when `rows` of them, for every head of `heads`, are cut so that the pieces fill the device once.
   const auto piece = [&](int rows, int64_t heads) {
-    const int64_t slots = int64_t{p.sm_count} * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16);
+    const int64_t slots = int64_t{p.sm_count} * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16, p.sm_arch);
     const int64_t pieces = std::max<int64_t>(1, slots / heads);
     return std::max(kMinSegment, round_up(static_cast<int>((rows + pieces - 1) / pieces), 2 * kBoundary));
   };

@@ -1,124 +1,48 @@
-// Tiles in shared memory: swizzled layout, asynchronous loads, tensor-core fragments, products of fragments.
+// Tensor-core operands ("fragments") from tiles, from global memory and from accumulators, and their products.
 //
-// A tile is kRows tokens x kCols elements. Fragments cover 16 elements of the summed dimension ("k16") in every arithmetic
-// mode, so one main loop serves them all:
-//   FragmentA, FragmentB   operand registers of one 16 x 16, or of one 16 x 8 block (WeightsA, WeightsB for mma_weights)
-//   load_a             A from a [row][k] tile; load_a_global: from global memory, for operands that stay in registers
-//   load_b_pair        B from a [n][k] tile               load_b_trans_pair   B from a [k][n] tile
-//   ..._at             the same from an address that holds this lane's offset, for inner loops
-//   a_from_accumulator A from two neighbouring accumulators (16 x 16), to be multiplied with load_b_trans fragments
-//   mma                acc += A B for load_a with load_b operands (mma_pair: two neighbouring accumulators)
-//   mma_weights        acc += A B for a_from_accumulator with load_b_trans operands (likewise)
-//   multiply_slab      rows that stay in registers times 16 streamed tokens        accumulate_slab  weights times 16 tokens
-//   store_rows         accumulators to global memory
+// Products are acc (m x n, fp32) += A (m x k) B (k x n). A fragment covers 16 of the summed index k ("k16") in every arithmetic
+// mode, so that one main loop serves them all: A is 16 x 16, B is 16 x 8, an accumulator 16 x 8.
+//
+// Lane l holds, with g = l / 4 and t = l % 4, of an accumulator rows g and g + 8, columns 2t and 2t + 1:
+//
+//     column     0    1     2    3     4    5     6    7
+//     row 0    | lane 0   | lane 1   | lane 2   | lane 3   |     acc[0], acc[1]
+//     row 1    | lane 4   | lane 5   | lane 6   | lane 7   |
+//      ..                                                        four lanes of a row: a quad
+//     row 8    | lane 0   | lane 1   | lane 2   | lane 3   |     acc[2], acc[3]
+//      ..
+//     row 15   | lane 28  | lane 29  | lane 30  | lane 31  |
+//
+// of A rows g and g + 8 (a[0], a[2], .. and a[1], a[3], ..), and of B column g. Their summed indices come in two orders:
+//
+//                          k of a row's, or a column's, registers: in 16 bits          in fp32                  product
+//   FragmentA, FragmentB   (2t, 2t+1), (2t+8, 2t+9)                                    t, t+4, t+8, t+12        mma
+//   WeightsA, WeightsB     bf16 (2t, 2t+1), (2t+8, 2t+9), fp16 as tf32: as fp32        2t, 2t+1, 2t+8, 2t+9     mma_weights
+//
+// The first is what ldmatrix gives, the second the order of columns in accumulators: weights go from there into the next product
+// within a thread.
+//
+// A loader's name says the operand and the index order of the tile that it reads, the slower index first:
+//   load_a_mk, load_b_nk                   FragmentA from an [m][k] tile, FragmentB from [n][k]
+//   load_weights_a_mk, load_weights_a_km   WeightsA from [m][k], from [k][m]
+//   load_weights_b_nk, load_weights_b_kn   WeightsB from [n][k], from [k][n]
+//   ..._pair, _octet, _octets              16 columns (two fragments of B); 8 columns; twice 8 columns, anywhere
+//   ..._at                                 from an address that holds this lane's offset (lane_offset_*), for inner loops
+//   ..._global                             from global memory, for operands that stay in registers
+//   weights_a_from_accumulator             WeightsA (16 x 16) from two neighbouring accumulators
+// Products:
+//   mma, mma_weights                       of one block of columns (_pair: of two)
+//   multiply_slab                          rows that stay in registers times 16 streamed tokens
+//   accumulate_slab                        weights of 16 streamed tokens times their columns
+//   store_rows                             accumulators to global memory
 // fp32 elements are rounded to tf32 on the way (Tf32) or kept whole and split in the product (Fp32).
 // Fp16 weights (operands of mma_weights) are tf32: ten mantissa bits as fp16 has, but eight exponent bits, so that f(s), which
 // grows like s^2, cannot overflow. It costs that product half the tensor rate.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include "core/dtype.h"
-#include "core/ptx.h"
+#include "core/tiles.h"
 
 namespace fastmax {
-
-inline constexpr int kWarpSize = 32;
-
-// 16-byte chunks of a row are permuted by XOR with the row index, so that 8 rows of one chunk column (ldmatrix) fall in
-// different banks.
-template <class Element, int kCols>
-struct TileLayout {
-  static constexpr int kChunkElements = 16 / static_cast<int>(sizeof(Element));
-  static constexpr int kChunks = kCols / kChunkElements;
-  static constexpr int kRowBytes = kCols * static_cast<int>(sizeof(Element));
-  static constexpr int kPeriod = kChunks % 8 == 0 ? 8 : kChunks % 4 == 0 ? 4 : 2;
-  static constexpr int kRowShift = kPeriod == 8 ? 0 : kPeriod == 4 ? 1 : 2;
-  static_assert(kCols % 16 == 0, "tiles are multiples of 16 elements wide");
-
-  static constexpr __host__ __device__ int bytes(int rows) { return rows * kRowBytes; }
-
-  // Byte offset of a 16-byte chunk.
-  static __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
-    return static_cast<uint32_t>(row * kRowBytes + ((chunk ^ ((row >> kRowShift) & (kPeriod - 1))) << 4));
-  }
-
-  // An address, moved right by a number of chunks whose bits are zero in the chunk index that the address was made for: a
-  // constant XOR and a constant addition, once the number is known to the compiler.
-  static __device__ __forceinline__ uint32_t move_right(uint32_t address, int chunks) {
-    return (address ^ static_cast<uint32_t>((chunks & (kPeriod - 1)) << 4)) + static_cast<uint32_t>((chunks & ~(kPeriod - 1)) << 4);
-  }
-
-  // Byte offset of an element.
-  static __device__ __forceinline__ uint32_t offset(int row, int col) {
-    return chunk_offset(row, col / kChunkElements) + static_cast<uint32_t>((col % kChunkElements) * sizeof(Element));
-  }
-};
-
-// Global -> shared, 16 bytes per cp.async, by all kThreads threads. Rows at or past row_end and columns at or past cols are
-// zero-filled. src points at row 0 of the tensor; the tile is its rows [row_begin, row_begin + kRows). The caller commits.
-template <class Element, int kRows, int kCols, int kThreads>
-__device__ __forceinline__ void load_tile_async(uint32_t tile, const Element* src, int64_t token_stride, int row_begin, int row_end,
-                                                int cols) {
-  using Layout = TileLayout<Element, kCols>;
-  constexpr int kTotal = kRows * Layout::kChunks;
-#pragma unroll
-  for (int i = 0; i < (kTotal + kThreads - 1) / kThreads; ++i) {
-    const int index = i * kThreads + static_cast<int>(threadIdx.x);
-    if (kTotal % kThreads != 0 && index >= kTotal) break;
-    const int row = index / Layout::kChunks;
-    const int chunk = index % Layout::kChunks;
-    const int col = chunk * Layout::kChunkElements;
-    const bool inside = row_begin + row < row_end && col < cols;
-    const Element* address = inside ? src + (row_begin + row) * token_stride + col : src;
-    ptx::cp_async_16(tile + Layout::chunk_offset(row, chunk), address, inside ? 16 : 0);
-  }
-}
-
-// The same for a loop over tiles: what does not change from tile to tile is computed once, and a tile costs a few instructions
-// per 16 bytes. Tiles are kRows rows from row_begin on.
-template <class Element, int kRows, int kCols, int kThreads>
-struct TileLoader {
-  using Layout = TileLayout<Element, kCols>;
-  // A row is cut in segments of a power of two chunks; one pass of all threads loads kPassRows rows of a segment.
-  static constexpr int kSegment = Layout::kChunks & -Layout::kChunks;
-  static constexpr int kSegments = Layout::kChunks / kSegment;
-  static constexpr int kPassRows = kThreads / kSegment;
-  static constexpr int kPasses = (kRows + kPassRows - 1) / kPassRows;
-  static_assert(kThreads % kSegment == 0 && (kRows % kPassRows == 0 || kPasses == 1), "passes cover the tile");
-
-  int row;          // of this thread in the first pass
-  int col;          // of this thread in the first segment
-  uint32_t offset;  // of this thread's first chunk in a tile
-
-  __device__ __forceinline__ explicit TileLoader(unsigned thread) {
-    row = static_cast<int>(thread) / kSegment;
-    const int chunk = static_cast<int>(thread) % kSegment;
-    col = chunk * Layout::kChunkElements;
-    offset = Layout::chunk_offset(row, chunk);
-  }
-
-  __device__ __forceinline__ void load(uint32_t tile, const Element* src, int64_t token_stride, int row_begin, int row_end,
-                                       int cols) const {
-    if (kPassRows > kRows && row >= kRows) return;
-    const Element* address = src + (row_begin + row) * token_stride + col;
-    const int64_t step = token_stride * kPassRows;
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const bool row_inside = row_begin + row + pass * kPassRows < row_end;
-      const uint32_t destination = kPassRows % 8 == 0
-                                       ? tile + offset + pass * kPassRows * Layout::kRowBytes
-                                       : tile + Layout::chunk_offset(row + pass * kPassRows, col / Layout::kChunkElements);
-#pragma unroll
-      for (int segment = 0; segment < kSegments; ++segment) {
-        const int shift = segment * kSegment;
-        const bool inside = row_inside && col + shift * Layout::kChunkElements < cols;
-        ptx::cp_async_16(Layout::move_right(destination, shift), address + shift * Layout::kChunkElements, inside ? 16 : 0);
-      }
-      address += step;
-    }
-  }
-};
 
 // A: registers of a 16 x 16 block; B: of a 16 x 8 block.
 template <class Math>
@@ -146,9 +70,9 @@ __device__ __forceinline__ void round_to_mode(uint32_t (&r)[kCount]) {
   }
 }
 
-// A fragment of rows [row, row + 16), columns [k, k + 16) of a [row][k] tile.
+// A fragment of rows [row, row + 16), columns [k, k + 16) of an [m][k] tile.
 template <class Math, int kCols>
-__device__ __forceinline__ void load_a(FragmentA<Math>& a, uint32_t tile, int row, int k) {
+__device__ __forceinline__ void load_a_mk(FragmentA<Math>& a, uint32_t tile, int row, int k) {
   using Layout = TileLayout<typename Math::Element, kCols>;
   const int lane = threadIdx.x % kWarpSize;
   const int r = row + lane % 16;
@@ -168,7 +92,7 @@ __device__ __forceinline__ void load_a(FragmentA<Math>& a, uint32_t tile, int ro
 // The same, straight from global memory (rows at or past row_end and columns at or past cols read as zero). For operands that
 // stay in registers for the whole kernel.
 template <class Math>
-__device__ __forceinline__ void load_a_global(FragmentA<Math>& a, const typename Math::Element* src, int64_t token_stride, int row,
+__device__ __forceinline__ void load_a_mk_global(FragmentA<Math>& a, const typename Math::Element* src, int64_t token_stride, int row,
                                               int row_end, int k, int cols) {
   const int lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
@@ -184,17 +108,17 @@ __device__ __forceinline__ void load_a_global(FragmentA<Math>& a, const typename
   round_to_mode<Math>(a);
 }
 
-// This lane's offset for load_b_pair_at and load_b_trans_pair_at: add the address of a tile row that is a multiple of 16. The
-// latter for columns from first_col on, a multiple of the power of two of columns that will be read from there.
+// This lane's offset for load_b_nk_pair_at and load_weights_b_kn_pair_at: add the address of a tile row that is a multiple of 16.
+// The latter for columns from first_col on, a multiple of the power of two of columns that will be read from there.
 template <class Math, int kCols>
-__device__ __forceinline__ uint32_t lane_offset_b() {
+__device__ __forceinline__ uint32_t lane_offset_b_nk() {
   using Layout = TileLayout<typename Math::Element, kCols>;
   const int lane = threadIdx.x % kWarpSize;
   if constexpr (kIs16Bit<Math>) return Layout::chunk_offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
   return Layout::chunk_offset(lane % 8, lane / 8);
 }
 template <class Math, int kCols>
-__device__ __forceinline__ uint32_t lane_offset_b_trans(int first_col = 0) {
+__device__ __forceinline__ uint32_t lane_offset_b_kn(int first_col = 0) {
   using Layout = TileLayout<typename Math::Element, kCols>;
   const int lane = threadIdx.x % kWarpSize;
   if constexpr (kIs16Bit<Math>) return Layout::chunk_offset(lane % 16, lane / 16 + first_col / Layout::kChunkElements);
@@ -204,7 +128,7 @@ __device__ __forceinline__ uint32_t lane_offset_b_trans(int first_col = 0) {
 // Two B fragments: columns n..n+7 and n+8..n+15 with n the row that base was made for, or n_offset (a multiple of 16) more, summed
 // indices [k, k + 16), from a [n][k] tile.
 template <class Math, int kCols>
-__device__ __forceinline__ void load_b_pair_at(FragmentB<Math>& b0, FragmentB<Math>& b1, uint32_t base, int k, int n_offset = 0) {
+__device__ __forceinline__ void load_b_nk_pair_at(FragmentB<Math>& b0, FragmentB<Math>& b1, uint32_t base, int k, int n_offset = 0) {
   using Layout = TileLayout<typename Math::Element, kCols>;
   const uint32_t address = Layout::move_right(base, k / Layout::kChunkElements) + n_offset * Layout::kRowBytes;
   if constexpr (kIs16Bit<Math>) {
@@ -219,29 +143,29 @@ __device__ __forceinline__ void load_b_pair_at(FragmentB<Math>& b0, FragmentB<Ma
   }
 }
 template <class Math, int kCols>
-__device__ __forceinline__ void load_b_pair(FragmentB<Math>& b0, FragmentB<Math>& b1, uint32_t tile, int n, int k) {
-  load_b_pair_at<Math, kCols>(b0, b1, tile + n * TileLayout<typename Math::Element, kCols>::kRowBytes + lane_offset_b<Math, kCols>(),
-                              k);
+__device__ __forceinline__ void load_b_nk_pair(FragmentB<Math>& b0, FragmentB<Math>& b1, uint32_t tile, int n, int k) {
+  using Layout = TileLayout<typename Math::Element, kCols>;
+  load_b_nk_pair_at<Math, kCols>(b0, b1, tile + n * Layout::kRowBytes + lane_offset_b_nk<Math, kCols>(), k);
 }
 
 // The same operand, 8 columns at a time: kFragments B fragments of consecutive k16 blocks, columns n..n+7 with n the row that
-// base was made for (with lane_offset_b8), summed indices from k on.
+// base was made for (with lane_offset_b_nk_octet), summed indices from k on.
 template <class Math, int kCols>
-inline constexpr int kB8Fragments = kIs16Bit<Math> && kCols % 32 == 0 ? 2 : 1;
+inline constexpr int kOctetFragments = kIs16Bit<Math> && kCols % 32 == 0 ? 2 : 1;
 template <class Math, int kCols>
-__device__ __forceinline__ uint32_t lane_offset_b8() {
+__device__ __forceinline__ uint32_t lane_offset_b_nk_octet() {
   using Layout = TileLayout<typename Math::Element, kCols>;
   const int lane = threadIdx.x % kWarpSize;
-  return Layout::chunk_offset(lane % 8, lane / 8 % (kIs16Bit<Math> ? 2 * kB8Fragments<Math, kCols> : 4));
+  return Layout::chunk_offset(lane % 8, lane / 8 % (kIs16Bit<Math> ? 2 * kOctetFragments<Math, kCols> : 4));
 }
 template <class Math, int kCols>
-__device__ __forceinline__ void load_b8_at(FragmentB<Math> (&b)[kB8Fragments<Math, kCols>], uint32_t base, int k) {
+__device__ __forceinline__ void load_b_nk_octet_at(FragmentB<Math> (&b)[kOctetFragments<Math, kCols>], uint32_t base, int k) {
   using Layout = TileLayout<typename Math::Element, kCols>;
   const uint32_t address = Layout::move_right(base, k / Layout::kChunkElements);
   if constexpr (!kIs16Bit<Math>) {
     ptx::ldmatrix_x4(b[0], address);
     round_to_mode<Math>(b[0]);
-  } else if constexpr (kB8Fragments<Math, kCols> == 2) {
+  } else if constexpr (kOctetFragments<Math, kCols> == 2) {
     uint32_t r[4];
     ptx::ldmatrix_x4(r, address);
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
@@ -253,7 +177,8 @@ __device__ __forceinline__ void load_b8_at(FragmentB<Math> (&b)[kB8Fragments<Mat
 // Two B fragments: columns n..n+7 and n+8..n+15, summed indices [k, k + 16) with k the row that base was made for, or k_offset (a
 // multiple of 16) more, from a [k][n] tile, for mma_weights.
 template <class Math, int kCols>
-__device__ __forceinline__ void load_b_trans_pair_at(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t base, int n, int k_offset = 0) {
+__device__ __forceinline__ void load_weights_b_kn_pair_at(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t base, int n,
+                                                          int k_offset = 0) {
   using Layout = TileLayout<typename Math::Element, kCols>;
   if constexpr (kIs16Bit<Math>) {
     uint32_t r[4];
@@ -285,14 +210,114 @@ __device__ __forceinline__ void load_b_trans_pair_at(WeightsB<Math>& b0, Weights
   }
 }
 template <class Math, int kCols>
-__device__ __forceinline__ void load_b_trans_pair(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n, int k) {
-  load_b_trans_pair_at<Math, kCols>(
-      b0, b1, tile + k * TileLayout<typename Math::Element, kCols>::kRowBytes + lane_offset_b_trans<Math, kCols>(), n);
+__device__ __forceinline__ void load_weights_b_kn_pair(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n, int k) {
+  load_weights_b_kn_pair_at<Math, kCols>(
+      b0, b1, tile + k * TileLayout<typename Math::Element, kCols>::kRowBytes + lane_offset_b_kn<Math, kCols>(), n);
+}
+
+// A B fragment from an fp32 [k][n] tile: columns n..n+7, summed indices [k, k + 16). Not rounded.
+template <class Math, int kCols>
+__device__ __forceinline__ void load_weights_b_kn_octet(WeightsB<Math>& b, uint32_t tile, int n, int k) {
+  using Layout = TileLayout<typename Math::Element, kCols>;
+  const int g = lane_index() / 4, t = lane_index() % 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) b[i] = ptx::load_shared_u32(tile + Layout::offset(k + i / 2 * 8 + 2 * t + i % 2, n + g));
+}
+
+// Two of them, columns n0..n0+7 and n1..n1+7, in every mode.
+template <class Math, int kCols>
+__device__ __forceinline__ void load_weights_b_kn_octets(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n0, int n1,
+                                                         int k) {
+  if constexpr (kIs16Bit<Math>) {
+    using Layout = TileLayout<typename Math::Element, kCols>;
+    const int lane = lane_index();
+    uint32_t r[4];
+    ptx::ldmatrix_x4_trans(r, tile + Layout::chunk_offset(k + lane % 16, (lane < 16 ? n0 : n1) / 8));
+    b0[0] = r[0], b0[1] = r[1], b1[0] = r[2], b1[1] = r[3];
+  } else {
+    load_weights_b_kn_octet<Math, kCols>(b0, tile, n0, k);
+    load_weights_b_kn_octet<Math, kCols>(b1, tile, n1, k);
+  }
+}
+
+// Which of 16 tile columns rows g and g + 8 (half 1) of a fragment from load_weights_a_km hold. In fp32, neighbours: one load for
+// both.
+template <class Math>
+__device__ __forceinline__ int weights_a_km_row(int g, int half) {
+  return kIs16Bit<Math> ? g + 8 * half : 2 * g + half;
+}
+
+// A fragment of a [k][m] tile: columns of the tile [row, row + 16) as rows, in the order of weights_a_km_row, summed indices
+// [k, k + 16).
+template <class Math, int kCols>
+__device__ __forceinline__ void load_weights_a_km(WeightsA<Math>& a, uint32_t tile, int row, int k) {
+  using Layout = TileLayout<typename Math::Element, kCols>;
+  const int lane = lane_index();
+  if constexpr (kIs16Bit<Math>) {
+    ptx::ldmatrix_x4_trans(a, tile + Layout::chunk_offset(k + lane % 8 + lane / 16 * 8, row / 8 + lane / 8 % 2));
+  } else {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ptx::load_shared_u32x2(a + 2 * i, tile + Layout::offset(k + i / 2 * 8 + 2 * t + i % 2, row + 2 * g));
+    }
+    round_to_mode<Math>(a);
+  }
+}
+
+// A fragment of rows [row, row + 16), columns [k, k + 16) of an [m][k] tile, in the order of weights.
+template <class Math, int kCols>
+__device__ __forceinline__ void load_weights_a_mk(WeightsA<Math>& a, uint32_t tile, int row, int k) {
+  using Layout = TileLayout<typename Math::Element, kCols>;
+  const int lane = lane_index();
+  if constexpr (kIs16Bit<Math>) {
+    ptx::ldmatrix_x4(a, tile + Layout::chunk_offset(row + lane % 16, k / 8 + lane / 16));
+  } else {
+    const int g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      a[i] = ptx::load_shared_u32(tile + Layout::offset(row + g + i % 2 * 8, k + i / 4 * 8 + 2 * t + i / 2 % 2));
+    }
+    round_to_mode<Math>(a);
+  }
+}
+
+// The same, straight from global memory; rows outside [0, rows) and columns at or past cols read as zero.
+template <class Math>
+__device__ __forceinline__ void load_weights_a_mk_global(WeightsA<Math>& a, const typename Math::Element* src, int64_t token_stride,
+                                                         int row, int rows, int k, int cols) {
+  const int lane = lane_index(), g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int i = 0; i < FragmentSize<Math>::kWeightsA; ++i) {
+    const int r = row + g + i % 2 * 8;
+    const int c = kIs16Bit<Math> ? k + 2 * t + i / 2 * 8 : k + i / 4 * 8 + 2 * t + i / 2 % 2;
+    a[i] = r < rows && c < cols ? __ldg(reinterpret_cast<const uint32_t*>(src + r * token_stride + c)) : 0u;
+  }
+  round_to_mode<Math>(a);
+}
+
+// Two B fragments, columns n..n+7 and n+8..n+15, summed indices [k, k + 16), from a [n][k] tile, in the order of weights.
+template <class Math, int kCols>
+__device__ __forceinline__ void load_weights_b_nk_pair(WeightsB<Math>& b0, WeightsB<Math>& b1, uint32_t tile, int n, int k) {
+  if constexpr (kIs16Bit<Math>) {
+    load_b_nk_pair<Math, kCols>(b0, b1, tile, n, k);
+  } else {
+    using Layout = TileLayout<typename Math::Element, kCols>;
+    const int lane = lane_index(), g = lane / 4, t = lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int c = k + i / 2 * 8 + 2 * t + i % 2;
+      b0[i] = ptx::load_shared_u32(tile + Layout::offset(n + g, c));
+      b1[i] = ptx::load_shared_u32(tile + Layout::offset(n + 8 + g, c));
+    }
+    round_to_mode<Math>(b0);
+    round_to_mode<Math>(b1);
+  }
 }
 
 // One half (8 of 16 summed indices) of an A fragment from a 16 x 8 accumulator.
 template <class Math>
-__device__ __forceinline__ void half_a_from_accumulator(WeightsA<Math>& a, int half, const float (&acc)[4]) {
+__device__ __forceinline__ void half_weights_a_from_accumulator(WeightsA<Math>& a, int half, const float (&acc)[4]) {
   if constexpr (Math::kMode == MathMode::kBF16) {
     a[2 * half] = ptx::pack_bf16x2(acc[0], acc[1]);
     a[2 * half + 1] = ptx::pack_bf16x2(acc[2], acc[3]);
@@ -307,9 +332,9 @@ __device__ __forceinline__ void half_a_from_accumulator(WeightsA<Math>& a, int h
 }
 // A fragment (16 rows x 16 summed indices) from two neighbouring 16 x 8 accumulators.
 template <class Math>
-__device__ __forceinline__ void a_from_accumulator(WeightsA<Math>& a, const float (&left)[4], const float (&right)[4]) {
-  half_a_from_accumulator<Math>(a, 0, left);
-  half_a_from_accumulator<Math>(a, 1, right);
+__device__ __forceinline__ void weights_a_from_accumulator(WeightsA<Math>& a, const float (&left)[4], const float (&right)[4]) {
+  half_weights_a_from_accumulator<Math>(a, 0, left);
+  half_weights_a_from_accumulator<Math>(a, 1, right);
 }
 
 // Two m16n8k8 products of fragments in tf32.
@@ -411,7 +436,7 @@ __device__ __forceinline__ void mma_weights_pair(float (&acc0)[4], float (&acc1)
   }
 }
 
-// acc = resident rows times the 16 tokens at base (load_b_pair_at).
+// acc = resident rows times the 16 tokens at base (load_b_nk_pair_at).
 template <class Math, int kCols, int kRowTiles>
 __device__ __forceinline__ void multiply_slab(float (&acc)[kRowTiles][2][4], const FragmentA<Math> (&rows)[kRowTiles][kCols / 16],
                                               uint32_t base) {
@@ -423,20 +448,20 @@ __device__ __forceinline__ void multiply_slab(float (&acc)[kRowTiles][2][4], con
 #pragma unroll
   for (int kk = 0; kk < kCols / 16; ++kk) {
     FragmentB<Math> b0, b1;
-    load_b_pair_at<Math, kCols>(b0, b1, base, kk * 16);
+    load_b_nk_pair_at<Math, kCols>(b0, b1, base, kk * 16);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) mma_pair<Math>(acc[i][0], acc[i][1], rows[i][kk], b0, b1);
   }
 }
 
-// acc += weights (16 x 16) times the 16 tokens at base (load_b_trans_pair_at), kOctets * 8 columns of them.
+// acc += weights (16 x 16) times the 16 tokens at base (load_weights_b_kn_pair_at), kOctets * 8 columns of them.
 template <class Math, int kCols, int kRowTiles, int kOctets>
 __device__ __forceinline__ void accumulate_slab(float (&acc)[kRowTiles][kOctets][4], const WeightsA<Math> (&w)[kRowTiles],
                                                 uint32_t base) {
 #pragma unroll
   for (int c = 0; c < kOctets / 2; ++c) {
     WeightsB<Math> b0, b1;
-    load_b_trans_pair_at<Math, kCols>(b0, b1, base, c * 16);
+    load_weights_b_kn_pair_at<Math, kCols>(b0, b1, base, c * 16);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) mma_weights_pair<Math>(acc[i][2 * c], acc[i][2 * c + 1], w[i], b0, b1);
   }

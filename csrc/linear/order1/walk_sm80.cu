@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   const uint32_t state_tile = ptx::smem_address(shared), ring = state_tile + kRing;
   const int g = lane_index() / 4, t = lane_index() % 4, warp_number = warp_index();
   const Linear1Warp<Math, kHeadDim> warp(warp_number);
-  const uint32_t sum_keys = state_tile + Tile::kSumTile + lane_offset_b8<Math, kHeadDim>();
+  const uint32_t sum_keys = state_tile + Tile::kSumTile + lane_offset_b_nk_octet<Math, kHeadDim>();
 
   // Heads that share a state run side by side, and find their y and w in the L2 cache.
   const int x_heads = a.state_heads * a.x_group;
@@ -104,12 +104,12 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
       for (int e = 0; e < 4; ++e) out[n][e] = fmaf(a.c1, out[n][e], constant[e / 2] * (e % 2 == 0 ? sum.x : sum.y));
     }
     if (normalise) {
-      constexpr int kAtOnce = kB8Fragments<Math, kHeadDim>;
+      constexpr int kAtOnce = kOctetFragments<Math, kHeadDim>;
       float product[4] = {};
 #pragma unroll
       for (int k = 0; k < kDepth; k += kAtOnce) {
         FragmentB<Math> b[kAtOnce];
-        load_b8_at<Math, kHeadDim>(b, sum_keys, 16 * k);
+        load_b_nk_octet_at<Math, kHeadDim>(b, sum_keys, 16 * k);
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           FragmentA<Math> rows;
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 #pragma unroll
       for (int k = 0; k < kSlab / 16; ++k) {
         WeightsA<Math> weights;
-        a_from_accumulator<Math>(weights, s[2 * k], s[2 * k + 1]);
+        weights_a_from_accumulator<Math>(weights, s[2 * k], s[2 * k + 1]);
 #pragma unroll
         for (int e = 0; e < 4; ++e) z[e / 2] += s[2 * k][e] + s[2 * k + 1][e];
 #pragma unroll
@@ -213,7 +213,7 @@ struct LaunchWalk {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchWalk, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

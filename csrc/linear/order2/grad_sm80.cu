@@ -31,7 +31,7 @@ struct GradTile {
   using Stream = RowStream<Math, kHeadDim, 2, kMaxWarps * kWarpSize>;
 
   static constexpr int shared_bytes(int warps) { return warps * kWarpRows * kRowSharedBytes + Stream::kRingBytes; }
-  static_assert(shared_bytes(1) <= 99 * 1024, "a warp does not fit on the smallest devices");
+  static_assert(shared_bytes(1) <= kMaxSharedBytes, "a warp does not fit on the smallest devices");
 };
 
 template <class Math, int kHeadDim>
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   WeightsA<Math> x2[kRowTiles][Tile::kKeepX2 ? kDepth : 1];
   const auto x2_slot = [](int c) { return Tile::kKeepX2 ? c : 0; };
   const auto load_x2 = [&](int m, int c) {
-    load_rows_global<Math>(x2[m][x2_slot(c)], head_pointer<Element>(a.x2, at.batch, at.x_head), a.x2.token,
+    load_weights_a_mk_global<Math>(x2[m][x2_slot(c)], head_pointer<Element>(a.x2, at.batch, at.x_head), a.x2.token,
                            at.row + warp_row + 16 * m, a.nx, 16 * c, a.dv);
   };
   constexpr int kUnrollX2 = Tile::kKeepX2 ? kDepth : 1;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         if (pair < moments) {
           WeightsA<Math> x[kRowTiles];
 #pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) load_rows<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * pair);
+          for (int m = 0; m < kRowTiles; ++m) load_weights_a_mk<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * pair);
 #pragma unroll
           for (int c = 0; c < kDepth; ++c) {
             WeightsB<Math> b0, b1;
@@ -291,15 +291,15 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         FragmentA<Math> x[kRowTiles];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          load_a<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
+          load_a_mk<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
           if constexpr (!Tile::kKeepX2) load_x2(m, kk);
         }
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 16; ++n) {
           FragmentB<Math> k0, k1;
-          load_b_pair<Math, kHeadDim>(k0, k1, y, slab + 16 * n, 16 * kk);
+          load_b_nk_pair<Math, kHeadDim>(k0, k1, y, slab + 16 * n, 16 * kk);
           WeightsB<Math> v0, v1;
-          load_row_columns<Math, kHeadDim>(v0, v1, y2, slab + 16 * n, 16 * kk);
+          load_weights_b_nk_pair<Math, kHeadDim>(v0, v1, y2, slab + 16 * n, 16 * kk);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             mma<Math>(s[m][2 * n], x[m], k0);
@@ -335,12 +335,12 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
 #pragma unroll
       for (int k = 0; k < Tile::kSlab / 16; ++k) {
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) a_from_accumulator<Math>(weights[k][m], s[m][2 * k], s[m][2 * k + 1]);
+        for (int m = 0; m < kRowTiles; ++m) weights_a_from_accumulator<Math>(weights[k][m], s[m][2 * k], s[m][2 * k + 1]);
         if constexpr (!Tile::kSumsInShared) {
 #pragma unroll
           for (int c = 0; c < kDepth; ++c) {
             WeightsB<Math> b0, b1;
-            load_b_trans_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
+            load_weights_b_kn_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) add_columns(acc[m][2 * c], acc[m][2 * c + 1], m, k, b0, b1);
           }
@@ -359,7 +359,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
 #pragma unroll
           for (int k = 0; k < Tile::kSlab / 16; ++k) {
             WeightsB<Math> b0, b1;
-            load_b_trans_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
+            load_weights_b_kn_pair<Math, kHeadDim>(b0, b1, y, 16 * c, slab + 16 * k);
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) add_columns(sum[m][0], sum[m][1], m, k, b0, b1);
           }
@@ -411,69 +411,11 @@ struct LaunchGrad {
   }
 };
 
-// A row per kPrepareLanes lanes, 16 bytes per load. g is rounded before e is taken from it: where o is close to v the two cancel
-// in g.v + e.
-constexpr int kPrepareLanes = 8;
-
-template <class In, class G>
-__global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a, const int head_blocks) {
-  constexpr int kVector = 16 / static_cast<int>(sizeof(In));
-  const int head_index = blockIdx.x / head_blocks;
-  const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kPrepareLanes) + static_cast<int>(threadIdx.x) / kPrepareLanes;
-  const int64_t row = int64_t{head_index} * a.n + i;
-  const int lane = threadIdx.x % kPrepareLanes;
-  float e = 0.f;
-  if (i < a.n) {
-    const int batch = head_index / a.heads, head = head_index % a.heads;
-    const float z = a.z[row], inverse = z == 0.f ? 0.f : 1.f / z;
-    const auto load = [&](In(&dst)[kVector], const View& v, int c) {
-      *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(head_pointer<In>(v, batch, head) + i * v.token + c);
-    };
-    for (int c = kVector * lane; c < a.dv; c += kVector * kPrepareLanes) {
-      alignas(16) In grad[kVector], o[kVector], noise[kVector];
-      load(grad, a.grad_o, c);
-      load(o, a.o, c);
-      if (a.noise.data != nullptr) load(noise, a.noise, c);
-      alignas(16) G g[kVector];
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float scaled = to_float(grad[j]) * inverse;
-        if (a.noise.data == nullptr) {
-          g[j] = from_float<G>(scaled);
-          e -= to_float(g[j]) * to_float(o[j]);
-        } else {
-          const float exact = scaled * fmaf(a.dropout, to_float(noise[j]), 1.f);
-          g[j] = from_float<G>(exact);
-          const float product = scaled * to_float(o[j]);
-          e -= exact == 0.f ? product : product * (to_float(g[j]) / exact);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < static_cast<int>(sizeof(g)) / 16; ++j) {
-        reinterpret_cast<uint4*>(static_cast<G*>(a.g) + row * a.dv + c)[j] = reinterpret_cast<const uint4*>(g)[j];
-      }
-    }
-  }
-#pragma unroll
-  for (int lanes = kPrepareLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
-  if (i < a.n && lane == 0) a.e[row] = e;
-}
-
 }  // namespace
 
 template <>
 void linear_pass<FASTMAX_MATH>(const GradArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchGrad, FASTMAX_MATH>(head_dim, a, stream);
-}
-
-template <>
-void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
-  using In = FASTMAX_MATH::Element;
-  using G = std::conditional_t<kIs16Bit<FASTMAX_MATH> && !kBf16State<FASTMAX_MATH>, float, In>;
-  constexpr int kThreads = 256, kRows = kThreads / kPrepareLanes;
-  const int head_blocks = (a.n + kRows - 1) / kRows;
-  launch_kernel("linear_prepare", linear_prepare_kernel<In, G>, grid_1d(int64_t{head_blocks} * a.batch * a.heads), kThreads, 0, stream,
-                a, head_blocks);
 }
 
 }  // namespace fastmax

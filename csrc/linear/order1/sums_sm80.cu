@@ -11,7 +11,7 @@ struct SumTile : Linear1Tile<Math, kHeadDim> {
   static constexpr int kStages = 3;
   static constexpr int kStageBytes = Base::stage_bytes(2);
   static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kLinear1SharedBytes, "stages do not fit in shared memory");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
   static constexpr int kMinBlocks = linear1_sum_blocks(kHeadDim, Base::k16);
 };
 
@@ -72,14 +72,15 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
   if (threadIdx.x == 0) sums[2 * kHeadDim] = static_cast<float>(count);
 }
 
-// Inclusive prefix over the parts of a state, in place; a thread per number.
+// Inclusive prefix over the parts of a state, in place; a thread per number, state_blocks blocks a state.
 constexpr int kScanThreads = 256;
 template <class Math>
-__global__ void __launch_bounds__(kScanThreads) linear1_scan_kernel(float* states, const int parts, const int floats) {
+__global__ void __launch_bounds__(kScanThreads) linear1_scan_kernel(float* states, const int parts, const int floats,
+                                                                    const int state_blocks) {
   constexpr int kAhead = 16;  // loads in flight
-  const int index = blockIdx.x * kScanThreads + threadIdx.x;
+  const int index = blockIdx.x % state_blocks * kScanThreads + threadIdx.x;
   if (index >= floats) return;
-  float* at = states + int64_t{blockIdx.y} * parts * floats + index;
+  float* at = states + int64_t{blockIdx.x / state_blocks} * parts * floats + index;
   float sum = 0.f;
   for (int first = 0; first < parts; first += kAhead) {
     float next[kAhead];
@@ -103,8 +104,9 @@ struct LaunchSums {
                   Tile::kSharedBytes, stream, a);
     if (a.parts == 1) return;
     constexpr int kFloats = static_cast<int>(linear1_state_floats(kHeadDim));
-    const dim3 grid((kFloats + kScanThreads - 1) / kScanThreads, a.states());
-    launch_kernel("linear1_scan", linear1_scan_kernel<Math>, grid, kScanThreads, 0, stream, a.prefixes, a.parts, kFloats);
+    constexpr int kBlocks = (kFloats + kScanThreads - 1) / kScanThreads;
+    launch_kernel("linear1_scan", linear1_scan_kernel<Math>, grid_1d(int64_t{a.states()} * kBlocks), kScanThreads, 0, stream,
+                  a.prefixes, a.parts, kFloats, kBlocks);
   }
 };
 
@@ -112,7 +114,7 @@ struct LaunchSums {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchSums, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchSums, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

@@ -18,17 +18,20 @@ struct ReadTile {
   static constexpr int kRowTiles = kHeadDim <= 128 && (kIs16Bit<Math> || (kHeadDim <= 64 && !kSplitOperands<Math>)) ? 2 : 1;
   static constexpr bool kEarlyFactors = kHeadDim < 128;  // registers for the next tile's factors
   static constexpr int kRows = kWarps * kRowTiles * 16;
-  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 ? 16 : 32;  // keys whose scores are held at once
+  // Two blocks share a multiprocessor, where it has 130 KB of shared memory: registers for 16 scores at once, not for 32.
+  static constexpr bool kTwoBlocks = kHeadDim == 32 && kIs16Bit<Math>;
+  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 || kTwoBlocks ? 16 : 32;  // keys whose scores are held at once
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
   static constexpr int kXBytes = kRows * Stage::kRowBytes;
-  static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= 99 * 1024 ? 3 : 2;
+  static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= kMaxSharedBytes ? 3 : 2;
   using Stream = RowStream<Math, kHeadDim, kStages, kThreads>;
   static constexpr int kSharedBytes = kXBytes + Stream::kRingBytes;
-  static_assert(kSharedBytes <= 99 * 1024, "x and the ring do not fit in shared memory");
+  static_assert(kSharedBytes <= kMaxSharedBytes, "x and the ring do not fit in shared memory");
 };
 
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_read_kernel(const ReadArgs a, const int row_blocks) {
+__global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<Math, kHeadDim>::kTwoBlocks ? 2 : 1)
+    linear_read_kernel(const ReadArgs a, const int row_blocks) {
   using Tile = ReadTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
   using Layout = StateLayout<Math, kHeadDim>;
@@ -97,7 +100,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         const int k = (pair < moments ? pair : pair - moments) * 16;
         WeightsA<Math> x[kRowTiles];
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) load_rows<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, k);
+        for (int m = 0; m < kRowTiles; ++m) load_weights_a_mk<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, k);
 #pragma unroll
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
@@ -170,11 +173,11 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
       for (int kk = 0; kk < kDepth; ++kk) {
         FragmentA<Math> x[kRowTiles];
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) load_a<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
+        for (int m = 0; m < kRowTiles; ++m) load_a_mk<Math, kHeadDim>(x[m], x_tile, warp_row + 16 * m, 16 * kk);
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 16; ++n) {
           FragmentB<Math> b0, b1;
-          load_b_pair<Math, kHeadDim>(b0, b1, y, slab + 16 * n, 16 * kk);
+          load_b_nk_pair<Math, kHeadDim>(b0, b1, y, slab + 16 * n, 16 * kk);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             mma<Math>(s[m][2 * n], x[m], b0);
@@ -213,14 +216,14 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, 1) linear_
         WeightsA<Math> weights[kRowTiles];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
-          a_from_accumulator<Math>(weights[m], s[m][2 * k], s[m][2 * k + 1]);
+          weights_a_from_accumulator<Math>(weights[m], s[m][2 * k], s[m][2 * k + 1]);
 #pragma unroll
           for (int e = 0; e < 4; ++e) z[m][e / 2] += s[m][2 * k][e] + s[m][2 * k + 1][e];
         }
 #pragma unroll
         for (int c = 0; c < kDepth; ++c) {
           WeightsB<Math> b0, b1;
-          load_b_trans_pair<Math, kHeadDim>(b0, b1, w, 16 * c, slab + 16 * k);
+          load_weights_b_kn_pair<Math, kHeadDim>(b0, b1, w, 16 * c, slab + 16 * k);
           mma_row_tiles<Math>(acc, 2 * c, weights, b0, b1);
         }
       }
