@@ -19,6 +19,7 @@ from common import (
     dtype_id,
     make_inputs,
     make_options,
+    relative,
     run,
     torch_warns,
 )
@@ -114,6 +115,24 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
         fake = both(*(mode.from_tensor(x) for x in (*arguments[:3], grad_o)))
     for x, y in zip(real, fake, strict=True):
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+@by_algorithm
+def test_noise_of_another_dtype(algorithm, device):
+    """Of a direct call: read as what it is, forward and backward."""
+    (*qkv, mask, noise, rpe, *rest), grad_o = operator_arguments(
+        CASE, device, torch.bfloat16, noise=True, causal=True, algorithm=algorithm
+    )
+    leaves = dict(zip("qkv", qkv, strict=True))
+    results = []
+    for given in (noise, noise.float()):
+
+        def operator(q, k, v, given=given):
+            return torch.ops.fastmax.forward(q, k, v, mask, given, rpe, *rest)[0]
+
+        results.append(run(operator, leaves, grad_o))
+    for name, x in results[0].items():
+        assert relative(results[1][name], x.double()) <= 1e-2, name
 
 
 # ---- torch.compile, torch.export
