@@ -120,10 +120,10 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
 @by_algorithm
 def test_noise_of_another_dtype(algorithm, device):
     """Of a direct call: read as what it is, forward and backward."""
-    (*qkv, mask, noise, rpe, *rest), grad_o = operator_arguments(
+    (q, k, v, mask, noise, rpe, *rest), grad_o = operator_arguments(
         CASE, device, torch.bfloat16, noise=True, causal=True, algorithm=algorithm
     )
-    leaves = dict(zip("qkv", qkv, strict=True))
+    leaves = {"q": q, "k": k, "v": v}
     results = []
     for given in (noise, noise.float()):
 
