@@ -139,6 +139,8 @@ def test_few_states_are_cut_as_before(plan):
     one, five = plan([Call(1, 1, 1, 420_000, 420_000, 128), Call(1, 5, 5, 90_000, 90_000, 128)])
     assert len(one.phases) == 2 and one.segments > 1 and [x[:4] for x in one.phases] == [(0, 1, 0, 1)] * 2
     assert len(five.phases) == 2 and five.segments == 1 and [x[:4] for x in five.phases] == [(0, 1, 0, 5)] * 2
+    (wide,) = plan([Call(1, 16, 16, 65_536, 65_536, 128)])
+    assert len(wide.phases) == 3 and wide.accumulators == 16 * 32 * 161 * 256 * 4
     small = plan([Call(1, h, h, 4096, 4096, d) for h in (1, 8, 32) for d in (32, 64, 128)])
     assert all(len(x.phases) == 1 for x in small)
 
