@@ -5,18 +5,10 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-<<<<<<< HEAD
 #include <cstdio>
-=======
->>>>>>> main
 #include <tuple>
 #include <utility>
 
-<<<<<<< HEAD
-=======
-#include "decode/decode.h"
-#include "core/device.h"
->>>>>>> main
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
 #include "bindings/debug.h"
@@ -30,28 +22,25 @@ namespace {
 
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
 
-<<<<<<< HEAD
-=======
 // Of a direct call, for the kernel and for the PyTorch implementation behind it.
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                 const OptionalTensor& key_padding_mask, double scale, int64_t order) {
   check_attention(q, k, v, key_padding_mask, scale, /*causal=*/true);
-  STD_TORCH_CHECK(q.size(1) > 0, "fastmax: q must have at least one head");
-  STD_TORCH_CHECK(q.size(2) == 1 && k.size(2) == 1, "fastmax: q, k and v must hold one token, got ", q.size(2), " queries and ",
+  FASTMAX_CHECK(q.size(1) > 0, "q must have at least one head");
+  FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
-  STD_TORCH_CHECK(order == 1 || order == 2, "fastmax: p must be 1 or 2, got ", order);
+  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
   const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
   check_shape("values", values, {b, hk, rows, v.size(3)});
   check_shape("weights", weights, {b, hk, rows});
   const bool wide = q.scalar_type() == ScalarType::Double;
   for (const auto& [name, x] : {std::pair("values", &values), std::pair("weights", &weights)}) {
     check_device(name, *x, q);
-    STD_TORCH_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "fastmax: ", name, " must be ",
+    FASTMAX_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ",
                     wide ? "float64" : "float32");
   }
 }
 
->>>>>>> main
 // Whether the kernel computes this call.
 bool is_covered(const Tensor& q, const Tensor& v) {
   return kernels_run_on(q) && std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim;
@@ -75,33 +64,12 @@ bool overlap(const Tensor& x, const Tensor& y) {
   return a.begin < b.end && b.begin < a.end;
 }
 
-// What the kernel and the PyTorch implementation behind it ask of a step.
-void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-                const OptionalTensor& key_padding_mask, double scale, int64_t order) {
-  check_attention(q, k, v, key_padding_mask, scale, /*causal=*/true);
-  FASTMAX_CHECK(q.size(1) > 0, "q must have heads");
-  FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " and ", k.size(2));
-  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
-  check_device("values", values, q);
-  check_device("weights", weights, q);
-}
-
 // The state is written to new_values and new_weights, which may be values and weights themselves; returns o.
 Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask, double scale, double a0,
                double a1, double a2, int64_t order) {
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
-<<<<<<< HEAD
-  const int64_t rows = decode_rows(static_cast<int>(d), static_cast<int>(order));
-  check_shape("values", values, {b, hk, rows, dv});
-  check_shape("weights", weights, {b, hk, rows});
-  check_float("values", values);
-  check_float("weights", weights);
   const bool has_mask = key_padding_mask.has_value();
-
-=======
-  const bool has_mask = key_padding_mask.has_value();
->>>>>>> main
   DecodeParams p{};
   p.b = static_cast<int>(b), p.h = static_cast<int>(h), p.hk = static_cast<int>(hk);
   p.d = static_cast<int>(d), p.dv = static_cast<int>(dv), p.order = static_cast<int>(order);
@@ -119,9 +87,10 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   const Tensor o = empty_strided({b, h, 1, dv}, {h * dv, dv, dv, 1}, q.scalar_type(), q.get_device_index());
   p.o = o.data_ptr();
   if (is_debugging()) {
-    std::fprintf(stderr, "fastmax::decode_step: decode_sm80: b %d, h %d, hk %d, d %d, dv %d, order %d\n", p.b, p.h, p.hk, p.d, p.dv, p.order);
+    std::fprintf(stderr, "fastmax::decode_step: decode_sm80: b %d, h %d, hk %d, d %d, dv %d, order %d\n", p.b, p.h, p.hk, p.d, p.dv,
+                 p.order);
   }
-  if (b > 0) launch_decode(p, current_stream(q.get_device_index()));
+  if (b > 0 && d > 0 && dv > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
 
@@ -137,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k,
     return {o, new_values, new_weights};
   }
   const Tensor values = dense(values_in), weights = dense(weights_in);
-  const Tensor new_values = empty_dense(values, values.scalar_type()), new_weights = empty_dense(weights, weights.scalar_type());
+  const Tensor new_values = torch::stable::empty_like(values), new_weights = torch::stable::empty_like(weights);
   const Tensor o = advance(q, k, v, values, weights, new_values, new_weights, key_padding_mask, scale, a0, a1, a2, order);
   return {o, new_values, new_weights};
 }
@@ -147,21 +116,12 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
   check_cuda_tensor("q", q);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   check_step(q, k, v, values, weights, key_padding_mask, scale, order);
-<<<<<<< HEAD
-  if (!is_covered(q, v)) {
-    return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, key_padding_mask, scale, a0, a1, a2, order)[0];
-  }
   FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
-                "values and weights must be contiguous to be written in place");
+                  "values and weights must be contiguous to be written in place");
   FASTMAX_CHECK(!overlap(values, weights), "values and weights must not overlap to be written in place");
-=======
-  STD_TORCH_CHECK(values.is_contiguous() && weights.is_contiguous(),
-                  "fastmax: values and weights must be contiguous to be written in place");
-  STD_TORCH_CHECK(!overlap(values, weights), "fastmax: values and weights must not overlap to be written in place");
->>>>>>> main
   for (const Tensor& x : {q, k, v}) {
     FASTMAX_CHECK(!overlap(values, x) && !overlap(weights, x),
-                  "q, k and v must not overlap values and weights, which are written in place");
+                    "q, k and v must not overlap values and weights, which are written in place");
   }
   if (!is_covered(q, v)) {
     return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, key_padding_mask, scale, a0, a1, a2, order)[0];

@@ -2,9 +2,10 @@
 // a finished sum.
 #pragma once
 
+#include "core/fragments.h"
+#include "core/heads.h"
 #include "core/ptx.h"
 #include "core/score.h"
-#include "core/fragments.h"
 
 namespace fastmax {
 
@@ -70,7 +71,7 @@ __device__ __forceinline__ KvPosition kv_position(const BwdParams& p, unsigned b
 
 // Loads tiles of a stage. A block of keys streams q, grad_o and row scores, a block of queries k and v.
 template <class Tile, class Element, int kHeadDim>
-using StageLoader = TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads>;
+using StreamLoader = TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads>;
 
 // The queries of one head, as a block of keys streams them.
 template <class Element>
@@ -111,6 +112,16 @@ __device__ __forceinline__ void load_key_stage(const Loader& loader, uint32_t ri
   loader.load(stage, k, p.k_stride.token, begin, p.m, p.d);
   loader.load(stage + Tile::kTileBytes, v, p.v_stride.token, begin, p.m, p.dv);
   ptx::cp_async_commit();
+}
+
+// Gradients of a block of keys that are all dropped: its columns from first_col on.
+template <class Tile, class Element>
+__device__ __forceinline__ void store_zeros(void* grad, const Stride& stride, const KvPosition& at, int first_col, int m, int cols) {
+  Element* dst = head_of<Element>(grad, stride, at.batch, at.kv_head) + first_col;
+  for (int i = threadIdx.x; i < Tile::kRows * Tile::kOutputCols / 2; i += Tile::kThreads) {
+    const int key = at.block_row + i / (Tile::kOutputCols / 2), col = i % (Tile::kOutputCols / 2) * 2;
+    if (key < m && first_col + col < cols) store_pair(dst + key * stride.token + col, 0.f, 0.f);
+  }
 }
 
 // For store_rows. A padded key has no weight in any row.

@@ -73,6 +73,7 @@ template <class Math, int kHeadDim>
 struct QuadraticBwdKvTile : QuadraticBwdTile<Math, kHeadDim> {
   using Base = QuadraticBwdTile<Math, kHeadDim>;
   static constexpr int kMinBlocks = kHeadDim <= 64 || Base::k16 ? 2 : 1;
+  static constexpr int kOutputCols = kHeadDim;
   // head_dim 64: together spills, 3.45 ms, apart 3.27.
   static constexpr int kHalvesTogether = kHeadDim == 64 || Math::kMode != MathMode::kBF16 ? 1 : 2;
   static constexpr int kUnroll = Math::kMode == MathMode::kBF16 && kHeadDim <= 32 ? 2 : 1;  // slabs: 3.42 ms, 1: 3.52
@@ -141,6 +142,7 @@ struct QuadraticBwdKvPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
 template <class Math, int kHeadDim>
 struct QuadraticBwdQPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
   using Base = QuadraticBwdPairTile<Math, kHeadDim>;
+  static constexpr int kMinBlocks = kHeadDim == 128 && !Base::k16 ? 3 : Base::kMinBlocks;  // 3 fit in 168 registers without spills
   static constexpr int kOutputCols = kHeadDim / 2;  // of a warp
   static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_kn");
   static constexpr int kStageBytes = 2 * Base::kTileBytes;
