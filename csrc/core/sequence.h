@@ -7,8 +7,8 @@
 //                                                   0           chunk          ... nx - 1
 //
 // x row r sees the virtual rows up to boundary + r. n queries at the end of m keys have boundary = pad + m - n; the pad makes it a
-// multiple of kBoundary, so that no step crosses it. Not causal: the boundary is past the last row of y, and there is one chunk, which
-// sees nothing of its own.
+// multiple of kBoundary, so that no step crosses it. Not causal: the boundary is past the last row of y, and there is one chunk,
+// which sees nothing of its own.
 //
 // Rows are numbered in the order of the walk. A walk back in time turns "all later queries" of a key into "all earlier rows", and a
 // suffix into a prefix, so that there is one kind of walk:
@@ -17,8 +17,8 @@
 //   rows, kForward         0 1 2 3 4 5 6
 //   rows, kBackward        6 5 4 3 2 1 0
 //
-// What a walk meets on the way belongs here too: a state before the first row, factors of a decay from chunk to chunk, the bounds of
-// packed sequences (which leave chunks where they are).
+// What a walk meets on the way belongs here too: a state before the first row, factors of a decay from chunk to chunk, the bounds
+// of packed sequences (which leave chunks where they are).
 #pragma once
 
 #include <cuda_runtime.h>

@@ -67,8 +67,8 @@ inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMod
 inline int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
 inline int output_bytes(const Problem& p) { return runs_as_tf32(p) ? 2 : element_bytes(p); }
 
-// The portable kernels find row r of a walk at data + r * token: a walk back in time starts at the last token with a negative step. Others
-// may want coordinates instead, so this is done here and not where passes get their arguments.
+// The portable kernels find row r of a walk at data + r * token: a walk back in time starts at the last token with a negative step.
+// Others may want coordinates instead, so this is done here and not where passes get their arguments.
 struct BackwardSteps {
   int bytes, out_bytes;  // of an element
 

@@ -1,5 +1,5 @@
-// States of order 1 where they are too wide for order1/ (head dims above kLinear1HeadDim): every part of y is summed on its own in fp32, and
-// a second kernel scans the parts.
+// States of order 1 where they are too wide for order1/ (head dims above kLinear1HeadDim): every part of y is summed on its own in
+// fp32, and a second kernel scans the parts.
 
 #include "linear/dispatch.h"
 #include "linear/order2/row_walk.h"

@@ -126,14 +126,13 @@ struct StatePlan {
         whole.chunks * sizes.snapshot_bytes + (whole.order == 1 ? whole.parts() * sizes.part_floats * 4 : 0);
     if (!needs_states() || whole.states() * sequence_bytes <= kPhaseBytes) return whole.states();
 
-    // Whole sequences, if those that fit fill the device.
+    // Pieces of sequences, if all states may hand on their accumulators. Else whole sequences, if those that fit fill the device. Else
+    // pieces, of as many states as may.
     const int64_t fitting = kPhaseBytes / sequence_bytes;
     if (whole.order == 1) return std::max<int64_t>(1, fitting);
-    if (fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
-
-    // Pieces of sequences, of as many states as may hand on their accumulators.
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
-    const int64_t states = std::min<int64_t>(whole.states(), whole_waves(handing, sm_count));
+    if (handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
+    const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
     chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, kPhaseBytes / (states * sizes.snapshot_bytes)));
     return states;
   }
