@@ -114,16 +114,6 @@ __device__ __forceinline__ void load_key_stage(const Loader& loader, uint32_t ri
   ptx::cp_async_commit();
 }
 
-// Gradients of a block of keys that are all dropped: its columns from first_col on.
-template <class Tile, class Element>
-__device__ __forceinline__ void store_zeros(void* grad, const Stride& stride, const KvPosition& at, int first_col, int m, int cols) {
-  Element* dst = head_of<Element>(grad, stride, at.batch, at.kv_head) + first_col;
-  for (int i = threadIdx.x; i < Tile::kRows * Tile::kOutputCols / 2; i += Tile::kThreads) {
-    const int key = at.block_row + i / (Tile::kOutputCols / 2), col = i % (Tile::kOutputCols / 2) * 2;
-    if (key < m && first_col + col < cols) store_pair(dst + key * stride.token + col, 0.f, 0.f);
-  }
-}
-
 // For store_rows. A padded key has no weight in any row.
 struct PaddedKeysAreZero {
   const uint8_t* key_padding_mask;

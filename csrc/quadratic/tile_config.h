@@ -72,7 +72,6 @@ template <class Math, int kHeadDim>
 struct QuadraticBwdKvTile : QuadraticBwdTile<Math, kHeadDim> {
   using Base = QuadraticBwdTile<Math, kHeadDim>;
   static constexpr int kMinBlocks = kHeadDim <= 64 || Base::k16 ? 2 : 1;
-  static constexpr int kOutputCols = kHeadDim;
   // head_dim 64: together spills, 3.45 ms, apart 3.27.
   static constexpr int kHalvesTogether = kHeadDim == 64 || Math::kMode != MathMode::kBF16 ? 1 : 2;
   static constexpr int kUnroll = Math::kMode == MathMode::kBF16 && kHeadDim <= 32 ? 2 : 1;  // slabs: 3.42 ms, 1: 3.52
