@@ -10,13 +10,13 @@
 #include "core/params.h"
 
 // ROW(arch, head_dim): kernels for compute capability arch / 10 and up, for every arithmetic mode.
-#define FASTMAX_HEAD_DIMS(ROW) ROW(80, 16) ROW(80, 32) ROW(80, 64) ROW(80, 96) ROW(80, 128) ROW(80, 256)
+#define FASTMAX_HEAD_DIMS(ROW) ROW(80, 32) ROW(80, 64) ROW(80, 96) ROW(80, 128) ROW(80, 256)
 
 namespace fastmax {
 
 inline constexpr int kMinArch = 80;
 
-// " 16 32 64 ..."
+// " 32 64 ..."
 inline std::string head_dims() {
   std::string dims;
 #define FASTMAX_APPEND(arch, head_dim) dims += " " #head_dim;
