@@ -149,8 +149,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
       const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
       const uint32_t scores = ring + stage + 2 * Tile::kTileBytes + t * 32;
       const int begin = tile * Tile::kStream;
-      // 16 bits: bounds are computed again, not kept in registers; fp32 has room for them.
-      const int first_row = Tile::k16 ? static_cast<int>(ptx::keep_in_register(warp_row)) : warp_row;
+      // What these rows see is computed again for each tile where registers for its bounds would spill.
+      const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
       const int last_row = first_row + kRowTiles * 16 - 1;
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
       const auto add_slab = [&](int slab, auto masked) {

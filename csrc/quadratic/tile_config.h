@@ -72,6 +72,7 @@ template <class Math, int kHeadDim>
 struct QuadraticBwdKvTile : QuadraticBwdTile<Math, kHeadDim> {
   using Base = QuadraticBwdTile<Math, kHeadDim>;
   static constexpr int kMinBlocks = kHeadDim <= 64 || Base::k16 ? 2 : 1;
+  static constexpr bool kKeepsBounds = !Base::k16;  // as QuadraticBwdKvPairTile
   // head_dim 64: together spills, 3.45 ms, apart 3.27.
   static constexpr int kHalvesTogether = kHeadDim == 64 || Math::kMode != MathMode::kBF16 ? 1 : 2;
   static constexpr int kUnroll = Math::kMode == MathMode::kBF16 && kHeadDim <= 32 ? 2 : 1;  // slabs: 3.42 ms, 1: 3.52
@@ -128,6 +129,8 @@ struct QuadraticBwdKvPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
   // fill the registers.
   static constexpr int kColumnParts = !Base::k16 && kHeadDim > 128 ? 2 : 1;
   static constexpr int kOutputCols = kHeadDim / kColumnParts;
+  // Spilled bytes, computed again / kept: bf16 128: 8 / 16, fp16 256: 228 / 144.
+  static constexpr bool kKeepsBounds = !Base::k16 || (kHeadDim > 128 && Math::kMode == MathMode::kFP16);
   static constexpr int kUnroll = 2;  // slabs; with softmax at head_dim 128 forward + backward 7.29 ms, 1: 7.37; 4 spills more
   static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_kn");
   static constexpr int kStageBytes = 2 * Base::kTileBytes + Base::kStream * 16;
