@@ -6,18 +6,9 @@
 #include "core/heads.h"
 #include "core/ptx.h"
 #include "core/score.h"
+#include "quadratic/tile_config.h"
 
 namespace fastmax {
-
-inline constexpr int kRowScoreThreads = 256;
-
-// Threads per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
-template <class Element, int kHeadDim>
-__host__ __device__ constexpr int row_score_lanes() {
-  int lanes = 2;
-  while (lanes < kWarpSize && lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
-  return lanes;
-}
 
 // What all pairs of a query share (Score::row), and grad_o with the noise in it.
 template <class Score, class Element, int kHeadDim>

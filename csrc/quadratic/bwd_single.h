@@ -48,9 +48,8 @@ struct ResidentOperand<Math, kHeadDim, kRowTiles, false> {
   __device__ __forceinline__ ResidentOperand(const typename Math::Element* src, int64_t token_stride, int warp_row, int row_end,
                                              int cols, uint32_t tile, int block_row)
       : tile(tile), row(warp_row - block_row) {
-    constexpr int kWarps = 4;
-    load_tile_async<typename Math::Element, kWarps * kRowTiles * 16, kHeadDim, kWarps * kWarpSize>(
-        tile, src, token_stride, block_row, row_end, cols);
+    using Tile = QuadraticBwdTile<Math, kHeadDim>;
+    load_tile_async<typename Math::Element, Tile::kRows, kHeadDim, Tile::kThreads>(tile, src, token_stride, block_row, row_end, cols);
   }
   __device__ __forceinline__ void read(FragmentA<Math>& a, int i, int kk) const {
     load_a_mk<Math, kHeadDim>(a, tile, row + i * 16, kk * 16);

@@ -44,6 +44,17 @@ struct QuadraticFwdTile {
   static_assert(kSharedBytes <= kMaxSharedBytes, "key/value stages do not fit in shared memory");
 };
 
+// Row scores: threads per block.
+inline constexpr int kRowScoreThreads = 256;
+
+// And per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
+template <class Element, int kHeadDim>
+__host__ __device__ constexpr int row_score_lanes() {
+  int lanes = 2;
+  while (lanes < kWarpSize && lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
+  return lanes;
+}
+
 // Both backward kernels. kOperandsInRegisters: the two resident operands (k and v, or q and grad_o) are kept as fragments;
 // otherwise they stay in shared memory and are read again for every slab (fp32, where they would not fit beside the sums).
 // kHalvesTogether: the products of a slab's two halves are started together (2: more independent products in flight) or one
