@@ -3,8 +3,8 @@
     python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--fail-on-spills]
 
 What is compiled follows from file names and contents: every source below this folder, `*_sm80.cu` for every architecture,
-`*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and they run
-side by side). Includes are relative to this folder.
+`*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and
+they run side by side). Includes are relative to this folder.
 """
 
 import argparse
@@ -131,7 +131,7 @@ def sources(suffix: str) -> list[Path]:
 
 
 def object_name(source: Path, mode: str | None = None) -> str:
-    """linear/order2/fwd_sm80.cu -> linear/order2/fwd_sm80.bf16.o"""
+    """linear/order2/read_sm80.cu -> linear/order2/read_sm80.bf16.o"""
     stem = source.relative_to(SOURCE_DIR).with_suffix("")
     return f"{stem}.{mode.lower()}.o" if mode else f"{stem}.o"
 

@@ -123,7 +123,7 @@ def test_ninja_file_of_the_sources(build, toolkit):
         assert found[build.object_name(source)] == ("cxx", [str(source)], [])
         expected.add(build.object_name(source))
     assert len(expected) == len(found) - 2, "no two sources make one object"
-    assert {"bindings/attention.o", "linear/order1/fwd_sm80.bf16.o", "linear/order2/fwd_sm80.bf16.o"} < expected
+    assert {"bindings/attention.o", "linear/order1/walk_sm80.bf16.o", "linear/order2/read_sm80.bf16.o"} < expected
     rule, inputs, _ = found["libfastmax.so"]
     assert rule == "link" and set(inputs) == expected | {"stub/libtorch_cuda.so"}
     assert set(found) == expected | {"libfastmax.so", "stub/libtorch_cuda.so"}

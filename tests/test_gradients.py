@@ -20,7 +20,7 @@ from common import (
 )
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from fastmax import fastmax_attention
+from fastmax import fastmax_attention, flash_attention
 
 TINY = Case("tiny", n=3, m=4, b=1, h=2, hk=1, d=3, dv=2)
 
@@ -102,6 +102,28 @@ def test_torch_func_by_autograd(algorithm, device):
 
 
 @by_algorithm
+@by_causal
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # PyTorch's own: no batching rule for tril_
+def test_vmap_by_autograd(causal, algorithm, device):
+    """torch.func.vmap over a batch, and per-sample gradients, across blocks of either algorithm."""
+    case = Case("", n=2 * CHUNK + 5, b=3, h=2, hk=1, d=3, dv=2)
+    inputs, grad_o = make_inputs(case, torch.float64, device)
+    attention = partial(fastmax_attention, causal=causal, algorithm=algorithm, use_custom_gradient=False)
+    expected = run(attention, inputs, grad_o)
+
+    def sample(q, k, v):
+        return attention(q[None], k[None], v[None])[0]
+
+    def loss(q, k, v, grad_o):
+        return (sample(q, k, v) * grad_o).sum()
+
+    torch.testing.assert_close(torch.func.vmap(sample)(*inputs.values()), expected["o"])
+    grads = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*inputs.values(), grad_o)
+    for name, grad in zip("qkv", grads, strict=True):
+        torch.testing.assert_close(grad, expected[f"grad {name}"])
+
+
+@by_algorithm
 @pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
 def test_second_derivative_of_the_custom_gradient_is_refused(names, algorithm, device):
     inputs, _ = make_inputs(TINY, torch.float64, device)
@@ -121,6 +143,62 @@ def test_forward_derivative_of_the_custom_gradient_is_refused(device):
         fastmax_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v)
     with pytest.raises(RuntimeError, match=r"forward-mode derivative.*use_custom_gradient=False"):
         torch.func.jvp(lambda q: fastmax_attention(q, k, v), (q,), (torch.ones_like(q),))
+
+
+@pytest.mark.parametrize("normalize", ["sequence", "token"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "constant"])
+def test_forward_derivative_through_the_scaling_is_refused(recorded, normalize, device):
+    """The scaling has a custom gradient of its own."""
+    q, k, v = (x.detach().requires_grad_(recorded) for x in tiny_leaves(device))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward-mode derivative.*use_custom_gradient=False"):
+        fastmax_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, normalize=normalize)
+
+
+TRANSFORMS = {
+    "grad": lambda f, q: torch.func.grad(f)(q),
+    "vjp": lambda f, q: torch.func.vjp(f, q),
+    "jacrev": lambda f, q: torch.func.jacrev(f)(q),
+    "hessian": lambda f, q: torch.func.hessian(f)(q),
+    "grad of vmap": lambda f, q: torch.func.grad(lambda x: torch.func.vmap(f)(x).sum())(torch.stack([q, q])),
+    "vmap of grad": lambda f, q: torch.func.vmap(torch.func.grad(f))(torch.stack([q, q])),
+    "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,)),
+    "jacfwd": lambda f, q: torch.func.jacfwd(f)(q),
+    "jvp of vmap": lambda f, q: torch.func.jvp(torch.func.vmap(f), (torch.stack([q, q]),), (torch.stack([q, q]),)),
+}
+
+
+def softmax_attention(q, k, v, **options):
+    return flash_attention(q, k, v)
+
+
+@pytest.mark.parametrize("attention", [fastmax_attention, softmax_attention], ids=["fastmax", "flash"])
+@pytest.mark.parametrize("normalize", [False, "token"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func_through_the_custom_gradient_is_refused(transform, normalize, attention, device):
+    q, k, v = (x.detach() for x in tiny_leaves(device))
+    with pytest.raises(RuntimeError, match=r"fastmax: the custom gradient has no .*use_custom_gradient=False"):
+        TRANSFORMS[transform](lambda x: attention(x, k, v, normalize=normalize).sum(), q)
+
+
+@by_gradient
+def test_vmap_and_constants_under_transforms(custom, device):
+    """What needs no derivative by a transform runs, and autograd outside of vmap goes through it."""
+    q, k, v = (x.detach() for x in tiny_leaves(device))
+    batch = torch.stack([q, 2.0 * q]).requires_grad_()
+
+    def attention(x):
+        return fastmax_attention(x, k, v, normalize="token", use_custom_gradient=custom)
+
+    o, expected = torch.func.vmap(attention)(batch), torch.stack([attention(x) for x in batch])
+    torch.testing.assert_close(o, expected)
+    weight = torch.randn_like(o)
+    grads = (torch.autograd.grad(x, batch, weight)[0] for x in (o, expected))
+    torch.testing.assert_close(*grads)
+    constant = attention(q).sum()
+    slope = torch.func.grad(lambda x: x * attention(q).sum() + x * attention(q * x.detach()).sum())(
+        torch.tensor(1.0, device=device)
+    )
+    torch.testing.assert_close(slope.double(), 2.0 * constant)
 
 
 @by_causal
@@ -158,6 +236,18 @@ def test_only_some_inputs_need_a_gradient(names, algorithm, custom, device):
     leaves = {name: x.requires_grad_() if name in names else x for name, x in inputs.items()}
     fastmax_attention(**leaves, **options).backward(grad_o)
     assert_gradients_of(names, leaves, everything)
+
+
+@by_gradient
+@by_causal
+def test_only_the_rpe_matrix_needs_a_gradient(causal, custom, device):
+    inputs, grad_o = make_inputs(TINY, torch.float64, device)
+    inputs["rpe_matrix"] = (0.2 * torch.randn(TINY.n + TINY.m - 1, TINY.d, dtype=torch.float64)).to(device)
+    options = {"causal": causal, "use_custom_gradient": custom}
+    everything = run(fastmax_attention, inputs, grad_o, **options)
+    leaves = {name: x.requires_grad_() if name == "rpe_matrix" else x for name, x in inputs.items()}
+    fastmax_attention(**leaves, **options).backward(grad_o)
+    assert_gradients_of(("rpe_matrix",), leaves, everything)
 
 
 @by_gradient

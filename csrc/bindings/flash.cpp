@@ -1,77 +1,78 @@
-// fastmax::flash_forward and fastmax::flash_backward for CUDA tensors, as bindings.cpp does it for the polynomial.
-
-#include <cuda_runtime.h>
+// fastmax::flash_forward and fastmax::flash_backward for CUDA tensors, as attention.cpp does it for the polynomial.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 
 #include <limits>
 #include <tuple>
 
-#include "bindings/attention_tensors.h"
-#include "core/launch.h"
-#include "core/params.h"
-#include "bindings/tensors.h"
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/operands.h"
+#include "bindings/run.h"
+#include "bindings/torch_abi.h"
+#include "quadratic/algorithm.h"
 
 namespace fastmax {
 namespace {
 
 std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                          const OptionalTensor& key_padding_mask, double scale, bool causal, bool allow_tf32) {
-  const int device_index = q_in.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
-  if (!has_kernels(q_in, v_in)) {
+  check_cuda_tensor("q", q_in);
+  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
+  if (!has_attention_kernels(q_in, v_in)) {
     const auto [o, lse] =
         call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, key_padding_mask, scale, causal, allow_tf32);
     return {o, lse};
   }
-  const int64_t b = q_in.size(0), h = q_in.size(1), n = q_in.size(2);
 
-  Tensor lse = empty_strided({b, h, n}, {h * n, n, 1}, ScalarType::Float, device_index);
+  Tensor lse = empty_per_query(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
     return {zeros_like_layout(q_in, v_in.size(3)), torch::stable::fill_(lse, -std::numeric_limits<double>::infinity())};
   }
 
   const Operands x(q_in, k_in, v_in, key_padding_mask);
-  const Output o(q_in, v_in.size(3), x.v.size(3));
+  const Results results(q_in, v_in, x, lse);
   FwdParams p{};
   x.fill(p, scale, causal, allow_tf32);
-  p.o = o.storage.data_ptr(), p.o_stride = stride_of(o.storage);
-  p.z = static_cast<float*>(lse.data_ptr());
-  FASTMAX_DISPATCH_MATH(p, flash_fwd, p, current_stream(device_index));
-  return {o.result(), lse};
+  results.fill(p);
+  run("flash_forward", kFlashAlgorithm, p, q_in.get_device_index());
+  return {results.o.result(), lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad_o_in, const OptionalTensor& grad_lse, const Tensor& q_in,
                                                   const Tensor& k_in, const Tensor& v_in, const Tensor& o_in, const Tensor& lse,
                                                   const OptionalTensor& key_padding_mask, double scale, bool causal, bool allow_tf32) {
-  const int device_index = q_in.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device_index);
-  if (!has_kernels(q_in, v_in)) {
+  check_cuda_tensor("q", q_in);
+  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
+  check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);
+  if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q_in);
+  if (!has_attention_kernels(q_in, v_in)) {
     const auto [grad_q, grad_k, grad_v] = call_operator<3>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in,
                                                            lse, key_padding_mask, scale, causal, allow_tf32);
     return {grad_q, grad_k, grad_v};
   }
+  check_float("lse", lse);
+  if (grad_lse.has_value()) check_float("grad_lse", *grad_lse);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
     return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3))};
   }
 
   const Operands x(q_in, k_in, v_in, key_padding_mask);
-  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, lse);
   BwdParams p{};
   x.fill(p, scale, causal, allow_tf32);
-  gradients.fill(p, lse, "lse");
+  gradients.fill(p);
   OptionalTensor grad_z;
   if (grad_lse.has_value()) {
-    STD_TORCH_CHECK(grad_lse->scalar_type() == ScalarType::Float && grad_lse->numel() == lse.numel(),
-                    "fastmax: grad_lse must have lse's shape and dtype");
-    grad_z = torch::stable::contiguous(*grad_lse);
+    grad_z = dense(*grad_lse);
     p.grad_z = static_cast<const float*>(grad_z->data_ptr());
   }
-
-  const Tensor workspace = allocate_workspace(quadratic_bwd_workspace_bytes(p), device_index);
-  p.workspace = workspace.data_ptr();
-  FASTMAX_DISPATCH_MATH(p, flash_bwd, p, current_stream(device_index));
+  run("flash_backward", kFlashAlgorithm, p, q_in.get_device_index());
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result()};
 }
 

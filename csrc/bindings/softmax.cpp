@@ -4,13 +4,15 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
-#include <algorithm>
+#include <cstdio>
 #include <string>
-#include <vector>
 
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/torch_abi.h"
 #include "core/device.h"
 #include "softmax/softmax.h"
-#include "bindings/tensors.h"
 
 namespace fastmax {
 namespace {
@@ -36,29 +38,25 @@ int64_t row_stride(const Tensor& x) {
 }
 
 Tensor softmax(const Tensor& x_in, const std::string& algorithm) {
+  check_cuda_tensor("x", x_in);
   const torch::stable::accelerator::DeviceGuard guard(x_in.get_device_index());
-  STD_TORCH_CHECK(x_in.dim() > 0, "fastmax: x must have at least one dimension");
-  STD_TORCH_CHECK(algorithm == "safe" || algorithm == "online", "fastmax: algorithm must be safe or online, got ", algorithm);
+  FASTMAX_CHECK(x_in.dim() > 0, "x must have at least one dimension");
+  FASTMAX_CHECK(algorithm == "safe" || algorithm == "online", "algorithm must be safe or online, got ", algorithm);
   if (!is_covered(x_in)) return call_operator<1>("fastmax::eager_softmax", x_in, algorithm)[0];
 
-  const Tensor x = row_stride(x_in) < 0 ? torch::stable::contiguous(x_in) : x_in;
-  std::vector<int64_t> sizes(x.dim()), strides(x.dim());
-  int64_t step = 1;
-  for (int64_t i = x.dim() - 1; i >= 0; --i) {
-    sizes[i] = x.size(i), strides[i] = step;
-    step *= std::max<int64_t>(1, sizes[i]);
-  }
-  const Tensor y = empty_strided(sizes, strides, x.scalar_type(), x.get_device_index());
+  const Tensor x = row_stride(x_in) < 0 ? dense(x_in) : x_in;
+  const Tensor y = empty_dense(x, x.scalar_type());
   if (x.numel() == 0) return y;
 
   SoftmaxParams p{};
-  p.width = static_cast<int>(sizes.back());
+  p.width = static_cast<int>(x.size(x.dim() - 1));
   p.rows = x.numel() / p.width;
   p.math = math_mode(x.scalar_type(), /*allow_tf32=*/false);
   p.online = algorithm == "online";
   p.sm_count = get_device(x.get_device_index()).sm_count;
   p.x = x.data_ptr(), p.row_stride = row_stride(x);
   p.y = y.data_ptr();
+  if (is_debugging()) std::fprintf(stderr, "fastmax::softmax: softmax_sm80: rows %lld, width %d\n", static_cast<long long>(p.rows), p.width);
   launch_softmax(p, current_stream(x.get_device_index()));
   return y;
 }

@@ -5,8 +5,6 @@
 #include <array>
 #include <mutex>
 
-#include "core/dispatch.h"
-
 namespace fastmax {
 namespace {
 

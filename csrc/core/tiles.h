@@ -11,13 +11,11 @@
 
 #include <cuda_runtime.h>
 
+#include "core/device.h"
 #include "core/dtype.h"
 #include "core/ptx.h"
 
 namespace fastmax {
-
-// Shared memory that a block may use on every supported architecture (sm_86, sm_89 and sm_120 have the least: 99 KB).
-inline constexpr int kMaxSharedBytes = 99 * 1024;
 
 inline constexpr int kWarpSize = 32;
 

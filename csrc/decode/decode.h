@@ -38,7 +38,7 @@ struct DecodeParams {
 
   const float* values;   // (b, hk, rows, dv) contiguous: sum of features(k) v
   const float* weights;  // (b, hk, rows) contiguous: sum of features(k)
-  float* new_values;     // like values; neither may overlap what is read
+  float* new_values;     // like values: values and weights themselves, or memory that overlaps nothing else
   float* new_weights;
   void* o;               // (b, h, dv) contiguous
 };

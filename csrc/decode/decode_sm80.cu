@@ -1,7 +1,7 @@
 // Recurrent decoding, bound by memory: the state streams through registers once.
 //
 // A block owns a slice of columns of the state of one (batch, key/value head) and walks all its rows, so every sum stays within
-// the block: no partial sums in memory, no second kernel, one order of summation. Each warp owns a range of rows. A lane computes
+// the block: no partial sums in memory, no reduction, one order of summation. Each warp owns a range of rows. A lane computes
 // the features of one row in 32 and hands them to the lanes that hold that row's values by shuffles.
 
 #include "decode/decode.h"
@@ -46,19 +46,34 @@ __device__ __forceinline__ void pair_of_row(int r, int d, int& a, int& b) {
   b = a + r - first(a);
 }
 
+// The columns whose product is the feature of a row of the state; -1 stands for a factor 1.
+struct Feature {
+  int a, b;
+
+  __device__ __forceinline__ Feature(int row, int d) : a(-1), b(row - 1) {
+    if (row > d) pair_of_row(row - 1 - d, d, a, b);
+  }
+  __device__ __forceinline__ float of(const float* x) const { return (a < 0 ? 1.f : x[a]) * (b < 0 ? 1.f : x[b]); }
+};
+
+__device__ __forceinline__ bool joins_state(const DecodeParams& p, int batch) {
+  return p.key_padding_mask == nullptr || p.key_padding_mask[batch * p.mask_stride] != 0;
+}
+
 // What a launch covers: query heads of each group from first_head on, and 2^log2_vectors vectors of every row per block.
 struct Work {
   int group, first_head;
   int slices, log2_vectors;
+  bool writes_weights;
 };
 
 // Rows of shared memory for k, v and the queries times scale, a warp a row.
 enum TokenRow { kKey, kValue, kQueries };
 
 template <class Element>
-__device__ __forceinline__ void load_token(const DecodeParams& p, int batch, int kv_head, int first_head, int heads,
-                                           float (*rows)[kMaxDecodeHeadDim]) {
-  for (int row = threadIdx.x / 32; row < kQueries + heads; row += blockDim.x / 32) {
+__device__ __forceinline__ void load_rows(const DecodeParams& p, int batch, int kv_head, int first_head, int end,
+                                          float (*rows)[kMaxDecodeHeadDim]) {
+  for (int row = threadIdx.x / 32; row < end; row += blockDim.x / 32) {
     const TokenStride& stride = row == kKey ? p.k_stride : row == kValue ? p.v_stride : p.q_stride;
     const void* base = row == kKey ? p.k : row == kValue ? p.v : p.q;
     const int head = row < kQueries ? kv_head : first_head + row - kQueries, columns = row == kValue ? p.dv : p.d;
@@ -66,6 +81,16 @@ __device__ __forceinline__ void load_token(const DecodeParams& p, int batch, int
     const float factor = row < kQueries ? 1.f : p.scale;
 #pragma unroll 4
     for (int i = threadIdx.x % 32; i < columns; i += 32) rows[row][i] = factor * to_float(x[i * stride.column]);
+  }
+}
+
+// The token rows before `end`.
+__device__ __forceinline__ void load_token(const DecodeParams& p, int batch, int kv_head, int first_head, int end,
+                                           float (*rows)[kMaxDecodeHeadDim]) {
+  switch (p.math) {
+    case MathMode::kBF16: load_rows<__nv_bfloat16>(p, batch, kv_head, first_head, end, rows); break;
+    case MathMode::kFP16: load_rows<__half>(p, batch, kv_head, first_head, end, rows); break;
+    default: load_rows<float>(p, batch, kv_head, first_head, end, rows); break;
   }
 }
 
@@ -77,20 +102,28 @@ __device__ __forceinline__ void store(void* x, MathMode dtype, int64_t i, float 
   }
 }
 
+// At the beginning of the shared memory, all of which is dynamic: only so can it pass 48 KB.
+template <int kHeads>
+struct alignas(sizeof(float4)) FixedSmem {
+  float token[kQueries + kHeads][kMaxDecodeHeadDim];
+  float warp_denominators[kHeads][kMaxWarps];
+};
+
 // kHeads: query heads of a group that one launch serves; the first launch also updates the state, further ones read the new one.
 // The dtype of q, k, v and o concerns few instructions and is no template parameter: it would triple the kernels to compile.
 template <class Vector, int kHeads>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeParams p, const Work work) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float);
-  alignas(Vector) __shared__ float token[kQueries + kHeads][kMaxDecodeHeadDim];
-  __shared__ float warp_denominators[kHeads][kMaxWarps];
   extern __shared__ float4 dynamic_smem[];
-  float* warp_numerators = reinterpret_cast<float*>(dynamic_smem);  // (kHeads, warps, columns of the slice)
+  auto& smem = *reinterpret_cast<FixedSmem<kHeads>*>(dynamic_smem);
+  auto& token = smem.token;
+  auto& warp_denominators = smem.warp_denominators;
+  float* warp_numerators = reinterpret_cast<float*>(&smem + 1);  // (kHeads, warps, columns of the slice)
 
   const int warps = blockDim.x / 32, lane = threadIdx.x % 32;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // which tells the compiler that loops over rows do not diverge
-  const int kv_head = blockIdx.y;
-  const int batch = blockIdx.x / work.slices, slice = blockIdx.x % work.slices;
+  const int state = blockIdx.x / work.slices, slice = blockIdx.x % work.slices;
+  const int batch = state / p.hk, kv_head = state % p.hk;
   const int first_head = kv_head * work.group + work.first_head, heads = min(kHeads, work.group - work.first_head);
   const bool updates = work.first_head == 0;
 
@@ -103,7 +136,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   const bool has_column = column < p.dv;
 
   // Vectors in flight, refilled one by one as they are used; the first are on their way while k, q and v are fetched.
-  const int64_t first_row = (int64_t{batch} * p.hk + kv_head) * rows + row_begin;
+  const int64_t first_row = int64_t{state} * rows + row_begin;
   const float* source = p.values + (first_row + lane_row) * p.dv + column;
   float* target = p.new_values + (first_row + lane_row) * p.dv + column;
   const int step = rows_per_load * p.dv;
@@ -115,12 +148,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
     source += step;
   }
 
-  switch (p.math) {
-    case MathMode::kBF16: load_token<__nv_bfloat16>(p, batch, kv_head, first_head, heads, token); break;
-    case MathMode::kFP16: load_token<__half>(p, batch, kv_head, first_head, heads, token); break;
-    default: load_token<float>(p, batch, kv_head, first_head, heads, token); break;
-  }
-  const bool joins = updates && (p.key_padding_mask == nullptr || p.key_padding_mask[batch * p.mask_stride] != 0);
+  load_token(p, batch, kv_head, first_head, kQueries + heads, token);
+  const bool joins = updates && joins_state(p, batch);
   __syncthreads();
 
   const Vector value = joins && has_column ? *reinterpret_cast<const Vector*>(token[kValue] + column) : Vector{};
@@ -132,16 +161,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
     float feature = 0.f, weight[kHeads] = {};
     if (row < row_end) {
       float sum = p.weights[first_row + chunk + lane];
-      int a = -1, b = row - 1;  // -1 stands for a factor 1
-      if (row > p.d) pair_of_row(row - 1 - p.d, p.d, a, b);
-      const auto product = [&](const float* x) { return (a < 0 ? 1.f : x[a]) * (b < 0 ? 1.f : x[b]); };
-      const float coefficient = b < 0 ? p.a0 : a < 0 ? p.a1 : a == b ? p.a2 : 2.f * p.a2;
-      if (joins) feature = product(token[kKey]);
+      const Feature columns(row, p.d);
+      const float coefficient = columns.b < 0 ? p.a0 : columns.a < 0 ? p.a1 : columns.a == columns.b ? p.a2 : 2.f * p.a2;
+      if (joins) feature = columns.of(token[kKey]);
       sum += feature;
-      if (updates && slice == 0) p.new_weights[first_row + chunk + lane] = sum;
+      if (work.writes_weights && slice == 0) p.new_weights[first_row + chunk + lane] = sum;
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
-        if (h < heads) weight[h] = coefficient * product(token[kQueries + h]);
+        if (h < heads) weight[h] = coefficient * columns.of(token[kQueries + h]);
         denominator[h] = fmaf(weight[h], sum, denominator[h]);
       }
     }
@@ -177,6 +204,18 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   }
 }
 
+// weights += features(k), a block for each state.
+__global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_weights_kernel(const DecodeParams p) {
+  __shared__ float token[kKey + 1][kMaxDecodeHeadDim];
+  const int batch = blockIdx.x / p.hk, kv_head = blockIdx.x % p.hk;
+  if (!joins_state(p, batch)) return;
+  load_token(p, batch, kv_head, 0, kKey + 1, token);
+  __syncthreads();
+  const int rows = decode_rows(p.d, p.order);
+  float* weights = p.new_weights + int64_t{blockIdx.x} * rows;
+  for (int row = threadIdx.x; row < rows; row += blockDim.x) weights[row] += Feature(row, p.d).of(token[kKey]);
+}
+
 struct Tiling {
   int log2_vectors, slices, warps;
 };
@@ -196,12 +235,17 @@ Tiling choose_tiling(const DecodeParams& p, int vectors) {
 template <class Vector, int kHeads>
 void launch(DecodeParams p, cudaStream_t stream) {
   const Tiling tiling = choose_tiling(p, p.dv / static_cast<int>(sizeof(Vector) / sizeof(float)));
-  const dim3 grid(grid_1d(int64_t{p.b} * tiling.slices), p.hk);
-  const int smem_bytes = kHeads * tiling.warps * static_cast<int>(sizeof(Vector)) << tiling.log2_vectors;
+  const int64_t states = int64_t{p.b} * p.hk;
+  const int smem_bytes = static_cast<int>(sizeof(FixedSmem<kHeads>)) +
+                         (kHeads * tiling.warps * static_cast<int>(sizeof(Vector)) << tiling.log2_vectors);
   const int group = p.h / p.hk;
+  // Every slice reads all weights, so where there are several none may write over them.
+  const bool in_turn = p.new_weights == p.weights && tiling.slices > 1;
   for (int first_head = 0; first_head < group; first_head += kHeads) {
-    launch_kernel("decode", decode_kernel<Vector, kHeads>, grid, tiling.warps * 32, smem_bytes, stream, p,
-                  Work{group, first_head, tiling.slices, tiling.log2_vectors});
+    const bool updates = first_head == 0;
+    launch_kernel("decode", decode_kernel<Vector, kHeads>, grid_1d(states * tiling.slices), tiling.warps * 32, smem_bytes, stream,
+                  p, Work{group, first_head, tiling.slices, tiling.log2_vectors, updates && !in_turn});
+    if (updates && in_turn) launch_kernel("decode", decode_weights_kernel, grid_1d(states), kMaxWarps * 32, 0, stream, p);
     p.values = p.new_values, p.weights = p.new_weights;
   }
 }

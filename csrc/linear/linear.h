@@ -5,9 +5,7 @@
 //   grad_q    x = q (with g), y = k (with v)      grad = sum scale f'(x.y) (g.v + e) y
 //   grad_v    x = k, y = q, values w = g          as the forward, on reversed rows
 //   grad_k    x = k (with v), y = q (with g)      as grad_q, on reversed rows
-// Reversing both sequences (negative token strides) turns "all later queries" into "all earlier rows", so there is one
-// direction of walking only. y rows are numbered from y_begin = -pad, so that chunk boundaries fall on multiples of kBoundary:
-// x row r sees the y rows with virtual index <= r + boundary, virtual index = row + pad. Not causal: boundary is past the end.
+// Reversed rows: a walk back in time (core/sequence.h, which also says what a boundary and virtual rows are).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,15 +13,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/launch.h"
 #include "core/params.h"
+#include "core/sequence.h"
+#include "linear/algorithm.h"
 
 namespace fastmax {
 
-// y rows per step of a state walk at most; chunk boundaries are multiples of it.
-inline constexpr int kBoundary = 128;
-
-// A (batch, head, token, column) tensor in elements; the token stride may be negative.
+// A (batch, head, token, column) tensor in elements.
 struct View {
   const void* data;
   int64_t batch, head, token;
@@ -33,35 +29,29 @@ struct View {
 struct RowMask {
   const uint8_t* data;  // null: every row takes part
   int64_t batch;
-  int token;  // 1 or -1
+  int token;
 };
 struct RowScale {
   const float* data;  // null: all ones
   int64_t head;       // of (batch, head) flattened
-  int token;          // 1 or -1
+  int token;
 };
 
-struct LinearProblem {
+struct LinearProblem : ChunkedSequence {
   int batch;
   int state_heads;  // states per batch entry: key/value heads
   int x_group;      // x heads per state
   int y_group;      // y heads summed into one state
-  int nx, ny;       // rows
   int d, dv;        // columns in memory of x/y and of the values
-  int pad;          // virtual index of y row 0
-  int boundary;     // virtual index of the first y row that belongs to chunk 0
-  int chunk;        // x rows per snapshot
-  int chunks;
   int part;         // order 1: y rows that are summed on their own; chunk where there are several chunks
-  bool causal;
   int order;
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
-  __host__ __device__ bool has_state(int c) const { return boundary + static_cast<int64_t>(c) * chunk > 0; }
   // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
+  __host__ __device__ int part_begin(int i) const { return boundary + (i - lead_parts()) * part; }
 };
 
 // Weights that the snapshots carry: pairs (twice that off the diagonal), first order, second moment of y.
@@ -87,9 +77,10 @@ struct StateArgs : LinearProblem {
   float* accumulators;
   bool hands_on;     // the last segment's accumulators, to a later walk
   float* parts_sum;  // order 1: [state][part][part_floats()]
-
-  __host__ __device__ int end() const { return boundary + (chunks - 1) * chunk; }
 };
+
+// The same for order 1 at wide head dims, from parts of y that are each summed on its own.
+struct PartStateArgs : StateArgs {};
 
 // o = sum f(x.y) w (/ z)
 struct ReadArgs : LinearProblem {
@@ -127,39 +118,6 @@ struct PrepareArgs {
   void* g;   // [batch][head][n][dv]
   float* e;  // [batch][head][n]
 };
-
-// Value columns of an order-2 state block, and blocks per state: as few as hold the accumulators, but two for head_dim 32, for
-// parallelism. full: fp32 mode, whose split operands leave registers for half the columns.
-constexpr __host__ __device__ int state_values(int head_dim, bool full) {
-  return full ? 32 : head_dim <= 64 ? head_dim : head_dim == 96 ? 48 : 64;
-}
-constexpr __host__ __device__ int state_blocks(int head_dim, bool full) {
-  return head_dim == 32    ? 2
-         : head_dim == 64  ? (full ? 8 : 4)
-         : head_dim == 96  ? (full ? 30 : 20)
-         : head_dim == 128 ? (full ? 64 : 32)
-                           : (full ? 512 : 256);
-}
-// Accumulators of a thread: 8 + 2 octets times the values, and the sum of e.
-constexpr __host__ __device__ int state_accumulators(int head_dim, bool full) { return 10 * 4 * state_values(head_dim, full) / 16 + 1; }
-inline constexpr int kStateThreads = 256;
-
-// Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim^2 / chunk per element, against
-// the quadratic work within a chunk.
-constexpr __host__ __device__ int chunk_length(int head_dim, int order, bool bf16) {
-  if (order == 1) return 256;
-  if (head_dim == 64) return bf16 ? 256 : 512;  // fp32 snapshots are twice as large
-  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : head_dim <= 128 ? 1024 : 2048;
-}
-
-// A snapshot: features in pairs of octets (16), values in groups of 16; each 16 x 16 block is four 8 x 8 matrices
-// (octet 0 | 1) x (values 0..7 | 8..15, slower), row = value, column = feature: the order of the state kernel's accumulators,
-// and what ldmatrix takes apart in either orientation. A word is two features: bf16x2, or float2 in the fp32 modes.
-constexpr __host__ __device__ int state_tiles(int head_dim) { return head_dim / 8 * (head_dim / 8 + 1) / 2; }
-constexpr __host__ __device__ int state_pairs(int head_dim, int order) { return 2 * (head_dim / 16) + (order == 2 ? 4 * state_tiles(head_dim) : 0); }
-constexpr __host__ __device__ int64_t state_words(int head_dim, int order) { return int64_t{state_pairs(head_dim, order)} * (head_dim / 16) * 128; }
-constexpr __host__ __device__ int state_sums(int head_dim) { return 2 * head_dim + 4; }
-constexpr __host__ __device__ int64_t part_floats(int head_dim, int order) { return 2 * state_words(head_dim, order) + state_sums(head_dim); }
 
 // One pass; its arguments, from here or from order1/linear1.h, say which.
 template <class Math, class Args>

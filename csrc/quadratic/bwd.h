@@ -14,6 +14,7 @@
 #include "core/launch.h"
 #include "quadratic/bwd_pair.h"
 #include "quadratic/bwd_single.h"
+#include "quadratic/quadratic_sm80.h"
 
 namespace fastmax {
 

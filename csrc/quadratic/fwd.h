@@ -11,6 +11,7 @@
 #include "core/heads.h"
 #include "core/score.h"
 #include "core/visibility.h"
+#include "quadratic/quadratic_sm80.h"
 #include "quadratic/tile_config.h"
 
 namespace fastmax {

@@ -7,6 +7,7 @@
 // Numbers measured on one H200, bf16, causal, 4096 tokens, 2^26 elements of q ("ms"), where they decided.
 #pragma once
 
+#include "core/device.h"
 #include "core/dtype.h"
 #include "core/tiles.h"
 

@@ -291,11 +291,7 @@ void launch(const SoftmaxParams& p, cudaStream_t stream) {
 }  // namespace
 
 void launch_softmax(const SoftmaxParams& p, cudaStream_t stream) {
-  switch (p.math) {
-    case MathMode::kBF16: return launch<__nv_bfloat16>(p, stream);
-    case MathMode::kFP16: return launch<__half>(p, stream);
-    default: return launch<float>(p, stream);
-  }
+  dispatch_math(p.math, [&](auto math) { launch<typename decltype(math)::type::Element>(p, stream); });
 }
 
 }  // namespace fastmax

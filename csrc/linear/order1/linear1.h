@@ -1,5 +1,5 @@
 // The linear algorithm of order 1, f(s) = c0 + c1 x.y: passes over x rows that look at the y rows before them, with the notation of
-// linear/linear.h (x, y, values w; reversed rows; boundary and pad).
+// linear/linear.h (x, y, values w) and of core/sequence.h.
 //
 //   forward    x = q, y = k, w = v        o      = sum f(x.y) w / z
 //   grad_q     x = g, y = v, w = k        grad_q = sum c1 (x.y + e_x) w, the forward's sum with a constant per x row
@@ -10,24 +10,23 @@
 // once where the states alone fill the device and there is a single segment.
 #pragma once
 
+#include "core/device.h"
 #include "linear/linear.h"
 
 namespace fastmax {
 
-struct Linear1Problem {
+struct Linear1Problem : Sequence {
   int batch;
   int state_heads;           // states per batch entry: key/value heads
   int x_group, y_group;      // x heads per state, y heads summed into one state
-  int nx, ny;                // rows
   int y_columns, w_columns;  // columns in memory of y (and of the x that meets it), and of w
-  int pad, boundary;         // as in LinearProblem
-  bool causal;
   int sm_arch;
   int segment, segments;     // x rows that a block walks, and how many of those
   int part;                  // y rows that are summed on their own; causal, a divisor of the segment
   int lead_parts, parts;     // parts before the boundary, and all: causal, also those of every segment but the last
 
   __host__ __device__ int states() const { return batch * state_heads; }
+  __host__ __device__ int part_begin(int i) const { return boundary + (i - lead_parts) * part; }
   // The part whose inclusive prefix is the state before a segment; negative where nothing is before it.
   __host__ __device__ int part_before(int segment_index) const { return lead_parts - 1 + (causal ? segment_index * (segment / part) : 0); }
 };
@@ -68,8 +67,10 @@ struct Linear1PairWalkArgs : Linear1Problem {
   bool half_out;
 };
 
-// Blocks of the walks that share a multiprocessor: what the segments are cut for.
-constexpr int linear1_blocks(int head_dim, bool is_bf16) {
+// Blocks of the walks that share a multiprocessor: what the segments are cut for, and, where it has 227 KB of shared memory, what
+// registers are rationed for. With less, shared memory decides.
+constexpr int linear1_blocks(int head_dim, bool is_bf16, int sm_arch) {
+  if (shared_limit(sm_arch) < shared_limit(90)) return is_bf16 && head_dim <= (sm_arch == 80 ? 64 : 32) ? 2 : 1;
   if (!is_bf16) return head_dim <= 64 ? 2 : 1;
   return head_dim <= 64 ? 3 : head_dim <= 96 ? 2 : 1;
 }

@@ -1,4 +1,4 @@
-// Second-order features on tensor-core fragments, and the layout of the states that they build.
+// Second-order features on tensor-core fragments; loads and stores of the states that they build (state_format.h).
 //
 // Columns are taken in blocks of eight. A tile is a pair of blocks (s, b), s giving the scalar and b the base: octet x of it
 // holds the eight features y[8s + x] y[8b + 0..7]. Off-diagonal tiles count twice. Star s owns the tiles (s, s), (s, s + 1),
@@ -10,17 +10,12 @@
 
 #include <type_traits>
 
+#include "core/fragments.h"
 #include "linear/linear.h"
 #include "linear/ptx.h"
-#include "core/fragments.h"
+#include "linear/tile_config.h"
 
 namespace fastmax {
-
-template <class Math>
-inline constexpr bool kBf16State = Math::kMode == MathMode::kBF16;
-// fp32 mode: operands are split, and take twice the registers.
-template <class Math>
-inline constexpr bool kSplitOperands = Math::kMode == MathMode::kFP32;
 
 template <int kHeadDim>
 struct Stars {
@@ -43,26 +38,6 @@ struct Stars {
     }
     b = (s + offset) % kBlocks;
   }
-};
-
-template <class Math, int kHeadDim>
-struct StateLayout {
-  static constexpr bool kBf16 = kBf16State<Math>;
-  static constexpr int kWordBytes = kBf16 ? 4 : 8;
-  static constexpr int kBlockWords = 128;                         // 16 features x 16 values
-  static constexpr int kPairWords = kHeadDim / 16 * kBlockWords;  // two octets x all values
-  static constexpr int kPairBytes = kPairWords * kWordBytes;
-  static constexpr int kTileBytes = 4 * kPairBytes;
-  static constexpr int kLinearPairs = kHeadDim / 16;
-
-  // Positions of octet pairs: second moment of y, first order, then the tiles (absent for order 1).
-  static constexpr int kMomentPair = 0;
-  static constexpr int kLinearPair = kLinearPairs;
-  static constexpr int kTilePair = 2 * kLinearPairs;
-  static constexpr __host__ __device__ int64_t words(int order) { return state_words(kHeadDim, order); }
-
-  // sum w, sum e y, sum e
-  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim);
 };
 
 // One, as an operand register.
@@ -146,6 +121,38 @@ __device__ __forceinline__ void load_state_by_value(WeightsB<Math>& b0, WeightsB
   }
 }
 
+// Word of a 16 x 16 state block that holds this lane's two features of an octet, of the value in row g or g + 8 (half 1).
+template <class Math>
+__device__ __forceinline__ int accumulator_word(int octet, int half) {
+  const int g = lane_index() / 4, t = lane_index() % 4, value = weights_a_km_row<Math>(g, half);
+  return (octet + value / 8 * 2) * 32 + value % 8 * 4 + t;
+}
+
+// Accumulators of one octet pair for values [16 i, 16 i + 16), into block i of a snapshot or of a part.
+template <class Math>
+__device__ __forceinline__ void store_block(uint32_t* dst, const float (&even)[4], const float (&odd)[4], float weight) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const float* c = m % 2 ? odd : even;
+    const float lo = c[m / 2 * 2] * weight, hi = c[m / 2 * 2 + 1] * weight;
+    const int word = accumulator_word<Math>(m % 2, m / 2);
+    if constexpr (kBf16State<Math>) {
+      dst[word] = ptx::pack_bf16x2(lo, hi);
+    } else {
+      reinterpret_cast<float2*>(dst)[word] = make_float2(as_operand<Math>(lo), as_operand<Math>(hi));
+    }
+  }
+}
+
+template <class Math>
+__device__ __forceinline__ void store_part_block(float2* dst, const float (&even)[4], const float (&odd)[4]) {
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+    const float* c = m % 2 ? odd : even;
+    dst[accumulator_word<Math>(m % 2, m / 2)] = make_float2(c[m / 2 * 2], c[m / 2 * 2 + 1]);
+  }
+}
+
 // One octet per lane row pair of x: columns 8s .. 8s+7 of rows row + g and row + g + 8, as scalars of features.
 template <class Math, int kCols>
 struct RowOctet {
@@ -193,6 +200,34 @@ struct RowBase {
   __device__ __forceinline__ float value(int half, int i) const {
     if constexpr (kIs16Bit<Math>) return i ? high_bf16(r[half][0]) : low_bf16(r[half][0]);
     else return __uint_as_float(r[half][i]);
+  }
+};
+
+// The e of tokens [k, k + 16), as operands that multiply fragments of y.
+template <class Math>
+struct TokenScale {
+  static constexpr int kRegs = kIs16Bit<Math> ? 2 : 4;
+  uint32_t r[kRegs];
+
+  __device__ __forceinline__ void load(uint32_t e, int k) {
+    const int t = lane_index() % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float lo = ptx::load_shared_f32(e + (k + 8 * half + 2 * t) * 4);
+      const float hi = ptx::load_shared_f32(e + (k + 8 * half + 2 * t + 1) * 4);
+      if constexpr (kIs16Bit<Math>) r[half] = ptx::pack_bf16x2(lo, hi);
+      else r[2 * half] = __float_as_uint(lo), r[2 * half + 1] = __float_as_uint(hi);
+    }
+  }
+  // A or B: registers are tokens in order.
+  template <int kCount>
+  __device__ __forceinline__ void apply(uint32_t (&fragment)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const uint32_t e = r[i / (kCount / kRegs)];
+      if constexpr (kIs16Bit<Math>) fragment[i] = multiply_bf16x2(fragment[i], e);
+      else fragment[i] = __float_as_uint(as_operand<Math>(__uint_as_float(fragment[i]) * __uint_as_float(e)));
+    }
   }
 };
 

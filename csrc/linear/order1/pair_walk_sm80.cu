@@ -1,4 +1,4 @@
-// Order 1: grad_v and grad_k in one walk, from one state sum q g^T read in both orientations: see linear1_fwd_sm80.cu for the steps.
+// Order 1: grad_v and grad_k in one walk, from one state sum q g^T read in both orientations: see walk_sm80.cu for the steps.
 // With grouped query heads a step adds up the heads one after the other. Row r of x sees the rows of y up to r: reversed sequences end
 // together, so the boundary is zero.
 
@@ -6,14 +6,6 @@
 
 namespace fastmax {
 namespace {
-
-template <class Math, int kHeadDim>
-struct PairWalkTile : Linear1Tile<Math, kHeadDim> {
-  using Base = Linear1Tile<Math, kHeadDim>;
-  // Shared memory: the state, sum w and sum e y, the ring.
-  static constexpr int kSums = Base::kStateBytes, kRing = kSums + Base::kSumBytes;
-  static constexpr int kStageBytes = Base::stage_bytes(4);
-};
 
 template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1Tile<Math, kHeadDim>::kMinBlocks)
@@ -199,7 +191,7 @@ struct LaunchPairWalk {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchPairWalk, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchPairWalk, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

@@ -6,16 +6,6 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct SumTile : Linear1Tile<Math, kHeadDim> {
-  using Base = Linear1Tile<Math, kHeadDim>;
-  static constexpr int kStages = 3;
-  static constexpr int kStageBytes = Base::stage_bytes(2);
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
-  static constexpr int kMinBlocks = linear1_sum_blocks(kHeadDim, Base::k16);
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Math, kHeadDim>::kMinBlocks)
     linear1_sums_kernel(const Linear1SumArgs a) {
   using Tile = SumTile<Math, kHeadDim>;
@@ -25,15 +15,15 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
 
   const int state_index = blockIdx.x % a.states(), part = blockIdx.x / a.states();
   const int batch = state_index / a.state_heads, first_head = state_index % a.state_heads * a.y_group;
-  const int part_begin = a.boundary + (part - a.lead_parts) * a.part;
-  const int begin = max(part_begin, 0), end = min(part_begin + a.part, a.ny + a.pad);
+  const int part_begin = a.part_begin(part);
+  const int begin = max(part_begin, 0), end = min(part_begin + a.part, a.y_end());
   const int steps = end > begin ? (end - begin + Tile::kRows - 1) / Tile::kRows * a.y_group : 0;
   const uint8_t* mask = mask_pointer(a.y_mask, batch);
 
   const Linear1Loader<Math, kHeadDim> loader;
   const Element* y_cursor = loader.cursor(a.y, batch, first_head);
   const Element* w_cursor = loader.cursor(a.w, batch, first_head);
-  int next_row = begin - a.pad, next_head = 0;
+  int next_row = a.y_row(begin), next_head = 0;
   const auto load = [&](int step) {
     if (step < steps) {
       const uint32_t y = ring + step % Tile::kStages * Tile::kStageBytes, w = y + Tile::kTileBytes;
@@ -56,7 +46,7 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ptx::cp_async_wait<Tile::kStages - 2>();
-    count += __syncthreads_count(counts_row<Tile::kRows>(begin - a.pad + step * Tile::kRows, a.ny, mask, a.y_mask.token));
+    count += __syncthreads_count(counts_row<Tile::kRows>(a.y_row(begin) + step * Tile::kRows, a.ny, mask, a.y_mask.token));
     load(step + Tile::kStages - 1);
     const int at = step % Tile::kStages * Tile::kStageBytes;
     const auto* scale = reinterpret_cast<const float*>(shared + at + 2 * Tile::kTileBytes);
@@ -72,14 +62,15 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
   if (threadIdx.x == 0) sums[2 * kHeadDim] = static_cast<float>(count);
 }
 
-// Inclusive prefix over the parts of a state, in place; a thread per number.
+// Inclusive prefix over the parts of a state, in place; a thread per number, state_blocks blocks a state.
 constexpr int kScanThreads = 256;
 template <class Math>
-__global__ void __launch_bounds__(kScanThreads) linear1_scan_kernel(float* states, const int parts, const int floats) {
+__global__ void __launch_bounds__(kScanThreads) linear1_scan_kernel(float* states, const int parts, const int floats,
+                                                                    const int state_blocks) {
   constexpr int kAhead = 16;  // loads in flight
-  const int index = blockIdx.x * kScanThreads + threadIdx.x;
+  const int index = blockIdx.x % state_blocks * kScanThreads + threadIdx.x;
   if (index >= floats) return;
-  float* at = states + int64_t{blockIdx.y} * parts * floats + index;
+  float* at = states + int64_t{blockIdx.x / state_blocks} * parts * floats + index;
   float sum = 0.f;
   for (int first = 0; first < parts; first += kAhead) {
     float next[kAhead];
@@ -103,8 +94,9 @@ struct LaunchSums {
                   Tile::kSharedBytes, stream, a);
     if (a.parts == 1) return;
     constexpr int kFloats = static_cast<int>(linear1_state_floats(kHeadDim));
-    const dim3 grid((kFloats + kScanThreads - 1) / kScanThreads, a.states());
-    launch_kernel("linear1_scan", linear1_scan_kernel<Math>, grid, kScanThreads, 0, stream, a.prefixes, a.parts, kFloats);
+    constexpr int kBlocks = (kFloats + kScanThreads - 1) / kScanThreads;
+    launch_kernel("linear1_scan", linear1_scan_kernel<Math>, grid_1d(int64_t{a.states()} * kBlocks), kScanThreads, 0, stream,
+                  a.prefixes, a.parts, kFloats, kBlocks);
   }
 };
 
@@ -112,7 +104,7 @@ struct LaunchSums {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchSums, FASTMAX_MATH, kLinear1HeadDim>(head_dim, a, stream);
+  dispatch_linear<LaunchSums, FASTMAX_MATH, Linear1HeadDims>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

@@ -15,29 +15,10 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct GradTile {
-  using Stage = StreamStage<Math, kHeadDim>;
-  static constexpr int kRowTiles = kIs16Bit<Math> && kHeadDim <= 128 ? 2 : 1;
-  static constexpr int kWarpRows = kRowTiles * 16;
-  // x2's fragments stay in registers, but for head_dim 256 in fp32, where each is read when it is needed.
-  static constexpr bool kKeepX2 = kIs16Bit<Math> || kHeadDim <= 128;
-  // Where x2 and the sums of two row tiles do not fit in registers, the own chunk adds to the gradient in shared memory.
-  static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
-  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim > 128 ? 16 : 32;
-  static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
-  static constexpr int kRowSharedBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
-  // More rows share the ring's traffic; two small blocks hide each other's barriers.
-  static constexpr int kMaxWarps = kHeadDim <= 64 ? 4 : 8;
-  using Stream = RowStream<Math, kHeadDim, 2, kMaxWarps * kWarpSize>;
-
-  static constexpr int shared_bytes(int warps) { return warps * kWarpRows * kRowSharedBytes + Stream::kRingBytes; }
-  static_assert(shared_bytes(1) <= kMaxSharedBytes, "a warp does not fit on the smallest devices");
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize, 1) linear_grad_kernel(const GradArgs a, const int row_blocks) {
   using Tile = GradTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16, kBlocks = kHeadDim / 8;
@@ -45,14 +26,14 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   extern __shared__ __align__(128) char shared[];
   const int lane = lane_index(), g = lane / 4, t = lane % 4, warp = threadIdx.x / kWarpSize;
   const int rows = blockDim.x / kWarpSize * Tile::kWarpRows;
-  const uint32_t ring = ptx::smem_address(shared), x_tile = ring + Tile::Stream::kRingBytes;
+  const uint32_t ring = ptx::smem_address(shared), x_tile = ring + Tile::kRingBytes;
   const uint32_t warp_grad = x_tile + rows * Stage::kRowBytes + warp * Tile::kWarpRows * kHeadDim * 4 + lane * 16;
   const auto grad_address = [&](int m, int block) { return warp_grad + (m * kBlocks + block) * 512; };
 
   const RowBlock at(a, rows, row_blocks);
   const int warp_row = warp * Tile::kWarpRows;
   const bool has_state = a.has_state(at.chunk), tiles = a.order == 2;
-  typename Tile::Stream stream(a, a.y, a.y2, a.y_mask, a.y_scale, a.snapshots, at, tiles, ring);
+  Stream stream(a, a.y, a.y2, a.y_mask, a.y_scale, a.snapshots, at, tiles, ring);
   for (int row = 0; row < rows; row += 16) {
     load_masked_tile_async<Element, 16, kHeadDim>(x_tile + row * Stage::kRowBytes, head_pointer<Element>(a.x, at.batch, at.x_head),
                                                   a.x.token, at.row + row, a.nx, a.d, nullptr, 0);
@@ -411,69 +392,11 @@ struct LaunchGrad {
   }
 };
 
-// A row per kPrepareLanes lanes, 16 bytes per load. g is rounded before e is taken from it: where o is close to v the two cancel
-// in g.v + e.
-constexpr int kPrepareLanes = 8;
-
-template <class In, class G>
-__global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a, const int head_blocks) {
-  constexpr int kVector = 16 / static_cast<int>(sizeof(In));
-  const int head_index = blockIdx.x / head_blocks;
-  const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kPrepareLanes) + static_cast<int>(threadIdx.x) / kPrepareLanes;
-  const int64_t row = int64_t{head_index} * a.n + i;
-  const int lane = threadIdx.x % kPrepareLanes;
-  float e = 0.f;
-  if (i < a.n) {
-    const int batch = head_index / a.heads, head = head_index % a.heads;
-    const float z = a.z[row], inverse = z == 0.f ? 0.f : 1.f / z;
-    const auto load = [&](In(&dst)[kVector], const View& v, int c) {
-      *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(head_pointer<In>(v, batch, head) + i * v.token + c);
-    };
-    for (int c = kVector * lane; c < a.dv; c += kVector * kPrepareLanes) {
-      alignas(16) In grad[kVector], o[kVector], noise[kVector];
-      load(grad, a.grad_o, c);
-      load(o, a.o, c);
-      if (a.noise.data != nullptr) load(noise, a.noise, c);
-      alignas(16) G g[kVector];
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        const float scaled = to_float(grad[j]) * inverse;
-        if (a.noise.data == nullptr) {
-          g[j] = from_float<G>(scaled);
-          e -= to_float(g[j]) * to_float(o[j]);
-        } else {
-          const float exact = scaled * fmaf(a.dropout, to_float(noise[j]), 1.f);
-          g[j] = from_float<G>(exact);
-          const float product = scaled * to_float(o[j]);
-          e -= exact == 0.f ? product : product * (to_float(g[j]) / exact);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < static_cast<int>(sizeof(g)) / 16; ++j) {
-        reinterpret_cast<uint4*>(static_cast<G*>(a.g) + row * a.dv + c)[j] = reinterpret_cast<const uint4*>(g)[j];
-      }
-    }
-  }
-#pragma unroll
-  for (int lanes = kPrepareLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
-  if (i < a.n && lane == 0) a.e[row] = e;
-}
-
 }  // namespace
 
 template <>
 void linear_pass<FASTMAX_MATH>(const GradArgs& a, int head_dim, cudaStream_t stream) {
   dispatch_linear<LaunchGrad, FASTMAX_MATH>(head_dim, a, stream);
-}
-
-template <>
-void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
-  using In = FASTMAX_MATH::Element;
-  using G = std::conditional_t<kIs16Bit<FASTMAX_MATH> && !kBf16State<FASTMAX_MATH>, float, In>;
-  constexpr int kThreads = 256, kRows = kThreads / kPrepareLanes;
-  const int head_blocks = (a.n + kRows - 1) / kRows;
-  launch_kernel("linear_prepare", linear_prepare_kernel<In, G>, grid_1d(int64_t{head_blocks} * a.batch * a.heads), kThreads, 0, stream,
-                a, head_blocks);
 }
 
 }  // namespace fastmax
