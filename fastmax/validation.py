@@ -52,9 +52,10 @@ def check_dense(name: str, x: Tensor) -> None:
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Ranks, shapes, dtypes and devices of q, k and v."""
     named = (("q", q), ("k", k), ("v", v))
-    for name, x in named:
-        _check_tensor(name, x, "a torch.Tensor")
     # Every call comes through here: each attribute of a tensor is asked for once.
+    for name, x in named:
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.is_quantized:
+            _check_tensor(name, x, "a torch.Tensor")
     dtype, device, (q_shape, k_shape, v_shape) = q.dtype, q.device, (x.shape for _, x in named)
     rank = len(q_shape)
     for (name, x), shape in zip(named, (q_shape, k_shape, v_shape), strict=True):
