@@ -6,18 +6,9 @@
 #include "core/heads.h"
 #include "core/ptx.h"
 #include "core/score.h"
+#include "quadratic/tile_config.h"
 
 namespace fastmax {
-
-inline constexpr int kRowScoreThreads = 256;
-
-// Threads per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
-template <class Element, int kHeadDim>
-__host__ __device__ constexpr int row_score_lanes() {
-  int lanes = 2;
-  while (lanes < kWarpSize && lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
-  return lanes;
-}
 
 // What all pairs of a query share (Score::row), and grad_o with the noise in it.
 template <class Score, class Element, int kHeadDim>
@@ -112,16 +103,6 @@ __device__ __forceinline__ void load_key_stage(const Loader& loader, uint32_t ri
   loader.load(stage, k, p.k_stride.token, begin, p.m, p.d);
   loader.load(stage + Tile::kTileBytes, v, p.v_stride.token, begin, p.m, p.dv);
   ptx::cp_async_commit();
-}
-
-// Gradients of a block of keys that are all dropped: its columns from first_col on.
-template <class Tile, class Element>
-__device__ __forceinline__ void store_zeros(void* grad, const Stride& stride, const KvPosition& at, int first_col, int m, int cols) {
-  Element* dst = head_of<Element>(grad, stride, at.batch, at.kv_head) + first_col;
-  for (int i = threadIdx.x; i < Tile::kRows * Tile::kOutputCols / 2; i += Tile::kThreads) {
-    const int key = at.block_row + i / (Tile::kOutputCols / 2), col = i % (Tile::kOutputCols / 2) * 2;
-    if (key < m && first_col + col < cols) store_pair(dst + key * stride.token + col, 0.f, 0.f);
-  }
 }
 
 // For store_rows. A padded key has no weight in any row.

@@ -49,11 +49,6 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   // The first keys are seen by the most queries: longest first. The column parts of a block are next to each other.
   const KvPosition in = kv_position<Tile::kRows>(p, blockIdx.x / Tile::kColumnParts, row_blocks);
   const int first_col = static_cast<int>(blockIdx.x % Tile::kColumnParts) * Tile::kOutputCols;
-  if (KeptKeys<BwdParams>(p, row_blocks * Tile::kColumnParts * p.hk).template tile<Tile::kRows>(in.block_row) == Kept::kNone) {
-    store_zeros<Tile, Element>(p.grad_k, p.grad_k_stride, in, first_col, p.m, p.d);
-    store_zeros<Tile, Element>(p.grad_v, p.grad_v_stride, in, first_col, p.m, p.dv);
-    return;
-  }
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int g = lane / 4, t = lane % 4;
   const int pair = warp % Tile::kPairs;
@@ -82,7 +77,10 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * Tile::kExchangeBytes;
   const DenseVisibility sees(p);
 
-  for (int head_in_group = 0; head_in_group < p.h / p.hk; ++head_in_group) {
+  // A block whose keys are all dropped has nothing to sum.
+  const KeptKeys<BwdParams> kept_keys(p, row_blocks * Tile::kColumnParts * p.hk);
+  const bool keeps_some = kept_keys.template tile<Tile::kRows>(in.block_row) != Kept::kNone;
+  for (int head_in_group = keeps_some ? 0 : p.h / p.hk; head_in_group < p.h / p.hk; ++head_in_group) {
     // fp32: computed again for each head, so that the inner loop need not keep it in registers.
     const KvPosition at =
         Tile::k16 ? in : kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x) / Tile::kColumnParts, row_blocks);
@@ -103,7 +101,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
       const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
       const uint32_t scores = ring + stage + 2 * Tile::kTileBytes + t * 32;
       const int begin = tile * Tile::kStream;
-      const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
+      // What these rows see is computed again for each tile where registers for its bounds would spill.
+      const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
       const int last_row = first_row + kRowTiles * 16 - 1;
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
       const auto add_slab = [&](int slab, auto masked) {
