@@ -293,6 +293,21 @@ def test_states_beyond_832_mib_run_in_phases(b, h, n):
     assert peak / 2**20 < states + results + g_and_e
 
 
+@pytest.mark.parametrize("b, h, hk, n, m", [(16, 32, 16, 2048, 2100), (1, 800, 400, 1100, 1150)], ids=["batch", "heads"])
+def test_phases_of_grouped_heads_with_mask_and_noise(b, h, hk, n, m):
+    """What accompanies the tensors is cut as they are."""
+    q, grad_o, noise = (torch.randn(b, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.randn(b, hk, m, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    mask = torch.rand(b, m, device=DEVICE) > 0.3
+    mask[:, : m - n + 1] = True  # every query sees a key
+    results = []
+    for algorithm in ("linear", "quadratic"):
+        arguments = (q, k, v, mask, noise, None, 128**-0.5, 1.0, 1.0, 0.5, 2, True, 0.3, algorithm, False)
+        results.append(both(arguments, grad_o))
+    for x, y in zip(*results, strict=True):
+        assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"]
+
+
 @by_mode
 @by_algorithm
 @pytest.mark.parametrize("layout", verify.LAYOUTS)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, make_inputs, run
+from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, check, make_inputs, make_options, run
 
 from fastmax import eager, fastmax_attention
-from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
+from fastmax.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
 
 # n = m and d = dv where the linear algorithm begins to pay: (d, p, query heads a kv head, causal) -> tokens.
 CROSSOVERS = {
@@ -95,3 +95,17 @@ def test_no_temporary_grows_with_the_heads(b, h, causal, algorithm):
     with Memory() as memory:
         run(fastmax_attention, inputs, grad_o, causal=causal, algorithm=algorithm)
     assert memory.largest <= 2**22
+
+
+@by_algorithm
+@by_gradient
+@by_causal
+@pytest.mark.parametrize("b, h, hk", [(20, 2, 1), (3, 6, 6)], ids=["batch", "heads"])
+def test_a_padded_batch_in_several_groups(b, h, hk, causal, custom, algorithm, monkeypatch):
+    """Each group has its own heads' part of every tensor, mask and noise too."""
+    monkeypatch.setattr(eager, "plan_linear", lambda *args: LinearPlan(16, 2, 2))
+    monkeypatch.setattr(eager, "plan_quadratic", lambda *args: QuadraticPlan(16, 16, 2))
+    case = Case("groups", n=40, m=45, b=b, h=h, hk=hk, d=5, dv=3)
+    inputs, grad_o = make_inputs(case)
+    options = make_options("everything", case)
+    check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal, **options)

@@ -56,6 +56,11 @@ BAD = {
         ValueError,
         ["heads", "multiple", "4", "3"],
     ),
+    "no kv heads": (
+        {"k": tensor(B, 0, M, D), "v": tensor(B, 0, M, DV)},
+        ValueError,
+        ["heads", "multiple", "4", "0"],
+    ),
     "more kv heads than query heads": (
         {"k": tensor(B, 8, M, D), "v": tensor(B, 8, M, DV)},
         ValueError,
