@@ -8,6 +8,7 @@ from common import (
     CHUNK,
     Case,
     Memory,
+    assert_gradients_of,
     by_algorithm,
     by_causal,
     by_gradient,
@@ -29,8 +30,10 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fastmax import FASTMultiHeadAttention, eager, fastmax_attention
+from fastmax import FASTMultiHeadAttention, eager, fastmax_attention, ops
+from fastmax.call import Call
 from fastmax.planner import LinearPlan
+from fastmax.score import Score
 
 CASE = Case("", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
 SQUARE = Case("", n=24, b=2, h=2, d=8)
@@ -133,6 +136,19 @@ def test_noise_of_another_dtype(algorithm, device):
         results.append(run(operator, leaves, grad_o))
     for name, x in results[0].items():
         assert relative(results[1][name], x.double()) <= 1e-2, name
+
+
+def test_denominators_have_no_gradient(device):
+    """Of what the backward is not told, nothing may be asked."""
+    arguments, grad_o = operator_arguments(CASE, device)
+    o, z = torch.ops.fastmax.forward(*arguments)
+    assert o.requires_grad and not z.requires_grad
+    (o.mul(grad_o).sum() + z.sum()).backward()
+    leaves = {"q": arguments[0], "k": arguments[1], "v": arguments[2]}
+    expected = run(lambda **qkv: torch.ops.fastmax.forward(*qkv.values(), *arguments[3:])[0], leaves, grad_o)
+    assert_gradients_of("qkv", leaves, expected)
+    o, z = ops.attention(*leaves.values(), Call(Score(0.5, 1.0, 1.0, 0.5, 2)))
+    assert o.requires_grad and not z.requires_grad
 
 
 # ---- torch.compile, torch.export
