@@ -1,0 +1,141 @@
+"""Which models fastmax can run: asked when a model is made with, or given, `attn_implementation="fastmax"`.
+
+A mask refuses most attention that does not go through transformers' interface (`masks`), but not one that reads no mask. So the
+modules themselves are looked at. transformers has no hook for that, hence the two wrapped methods of `watch`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fastmax.integrations.transformers.options import NAME, configurations, remember_choice
+
+_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "_flash_attention_forward", "flex_attention"}
+_INTERFACE = {"get_interface", "ALL_ATTENTION_FUNCTIONS"}
+
+
+def check(model: PreTrainedModel) -> None:
+    """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
+
+    Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand.
+
+    Raises:
+        ValueError: the parts with attention of their own, by name.
+    """
+    own = list(_own_attention(model, model.config, ""))
+    if own:
+        raise ValueError(
+            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {_some(own)} computes attention without '
+            "transformers' attention interface, and would go on as it is. In a composite model choose the parts that can, as in "
+            f'attn_implementation={{"text_config": "{NAME}"}}; an nn.MultiheadAttention is replaced by fastmax.swap_attention'
+        )
+
+
+def watch() -> None:
+    """Check every model that is made or set to fastmax from now on. Called on import; a second call changes nothing."""
+    if hasattr(PreTrainedModel.post_init, "watched_by_fastmax"):
+        return
+    post_init, set_attn_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(post_init)
+    def checked_post_init(self, *args, **kwargs):
+        result = post_init(self, *args, **kwargs)
+        check(self)
+        remember_choice(self.config)
+        return result
+
+    @functools.wraps(set_attn_implementation)
+    def checked_set(self, attn_implementation, *args, **kwargs):
+        before = [(config, config._attn_implementation) for config in configurations(self)]
+        result = set_attn_implementation(self, attn_implementation, *args, **kwargs)
+        try:
+            _check_set(self, attn_implementation)
+            check(self)
+        except ValueError:
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation
+            raise
+        remember_choice(self.config)
+        return result
+
+    checked_post_init.watched_by_fastmax = True
+    PreTrainedModel.post_init = checked_post_init
+    PreTrainedModel.set_attn_implementation = checked_set
+
+
+def _check_set(model: PreTrainedModel, requested: str | dict) -> None:
+    """transformers only warns of a class whose implementation it cannot set."""
+    if requested != NAME:
+        return
+    skipped = [type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel) and not _dispatches(part)]
+    if skipped:
+        raise ValueError(
+            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {_some(skipped)} does not use transformers\' '
+            "attention interface"
+        )
+
+
+def _dispatches(model: PreTrainedModel) -> bool:
+    return type(model)._can_set_attn_implementation()
+
+
+def _own_attention(module: nn.Module, config: PreTrainedConfig, name: str) -> Iterator[str]:
+    """Names of the modules whose configuration says fastmax and which compute attention by themselves."""
+    if isinstance(getattr(module, "config", None), PreTrainedConfig):
+        config = module.config
+    if config._attn_implementation == NAME:
+        if isinstance(module, PreTrainedModel) and not _dispatches(module):
+            yield type(module).__name__
+            return
+        if computes_attention(type(module)):
+            yield f"{name} ({type(module).__name__})"
+            return
+    for child_name, child in module.named_children():
+        yield from _own_attention(child, config, f"{name}.{child_name}".lstrip("."))
+
+
+@functools.cache
+def computes_attention(kind: type[nn.Module]) -> bool:
+    """Whether a class of modules is attention that does not ask transformers' interface for its function.
+
+    Read from the names that its methods, and the functions of the model's file that these call, refer to. Deformable attention
+    has no scores of queries and keys, and does not count.
+    """
+    if issubclass(kind, nn.MultiheadAttention):
+        return True
+    if "Att" not in kind.__name__ or "Deformable" in kind.__name__ or not kind.__module__.startswith("transformers"):
+        return False
+    names = set()
+    for base in inspect.getmro(kind):
+        if base.__module__.startswith("transformers"):
+            for value in vars(base).values():
+                if isinstance(value, FunctionType):
+                    names |= _names(inspect.unwrap(value), depth=2)
+            if "forward" in vars(base):
+                break
+    return bool(names & _SOFTMAX) and not names & _INTERFACE
+
+
+def _names(function: FunctionType, depth: int) -> set[str]:
+    """Every global and attribute that a function refers to, and the functions of its own file down to a depth."""
+    names, waiting = set(), [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for name in tuple(names) if depth else ():
+        called = function.__globals__.get(name)
+        if isinstance(called, FunctionType) and called.__module__ == function.__module__:
+            names |= _names(called, depth - 1)
+    return names
+
+
+def _some(names: list[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
