@@ -14,7 +14,8 @@ from fastmax.integrations.transformers.options import NAME, options_of
 
 # Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
 _OTHER_FUNCTIONS = {
-    "sliding_window": "a sliding window",
+    "sliding_window": "a sliding window; where all layers have one, as in Mistral, sliding_window=None in the configuration "
+    "takes it away",
     "softcap": "a cap on the scores",
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -67,7 +68,7 @@ def fastmax_attention_forward(
     if isinstance(attention_mask, FastmaxMask):
         mask = attention_mask
     else:
-        mask = _mask_of_layer(module, attention_mask, is_causal, key.shape[2])
+        mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], key.shape[2])
     if mask.refusal is not None:
         raise ValueError(f"{type(module).__name__}: {mask.refusal}")
     if kwargs.get("position_ids") is not None:
@@ -86,7 +87,7 @@ def fastmax_attention_forward(
     return o.transpose(1, 2).contiguous(), None
 
 
-def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, m: int) -> FastmaxMask:
+def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:
     """The mask of a layer whose model makes none, or one of its own, and not by transformers' mask functions."""
     if attention_mask is None:
         causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
@@ -94,6 +95,11 @@ def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: 
             raise ValueError(
                 f'attn_implementation="{NAME}" cannot tell whether {type(module).__name__} is causal: neither a mask nor its '
                 "is_causal says so"
+            )
+        if causal and 1 < n != m:
+            raise ValueError(
+                f'attn_implementation="{NAME}" cannot tell which of {m} keys the {n} queries of {type(module).__name__} see: '
+                "it is causal and has no mask"
             )
         return FastmaxMask(bool(causal), None)
     if attention_mask.dtype == torch.bool and attention_mask.dim() == 4 and attention_mask.shape[1:] == (1, 1, m):
@@ -112,7 +118,7 @@ def _no_dropout(module: nn.Module, dropout: float) -> str:
     found += [f"{layer}.{name}.p" for name, part in module.named_children() if getattr(part, "p", None) == dropout]
     return (
         f'attn_implementation="{NAME}" has no attention weights to drop, got dropout = {dropout}: set '
-        f"{' or '.join(found) or 'the attention dropout'} to 0 in every layer of the live model, or in the configuration before "
-        "the model is made (attention_dropout, attention_probs_dropout_prob or attn_pdrop, whichever it has); fastmax's own "
-        "noise is the option dropout"
+        f"{' or '.join(found) or 'the attention dropout'} to 0 in every layer of the live model, or in the configuration "
+        "before the model is made (attention_dropout, attention_probs_dropout_prob or attn_pdrop, whichever it has); fastmax's "
+        "own noise is the option dropout"
     )

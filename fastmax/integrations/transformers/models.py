@@ -1,7 +1,7 @@
 """Which models fastmax can run: asked when a model is made with, or given, `attn_implementation="fastmax"`.
 
 A mask refuses most attention that does not go through transformers' interface (`masks`), but not one that reads no mask. So the
-modules themselves are looked at. transformers has no hook for that, hence the two wrapped methods of `watch`.
+modules themselves are looked at. transformers has no hook for that, hence the three wrapped methods of `watch`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from fastmax.integrations.transformers.options import NAME, configurations, reme
 
 _SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "_flash_attention_forward", "flex_attention"}
 _INTERFACE = {"get_interface", "ALL_ATTENTION_FUNCTIONS"}
+_INSTEAD = (
+    "In a composite model choose the parts that can, as in "
+    f'attn_implementation={{"text_config": "{NAME}"}}; an nn.MultiheadAttention is replaced by fastmax.swap_attention'
+)
 
 
 def check(model: PreTrainedModel) -> None:
@@ -28,12 +32,15 @@ def check(model: PreTrainedModel) -> None:
     Raises:
         ValueError: the parts with attention of their own, by name.
     """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
+            _check_dispatch(part)
     own = list(_own_attention(model, model.config, ""))
     if own:
+        names = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
         raise ValueError(
-            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {_some(own)} computes attention without '
-            "transformers' attention interface, and would go on as it is. In a composite model choose the parts that can, as in "
-            f'attn_implementation={{"text_config": "{NAME}"}}; an nn.MultiheadAttention is replaced by fastmax.swap_attention'
+            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {names} would compute softmax attention all the '
+            f"same. {_INSTEAD}"
         )
 
 
@@ -41,61 +48,60 @@ def watch() -> None:
     """Check every model that is made or set to fastmax from now on. Called on import; a second call changes nothing."""
     if hasattr(PreTrainedModel.post_init, "watched_by_fastmax"):
         return
-    post_init, set_attn_implementation = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+    accept = PreTrainedModel.get_correct_attn_implementation
+    post_init = PreTrainedModel.post_init
+    set_attn_implementation = PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(accept)
+    def checked_accept(self, requested_attention, *args, **kwargs):
+        if requested_attention == NAME:
+            _check_dispatch(self)
+        return accept(self, requested_attention, *args, **kwargs)
 
     @functools.wraps(post_init)
     def checked_post_init(self, *args, **kwargs):
-        result = post_init(self, *args, **kwargs)
+        post_init(self, *args, **kwargs)
         check(self)
         remember_choice(self.config)
-        return result
 
     @functools.wraps(set_attn_implementation)
     def checked_set(self, attn_implementation, *args, **kwargs):
+        if attn_implementation == NAME:  # transformers skips, with a warning, the parts that cannot be set
+            for part in self.modules():
+                if isinstance(part, PreTrainedModel):
+                    _check_dispatch(part)
         before = [(config, config._attn_implementation) for config in configurations(self)]
-        result = set_attn_implementation(self, attn_implementation, *args, **kwargs)
         try:
-            _check_set(self, attn_implementation)
+            set_attn_implementation(self, attn_implementation, *args, **kwargs)
             check(self)
         except ValueError:
             for config, implementation in before:
                 config._attn_implementation_internal = implementation
             raise
         remember_choice(self.config)
-        return result
 
     checked_post_init.watched_by_fastmax = True
+    PreTrainedModel.get_correct_attn_implementation = checked_accept
     PreTrainedModel.post_init = checked_post_init
     PreTrainedModel.set_attn_implementation = checked_set
 
 
-def _check_set(model: PreTrainedModel, requested: str | dict) -> None:
-    """transformers only warns of a class whose implementation it cannot set."""
-    if requested != NAME:
-        return
-    skipped = [type(part).__name__ for part in model.modules() if isinstance(part, PreTrainedModel) and not _dispatches(part)]
-    if skipped:
+def _check_dispatch(model: PreTrainedModel) -> None:
+    """By the class and the file that it is from, before any part of the model is made."""
+    if not type(model)._can_set_attn_implementation() or _looks_attention_up(type(model)):
         raise ValueError(
-            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {_some(skipped)} does not use transformers\' '
-            "attention interface"
+            f'{type(model).__name__} cannot run attn_implementation="{NAME}": it computes attention without transformers\' '
+            f"attention interface. {_INSTEAD}"
         )
-
-
-def _dispatches(model: PreTrainedModel) -> bool:
-    return type(model)._can_set_attn_implementation()
 
 
 def _own_attention(module: nn.Module, config: PreTrainedConfig, name: str) -> Iterator[str]:
     """Names of the modules whose configuration says fastmax and which compute attention by themselves."""
     if isinstance(getattr(module, "config", None), PreTrainedConfig):
         config = module.config
-    if config._attn_implementation == NAME:
-        if isinstance(module, PreTrainedModel) and not _dispatches(module):
-            yield type(module).__name__
-            return
-        if computes_attention(type(module)):
-            yield f"{name} ({type(module).__name__})"
-            return
+    if config._attn_implementation == NAME and computes_attention(type(module)):
+        yield f"{name} ({type(module).__name__})"
+        return
     for child_name, child in module.named_children():
         yield from _own_attention(child, config, f"{name}.{child_name}".lstrip("."))
 
@@ -122,6 +128,22 @@ def computes_attention(kind: type[nn.Module]) -> bool:
     return bool(names & _SOFTMAX) and not names & _INTERFACE
 
 
+@functools.cache
+def _looks_attention_up(kind: type[nn.Module]) -> bool:
+    """Whether a part of a model takes its class from a table of the model's own, by the implementation's name."""
+    seen, waiting = {kind}, [kind]
+    while waiting:
+        make = inspect.unwrap(waiting.pop().__init__)
+        for name in _names(make, depth=0):
+            value = make.__globals__.get(name)
+            if isinstance(value, dict) and "eager" in value and NAME not in value:
+                return True
+            if inspect.isclass(value) and issubclass(value, nn.Module) and value not in seen:
+                seen.add(value)
+                waiting.append(value)
+    return False
+
+
 def _names(function: FunctionType, depth: int) -> set[str]:
     """Every global and attribute that a function refers to, and the functions of its own file down to a depth."""
     names, waiting = set(), [function.__code__]
@@ -134,8 +156,3 @@ def _names(function: FunctionType, depth: int) -> set[str]:
         if isinstance(called, FunctionType) and called.__module__ == function.__module__:
             names |= _names(called, depth - 1)
     return names
-
-
-def _some(names: list[str]) -> str:
-    names = list(dict.fromkeys(names))
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
