@@ -9,7 +9,7 @@ FASTMAX_CUDA_ARCHS ?= native
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench notebooks clean
+.PHONY: demo test lint docs bench notebooks clean
 
 demo: $(READY)  ## train the character model, then check the custom gradient
 	$(BIN)/python examples/train_char_lm.py
@@ -22,6 +22,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+docs: $(READY)  ## the site, in build/site; a broken link or reference is an error
+	$(BIN)/python -m sphinx -W --keep-going -E -q -b html -c docs -d build/doctrees . build/site
+
 bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax attention
 	$(BIN)/python -m benchmarks.run cpu
 	$(BIN)/python -m benchmarks.run memory
@@ -29,11 +32,11 @@ bench: $(READY)  ## speed and memory on the CPU, against PyTorch's softmax atten
 notebooks: $(READY)  ## execute the notebooks and store them with their outputs
 	$(BIN)/python examples/notebooks/execute.py
 
-$(READY): pyproject.toml setup.py $(wildcard csrc/*)
+$(READY): pyproject.toml setup.py $(shell find csrc -type f)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -m pip install "setuptools>=77" ninja
-	FASTMAX_CUDA_ARCHS="$(FASTMAX_CUDA_ARCHS)" $(BIN)/python -m pip install --no-build-isolation -e ".[examples,lint,test,transformers]"
+	FASTMAX_CUDA_ARCHS="$(FASTMAX_CUDA_ARCHS)" $(BIN)/python -m pip install --no-build-isolation -e ".[docs,examples,lint,test,transformers]"
 	touch $@
 
 clean:

@@ -50,7 +50,8 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 def read_csv(path: Path) -> list[Row]:
     """What `write_csv` wrote, numbers as numbers; a cell that was left out stays out."""
-    numbers = dict.fromkeys(("batch", "heads", "tokens", "head_dim"), int) | {"median": float}
+    numbers = dict.fromkeys(("batch", "heads", "tokens", "head_dim"), int)
+    numbers |= dict.fromkeys(("median", "of_peer", "target", "of_floor", "gb_per_s"), float)
     with path.open(newline="") as file:
         return [{key: numbers.get(key, str)(cell) for key, cell in row.items() if cell != ""} for row in csv.DictReader(file)]
 
@@ -199,19 +200,24 @@ def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
 
 
 def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
-    """Tokens a second and peak memory of a training step over the context."""
+    """Tokens a second of a training step over the context. Memory is a sentence: its lines would lie on each other."""
 
     def tokens_per_s(row: Row) -> float:
         return row["batch"] * row["tokens"] / row["median"] * 1e3
 
-    with _figure(1, 2, path) as (figure, axes):
-        names = _providers(rows)
-        _draw(axes[0, 0], _curves(rows, names, "train", tokens_per_s), "tokens/s")
-        _draw(axes[0, 1], _curves(rows, names, "memory", lambda row: row["median"] / 1024), "peak memory, GiB")
-        for axis in axes[0]:
-            axis.set_xlabel("context, tokens")
+    with _figure(1, 1, path, width=6.5) as (figure, axes):
+        _draw(axes[0, 0], _curves(rows, _providers(rows), "train", tokens_per_s), "tokens/s")
+        axes[0, 0].set_xlabel("context, tokens")
         title = rows[0]["case"].rpartition(" (")[0]
-        figure.suptitle(f"a training step, {title}, {rows[0].get('device', '')}", fontsize=10)
+        memory = f"peak memory: within {memory_spread(rows):.1%} of each other at every context"
+        figure.suptitle(f"a training step, {title}, {rows[0].get('device', '')}\n{memory}", fontsize=9)
+
+
+def memory_spread(rows: list[Row]) -> float:
+    """How much more memory the largest provider takes than the smallest, as a fraction, at the context where that is most."""
+    peaks = _curves(rows, _providers(rows), "memory", lambda row: row["median"]).values()
+    at = [[points[n] for points in peaks if n in points] for n in {n for points in peaks for n in points}]
+    return max(max(values) / min(values) for values in at) - 1
 
 
 def _providers(rows: list[Row]) -> list[str]:
@@ -230,6 +236,8 @@ def _curves(rows: list[Row], names: list[str], mode: str, value: Callable[[Row],
 
 def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
     """Log-log; a provider keeps its colour where it, or another, has no points."""
+    from matplotlib.ticker import LogLocator
+
     for i, (name, points) in enumerate(curves.items()):
         if points:
             axis.plot(*zip(*sorted(points.items()), strict=True), "o-", markersize=3, color=f"C{i}", label=name)
@@ -237,6 +245,10 @@ def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
     sizes = sorted(set().union(*curves.values()))
     shown = sizes[:: -(-len(sizes) // 6)] if sizes else []
     axis.set_xticks(shown, [_short(n) for n in shown])
+    low, high = axis.get_ylim()
+    if high < 100 * low:  # powers of ten alone may leave an axis without a number
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y < 1e4 else f"{y / 1e3:g} k")
     axis.minorticks_off()
     axis.grid(alpha=0.3)
 
@@ -250,14 +262,14 @@ def _short(n: int) -> str:
 
 
 @contextmanager
-def _figure(rows: int, columns: int, path: Path):
+def _figure(rows: int, columns: int, path: Path, width: float = 4.2):
     """A figure and its axes, written to `path` when the block has drawn them."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.2 * columns, 3.5 * rows), sharex="col", squeeze=False)
+    figure, axes = pyplot.subplots(rows, columns, figsize=(width * columns, 3.5 * rows), sharex="col", squeeze=False)
     yield figure, axes
     for axis in axes[-1]:
         axis.set_xlabel(axis.get_xlabel() or "tokens")

@@ -2,8 +2,9 @@
 
     python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--fail-on-spills]
 
-What is compiled follows from file names and contents: `*_sm80.cu` for every architecture, `*_sm90.cu` for sm_90a alone, and a
-source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and they run side by side).
+What is compiled follows from file names and contents: every source below this folder, `*_sm80.cu` for every architecture,
+`*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and
+they run side by side). Includes are relative to this folder.
 """
 
 import argparse
@@ -125,6 +126,16 @@ def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:
     return [*flags, f"-gencode=arch=compute_{virtual_arch(archs[0])},code=compute_{virtual_arch(archs[0])}"]
 
 
+def sources(suffix: str) -> list[Path]:
+    return sorted(SOURCE_DIR.rglob(f"*{suffix}"))
+
+
+def object_name(source: Path, mode: str | None = None) -> str:
+    """linear/order2/read_sm80.cu -> linear/order2/read_sm80.bf16.o"""
+    stem = source.relative_to(SOURCE_DIR).with_suffix("")
+    return f"{stem}.{mode.lower()}.o" if mode else f"{stem}.o"
+
+
 def ninja_file(archs: tuple[int, ...]) -> str:
     cuda, torch = cuda_home(), torch_home()
     cuda_lib = next(
@@ -136,7 +147,9 @@ def ninja_file(archs: tuple[int, ...]) -> str:
     nvcc = cuda / "bin/nvcc"
     define_archs = f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'"
     lines = [
-        f"nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden -I{SOURCE_DIR} -Xptxas -v {define_archs}",
+        # Kernels are compressed for size: they are decompressed once, when they are first launched.
+        "nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden --compress-mode=size "
+        f"-I{SOURCE_DIR} -Xptxas -v {define_archs}",
         f"cxx_flags = -std=c++20 -O2 -fPIC -fvisibility=hidden -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} "
         f"{define_archs} -I{SOURCE_DIR} -I{torch / 'include'} -isystem {cuda / 'include'}",
         "",
@@ -156,25 +169,25 @@ def ninja_file(archs: tuple[int, ...]) -> str:
         "cc -shared -fPIC -Wl,-soname,libtorch_cuda.so -x c - -o $out",
         "rule link",
         f"  command = c++ -shared -o $out $in -Wl,--no-as-needed -L{torch / 'lib'} -ltorch_cpu -Wl,--as-needed "
-        f"-L{cuda_lib} -lcudart_static -ldl -lpthread -lrt -Wl,--exclude-libs,ALL",
+        f"-L{cuda_lib} -lcudart_static -ldl -lpthread -lrt -Wl,--exclude-libs,ALL -Wl,-z,defs",
         "  description = link $out",
         "",
         "build stub/libtorch_cuda.so: stub",
     ]
     objects = []
-    for source in sorted(SOURCE_DIR.glob("*.cu")):
+    for source in sources(".cu"):
         flags = arch_flags(source, archs)
         if not flags:
             continue
         sharded = "FASTMAX_MATH" in source.read_text()
         for mode in MATH_MODES if sharded else (None,):
-            name = f"{source.stem}.{mode.lower()}.o" if mode else f"{source.stem}.o"
+            name = object_name(source, mode)
             extra = flags + ([f"-DFASTMAX_MATH={mode}"] if mode else [])
             lines += [f"build {name}: nvcc {source}", f"  extra = {' '.join(extra)}"]
             objects.append(name)
-    for source in sorted(SOURCE_DIR.glob("*.cpp")):
-        lines.append(f"build {source.stem}.o: cxx {source}")
-        objects.append(f"{source.stem}.o")
+    for source in sources(".cpp"):
+        lines.append(f"build {object_name(source)}: cxx {source}")
+        objects.append(object_name(source))
     lines += [f"build libfastmax.so: link {' '.join(objects)} stub/libtorch_cuda.so", "default libfastmax.so", ""]
     return "\n".join(lines)
 
@@ -193,7 +206,7 @@ def build(out: Path, archs: tuple[int, ...] = DEFAULT_ARCHS, jobs: int | None = 
 def spills(out: Path) -> list[str]:
     """One line per kernel and architecture that spills registers, read from the compiler's reports in out."""
     found = []
-    for log in sorted(out.glob("*.o.log")):
+    for log in sorted(out.rglob("*.o.log")):
         kernel = "?"
         for line in log.read_text().splitlines():
             if entry := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
@@ -221,7 +234,7 @@ def main() -> int:
     spilled = spills(args.out.resolve())
     for line in spilled:
         print(f"register spill: {line}", file=sys.stderr)
-    print(library)
+    print(f"{library}: {library.stat().st_size / 2**20:.1f} MiB")
     return 1 if spilled and args.fail_on_spills else 0
 
 

@@ -11,7 +11,8 @@ p = 2 and softmax on a mix of sizes; the table shows the accuracy for each numbe
 
     python examples/associative_recall.py
 
-writes OUT/associative_recall.csv and .png.
+writes OUT/associative_recall.csv and .png. `--scales` compares scales of p = 2's scores instead and writes recall_scales.csv
+and .png: queries and keys RMS-normalised or not, temperature 1 or sqrt(head_dim), `normalize="token"`.
 """
 
 import argparse
@@ -24,7 +25,15 @@ from model import Block, GPTConfig
 from torch import Tensor, nn
 from tqdm import tqdm
 
-ATTENTIONS = {"fastmax p=1": ("fastmax", 1), "fastmax p=2": ("fastmax", 2), "softmax": ("softmax", 2)}
+# What each has of GPTConfig.
+ATTENTIONS = {"fastmax p=1": {"p": 1}, "fastmax p=2": {}, "softmax": {"attention": "softmax"}}
+SCALES = {
+    "RMS-normalised, temperature 1": {},
+    "RMS-normalised, temperature sqrt(d)": {"temperature": None},
+    "as projected, temperature 1": {"qk_norm": False},
+    "as projected, temperature sqrt(d)": {"qk_norm": False, "temperature": None},
+    'as projected, normalize="token", temperature 1': {"qk_norm": False, "normalize": "token"},
+}
 
 
 class Recall(nn.Module):
@@ -60,11 +69,10 @@ def accuracy(model: Recall, pairs: int, args: argparse.Namespace) -> float:
     return (model(*given).argmax(-1) == answers).float().mean().item()
 
 
-def train(name: str, args: argparse.Namespace) -> tuple[Recall, list[tuple[int, float]]]:
+def train(name: str, options: dict, args: argparse.Namespace) -> tuple[Recall, list[tuple[int, float]]]:
     """The trained model and (step, accuracy at the largest number of pairs)."""
-    attention, p = ATTENTIONS[name]
     torch.manual_seed(args.seed)
-    config = GPTConfig(n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd, attention=attention, p=p, rope=False)
+    config = GPTConfig(n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd, rope=False, **options)
     model = Recall(args.vocab, config).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps + 1, pct_start=0.1)
@@ -98,20 +106,22 @@ def main():
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--scales", action="store_true", help="compare temperatures and normalisations of p = 2")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
     if max(args.pairs) > args.vocab:
         parser.error(f"{max(args.pairs)} pairs need as many different keys, --vocab is {args.vocab}")
 
     table, curves = {}, {}
-    for name in ATTENTIONS:
-        model, curves[name] = train(name, args)
+    for name, options in (SCALES if args.scales else ATTENTIONS).items():
+        model, curves[name] = train(name, options, args)
         table[name] = [accuracy(model, pairs, args) for pairs in args.pairs]
 
     print(f"\naccuracy after {args.steps} steps, by number of pairs (guessing: {1 / args.vocab:.1%})")
-    print(f"{'attention':<14}" + "".join(f"{pairs:>8}" for pairs in args.pairs))
+    width = max(map(len, table)) + 2
+    print(f"{'attention':<{width}}" + "".join(f"{pairs:>8}" for pairs in args.pairs))
     for name, row in table.items():
-        print(f"{name:<14}" + "".join(f"{value:>8.1%}" for value in row))
+        print(f"{name:<{width}}" + "".join(f"{value:>8.1%}" for value in row))
 
     import matplotlib
 
@@ -119,7 +129,7 @@ def main():
     import matplotlib.pyplot as plt
 
     args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / "associative_recall"
+    stem = args.out / ("recall_scales" if args.scales else "associative_recall")
     with open(f"{stem}.csv", "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["attention", *(f"pairs_{pairs}" for pairs in args.pairs)])

@@ -25,7 +25,8 @@ class GPTConfig:
     n_embd: int = 128
     attention: str = "fastmax"  # or "softmax"
     p: int = 2  # degree of Fastmax's polynomial
-    temperature: float = 1.0  # of p = 2; see make_attention
+    temperature: float | None = 1.0  # of p = 2, None: sqrt(head_dim); see make_attention
+    normalize: bool | str = False  # of p = 2
     qk_norm: bool = True
     rope: bool = True
     custom_gradient: bool = True
@@ -46,7 +47,8 @@ def make_attention(config: GPTConfig) -> nn.Module:
     if config.attention == "softmax":
         return SoftmaxAttention()
     if config.p == 2:
-        options = {"p": 2, "temperature": config.temperature}
+        temperature = config.temperature or math.sqrt(config.n_embd / config.n_head)
+        options = {"p": 2, "temperature": temperature, "normalize": config.normalize}
     else:
         options = {"p": 1, "normalize": "token", "temperature": 1.1}
     return fastmax.FASTMultiHeadAttention(config.custom_gradient, mask=True, **options)

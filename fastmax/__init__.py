@@ -1,7 +1,8 @@
 """Polynomial-kernel (Fastmax) attention for PyTorch."""
 
 from fastmax import softmax
-from fastmax.decode import DecodeState, init_state, prefill, step
+from fastmax.decode import init_state, prefill, step, step_
+from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.positional import rpe_matrix_creator
@@ -21,5 +22,6 @@ __all__ = [
     "rpe_matrix_creator",
     "softmax",
     "step",
+    "step_",
     "swap_attention",
 ]

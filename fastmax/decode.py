@@ -6,35 +6,17 @@ against v and against 1. `prefill` takes many tokens at once through the paralle
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import combinations
 
 import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
+from fastmax.call import Call
+from fastmax.decode_state import DecodeState
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
-from fastmax.score import Score
-
-
-@dataclass(frozen=True)
-class DecodeState:
-    """Sums over the tokens seen so far, and the options they were made with.
-
-    `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
-    `1`, `k_a` and `k_a k_b` for `a <= b`, in that order (`1 + d` of them for p = 1). With a sinusoidal rpe_matrix d counts the
-    appended channels. `tokens` counts what was seen.
-    """
-
-    values: Tensor
-    weights: Tensor
-    tokens: int
-    dtype: torch.dtype  # of q, k and v
-    head_dim: int  # of q and k as the caller passes them
-    score: Score
-    normalize: str | None
-    lim: float
-    sinusoidal: bool
 
 
 def init_state(
@@ -74,8 +56,7 @@ def init_state(
             raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
         if size < (0 if name == "batch" else 1):
             raise ValueError(f"{name} must be at least {0 if name == 'batch' else 1}, got {size}")
-    if dtype not in validation.DTYPES:
-        raise TypeError(f"dtype must be float64, float32, float16 or bfloat16, got {dtype}")
+    validation.check_dtype("dtype", dtype)
     score = validation.check_score(temperature, a0, a1, a2, p)
     kind = validation.check_normalize(normalize, lim)
     if kind == "sequence":
@@ -83,11 +64,15 @@ def init_state(
     if rpe_matrix not in (None, "sinusoidal"):
         raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {type(rpe_matrix).__name__}')
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
-    sinusoidal = rpe_matrix is not None
+    rows = _feature_count(head_dim, score.order, rpe_matrix is not None)
+    values = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
+    positions = None if rpe_matrix is None else torch.zeros(batch, dtype=torch.int64, device=device)
+    return DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
+
+
+def _feature_count(head_dim: int, order: int, sinusoidal: bool) -> int:
     width = head_dim + 2 * ((head_dim + 1) // 2) if sinusoidal else head_dim
-    features = 1 + width + (width * (width + 1) // 2 if p == 2 else 0)
-    values = torch.zeros(batch, kv_heads, features, value_dim, dtype=eager.compute_dtype(dtype), device=device)
-    return DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, sinusoidal)
+    return 1 + width + (width * (width + 1) // 2 if order == 2 else 0)
 
 
 def step(
@@ -96,7 +81,7 @@ def step(
     """Attend one token to itself and all before it.
 
     Args:
-        q: (b, h, 1, d).
+        q: (b, h, 1, d), in the state's dtype.
         k, v: (b, hk, 1, d) and (b, hk, 1, dv); k and v join the state first, so the token sees itself.
         state: from `init_state`, `step` or `prefill`. It is not modified.
         key_padding_mask: bool (b, 1), True = the token joins the state.
@@ -106,16 +91,44 @@ def step(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Under autocast q, k and v of any dtype but float64 are cast to the state's, in which the output comes; nothing else is
+    rounded, so that tokens which have that dtype already give the same numbers as without autocast.
     """
-    _check(q, k, v, state, key_padding_mask)
-    if q.shape[2] != 1 or k.shape[2] != 1:
-        raise ValueError(
-            f"q, k and v must hold one token, (b, h, 1, d), got {q.shape[2]} in q and {k.shape[2]} in k; "
-            "use fastmax.prefill for more"
-        )
-    q, k = _transform(q, k, state)
-    o, values, weights = ops.decode_step(q, k, v, state.values, state.weights, key_padding_mask, state.score)
-    return o, replace(state, values=values, weights=weights, tokens=state.tokens + 1)
+    q, k, v = _check_token(q, k, v, state, key_padding_mask)
+    with ops.without_autocast(q):
+        q, k = _transform(q, k, state)
+        o, values, weights = ops.decode_step(q, k, v, state.values, state.weights, key_padding_mask, state.score)
+    return o, _advanced(state, 1, values, weights)
+
+
+def step_(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_mask: Tensor | None = None) -> Tensor:
+    """`step` in place: the state itself takes the token, and only the output is allocated.
+
+    The same numbers as `step`. For generation, where the state before the token is not needed again: half the memory of
+    `step`, and the addresses of the state stay, as CUDA graphs want it (a replay advances the tensors; `state.tokens` counts
+    calls of this function only). A state that shares its tensors, from `detach`, `map` or `to`, sees the change too.
+
+    Args:
+        q, k, v, key_padding_mask: as in `step`.
+        state: its tensors must be contiguous and overlap neither each other nor q, k and v, as those of the functions here do.
+
+    Returns:
+        The output (b, h, 1, dv) in q's dtype and layout.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+        RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`.
+    """
+    q, k, v = _check_token(q, k, v, state, key_padding_mask)
+    _check_memory({"q": q, "k": k, "v": v}, state)
+    with ops.without_autocast(q):
+        q, k = _transform(q, k, state)
+        o = ops.decode_step_(q, k, v, state.values, state.weights, key_padding_mask, state.score)
+    if state.positions is not None:
+        state.positions.add_(1)
+    state.tokens += 1
+    return o
 
 
 def prefill(
@@ -124,7 +137,7 @@ def prefill(
     """Attend n tokens, causally, to themselves and all before them: n calls of `step` in one.
 
     Args:
-        q: (b, h, n, d).
+        q: (b, h, n, d), in the state's dtype.
         k, v: (b, hk, n, d) and (b, hk, n, dv).
         state: from `init_state`, `step` or `prefill`. It is not modified.
         key_padding_mask: bool (b, n), True = the token joins the state.
@@ -134,39 +147,113 @@ def prefill(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Under autocast as `step`.
     """
-    _check(q, k, v, state, key_padding_mask)
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
-    tokens = state.tokens + q.shape[2]
-    q, k = _transform(q, k, state)
-    o, values, weights = eager.forward_from_state(q, k, v, key_padding_mask, state.score, state.values, state.weights)
-    return o, replace(state, values=values, weights=weights, tokens=tokens)
+    q, k, v = _check(q, k, v, state, key_padding_mask)
+    n = q.shape[2]
+    if k.shape[2] != n:
+        raise ValueError(f"k and v must have q's number of tokens {n}, got {k.shape[2]}")
+    with ops.without_autocast(q):
+        q, k = _transform(q, k, state)
+        call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
+        o, values, weights = eager.forward_from_state(q, k, v, call, state.values, state.weights)
+    if n == 0:  # the state that is returned may be changed in place, the given one not with it
+        return o, state.clone()
+    return o, _advanced(state, n, values, weights)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None) -> None:
+def _advanced(state: DecodeState, tokens: int, values: Tensor, weights: Tensor) -> DecodeState:
+    positions = None if state.positions is None else state.positions + tokens
+    return replace(state, values=values, weights=weights, positions=positions, tokens=state.tokens + tokens)
+
+
+def _check_token(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _check(q, k, v, state, mask)
+    if q.shape[2] != 1 or k.shape[2] != 1:
+        raise ValueError(
+            f"q, k and v must hold one token, (b, h, 1, d), got {q.shape[2]} in q and {k.shape[2]} in k; "
+            "use fastmax.prefill for more"
+        )
+    return q, k, v
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as they are, or in the state's dtype under autocast."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.init_state, got {type(state).__name__}")
+    q, k, v = _autocast(q, k, v, state)
     validation.check_qkv(q, k, v, causal=True)
     validation.check_key_padding_mask(mask, q, k)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
-    batch, heads = state.values.shape[:2]
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
+    batch, heads, rows, value_dim = state.values.shape
     if k.shape[0] != batch or k.shape[1] != heads or k.shape[3] != state.head_dim:
         expected = (batch, heads, "tokens", state.head_dim)
         raise ValueError(f"k must have the state's shape {expected}, got {tuple(k.shape)}")
-    if v.shape[3] != state.values.shape[3]:
-        raise ValueError(f"v must have the state's value_dim {state.values.shape[3]}, got {v.shape[3]}")
+    if v.shape[3] != value_dim:
+        raise ValueError(f"v must have the state's value_dim {value_dim}, got {v.shape[3]}")
     if q.dtype != state.dtype:
         raise TypeError(f"q, k and v must have the state's dtype {state.dtype}, got {q.dtype}")
     if q.device != state.values.device:
         raise ValueError(f"q, k and v must be on the state's device {state.values.device}, got {q.device}")
+    expected = (batch, heads, _feature_count(state.head_dim, state.score.order, state.positions is not None))
+    wide = eager.compute_dtype(state.dtype)
+    if state.weights.shape != expected or rows != expected[2] or not state.values.dtype == state.weights.dtype == wide:
+        raise ValueError(
+            f"state must have values {(*expected, value_dim)} and weights {expected} of {wide} for its options, got "
+            f"{tuple(state.values.shape)} of {state.values.dtype} and {tuple(state.weights.shape)} of {state.weights.dtype}"
+        )
+    return q, k, v
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor, state: DecodeState) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast q, k and v in the state's dtype, float64 excepted, as PyTorch's own operators do."""
+    if state.dtype == torch.float64 or not ops.in_autocast(state.values):
+        return q, k, v
+
+    def cast(x: Tensor) -> Tensor:
+        narrow = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(state.dtype) if narrow else x
+
+    return cast(q), cast(k), cast(v)
+
+
+def _check_memory(tokens: dict[str, Tensor], state: DecodeState) -> None:
+    """That every element of the state has memory of its own, so that writing it changes nothing else."""
+    written = {f"state.{name}": x for name, x in state.tensors().items()}
+    for name, x in written.items():
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous to be written in place, got strides {x.stride()} for shape {tuple(x.shape)}; "
+                "state.clone() is"
+            )
+    if torch.compiler.is_compiling():  # where there is no memory yet; the compiler keeps track of what is the same
+        return
+    for (name, x), (other, y) in combinations((written | tokens).items(), 2):
+        if name in written and torch._C._overlaps(x, y) and not _is_apart(x, y):
+            raise ValueError(f"{name} must not overlap {other} to be written in place; the memory of state.clone() does not")
+
+
+def _is_apart(x: Tensor, y: Tensor) -> bool:
+    """Whether one of two tensors in the same storage lies behind the other."""
+
+    def extent(x: Tensor) -> tuple[int, int]:
+        first = x.storage_offset() * x.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return first, first + (last + 1) * x.element_size()
+
+    (x_first, x_stop), (y_first, y_stop) = extent(x), extent(y)
+    return x_stop <= y_first or y_stop <= x_first or 0 in (x.numel(), y.numel())
 
 
 def _transform(q: Tensor, k: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
     """What `fastmax_attention` does to q and k before the operator, at positions that continue from the state."""
     if state.normalize is not None:
         q, k = (normalize_rows(x, state.normalize, state.lim) for x in (q, k))
-    if state.sinusoidal:
-        q, k = append_sinusoidal_query(q, state.tokens), append_sinusoidal_key(k, state.tokens)
+    if state.positions is not None:
+        first = state.positions[:, None, None]
+        q, k = append_sinusoidal_query(q, first), append_sinusoidal_key(k, first)
     return q, k

@@ -7,11 +7,14 @@ no Python symbols, so one file serves every Python and every PyTorch from 2.11 o
 from __future__ import annotations
 
 import ctypes
-import warnings
-from functools import lru_cache
+import threading
+from collections.abc import Callable
+from functools import lru_cache, wraps
 from pathlib import Path
 
 import torch
+
+from fastmax.warning import warn
 
 PATH = Path(__file__).with_name("libfastmax.so")
 HOW_TO_BUILD = (
@@ -19,7 +22,7 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-SCHEMA_VERSION = 2  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
+SCHEMA_VERSION = 3  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
 
 _problem: str | None = "it was not asked for yet"
 
@@ -83,6 +86,51 @@ def build_info() -> str:
     return query().decode()
 
 
+class _Failures(threading.local):
+    raised: list[Exception] | None = None  # by the PyTorch implementation, inside `call`
+
+
+_failures = _Failures()
+
+
+def remembering(implementation: Callable) -> Callable:
+    """A PyTorch implementation as the library calls it: through an interface in C, which keeps no more of an exception than
+    that there was one. `call` raises it again."""
+
+    @wraps(implementation)
+    def run(*arguments):
+        try:
+            return implementation(*arguments)
+        except Exception as error:
+            if _failures.raised is not None:
+                _failures.raised.append(error)
+            raise
+
+    return run
+
+
+def call(operator: Callable, *arguments):
+    """`operator(*arguments)` for an operator that the library may compute.
+
+    Raises:
+        torch.OutOfMemoryError: where memory ran out in the library, which can raise no more than a RuntimeError.
+        Exception: what the PyTorch implementation raised, where the library handed the call on to it.
+    """
+    _failures.raised = raised = []
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        if raised:
+            raise raised.pop() from error
+        if "out of memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+    finally:
+        _failures.raised = None
+
+
 _checked: set[int | None] = set()
 
 
@@ -93,8 +141,4 @@ def warn_if_unused(device: torch.device) -> None:
     _checked.add(device.index)
     reason = problem(device)
     if reason is not None:
-        warnings.warn(
-            f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn(f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.")

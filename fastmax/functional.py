@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
+from fastmax.call import Call
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Softmax
@@ -44,16 +45,17 @@ def fastmax_attention(
         v: (b, hk, m, dv).
         causal: key j is visible to query i when `j <= i + (m - n)` (aligned at the end); n <= m.
         drop_noise: standard normal tensor of the output's shape, for `o * (1 + dropout * drop_noise)`; drawn when None and
-            dropout > 0. No gradient flows to it.
+            dropout > 0, refused when dropout is 0. No gradient flows to it.
         rpe_matrix: relative positions. A tensor (n + m - 1, d) whose row `j - i + n - 1` is added to k_j for query i (runs on
             the quadratic algorithm, gets a gradient); or "sinusoidal": the rows of `rpe_matrix_creator(structured=True)`,
             factorised, with no matrix and any algorithm.
         dropout: strength of the noise, >= 0.
-        normalize: False; True or "sequence" (each head's q, and k, scaled so that the longest row has length `lim`; not
-            causal, it looks at all rows, padding too); "token" (each row longer than `lim` scaled back to it).
+        normalize: False; True or "sequence" (each head's q, and k, scaled so that the longest row has length `lim`; it looks
+            at all rows but masked keys, later ones too, of which it warns when causal); "token" (each row longer than `lim`
+            scaled back to it; causal).
         temperature: > 0.
         a0, a1, a2: coefficients of f. The defaults are the Taylor polynomial of exp.
-        lim: radius for `normalize`, > 0.
+        lim: radius for `normalize`, > 0; refused without.
         p: degree of f, 1 or 2. With 1, a2 is ignored.
         key_padding_mask: bool (b, m), True = the key takes part. A query that sees no key gets output and gradient 0.
         use_custom_gradient: True: one fused operator with an analytic backward. False: the same forward in PyTorch
@@ -65,26 +67,29 @@ def fastmax_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is accepted.
-        RuntimeError: on a second derivative or forward-mode derivative through `use_custom_gradient=True`.
+        RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
     Under autocast q, k, v are cast to autocast's dtype, as `scaled_dot_product_attention` does. Method: Gerami et al.,
     "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901).
     """
     validation.check_flag("causal", causal)
+    validation.check_bool("use_custom_gradient", use_custom_gradient)
     q, k, v, rpe_matrix = _autocast(q, k, v, rpe_matrix)
     validation.check_qkv(q, k, v, causal)
     score = validation.check_score(temperature, a0, a1, a2, p)
     kind = validation.check_normalize(normalize, lim)
     dropout = validation.check_dropout(dropout)
-    validation.check_drop_noise(drop_noise, q, v.shape[-1])
+    validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
     validation.check_rpe(rpe_matrix, q, k)
     validation.check_key_padding_mask(key_padding_mask, q, k)
     validation.check_algorithm(algorithm, rpe_matrix)
     if not torch.compiler.is_compiling():
         validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
+        validation.warn_if_leaking(causal, kind)
 
     if kind is not None:
-        q, k = (normalize_rows(x, kind, lim, use_custom_gradient) for x in (q, k))
+        q = normalize_rows(q, kind, lim, use_custom_gradient)
+        k = normalize_rows(k, kind, lim, use_custom_gradient, key_padding_mask)
     if isinstance(rpe_matrix, str):
         q, k = append_sinusoidal_query(q, k.shape[-2] - q.shape[-2]), append_sinusoidal_key(k, 0)
         rpe_matrix = None
@@ -98,12 +103,7 @@ def fastmax_attention(
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
-    if use_custom_gradient:
-        o = ops.attention(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm)
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            record = eager.recording(q, k, v, rpe_matrix)
-            o, _ = eager.forward(q, k, v, key_padding_mask, noise, rpe_matrix, score, causal, dropout, algorithm, record)
+    o, _ = _attend(q, k, v, Call(score, causal, dropout, algorithm, key_padding_mask, noise, rpe_matrix), use_custom_gradient)
     return o.flatten(0, 1) if three_d else o
 
 
@@ -139,12 +139,14 @@ def flash_attention(
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is accepted.
-        RuntimeError: on a second derivative or forward-mode derivative through `use_custom_gradient=True`.
+        RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
     Under autocast q, k, v are cast to autocast's dtype. Method: online normaliser (Milakov and Gimelshein, 2018,
     arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691).
     """
     validation.check_flag("causal", causal)
+    validation.check_bool("use_custom_gradient", use_custom_gradient)
+    validation.check_bool("return_lse", return_lse)
     q, k, v = _autocast(q, k, v)
     validation.check_qkv(q, k, v, causal)
     score = Softmax(validation.check_scale(scale, q.shape[-1]))
@@ -153,14 +155,18 @@ def flash_attention(
     three_d = q.dim() == 3
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
-    if use_custom_gradient:
-        o, lse = ops.flash_attention(q, k, v, key_padding_mask, score, causal)
-    else:
-        with torch.autocast(q.device.type, enabled=False):
-            o, lse = eager.flash_forward(q, k, v, key_padding_mask, score, causal, eager.recording(q, k, v))
+    o, lse = _attend(q, k, v, Call(score, causal, key_padding_mask=key_padding_mask), use_custom_gradient)
     if three_d:
         o, lse = o.flatten(0, 1), lse.flatten(0, 1)
     return (o, lse) if return_lse else o
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
+    """Output, and denominators or log-sum-exp, of 4-d tensors."""
+    if use_custom_gradient:
+        return ops.attention(q, k, v, call)
+    with ops.without_autocast(q):
+        return eager.forward(q, k, v, call, differentiable=eager.recording(q, k, v, *call.differentiable))
 
 
 def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
@@ -171,10 +177,9 @@ def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tenso
 
 def _autocast(*tensors: object) -> tuple:
     """Floating-point tensors in autocast's dtype when it is on, float64 excepted, as PyTorch's own operators do."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not torch.is_autocast_enabled(device):
+    if not isinstance(tensors[0], Tensor) or not ops.in_autocast(tensors[0]):
         return tensors
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
     return tuple(
         x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
     )

@@ -14,12 +14,15 @@ class FASTMultiHeadAttention(nn.Module):
     It has no weights: q, k and v come projected and split into heads. The constructor's keywords set defaults that `forward`
     may override; an argument of `forward` left out, or None, takes the module's. All are explained in
     `fastmax.fastmax_attention` (`mask` is its `causal`).
+
+    Raises:
+        TypeError: for dimensions too, as in `FASTMultiHeadAttention(embed_dim, num_heads)`.
     """
 
     def __init__(
         self,
         use_custom_gradient: bool = True,
-        *,
+        *dimensions: object,
         rpe_matrix: str | None = None,
         mask: bool = False,
         dropout: float = 0.0,
@@ -33,14 +36,19 @@ class FASTMultiHeadAttention(nn.Module):
         algorithm: str = "auto",
     ):
         super().__init__()
-        if rpe_matrix not in (None, "sinusoidal"):
+        if dimensions or not isinstance(use_custom_gradient, bool):
+            given = ", ".join(map(validation.describe, (use_custom_gradient, *dimensions)))
             raise TypeError(
-                f'rpe_matrix must be "sinusoidal" or None here, got {type(rpe_matrix).__name__}; '
-                "a matrix depends on the sequence length: pass it to forward"
+                f"use_custom_gradient, a bool, is all that is given by position, got {given}: this module has no weights and "
+                "takes no embed_dim or num_heads, but q, k and v of shape (batch, heads, tokens, head_dim). With projections: "
+                "fastmax.swap.SwappedMultiheadAttention(nn.MultiheadAttention(embed_dim, num_heads)), or "
+                "fastmax.swap_attention for a whole model"
             )
+        validation.check_rpe_name(rpe_matrix, "a matrix depends on the number of tokens: pass it to forward")
         validation.check_flag("mask", mask)
         validation.check_dropout(dropout)
-        validation.check_normalize(normalize, lim)
+        validation.check_normalize(normalize, validation.DEFAULT_LIM)
+        validation.check_lim(lim)
         validation.check_score(temperature, a0, a1, a2, p)
         validation.check_algorithm(algorithm, rpe_matrix)
         self.use_custom_gradient = use_custom_gradient
@@ -78,7 +86,8 @@ class FASTMultiHeadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         algorithm: str | None = None,
     ) -> Tensor:
-        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d. No noise in eval mode."""
+        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d. No noise in eval mode; the
+        module's `lim` is for calls that normalize."""
         given = {
             "rpe_matrix": rpe_matrix,
             "mask": mask,
@@ -95,6 +104,8 @@ class FASTMultiHeadAttention(nn.Module):
         options = {name: self.defaults[name] if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
         validation.check_flag("mask", causal)
+        if normalize is False and lim is None:
+            options["lim"] = validation.DEFAULT_LIM
         if not self.training:
             options["dropout"], drop_noise = 0.0, None
         return fastmax_attention(

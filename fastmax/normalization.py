@@ -9,10 +9,13 @@ from fastmax import eager
 from fastmax.ops import refuse_second_derivative
 
 
-def normalize_rows(x: Tensor, kind: str, lim: float, use_custom_gradient: bool = False) -> Tensor:
-    """Scale the rows of x (..., tokens, d) into the ball of radius `lim`.
+def normalize_rows(
+    x: Tensor, kind: str, lim: float, use_custom_gradient: bool = False, takes_part: Tensor | None = None
+) -> Tensor:
+    """Scale the rows of x (b, h, tokens, d), or (b * h, tokens, d), into the ball of radius `lim`.
 
-    `"sequence"`: all rows of a head by the one factor `lim / max_i |x_i|`; it looks at every row, future ones too.
+    `"sequence"`: all rows of a head by the one factor `lim / max_i |x_i|`; it looks at every row, future ones too. Rows that
+    `takes_part`, bool (b, tokens), leaves out do not count and come out as zeros, so that none leaves the ball.
     `"token"`: each row longer than `lim` back onto the sphere, shorter rows as they are; causal.
     Zero stays zero. Differentiable, the factor included. Computed in fp32 for half precision; squares neither overflow nor
     underflow, because rows are first divided by their largest element (a constant to autograd: it cancels).
@@ -22,11 +25,16 @@ def normalize_rows(x: Tensor, kind: str, lim: float, use_custom_gradient: bool =
     """
     if x.numel() == 0:
         return x
+    if kind == "sequence" and takes_part is not None:
+        heads = x.shape[0] // takes_part.shape[0]  # of a 3-d x
+        rows = takes_part[:, None] if x.dim() == 4 else takes_part.repeat_interleave(heads, dim=0)
+        x = torch.where(rows.unsqueeze(-1), x, 0.0)
     recording = use_custom_gradient and x.requires_grad and torch.is_grad_enabled()
     # Compilers fuse the operations themselves; transforms and forward mode are told by the attention that follows.
     if recording and not torch.compiler.is_compiling() and not eager.is_transformed():
         return _Normalized.apply(x, kind, lim)
-    rows, factor, _, _ = _factors(x, kind, lim)
+    # Widened first, so that autograd adds up the gradient's parts before they are rounded.
+    rows, factor, _, _ = _factors(x.to(eager.compute_dtype(x.dtype)), kind, lim)
     return (rows * factor).to(x.dtype)
 
 

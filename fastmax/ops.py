@@ -1,12 +1,10 @@
-"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step` and
-`softmax`.
+"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
+`decode_step_` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
 (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
-implementation under names of its own. Arguments were checked by `fastmax.validation`; `scale` is 1 / temperature; `algorithm`
-stays "auto" up to the implementation, so that no choice by size ends up in a compiled graph's guards; `allow_tf32` is read by
-kernels only, since PyTorch's own matrix products obey its precision setting by themselves.
+implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema.
 
 Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp) and the caller's mask, noise and rpe matrix are saved
 for the backward.
@@ -21,14 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax import eager, extension
+from fastmax import eager, extension, operator_checks
+from fastmax.call import FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
-_OPTIONS = (
-    "Tensor? key_padding_mask, Tensor? drop_noise, Tensor? rpe_matrix, float scale, float a0, float a1, float a2, int p, "
-    "bool causal, float dropout, str algorithm, bool allow_tf32=False"
-)
 _NO_SECOND_DERIVATIVE = (
     "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
     "gives the same numbers"
@@ -36,52 +31,34 @@ _NO_SECOND_DERIVATIVE = (
 
 library = torch.library.Library("fastmax", "DEF")
 for _prefix in ("", "eager_"):
-    library.define(f"{_prefix}forward(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)")
+    library.define(f"{_prefix}forward(Tensor q, Tensor k, Tensor v, {FASTMAX.schema}) -> (Tensor o, Tensor z)")
     library.define(
-        f"{_prefix}backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {_OPTIONS}) "
+        f"{_prefix}backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FASTMAX.schema}) "
         "-> (Tensor, Tensor, Tensor, Tensor)"
     )
-    library.define(
-        f"{_prefix}flash_forward(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, float scale, bool causal, "
-        "bool allow_tf32) -> (Tensor o, Tensor lse)"
-    )
+    library.define(f"{_prefix}flash_forward(Tensor q, Tensor k, Tensor v, {FLASH.schema}) -> (Tensor o, Tensor lse)")
     library.define(
         f"{_prefix}flash_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-        "Tensor? key_padding_mask, float scale, bool causal, bool allow_tf32) -> (Tensor, Tensor, Tensor)"
+        f"{FLASH.schema}) -> (Tensor, Tensor, Tensor)"
     )
     library.define(
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
         "float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
     )
+    library.define(
+        f"{_prefix}decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? key_padding_mask, "
+        "float scale, float a0, float a1, float a2, int p) -> Tensor"
+    )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    noise: Tensor | None,
-    rpe: Tensor | None,
-    score: Score,
-    causal: bool,
-    dropout: float,
-    algorithm: str,
-) -> Tensor:
-    """The fused operator on 4-d, checked arguments."""
+def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax, the log-sum-exp."""
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
-    options = (*score, causal, dropout, algorithm, _allow_tf32(q))
-    return _call(_ATTENTION, (q, k, v, mask, noise, rpe), options)[0]
-
-
-def flash_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, score: Softmax, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention's fused operator on 4-d, checked arguments: output and log-sum-exp."""
-    if q.is_cuda and not torch.compiler.is_compiling():
-        extension.warn_if_unused(q.device)
-    return _call(_FLASH, (q, k, v, mask), (*score, causal, _allow_tf32(q)))
+    operator = _FLASH if isinstance(call.score, Softmax) else _FASTMAX
+    tensors, options = operator.signature.flatten(call, _allow_tf32(q))
+    return _call(operator, (q, k, v, *tensors), options)
 
 
 def _allow_tf32(q: Tensor) -> bool:
@@ -103,11 +80,37 @@ def decode_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decode`."""
     tensors = (q, k, v, values, weights)
-    if eager.recording(*tensors):
+    if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, mask, score)
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
-    return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
+    return extension.call(torch.ops.fastmax.decode_step.default, *tensors, mask, *score)
+
+
+def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
+    """`decode_step` that writes over `values` and `weights`, which are contiguous and overlap nothing else: the output.
+
+    Raises:
+        RuntimeError: a gradient would have to be recorded.
+    """
+    tensors = (q, k, v, values, weights)
+    _refuse_to_record(*tensors)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    torch.autograd.graph.increment_version((values, weights))
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+        return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
+
+
+def _refuse_to_record(*tensors: Tensor) -> None:
+    if eager.differentiating(*tensors):
+        raise RuntimeError(
+            "fastmax.step_ writes over the state that a gradient would need: use fastmax.step, or call it under torch.no_grad()"
+        )
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -118,47 +121,63 @@ def softmax(x: Tensor, algorithm: str) -> Tensor:
     if x.is_cuda:
         extension.warn_if_unused(x.device)
     if torch.is_grad_enabled() and x.requires_grad:
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
     with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
 
 
-def _forward(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
-    score = Score(scale, a0, a1, a2, p)
-    with _without_autocast(q):
-        return eager.forward(q, k, v, mask, noise, rpe, score, causal, dropout, algorithm, differentiable=False)
+def _forward(q, k, v, *arguments, signature=FASTMAX):
+    call = signature.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    with without_autocast(q):
+        return eager.forward(q, k, v, call, differentiable=False)
 
 
-def _backward(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
-    score = Score(scale, a0, a1, a2, p)
-    with _without_autocast(q):
-        return eager.backward(grad_o, q, k, v, o, z, mask, noise, rpe, score, causal, dropout, algorithm)
+def _backward(grad_o, q, k, v, o, z, *arguments):
+    call = FASTMAX.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z)
+    with without_autocast(q):
+        *grads, grad_rpe = eager.backward(grad_o, None, q, k, v, o, z, call)
+    return (*grads, q.new_empty(0) if grad_rpe is None else grad_rpe)
 
 
-def _flash_forward(q, k, v, mask, scale, causal, allow_tf32):
-    with _without_autocast(q):
-        return eager.flash_forward(q, k, v, mask, Softmax(scale), causal, differentiable=False)
+def _flash_forward(q, k, v, *arguments):
+    return _forward(q, k, v, *arguments, signature=FLASH)
 
 
-def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, mask, scale, causal, allow_tf32):
-    with _without_autocast(q):
-        return eager.flash_backward(grad_o, grad_lse, q, k, v, o, lse, mask, Softmax(scale), causal)
+def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
+    call = FLASH.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, lse=lse, grad_lse=grad_lse)
+    with without_autocast(q):
+        return eager.backward(grad_o, grad_lse, q, k, v, o, lse, call)[:3]
 
 
 def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
-    with _without_autocast(q):
+    with without_autocast(q):
         return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
+def _decode_step_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    with without_autocast(q):
+        return eager.decode_step_(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
+
+
 def _softmax(x, algorithm):
-    with _without_autocast(x):
+    with without_autocast(x):
         return row_softmax.forward(x, algorithm)
 
 
-def _without_autocast(x: Tensor):
-    """Autocast must not reach the accumulations; entering its context costs more than asking."""
+def in_autocast(x: Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; "meta" is one that it does not know."""
     device = x.device.type
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def without_autocast(x: Tensor):
+    """Autocast must not reach the accumulations; entering its context costs more than asking."""
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
 
 
 for _name, _implementation in {
@@ -172,34 +191,31 @@ for _name, _implementation in {
     "eager_flash_backward": _flash_backward,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
+    "decode_step_": _decode_step_,
+    "eager_decode_step_": _decode_step_,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
+    if _name.startswith("eager_"):
+        _implementation = extension.remembering(_implementation)
     library.impl(_name, _implementation, "CompositeExplicitAutograd")
 extension.load()
 
 
 @torch.library.register_fake("fastmax::forward", lib=library)
-def _forward_fake(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
-    return _fake_outputs(q, v)
-
-
 @torch.library.register_fake("fastmax::flash_forward", lib=library)
-def _flash_forward_fake(q, k, v, mask, scale, causal, allow_tf32):
-    return _fake_outputs(q, v)
-
-
-def _fake_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward_fake(q, k, v, *arguments):
     return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
 
 @torch.library.register_fake("fastmax::backward", lib=library)
-def _backward_fake(grad_o, q, k, v, o, z, mask, noise, rpe, scale, a0, a1, a2, p, causal, dropout, algorithm, allow_tf32=False):
+def _backward_fake(grad_o, q, k, v, o, z, *arguments):
+    rpe = FASTMAX.call(arguments).rpe_matrix
     return (*_fake_gradients(q, k, v), q.new_empty(0) if rpe is None else torch.empty_like(rpe))
 
 
 @torch.library.register_fake("fastmax::flash_backward", lib=library)
-def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, mask, scale, causal, allow_tf32):
+def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _fake_gradients(q, k, v)
 
 
@@ -209,7 +225,13 @@ def _fake_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
 def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), torch.empty_like(values), torch.empty_like(weights)
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
+
+
+@torch.library.register_fake("fastmax::decode_step_", lib=library)
+def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -217,39 +239,39 @@ def _softmax_fake(x, algorithm):
     return x.new_empty(x.shape)
 
 
-def _save(ctx, inputs, output):
-    q, k, v, mask, noise, rpe, *options = inputs
-    o, z = output
-    ctx.mark_non_differentiable(z)
+def _save(ctx, inputs, output, signature: Signature) -> None:
+    last = 3 + len(signature.tensors)
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
+    ctx.options = inputs[last:]
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, o, z, mask, noise, rpe)
-    ctx.options = options
 
 
-def _gradients(ctx, grad_o, _):
-    """Of q, k, v, mask, noise and rpe."""
+def _save_fastmax(ctx, inputs, output):
+    ctx.mark_non_differentiable(output[1])
+    _save(ctx, inputs, output, FASTMAX)
+
+
+def _fastmax_gradients(ctx, grad_o, _):
+    """Of q, k, v and the call's tensors."""
     if grad_o is None:
-        return (None,) * 6
-    q, k, v, o, z, mask, noise, rpe = ctx.saved_tensors
-    dq, dk, dv, drpe = torch.ops.fastmax.backward.default(grad_o, q, k, v, o, z, mask, noise, rpe, *ctx.options)
-    return dq, dk, dv, None, None, None if rpe is None else drpe
+        return (None,) * (3 + len(FASTMAX.tensors))
+    saved = ctx.saved_tensors  # unpacked once, as checkpointing wants it
+    *grads, grad_rpe = torch.ops.fastmax.backward.default(grad_o, *saved, *ctx.options)
+    return *grads, None, None, None if saved[-1] is None else grad_rpe
 
 
-def _flash_save(ctx, inputs, output):
-    q, k, v, mask, *options = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, mask)
-    ctx.options = options
+def _save_flash(ctx, inputs, output):
+    _save(ctx, inputs, output, FLASH)
 
 
 def _flash_gradients(ctx, grad_o, grad_lse):
-    """Of q, k, v and mask."""
+    """Of q, k, v and the call's tensors."""
     if grad_o is None and grad_lse is None:
-        return (None,) * 4
-    q, k, v, o, lse, mask = ctx.saved_tensors
+        return (None,) * (3 + len(FLASH.tensors))
+    q, k, v, o, *rest = ctx.saved_tensors
     if grad_o is None:
         grad_o = torch.zeros_like(o)
-    return *torch.ops.fastmax.flash_backward.default(grad_o, grad_lse, q, k, v, o, lse, mask, *ctx.options), None
+    return *torch.ops.fastmax.flash_backward.default(grad_o, grad_lse, q, k, v, o, *rest, *ctx.options), None
 
 
 def refuse_second_derivative(ctx, *grads):
@@ -260,15 +282,16 @@ def refuse_second_derivative(ctx, *grads):
 class _Differentiable(NamedTuple):
     """An operator of two outputs and its gradient."""
 
+    signature: Signature
     forward: torch._ops.OpOverload
     save: Callable  # (ctx, inputs, outputs)
     gradients: Callable  # (ctx, gradients of the outputs) -> gradients of the inputs that are tensors
 
 
-_ATTENTION = _Differentiable(torch.ops.fastmax.forward.default, _save, _gradients)
-_FLASH = _Differentiable(torch.ops.fastmax.flash_forward.default, _flash_save, _flash_gradients)
+_FASTMAX = _Differentiable(FASTMAX, torch.ops.fastmax.forward.default, _save_fastmax, _fastmax_gradients)
+_FLASH = _Differentiable(FLASH, torch.ops.fastmax.flash_forward.default, _save_flash, _flash_gradients)
 
-for _operator in (_ATTENTION, _FLASH):
+for _operator in (_FASTMAX, _FLASH):
 
     def _differentiate(ctx, *grads, gradients=_operator.gradients):
         return *gradients(ctx, *grads), *(None,) * len(ctx.options)
@@ -279,13 +302,50 @@ for _name in ("backward", "flash_backward"):
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
-    if torch.autograd.forward_ad._current_level >= 0 and any(
-        x is not None and torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
+    given = [x for x in tensors if x is not None]
+    if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
         raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or eager.in_functorch():
+    if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
+    if eager.in_functorch():
+        if any(map(_is_differentiated_by_functorch, given)):
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
+        return operator.forward(*tensors, *options)
+    if not torch.is_grad_enabled():
+        return extension.call(operator.forward, *tensors, *options)
     return _Fused.apply(operator, options, *tensors)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for looking at tangents
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated_by_functorch(x: Tensor) -> bool:
+    """Whether a reverse-mode transform of torch.func records what becomes of x, in whatever order with vmaps."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+def _decode_step_autograd(keyset, *args):
+    """For callers of the operator itself."""
+    _refuse_to_record(*args[:5])
+    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _decode_step_version(keyset, *args):
+    """Tells autograd, which may have saved the state for an earlier step, that it changes."""
+    torch.autograd.graph.increment_version(args[3:5])
+    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+
+library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
+library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 
 
 def _save_softmax(ctx, inputs, output):
@@ -307,7 +367,7 @@ class _Fused(torch.autograd.Function):
     def forward(ctx, operator, options, *tensors):
         inputs = (*tensors, *options)
         with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
-            output = operator.forward(*inputs)
+            output = extension.call(operator.forward, *inputs)
         operator.save(ctx, inputs, output)
         ctx.gradients = operator.gradients
         return output
@@ -315,6 +375,6 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)
         with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *ctx.gradients(ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, ctx, *grads)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmax import validation
+
 
 def _frequencies(d: int, device: torch.device | str | None) -> Tensor:
     """`w_f = 10000^(-2f/d)` for each pair of columns, float64."""
@@ -33,10 +35,7 @@ def rpe_matrix_creator(
         (2n - 1, d): row r holds distance `t = n - 1 - r`, so row 0 is the farthest past.
     """
     for name, value in (("n", n), ("d", d)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {value!r} ({type(value).__name__})")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        validation.check_count(name, value)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
     if not structured:
@@ -47,8 +46,10 @@ def rpe_matrix_creator(
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[:, :d].to(dtype)
 
 
-def append_sinusoidal_query(q: Tensor, first: int) -> Tensor:
+def append_sinusoidal_query(q: Tensor, first: int | Tensor) -> Tensor:
     """[q, q~] for queries at positions `first, first + 1, ...`: (..., n, d) -> (..., n, d + 2 ceil(d / 2)).
+
+    `first` is a number, or an int64 tensor (b, 1, 1) for q (b, h, n, d): a number for each batch entry.
 
     By the angle-addition formula `q_i . r_(i-j) = q~_i . u_j` with `u_j = [cos(j w), sin(j w)]`, so a sinusoidal rpe costs
     twice the head dim and no matrix.
@@ -62,16 +63,17 @@ def append_sinusoidal_query(q: Tensor, first: int) -> Tensor:
     return torch.cat([q, *(x.to(q.dtype) for x in rotated)], dim=-1)
 
 
-def append_sinusoidal_key(k: Tensor, first: int) -> Tensor:
+def append_sinusoidal_key(k: Tensor, first: int | Tensor) -> Tensor:
     """[k, u] for keys at positions `first, first + 1, ...`: the other half of `append_sinusoidal_query`."""
     cos, sin = _angles(first, k.shape[-2], k.shape[-1], k)
     u = torch.cat([cos, sin], dim=-1).to(k.dtype)
     return torch.cat([k, u.expand(*k.shape[:-1], u.shape[-1])], dim=-1)
 
 
-def _angles(first: int, count: int, d: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, (count, ceil(d / 2)); the product in float64, for positions in the millions."""
+def _angles(first: int | Tensor, count: int, d: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin of position times frequency, (..., count, ceil(d / 2)) with what `first` has before its last dimension; the
+    product in float64, for positions in the millions."""
     positions = torch.arange(count, dtype=torch.float64, device=like.device) + first
-    angles = positions[:, None] * _frequencies(d, like.device)
+    angles = positions.unsqueeze(-1) * _frequencies(d, like.device)
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)

@@ -91,8 +91,7 @@ def online_softmax(x: Array, block_size: int | None = None, return_states: bool 
     _check(x)
     if block_size is not None:
         validation.check_count("block_size", block_size)
-    if not isinstance(return_states, bool):
-        raise TypeError(f"return_states must be a bool, got {return_states!r} ({type(return_states).__name__})")
+    validation.check_bool("return_states", return_states)
     if block_size is None and not return_states and _runs_kernel(x):
         return ops.softmax(x, "online")
     if x.shape[-1] == 0:
@@ -105,6 +104,7 @@ def online_softmax(x: Array, block_size: int | None = None, return_states: bool 
 
 def _check(x: object) -> None:
     if isinstance(x, Tensor):
+        validation.check_dense("x", x)
         if x.dtype not in validation.DTYPES:
             raise TypeError(f"x must be float64, float32, float16 or bfloat16, got {x.dtype}")
     elif isinstance(x, np.ndarray):

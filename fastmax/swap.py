@@ -32,7 +32,7 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
         Name in the model -> the module that was there. `model.set_submodule(name, original)` puts one back.
 
     Raises:
-        ValueError: `model` itself is an `nn.MultiheadAttention`.
+        ValueError: `model` itself is an `nn.MultiheadAttention`, or holds none (left).
         TypeError: an attention module that another forward, a hook or a parametrization has made into another function;
             an unknown option.
     """
@@ -46,6 +46,15 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, nn.MultiheadAttention)
     }
+    if not found:
+        done = sum(isinstance(module, SwappedMultiheadAttention) for module in model.modules())
+        raise ValueError(
+            f"model ({type(model).__name__}) has no nn.MultiheadAttention left: {done} were swapped before"
+            if done
+            else f"model ({type(model).__name__}) holds no torch.nn.MultiheadAttention, which is what is looked for: attention "
+            "of another class calls fastmax.fastmax_attention itself (docs/swapping.md has its form, and that of models of "
+            "Hugging Face transformers)"
+        )
     for name, module in found.items():
         _check_swappable(name, module)
     unique = {id(module): module for module in found.values()}

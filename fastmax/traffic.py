@@ -52,7 +52,7 @@ def hbm_traffic(
       float32 numbers and 2 D + 4 float32 sums. Not causal there is one: read (3 T d) e + S, written T d e + 4 T + S. Causal
       there is one for each of the ceil(T / C) chunks but the first, and k and v are read for the states and again within their
       chunk: read (T d + 2 (T + (chunks - 1) C) d) e + (chunks - 1) S, written T d e + 4 T + (chunks - 1) S. C is 256 to 2048
-      by D (csrc/linear.h).
+      by D (csrc/linear/order2/state_format.h).
     - "linear", p = 1: the state stays in registers: read (3 T d) e, written T d e + 4 T.
     - "linear" in float16 first makes float32 copies of q, k and v, which are then read in their place (e = 4): (3 T d) 2 more
       read, (3 T d) 4 more written.
@@ -130,14 +130,14 @@ def _native(head_dim: int) -> int:
 
 
 def tile_rows(head_dim: int, dtype: torch.dtype = torch.float16) -> int:
-    """Queries of a block of the quadratic forward kernel, for arguments of `hbm_traffic` (csrc/tile_config.h)."""
+    """Queries of a block of the quadratic forward kernel, for arguments of `hbm_traffic` (csrc/quadratic/tile_config.h)."""
     width = _native(head_dim)
     two_tiles = dtype == torch.bfloat16 or (dtype == torch.float16 and width <= 64)
     return 128 if width > 128 or two_tiles else 64
 
 
 def chunk_length(head_dim: int, dtype: torch.dtype) -> int:
-    """Queries per state of the linear kernels, p = 2, as the function of this name in csrc/linear.h."""
+    """Queries per state of the linear kernels, p = 2, as the function of this name in csrc/linear/order2/state_format.h."""
     width = _native(head_dim)
     if width == 64 and dtype != torch.bfloat16:
         return 512
@@ -145,7 +145,7 @@ def chunk_length(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _state_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """A state of p = 2: `state_words` and `state_sums` in csrc/linear.h."""
+    """A state of p = 2: `state_words` and `state_sums` in csrc/linear/order2/state_format.h."""
     width = max(32, _native(head_dim))
     features = width * (width + 8) // 2 + 2 * width
     return features * width * (2 if dtype == torch.bfloat16 else _FLOAT) + (2 * width + 4) * _FLOAT

@@ -6,7 +6,7 @@ Messages name the argument, what it was and what is accepted.
 from __future__ import annotations
 
 import math
-import warnings
+import reprlib
 from numbers import Real
 
 import torch
@@ -14,22 +14,46 @@ from torch import Tensor
 
 from fastmax.planner import ALGORITHMS
 from fastmax.score import Score
+from fastmax.warning import warn
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NORMALIZE = (False, True, "sequence", "token")
+DEFAULT_LIM = 1.0
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 2, 3, 3, 3
 
 
-def _describe(value: object) -> str:
+def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
-    return f"{value!r} ({type(value).__name__})"
+    return f"{_SHORT.repr(value)} ({type(value).__name__})"
+
+
+def _check_tensor(name: str, value: object, accepted: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be {accepted}, got {describe(value)}")
+    check_dense(name, value)
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """A tensor of plain, strided memory."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name} must be a dense tensor, got a nested one: pad it (torch.nested.to_padded_tensor), and in attention pass "
+            "a key_padding_mask"
+        )
+    if x.is_quantized:
+        raise TypeError(f"{name} must be a dense tensor, got a quantized one ({x.dtype}): pass {name}.dequantize()")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}: pass {name}.to_dense()")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Ranks, shapes, dtypes and devices of q, k and v."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {_describe(x)}")
+        _check_tensor(name, x, "a torch.Tensor")
+    for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() not in (3, 4) or x.dim() != q.dim():
             raise ValueError(
                 f"{name} must be 4-d (batch, heads, tokens, head_dim) or 3-d (batch * heads, tokens, head_dim), "
@@ -63,16 +87,25 @@ def check_flag(name: str, value: object) -> None:
     """`causal` or `mask`: a bool and nothing else."""
     if isinstance(value, Tensor):
         raise TypeError(
-            f"{name} must be a bool (True = causal), got {_describe(value)}; "
+            f"{name} must be a bool (True = causal), got {describe(value)}; "
             "to leave out keys pass key_padding_mask, a bool tensor of shape (batch, keys)"
         )
+    check_bool(name, value, " (True = causal)")
+
+
+def check_bool(name: str, value: object, meaning: str = "") -> None:
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool (True = causal), got {_describe(value)}")
+        raise TypeError(f"{name} must be a bool{meaning}, got {describe(value)}")
 
 
 def _number(name: str, value: object) -> float:
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise TypeError(f"{name} must be a real number, got {_describe(value)}")
+    if type(value) is not float:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise TypeError(f"{name} must be a real number, got {describe(value)}")
+        try:
+            value = float(value)
+        except OverflowError:  # of an int or a fraction
+            raise ValueError(f"{name} must be finite as a float, got {describe(value)}") from None
     if not -math.inf < value < math.inf:  # not math.isfinite: torch.compile passes symbolic floats through here
         raise ValueError(f"{name} must be finite, got {value}")
     return value
@@ -81,9 +114,15 @@ def _number(name: str, value: object) -> float:
 def check_count(name: str, value: object) -> None:
     """An int of at least 1."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {_describe(value)}")
+        raise TypeError(f"{name} must be an int, got {describe(value)}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    """Of q, k and v."""
+    if dtype not in DTYPES:
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {dtype}")
 
 
 def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:
@@ -91,9 +130,12 @@ def check_score(temperature: object, a0: object, a1: object, a2: object, p: obje
     temperature = _number("temperature", temperature)
     if temperature <= 0.0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
-    if isinstance(p, bool) or p not in (1, 2):
-        raise ValueError(f"p must be 1 or 2, got {_describe(p)}")
-    return Score(1.0 / temperature, _number("a0", a0), _number("a1", a1), _number("a2", a2), int(p))
+    scale = 1.0 / temperature
+    if scale == math.inf:
+        raise ValueError(f"temperature must be > 0 with a finite inverse, got {temperature}")
+    if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):
+        raise ValueError(f"p must be 1 or 2, got {describe(p)}")
+    return Score(scale, _number("a0", a0), _number("a1", a1), _number("a2", a2), int(p))
 
 
 def check_scale(scale: object, head_dim: int) -> float:
@@ -103,18 +145,25 @@ def check_scale(scale: object, head_dim: int) -> float:
     scale = _number("scale", scale)
     if scale <= 0.0:
         raise ValueError(f"scale must be > 0 or None (1 / sqrt(head_dim)), got {scale}")
-    return float(scale)
+    return scale
 
 
 def check_normalize(normalize: object, lim: object) -> str | None:
     """None, "sequence" or "token"."""
     if not isinstance(normalize, (bool, str)) or normalize not in NORMALIZE:
-        raise ValueError(f'normalize must be False, True, "sequence" or "token", got {_describe(normalize)}')
-    if _number("lim", lim) <= 0.0:
-        raise ValueError(f"lim must be > 0, got {lim}")
+        raise ValueError(f'normalize must be False, True, "sequence" or "token", got {describe(normalize)}')
+    check_lim(lim)
     if normalize is False:
+        if lim != DEFAULT_LIM:
+            raise ValueError(f"lim has no effect without normalize, got lim = {lim} and normalize = False")
         return None
     return "sequence" if normalize is True else normalize
+
+
+def check_lim(lim: object) -> None:
+    """The radius of `normalize`."""
+    if _number("lim", lim) <= 0.0:
+        raise ValueError(f"lim must be > 0, got {lim}")
 
 
 def check_dropout(dropout: object) -> float:
@@ -125,12 +174,11 @@ def check_dropout(dropout: object) -> float:
     return dropout
 
 
-def check_drop_noise(drop_noise: object, q: Tensor, dv: int) -> None:
+def check_drop_noise(drop_noise: object, dropout: float, q: Tensor, dv: int) -> None:
     """None or a tensor of the output's shape."""
     if drop_noise is None:
         return
-    if not isinstance(drop_noise, Tensor):
-        raise TypeError(f"drop_noise must be a tensor of the output's shape or None, got {_describe(drop_noise)}")
+    _check_tensor("drop_noise", drop_noise, "a tensor of the output's shape or None")
     expected = (*q.shape[:-1], dv)
     if tuple(drop_noise.shape) != expected:
         raise ValueError(f"drop_noise must have the output's shape {tuple(expected)}, got {tuple(drop_noise.shape)}")
@@ -138,17 +186,27 @@ def check_drop_noise(drop_noise: object, q: Tensor, dv: int) -> None:
         raise TypeError(f"drop_noise must be floating point, got {drop_noise.dtype}")
     if drop_noise.device != q.device:
         raise ValueError(f"drop_noise must be on q's device {q.device}, got {drop_noise.device}")
+    if dropout == 0.0:
+        raise ValueError("drop_noise has no effect without dropout, which is its strength: got a drop_noise and dropout = 0")
+
+
+def check_rpe_name(rpe_matrix: object, why: str) -> None:
+    """None or "sinusoidal", where there is no place for a tensor."""
+    if rpe_matrix is not None and not (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
+        raise TypeError(f'rpe_matrix must be "sinusoidal" or None here, got {describe(rpe_matrix)}; {why}')
 
 
 def check_rpe(rpe_matrix: object, q: Tensor, k: Tensor) -> None:
     """None, "sinusoidal", or an (n + m - 1, d) tensor."""
     if rpe_matrix is None or (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
         return
-    if not isinstance(rpe_matrix, Tensor):
+    accepted = 'a tensor of shape (n + m - 1, head_dim), "sinusoidal" or None'
+    if isinstance(rpe_matrix, bool):
         raise TypeError(
-            f'rpe_matrix must be a tensor of shape (n + m - 1, head_dim), "sinusoidal" or None, got {_describe(rpe_matrix)}; '
-            "the causal mask is the argument after it, called mask"
+            f"rpe_matrix must be {accepted}, got {describe(rpe_matrix)}; a causal mask is causal=True "
+            "(of a module mask=True, the argument after rpe_matrix)"
         )
+    _check_tensor("rpe_matrix", rpe_matrix, accepted)
     n, m, d = q.shape[-2], k.shape[-2], q.shape[-1]
     if rpe_matrix.dim() != 2 or rpe_matrix.shape[0] != max(n + m - 1, 0) or rpe_matrix.shape[1] != d:
         raise ValueError(
@@ -164,8 +222,7 @@ def check_key_padding_mask(mask: object, q: Tensor, k: Tensor) -> None:
     """None or a bool (batch, m) tensor. For 3-d q its batch must divide batch * heads of q and of k."""
     if mask is None:
         return
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"key_padding_mask must be a bool tensor of shape (batch, keys) or None, got {_describe(mask)}")
+    _check_tensor("key_padding_mask", mask, "a bool tensor of shape (batch, keys) or None")
     if mask.dtype != torch.bool:
         raise TypeError(f"key_padding_mask must be bool (True = the key takes part), got {mask.dtype}")
     if mask.device != q.device:
@@ -182,8 +239,8 @@ def check_key_padding_mask(mask: object, q: Tensor, k: Tensor) -> None:
 
 
 def check_algorithm(algorithm: object, rpe_matrix: object) -> None:
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {_describe(algorithm)}")
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {describe(algorithm)}")
     if algorithm == "linear" and isinstance(rpe_matrix, Tensor):
         raise ValueError(
             'an rpe_matrix tensor has no linear algorithm: use algorithm="auto" or "quadratic", or rpe_matrix="sinusoidal"'
@@ -193,23 +250,34 @@ def check_algorithm(algorithm: object, rpe_matrix: object) -> None:
 _warned: set[tuple] = set()
 
 
+def _warn_once(key: tuple, message: str) -> None:
+    if key not in _warned:
+        _warned.add(key)
+        warn(message)
+
+
+def warn_if_leaking(causal: bool, normalize: str | None) -> None:
+    """Warn, once, when a causal output depends on later tokens."""
+    if causal and normalize == "sequence":
+        _warn_once(
+            ("sequence",),
+            'fastmax: with normalize="sequence" (or True) later tokens leak into the earlier outputs of a causal call, because '
+            'all rows of a head are scaled by the longest of them; normalize="token" scales each row by itself.',
+        )
+
+
 def warn_if_vanishing(score: Score, normalize: str | None, lim: float, rpe: bool) -> None:
     """Warn, once per configuration, when f is not positive for every reachable score."""
     radius = float("inf") if normalize is None or rpe else lim * lim * score.scale
     if score.minimum(radius) > 0.0:
         return
-    key = (score, normalize, lim, rpe)
-    if key in _warned:
-        return
-    _warned.add(key)
     safe = (
         "p = 2 is safe for every input when a2 > 0 and a1^2 < 4 a0 a2 (the default); p = 1 is safe with "
         f"normalize when a0 > |a1| lim^2 / temperature = {abs(score.a1) * lim * lim * score.scale:g}"
     )
-    warnings.warn(
+    _warn_once(
+        (score, normalize, lim, rpe),
         f"fastmax: f(s) = a0 + a1 s{' + a2 s^2' if score.order == 2 else ''} with a0 = {score.a0:g}, a1 = {score.a1:g}"
         f"{f', a2 = {score.a2:g}' if score.order == 2 else ''} is not positive on the range of s that these settings allow, "
         f"so a denominator can vanish. {safe}.",
-        RuntimeWarning,
-        stacklevel=4,
     )

@@ -84,12 +84,15 @@ def visible_pairs(q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor |
     return visible
 
 
-def normalized(x: Tensor, normalize: bool | str, lim: float) -> Tensor:
+def normalized(x: Tensor, normalize: bool | str, lim: float, takes_part: Tensor | None = None) -> Tensor:
+    """x (b, h, tokens, d); `takes_part` (b, tokens) says which rows count for the longest."""
     length = (x * x).sum(-1, keepdim=True).sqrt()
     if normalize is False:
         return x
     if normalize == "token":
         return torch.where(length > lim, x * lim / torch.where(length > lim, length, 1.0), x)
+    if takes_part is not None:
+        length = torch.where(takes_part[:, None, :, None], length, 0.0)
     longest = length.amax(-2, keepdim=True)
     return x * lim / torch.where(longest > 0, longest, 1.0)
 
@@ -127,7 +130,7 @@ def definition(
             hold_denominator=hold_denominator,
         ).flatten(0, 1)  # fmt: skip
     (_, h, n, d), m = q.shape, k.shape[2]
-    q, k = normalized(q, normalize, lim), normalized(k, normalize, lim)
+    q, k = normalized(q, normalize, lim), normalized(k, normalize, lim, key_padding_mask)
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     if isinstance(rpe_matrix, str):
         rpe_matrix = sinusoidal_rows(n, m, d).to(q)
@@ -426,6 +429,7 @@ OPTIONS = {
     "normalize=token": {"normalize": "token", "lim": 0.5},
     "normalize=token, p=1, temperature": {"normalize": "token", "lim": 2.0, "temperature": 5.0, "p": 1},
     "key padding": {"padding": True},
+    "key padding, normalize=sequence": {"padding": True, "normalize": "sequence", "lim": 0.8},
     "noise": {"dropout": 0.4},
     "sinusoidal": {"rpe_matrix": "sinusoidal", "temperature": 4.0},
     "sinusoidal, p=1": {"rpe_matrix": "sinusoidal", "temperature": 20.0, "p": 1},

@@ -49,6 +49,30 @@ def test_sizes(case, causal, p, algorithm, custom, device):
     expected(case, torch.float32, device, causal, p=p).check(custom=custom, algorithm=algorithm)
 
 
+def positive(*shape, **options):
+    """Rows of positive numbers: scores in (0, 1), where polynomials with real roots can be positive."""
+    return bounded(*shape, **options).abs()
+
+
+REAL_ROOTS = {
+    "a1^2 > 4 a0 a2": {"a0": 1.0, "a1": 3.0, "a2": 0.5},
+    "a1^2 = 4 a0 a2": {"a0": 0.5, "a1": 1.0, "a2": 0.5},
+    "a2 = 0": {"a0": 1.0, "a1": 2.0, "a2": 0.0},
+    "a2 < 0": {"a0": 1.0, "a1": 1.5, "a2": -0.4},
+    "a0 = 0": {"a0": 0.0, "a1": 1.0, "a2": 0.5},
+}
+
+
+@by_algorithm
+@by_gradient
+@by_causal
+@pytest.mark.parametrize("coefficients", REAL_ROOTS)
+def test_polynomials_with_real_roots(coefficients, causal, algorithm, custom, device):
+    """They are not a square and a positive rest, the form that the default takes."""
+    inputs, grad_o = make_inputs(MIDDLE, device=device, q_and_k=positive)
+    check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal, **REAL_ROOTS[coefficients])
+
+
 @by_algorithm
 @by_gradient
 @by_order
@@ -356,10 +380,9 @@ def test_drawn_noise_follows_the_generator(custom, device):
 @by_gradient
 def test_no_noise_without_dropout(custom, device):
     inputs, _ = make_inputs(SMALL, device=device)
-    noise = torch.randn(SMALL.b, SMALL.h, SMALL.n, SMALL.dv, device=device)
     o = fastmax_attention(**inputs, use_custom_gradient=custom)
     state = torch.get_rng_state()
-    assert torch.equal(fastmax_attention(**inputs, drop_noise=noise, use_custom_gradient=custom), o)
+    assert torch.equal(fastmax_attention(**inputs, dropout=0.0, use_custom_gradient=custom), o)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -387,6 +387,25 @@ def test_figures_of_times_and_of_training(measure, tmp_path, tiny_gpt):
     assert image.stat().st_size > 10_000
 
 
+def test_axis_within_a_decade_has_numbers():
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    figure, axis = pyplot.subplots()
+    report._draw(axis, {"fastmax_p2": {1024: 2.6e5, 2048: 4.3e4}}, "tokens/s")
+    low, high = axis.get_ylim()
+    labels = [axis.yaxis.get_major_formatter()(y) for y in axis.get_yticks() if low <= y <= high]
+    pyplot.close(figure)
+    assert labels == ["50 k", "100 k", "200 k"]
+
+
+def test_memory_that_does_not_differ_is_a_sentence():
+    def row(name: str, n: int, mib: float) -> dict:
+        return {"provider": name, "mode": "memory", "tokens": n, "median": mib}
+
+    rows = [row("fastmax_p2", 1024, 100.0), row("sdpa", 1024, 102.0), row("sdpa", 2048, 200.0), row("fastmax_p2", 2048, 210.0)]
+    assert report.memory_spread(rows) == pytest.approx(0.05)
+    assert report.memory_spread([*rows, row("sdpa", 4096, 1.0)]) == pytest.approx(0.05), "a provider alone at a context"
+
+
 def test_profile(monkeypatch, tmp_path, capsys, tiny_gpt):
     monkeypatch.setitem(SUITES, "flash", Suite("for tests", {"cpu": (replace(CASE, title="small"),)}))
     monkeypatch.setitem(SUITES, "train", Suite("for tests", {"cpu": (tiny_gpt,)}, workload="train"))
@@ -486,7 +505,7 @@ def test_work_of_kernels():
         assert kernels.work(name, case, p, "fwd") is None
     assert kernels.work("linear_state_kernel", replace(linear, dtype="fp32"), 2, "fwd") is None
 
-    sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").glob("*.[ch]*"))
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").rglob("*.[ch]*"))
     ours = set(re.findall(r"__global__[^;{]*?(\w+_kernel)\(", sources))
     assert len(ours) > 15
     for table in (kernels._QUADRATIC, kernels._LINEAR, kernels._LINEAR1):

@@ -106,27 +106,29 @@ def edges(text):
 def test_ninja_file_of_the_sources(build, toolkit):
     text = build.ninja_file((80, 90))
     found = edges(text)
-    sources = sorted(build.SOURCE_DIR.glob("*.cu"))
+    sources = sorted(build.SOURCE_DIR.rglob("*.cu"))
     sharded = [source for source in sources if "FASTMAX_MATH" in source.read_text()]
     assert len(sources) > 5 and 2 <= len(sharded) < len(sources)
     expected = set()
     for source in sources:
         modes = build.MATH_MODES if source in sharded else (None,)
         for mode in modes:
-            name = f"{source.stem}.{mode.lower()}.o" if mode else f"{source.stem}.o"
+            name = build.object_name(source, mode)
             rule, inputs, extra = found[name]
             assert rule == "nvcc" and inputs == [str(source)]
             assert [flag for flag in extra if flag.startswith("-D")] == ([f"-DFASTMAX_MATH={mode}"] if mode else [])
             assert extra[: len(extra) - (mode is not None)] == build.arch_flags(source, (80, 90))
             expected.add(name)
-    for source in build.SOURCE_DIR.glob("*.cpp"):
-        assert found[f"{source.stem}.o"] == ("cxx", [str(source)], [])
-        expected.add(f"{source.stem}.o")
-    assert "bindings.o" in expected
+    for source in build.SOURCE_DIR.rglob("*.cpp"):
+        assert found[build.object_name(source)] == ("cxx", [str(source)], [])
+        expected.add(build.object_name(source))
+    assert len(expected) == len(found) - 2, "no two sources make one object"
+    assert {"bindings/attention.o", "linear/order1/walk_sm80.bf16.o", "linear/order2/read_sm80.bf16.o"} < expected
     rule, inputs, _ = found["libfastmax.so"]
     assert rule == "link" and set(inputs) == expected | {"stub/libtorch_cuda.so"}
     assert set(found) == expected | {"libfastmax.so", "stub/libtorch_cuda.so"}
     assert "-Wl,-soname,libtorch_cuda.so" in text
+    assert "-Wl,-z,defs" in text, "a kernel that is missing shows at the link"
     assert text.count("-DFASTMAX_ARCHS='\"80 90\"'") == 2, "for both compilers"
     assert f"command = {toolkit}/bin/nvcc " in text and f"-L{toolkit}/lib64 -lcudart_static" in text
     assert "-DTORCH_TARGET_VERSION=0x020b" in text
@@ -187,7 +189,8 @@ def report(kernel, arch, stores, loads):
 def test_spills_are_reported_but_for_the_exceptions(build, tmp_path):
     assert build.spills(tmp_path) == []
     text = "ptxas info    : 0 bytes gmem\n" + report(CLEAN, "sm_80", 0, 0) + report(BF16_64, "sm_80", 8, 4)
-    (tmp_path / "a.o.log").write_text(text)
+    (tmp_path / "linear").mkdir()
+    (tmp_path / "linear/a.o.log").write_text(text)
     assert build.spills(tmp_path) == []
     text += report(BF16_32, "sm_80", 0, 4) + report(CLEAN, "sm_90", 0, 0) + report(BF16_32, "sm_90", 12, 16)
     (tmp_path / "b.bf16.o.log").write_text(text)
@@ -199,7 +202,7 @@ def test_spills_are_reported_but_for_the_exceptions(build, tmp_path):
 
 
 def test_spill_exceptions_have_reasons_and_name_kernels(build):
-    sources = "".join(source.read_text() for source in (*build.SOURCE_DIR.glob("*.cu"), *build.SOURCE_DIR.glob("*.h")))
+    sources = "".join(source.read_text() for source in (*build.SOURCE_DIR.rglob("*.cu"), *build.SOURCE_DIR.rglob("*.h")))
     for pattern, reason in build.SPILL_EXCEPTIONS.items():
         assert len(reason.split()) >= 5 and "<fastmax::" in pattern
         for name in re.findall(r"[a-z]\w+_kernel", pattern):
@@ -209,12 +212,12 @@ def test_spill_exceptions_have_reasons_and_name_kernels(build):
 @pytest.mark.parametrize("strict", [False, True], ids=["", "--fail-on-spills"])
 def test_main_exits_with_1_for_spills_when_asked(strict, build, toolkit, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
-    ninja = script(tmp_path / "ninja", f"touch {out}/libfastmax.so")
+    ninja = script(tmp_path / "ninja", f"truncate -s 1536K {out}/libfastmax.so")
     monkeypatch.setattr(build, "ninja_program", lambda: str(ninja))
     arguments = ["build.py", "--archs", "90", "--out", str(out)] + ["--fail-on-spills"] * strict
     monkeypatch.setattr(sys, "argv", arguments)
     assert build.main() == 0
-    assert capsys.readouterr().out.strip() == f"{out}/libfastmax.so"
+    assert capsys.readouterr().out.strip() == f"{out}/libfastmax.so: 1.5 MiB"
     (out / "x.o.log").write_text(report(BF16_32, "sm_90", 4, 4))
     assert build.main() == int(strict)
     assert "register spill: sm_90 " in capsys.readouterr().err

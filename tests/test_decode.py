@@ -1,13 +1,26 @@
-"""The recurrent form: `init_state`, `step` and `prefill` against the parallel form, which is causal."""
+"""The recurrent form: `init_state`, `step`, `step_` and `prefill` against the parallel form, which is causal."""
 
 import copy
 import inspect
+from dataclasses import replace
 
 import pytest
 import torch
-from common import CHUNK, DTYPES, Case, assert_within_contract, by_order, definition, dtype_id, exactly, make_inputs
+from common import (
+    CHUNK,
+    DTYPES,
+    Case,
+    assert_within_contract,
+    by_order,
+    definition,
+    dtype_id,
+    exactly,
+    make_inputs,
+    torch_warns,
+)
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastmax
 from fastmax import fastmax_attention
@@ -29,17 +42,29 @@ def new_state(case, device="cpu", dtype=torch.float64, **options):
     return fastmax.init_state(case.b, case.hk, case.d, case.dv, dtype=dtype, device=device, **options)
 
 
-def advance(inputs, sizes, state, mask=None):
-    """Feed the tokens in pieces: `step` for a piece of one, `prefill` for any other. Output of all of them, last state."""
+def pieces(inputs, sizes=1):
+    return zip(*(x.split(sizes, dim=2) for x in inputs.values()), strict=True)
+
+
+def first_token(inputs):
+    return [x[:, :, :1] for x in inputs.values()]
+
+
+def advance(inputs, sizes, state, mask=None, in_place=False):
+    """Feed the tokens in pieces: `step` (`step_`) for a piece of one, `prefill` for any other. Output of all of them, last
+    state."""
     outputs = []
-    for piece in zip(*(x.split(sizes, dim=2) for x in inputs.values()), strict=True):
+    for piece in pieces(inputs, sizes):
         start = sum(o.shape[2] for o in outputs)
         n = piece[0].shape[2]
         part = None if mask is None else mask[:, start : start + n]
-        function = fastmax.step if n == 1 else fastmax.prefill
-        o, state = function(*piece, state, key_padding_mask=part)
+        if n == 1 and in_place:
+            o = fastmax.step_(*piece, state, key_padding_mask=part)
+        else:
+            o, state = (fastmax.step if n == 1 else fastmax.prefill)(*piece, state, key_padding_mask=part)
         outputs.append(o)
-    return torch.cat(outputs, dim=2), state
+    with torch.autocast(o.device.type, enabled=False):
+        return torch.cat(outputs, dim=2), state
 
 
 def assert_states_close(actual, expected):
@@ -79,20 +104,20 @@ def test_prefill_across_chunks(sizes, p, device):
     sizes=st.lists(st.sampled_from([0, 1, 2, 5, 17, 64, 70]), min_size=1, max_size=5),
     option=st.sampled_from(sorted(OPTIONS)),
     padded=st.booleans(),
+    in_place=st.booleans(),
 )
-def test_splitting_and_resuming_equals_one_call(sizes, option, padded):
-    """Any cut of the sequence into pieces, pieces of nothing too, gives one call's output and state."""
+def test_splitting_and_resuming_equals_one_call(sizes, option, padded, in_place):
+    """Any cut of the sequence into pieces, pieces of nothing too, gives the definition's output and one call's state."""
     case = Case("", n=max(sum(sizes), 1), b=2, h=4, hk=2, d=5, dv=3)
     inputs, _ = make_inputs(case, torch.float64)
     inputs = {name: x[:, :, : sum(sizes)] for name, x in inputs.items()}
     mask = torch.rand(2, sum(sizes)) > 0.4 if padded else None
     options = OPTIONS[option]
     whole, state = fastmax.prefill(*inputs.values(), new_state(case, **options), key_padding_mask=mask)
-    o, resumed = advance(inputs, sizes, new_state(case, **options), mask)
-    torch.testing.assert_close(o, whole, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(
-        whole, fastmax_attention(**inputs, causal=True, key_padding_mask=mask, **options), rtol=1e-10, atol=1e-10
-    )
+    o, resumed = advance(inputs, sizes, new_state(case, **options), mask, in_place)
+    expected = definition(**inputs, causal=True, key_padding_mask=mask, **options)
+    for x in (o, whole, fastmax_attention(**inputs, causal=True, key_padding_mask=mask, **options)):
+        torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-10)
     assert_states_close(resumed, state)
 
 
@@ -122,10 +147,11 @@ def test_state_has_constant_symmetric_size(p, device):
     features = 1 + 5 + (15 if p == 2 else 0)
     start = fastmax.init_state(2, 2, 5, 7, device=device, p=p)
     _, state = fastmax.prefill(*inputs.values(), start)
-    _, state = fastmax.step(*(x[:, :, :1] for x in inputs.values()), state)
+    _, state = fastmax.step(*first_token(inputs), state)
     for x in (start, state):
         tensors = [y for y in vars(x).values() if isinstance(y, torch.Tensor)]
         assert sum(y.numel() for y in tensors) == 2 * 2 * features * (7 + 1)
+        assert x.nbytes == 4 * 2 * 2 * features * (7 + 1)
 
 
 def test_a_state_passed_in_is_not_modified(device):
@@ -133,7 +159,7 @@ def test_a_state_passed_in_is_not_modified(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     _, state = fastmax.prefill(*inputs.values(), new_state(CASE, device))
     before = copy.deepcopy(state)
-    token = [x[:, :, :1] for x in inputs.values()]
+    token = first_token(inputs)
     first, _ = fastmax.step(*token, state)
     fastmax.prefill(*inputs.values(), state)
     again, _ = fastmax.step(*token, state)
@@ -166,8 +192,284 @@ def test_gradients_flow_through_the_state(device):
         torch.testing.assert_close(grad, reference, rtol=1e-9, atol=1e-10)
 
 
+# ---- in place
+
+
+@by_decode_option
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=dtype_id)
+def test_step_in_place_equals_step(dtype, option, device):
+    """Bit for bit, in the memory that the state had; no other state is touched."""
+    inputs, _ = make_inputs(CASE, dtype, device)
+    mask = torch.tensor([[True], [False]], device=device)
+    start = new_state(CASE, device, dtype, **OPTIONS[option])
+    state, given = start.clone(), copy.deepcopy(start)
+    addresses = [x.data_ptr() for x in state.tensors().values()]
+    expected = start
+    for token in pieces(inputs):
+        o = fastmax.step_(*token, state, key_padding_mask=mask)
+        expected_o, expected = fastmax.step(*token, expected, key_padding_mask=mask)
+        assert torch.equal(o, expected_o)
+        assert_same_states(state, expected)
+    assert [x.data_ptr() for x in state.tensors().values()] == addresses
+    assert_same_states(start, given)
+
+
+def assert_same_states(actual, expected):
+    assert actual.tensors().keys() == expected.tensors().keys() and actual.tokens == expected.tokens
+    for name, x in expected.tensors().items():
+        assert torch.equal(getattr(actual, name), x), name
+
+
+def test_the_state_after_no_tokens_has_memory_of_its_own(device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    state = new_state(CASE, device)
+    before = copy.deepcopy(state)
+    _, after = fastmax.prefill(*(x[:, :, :0] for x in inputs.values()), state)
+    fastmax.step_(*first_token(inputs), after)
+    assert_same_states(state, before)
+
+
+def recorded(what, token, state):
+    if what == "a token":
+        return [token[0].requires_grad_(), *token[1:]], state
+    if what == "values":
+        return token, replace(state, values=state.values.requires_grad_())
+    return token, fastmax.step(token[0], token[1].clone().requires_grad_(), token[2], state)[1]
+
+
+@pytest.mark.parametrize("what", ["a token", "values", "a state with a graph"])
+def test_step_in_place_refuses_to_record(what, device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    token, state = recorded(what, first_token(inputs), new_state(CASE, device))
+    before = [x.detach().clone() for x in state.tensors().values()]
+    with pytest.raises(RuntimeError, match=r"fastmax\.step_ .*gradient.*fastmax\.step"):
+        fastmax.step_(*token, state)
+    with pytest.raises(RuntimeError, match="gradient"):
+        torch.ops.fastmax.decode_step_(*token, state.values, state.weights, None, *state.score)
+    assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), before, strict=True)) and state.tokens <= 1
+    expected, _ = fastmax.step(*token, state)
+    with torch.no_grad():
+        assert torch.equal(fastmax.step_(*token, state), expected)
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_step_in_place_refuses_transforms(transform):
+    inputs, _ = make_inputs(CASE, torch.float64)
+    q, k, v = first_token(inputs)
+    state = new_state(CASE)
+    with pytest.raises(RuntimeError, match=r"fastmax\.step"):
+        transform(lambda x: fastmax.step_(x, k, v, state).sum())(q.unsqueeze(0) if transform is torch.func.vmap else q)
+
+
+def test_autograd_notices_a_state_that_was_written_over(device):
+    """A recorded step keeps the state that it read."""
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    q, k, v = first_token(inputs)
+    o, state = fastmax.step(q.requires_grad_(), k, v, new_state(CASE, device))
+    with torch.no_grad():
+        fastmax.step_(q, k, v, state)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
+def shared_memory(what, state):
+    """A state that must not be written in place, or k that overlaps it."""
+    values, weights = state.values, state.weights
+    if what == "expanded batch":
+        return {"state": state.select([0]).map(lambda x: x.expand(2, *x.shape[1:]))}, "state.values must be contiguous"
+    if what == "strided":
+        return {"state": replace(state, weights=weights.repeat_interleave(2, 2)[..., ::2])}, "state.weights must be contiguous"
+    if what == "weights in values":
+        inside = values.flatten()[: weights.numel()].view(weights.shape)
+        return {"state": replace(state, weights=inside)}, "state.values must not overlap state.weights"
+    if what == "positions in values":
+        inside = values.view(torch.int64).flatten()[:2]
+        return {"state": replace(state, positions=inside)}, "state.values must not overlap state.positions"
+    return {"k": values.flatten()[:20].view(2, 2, 1, 5)}, "state.values must not overlap k"
+
+
+@pytest.mark.parametrize("what", ["expanded batch", "strided", "weights in values", "positions in values", "k in values"])
+def test_step_in_place_refuses_shared_memory(what, device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    state = new_state(CASE, device, rpe_matrix="sinusoidal")
+    changes, message = shared_memory(what, state)
+    arguments = dict(zip("qkv", first_token(inputs), strict=True)) | {"state": state} | changes
+    before = copy.deepcopy(arguments["state"])
+    with pytest.raises(ValueError, match=message):
+        fastmax.step_(**arguments)
+    assert_same_states(arguments["state"], before)
+    expected, _ = fastmax.step(**arguments)
+    assert torch.equal(fastmax.step_(**(arguments | {"state": arguments["state"].clone()})), expected), "as the message says"
+
+
+def test_a_state_may_lie_in_one_buffer(device):
+    """Side by side is no overlap."""
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    state = new_state(CASE, device)
+    sizes = [state.values.numel(), state.weights.numel()]
+    values, weights = torch.zeros(sum(sizes), dtype=torch.float64, device=device).split(sizes)
+    joined = replace(state, values=values.view_as(state.values), weights=weights.view_as(state.weights))
+    for token in pieces(inputs):
+        assert torch.equal(fastmax.step_(*token, joined), fastmax.step_(*token, state))
+    assert_same_states(joined, state)
+
+
+# ---- the operators
+
+
+by_operator = pytest.mark.parametrize("operator", ["decode_step", "decode_step_"])
+OPERATOR_CALLS = {
+    "defaults": {},
+    "mask": {"mask": True},
+    "p=1": {"p": 1},
+    "one value channel": {"dv": 1},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "float64": {"dtype": torch.float64},
+    "no batch": {"b": 0},
+}
+
+
+def operator_arguments(device, b=2, dv=7, dtype=torch.float32, mask=False, p=2):
+    q, k, v = (torch.randn(b, *shape, device=device).to(dtype) for shape in ((4, 1, 5), (2, 1, 5), (2, 1, dv)))
+    state = fastmax.init_state(b, 2, 5, dv, dtype=dtype, device=device, p=p)
+    mask = torch.arange(b, device=device).view(b, 1) > 0 if mask else None
+    return q, k, v, state.values.normal_(), state.weights.uniform_(1, 2), mask, *state.score
+
+
+@by_operator
+@pytest.mark.parametrize("call", OPERATOR_CALLS)
+def test_opcheck(call, operator, device):
+    torch.library.opcheck(getattr(torch.ops.fastmax, operator).default, operator_arguments(device, **OPERATOR_CALLS[call]))
+
+
+def test_opcheck_of_a_state_that_is_not_contiguous(device):
+    q, k, v, values, weights, *rest = operator_arguments(device)
+    values, weights = values.mT.contiguous().mT, weights.repeat_interleave(2, 2)[..., ::2]
+    torch.library.opcheck(torch.ops.fastmax.decode_step.default, (q, k, v, values, weights, *rest))
+
+
+class Calls(CompileCounterWithBackend):
+    """Counts graphs, and keeps the operators in them."""
+
+    def __init__(self):
+        super().__init__("aot_eager")
+        self.operators = set()
+
+    def __call__(self, graph, inputs):
+        self.operators |= {str(node.target) for node in graph.graph.nodes if node.op == "call_function"}
+        return super().__call__(graph, inputs)
+
+
+@by_operator
+def test_compiled_steps(operator, device, fresh_dynamo):
+    """One graph for all tokens beyond the first, with the operator in it."""
+    option = "everything"
+    inputs, _ = make_inputs(CASE, device=device)
+    state = new_state(CASE, device, torch.float32, **OPTIONS[option])
+    expected = state.clone()
+    function = {"decode_step": fastmax.step, "decode_step_": fastmax.step_}[operator]
+    calls = Calls()
+    compiled = torch.compile(function, fullgraph=True, backend=calls)
+    with torch.no_grad():
+        for token in list(pieces(inputs))[:5]:
+            o = compiled(*token, state)
+            o, state = o if isinstance(o, tuple) else (o, state)
+            torch.testing.assert_close(o, fastmax.step_(*token, expected))
+            torch.testing.assert_close(state.tensors(), expected.tensors())
+            assert state.tokens == expected.tokens
+    assert f"fastmax.{operator}.default" in calls.operators
+    assert calls.frame_count <= 2, "no graph for each count of tokens"
+
+
+@torch_warns
+def test_compiled_step_in_place_inductor(device, fresh_dynamo):
+    """The real compiler, which has to keep what is written in place."""
+    inputs, _ = make_inputs(CASE, device=device)
+    state = new_state(CASE, device, torch.float32)
+    expected = state.clone()
+    compiled = torch.compile(fastmax.step_, fullgraph=True)
+    with torch.no_grad():
+        for token in list(pieces(inputs))[:3]:
+            torch.testing.assert_close(compiled(*token, state), fastmax.step_(*token, expected))
+            torch.testing.assert_close(state.tensors(), expected.tensors())
+
+
+@torch_warns
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_compiled_prefill(device, fresh_dynamo):
+    inputs, _ = make_inputs(CASE, device=device)
+    state = new_state(CASE, device, torch.float32)
+    with torch.no_grad():
+        o, after = torch.compile(fastmax.prefill, fullgraph=True, backend="aot_eager")(*inputs.values(), state)
+    expected_o, expected = fastmax.prefill(*inputs.values(), state)
+    torch.testing.assert_close(o, expected_o)
+    torch.testing.assert_close(after.tensors(), expected.tensors())
+
+
+# ---- autocast
+
+
+def generate(inputs, grad_o, state, recorded, in_place=False):
+    """Outputs, sums and gradients of a prefill and two steps."""
+    leaves = {name: x.detach().clone().requires_grad_(recorded) for name, x in inputs.items()}
+    o, state = advance(leaves, [CASE.n - 2, 1, 1], state, in_place=in_place)
+    return o, state, leaves, grad_o
+
+
+def results(o, state, leaves, grad_o):
+    if o.requires_grad:
+        o.backward(grad_o.to(o.dtype))
+    return [o.detach(), *state.detach().tensors().values(), *(x.grad for x in leaves.values() if x.grad is not None)]
+
+
+@pytest.mark.parametrize("recorded", [False, True, "in place"], ids=["quiet", "recorded", "in place"])
+@pytest.mark.parametrize("option", ["defaults", "p=1", "everything"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_autocast_changes_nothing(dtype, option, recorded, device):
+    """Tokens in the state's dtype: every bit of outputs, state and gradients, in whichever dtype autocast computes."""
+    inputs, grad_o = make_inputs(CASE, dtype, device)
+    start = new_state(CASE, device, dtype, **OPTIONS[option])
+    in_place = recorded == "in place"
+    outside = results(*generate(inputs, grad_o, start, recorded is True, in_place))
+    with torch.autocast(device.type, torch.bfloat16):
+        inside = generate(inputs, grad_o, start, recorded is True, in_place)
+    inside = results(*inside)
+    assert len(inside) == len(outside) > 3 * (recorded is True)
+    for x, y in zip(inside, outside, strict=True):
+        assert x.dtype == y.dtype and torch.equal(x, y)
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["quiet", "recorded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+def test_autocast_casts_to_the_dtype_of_the_state(dtype, recorded, device):
+    """fp32 tokens for a state of bfloat16, what autocast's linear layers give for one of fp32, and a mixture."""
+    inputs, grad_o = make_inputs(CASE, torch.float32, device)
+    inputs["v"] = inputs["v"].bfloat16()
+    start = new_state(CASE, device, dtype)
+    expected = results(*generate({name: x.to(dtype) for name, x in inputs.items()}, grad_o, start, recorded))
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = generate(inputs, grad_o, start, recorded)
+    for x, y in zip(results(*actual), expected, strict=True):
+        assert torch.equal(x, y.to(x.dtype))
+    assert actual[0].dtype == dtype
+
+
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+def test_autocast_leaves_float64(function, device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    wide = first_token(inputs)
+    with torch.autocast(device.type, torch.bfloat16):
+        with pytest.raises(TypeError, match=r"state's dtype torch\.float32, got torch\.float64"):
+            function(*wide, new_state(CASE, device, torch.float32))
+        with pytest.raises(TypeError, match=r"state's dtype torch\.float64, got torch\.float32"):
+            function(*(x.float() for x in wide), new_state(CASE, device, torch.float64))
+
+
+# ---- arguments
+
+
 def test_options_are_keywords():
-    for function, positional in ((fastmax.init_state, 4), (fastmax.step, 4), (fastmax.prefill, 4)):
+    for function, positional in ((fastmax.init_state, 4), (fastmax.step, 4), (fastmax.step_, 4), (fastmax.prefill, 4)):
         kinds = [x.kind for x in inspect.signature(function).parameters.values()]
         assert kinds[:positional] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional
         assert set(kinds[positional:]) == {inspect.Parameter.KEYWORD_ONLY}
@@ -199,6 +501,7 @@ def test_bad_states(name):
 BAD_TOKENS = {
     "no state": ({"state": None}, TypeError, "state"),
     "rank 3": ({name: torch.zeros(2, 1, 5) for name in "qkv"}, ValueError, "4-d"),
+    "no query heads": ({"q": torch.zeros(2, 0, 1, 5)}, ValueError, "q must have at least one head"),
     "another batch": ({name: torch.zeros(3, 2, 1, 5) for name in "qkv"}, ValueError, "state"),
     "other kv heads": ({name: torch.zeros(2, 1, 1, 5) for name in "kv"}, ValueError, "state"),
     "another head_dim": ({name: torch.zeros(2, 2, 1, 6) for name in "qk"}, ValueError, "state"),
@@ -207,10 +510,23 @@ BAD_TOKENS = {
     "keys without queries": ({name: torch.zeros(2, 2, 3, 5) for name in "kv"}, ValueError, "token"),
     "a mask for all": ({"key_padding_mask": torch.ones(2, 9, dtype=torch.bool)}, ValueError, "key_padding_mask"),
     "a mask of floats": ({"key_padding_mask": torch.ones(2, 1)}, TypeError, "key_padding_mask"),
-}
+    "another device": ({"state": fastmax.init_state(2, 2, 5, device="meta")}, ValueError, "state's device meta, got cpu"),
+    "another order": (
+        {"state": replace(fastmax.init_state(2, 2, 5), score=fastmax.init_state(2, 2, 5, p=1).score)},
+        ValueError, r"state must have values \(2, 2, 6, 5\)",
+    ),
+    "one row": (
+        {"state": fastmax.init_state(2, 2, 5).map(lambda x: x[:, :, :1])},
+        ValueError, r"state must have values \(2, 2, 21, 5\)",
+    ),
+    "weights of another batch": (
+        {"state": replace(fastmax.init_state(2, 2, 5), weights=torch.zeros(1, 2, 21))}, ValueError, r"weights \(2, 2, 21\)",
+    ),
+    "sums in half": ({"state": fastmax.init_state(2, 2, 5).map(torch.Tensor.half)}, ValueError, "of torch.float32"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.prefill], ids=["step", "prefill"])
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_bad_tokens(name, function):
     changes, exception, message = BAD_TOKENS[name]
@@ -219,7 +535,96 @@ def test_bad_tokens(name, function):
         function(**(good | changes))
 
 
-def test_step_takes_one_token():
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_], ids=lambda f: f.__name__)
+def test_step_takes_one_token(function):
     x = torch.zeros(2, 2, 3, 5)
     with pytest.raises(ValueError, match=r"one token.*prefill"):
-        fastmax.step(x, x, x, fastmax.init_state(2, 2, 5))
+        function(x, x, x, fastmax.init_state(2, 2, 5))
+
+
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("option", ["defaults", "everything"])
+def test_meta_tensors(option, function):
+    """Shapes alone, for whoever plans memory."""
+    inputs, _ = make_inputs(CASE, torch.bfloat16)
+    state = new_state(CASE, "meta", torch.bfloat16, **OPTIONS[option])
+    o = function(*(x[:, :, :1].to("meta") for x in inputs.values()), state)
+    o, state = o if isinstance(o, tuple) else (o, state)
+    assert o.shape == (CASE.b, CASE.h, 1, CASE.dv) and o.dtype == torch.bfloat16 and o.is_meta
+    assert state.tokens == 1 and all(x.is_meta for x in state.tensors().values())
+
+
+# ---- CUDA
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "b, hk, group, d, dv",
+    [(80, 1, 5, 24, 68), (1, 1, 8, 24, 128), (200, 1, 8, 24, 128), (1, 70_000, 1, 2, 4), (70_000, 1, 2, 2, 4)],
+    ids=["group 5, wide", "group 8, one state", "group 8, many states", "many heads", "many batch entries"],
+)
+def test_launch_limits(b, hk, group, d, dv):
+    """Shared memory past 48 KB, and more states than a grid's second dimension holds."""
+    case = Case("", n=3, b=b, h=hk * group, hk=hk, d=d, dv=dv)
+    inputs, _ = make_inputs(case, torch.float32, "cuda")
+    options = {"temperature": d**0.5}
+    start = fastmax.init_state(b, hk, d, dv, device="cuda", **options)
+    exact = definition(**{name: exactly(x) for name, x in inputs.items()}, causal=True, **options)
+    for in_place in (False, True):
+        o, _ = advance(inputs, [1] * 3, start.clone(), in_place=in_place)
+        assert_within_contract("o", o, definition(**inputs, causal=True, **options), exact)
+
+
+@pytest.mark.cuda
+@by_order
+@pytest.mark.parametrize("group", [1, 3, 20], ids=lambda n: f"group of {n}")
+@pytest.mark.parametrize("states", [1, 3, 400], ids=lambda n: f"{n} states")
+def test_in_place_kernels_give_the_same_bits(states, group, p):
+    """Few states: each is cut into slices of columns, all of which read the weights that one step writes. 400: none is cut."""
+    case = Case("", n=5, b=states, h=group, hk=1, d=64, dv=128)
+    inputs, _ = make_inputs(case, torch.bfloat16, "cuda")
+    mask = torch.arange(states, device="cuda").view(-1, 1) % 2 == 0
+    state = fastmax.init_state(states, 1, 64, 128, dtype=torch.bfloat16, device="cuda", p=p, temperature=8.0)
+    expected = state.clone()
+    for token in pieces(inputs):
+        expected_o, expected = fastmax.step(*token, expected, key_padding_mask=mask)
+        assert torch.equal(fastmax.step_(*token, state, key_padding_mask=mask), expected_o)
+        assert_same_states(state, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("in_values", ["weights", "k"])
+def test_the_in_place_operator_refuses_shared_memory_on_cuda(in_values):
+    q, k, v, values, weights, *rest = operator_arguments("cuda")
+    if in_values == "weights":
+        weights = values.flatten()[: weights.numel()].view(weights.shape)
+    else:
+        k = values.flatten()[: k.numel()].view(k.shape)
+    with pytest.raises(RuntimeError, match="overlap"):
+        torch.ops.fastmax.decode_step_(q, k, v, values, weights, *rest)
+    with pytest.raises(RuntimeError, match="contiguous"):
+        torch.ops.fastmax.decode_step_(q, v, v, values.mT.contiguous().mT, weights, *rest)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("option", ["defaults", "everything"])
+def test_a_replayed_graph_advances_the_state(option):
+    """Sinusoidal positions too: each replay is one token further."""
+    device = torch.device("cuda")
+    inputs, _ = make_inputs(CASE, torch.float32, device)
+    state, expected = (new_state(CASE, device, torch.float32, **OPTIONS[option]) for _ in range(2))
+    token = [x.clone() for x in first_token(inputs)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fastmax.step_(*token, state.clone())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = fastmax.step_(*token, state)
+    for next_token in pieces(inputs):
+        for x, y in zip(token, next_token, strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(o, fastmax.step_(*next_token, expected))
+        for name, x in expected.tensors().items():
+            assert torch.equal(getattr(state, name), x), name

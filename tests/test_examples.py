@@ -137,6 +137,9 @@ def test_associative_recall(tmp_path):
     table = rows(tmp_path / "associative_recall.csv")
     assert [row["attention"] for row in table] == ["fastmax p=1", "fastmax p=2", "softmax"]
     assert all(0.0 <= float(row[column]) <= 1.0 for row in table for column in ("pairs_2", "pairs_3"))
+    run("examples/associative_recall.py", *tiny, "--scales", "--out", tmp_path)
+    table = rows(tmp_path / "recall_scales.csv")
+    assert len(table) == 5 and table[-1]["attention"] == 'as projected, normalize="token", temperature 1'
 
 
 def test_digits(tmp_path):
@@ -200,8 +203,8 @@ def test_verify_catches_a_wrong_gradient(monkeypatch):
 def test_info_names_the_implementation():
     printed = run("-m", "fastmax.info")
     assert torch.__version__ in printed
-    assert info.implementation(torch.device("cpu")) in printed.splitlines()
-    assert "PyTorch implementation" in info.implementation(torch.device("cpu"))
+    sentence = "On cpu fastmax runs its PyTorch implementation (tiled matrix products with an analytic backward)."
+    assert sentence in printed.splitlines() and info.implementation(torch.device("cpu")) == sentence
 
 
 def test_info_tells_kernels_from_their_absence(monkeypatch):

@@ -35,9 +35,10 @@ def cuda_torch(monkeypatch):
 
 
 def library(path, version):
-    """A shared library that answers as libfastmax.so does; it registers nothing."""
+    """A shared library that answers as libfastmax.so does; it registers nothing. No version: none can be asked for."""
+    symbol = "" if version is None else f"int fastmax_schema_version() {{ return {version}; }}"
     source = f"""
-    int fastmax_schema_version() {{ return {version}; }}
+    {symbol}
     const char* fastmax_build_info() {{ return "architectures 80 90"; }}
     const char* fastmax_device_problem(int index) {{ return index == 0 ? 0 : "it is too old"; }}
     """
@@ -86,9 +87,10 @@ def test_another_version_is_an_error(cuda_torch, monkeypatch, tmp_path):
 
 
 @needs_cc
-def test_another_version_of_a_real_library_is_an_error(cuda_torch, monkeypatch, tmp_path):
-    monkeypatch.setattr(extension, "PATH", library(tmp_path / "old.so", extension.SCHEMA_VERSION - 1))
-    with pytest.raises(ImportError, match=f"operator schemas {extension.SCHEMA_VERSION - 1}, "):
+@pytest.mark.parametrize("version", [extension.SCHEMA_VERSION - 1, None], ids=["older", "from before there were versions"])
+def test_another_version_of_a_real_library_is_an_error(version, cuda_torch, monkeypatch, tmp_path):
+    monkeypatch.setattr(extension, "PATH", library(tmp_path / "old.so", version))
+    with pytest.raises(ImportError, match=f"operator schemas {version}, "):
         extension.load()
 
 
@@ -114,6 +116,7 @@ def test_warns_once_for_each_device(monkeypatch):
         with pytest.warns(RuntimeWarning, match="PyTorch implementation") as caught:
             extension.warn_if_unused(device)
         (warning,) = caught
+        assert warning.filename == __file__
         assert f"on {device}, " in str(warning.message) and f"there is no nvcc ({index})." in str(warning.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -134,3 +137,66 @@ def test_the_device_is_asked_once(monkeypatch):
     for _ in range(3):
         extension.warn_if_unused(torch.device("cuda", 0))
     assert asked == [torch.device("cuda", 0)]
+
+
+# ---- what fails inside the library
+
+
+def fails(error):
+    def operator(*arguments):
+        raise error
+
+    return operator
+
+
+def test_a_call_that_succeeds():
+    assert extension.call(max, 1, 3, 2) == 3
+
+
+def test_out_of_memory_has_its_type():
+    """The library's interface knows RuntimeErrors alone."""
+    told = RuntimeError("fastmax: allocation on cuda:0 failed: CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2.00 GiB") as error:
+        extension.call(fails(told))
+    assert error.value.__cause__ is told
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("fastmax: q is on cpu"),
+        torch.OutOfMemoryError("out of memory"),
+        NotImplementedError("out of memory"),
+        ValueError(),
+    ],
+    ids=repr,
+)
+def test_other_errors_stay(error):
+    with pytest.raises(type(error)) as raised:
+        extension.call(fails(error))
+    assert raised.value is error
+
+
+@pytest.mark.parametrize("error", [ValueError("k must have q's dtype"), torch.OutOfMemoryError("CUDA out of memory")], ids=repr)
+def test_errors_of_the_pytorch_implementation_have_their_types(error):
+    """Handed on by the library, they come back through its interface as a RuntimeError without a type."""
+
+    def library_call():
+        try:
+            extension.remembering(fails(error))()
+        except Exception:
+            raise RuntimeError("fastmax::eager_forward failed: ") from None
+
+    with pytest.raises(type(error)) as raised:
+        extension.call(library_call)
+    assert raised.value is error
+
+
+def test_errors_of_other_calls_are_not_remembered():
+    with pytest.raises(ValueError):
+        extension.remembering(fails(ValueError("before")))()
+    with pytest.raises(RuntimeError, match="after"):
+        extension.call(fails(RuntimeError("after")))
+    with pytest.raises(ValueError):
+        extension.remembering(fails(ValueError("later")))()
+    assert extension._failures.raised is None, "an exception would keep the tensors of its frames"

@@ -821,7 +821,7 @@ class TestKernels:
         def counted(right):
             return lambda *args, **options: calls.append(None) or right(*args, **options)
 
-        for name in ("flash_forward", "flash_backward"):
+        for name in ("forward", "backward"):
             monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
         for mode in MODES:
             for d in (1, 16, 37, 128, 256):

@@ -20,7 +20,7 @@ from common import (
 )
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
-from fastmax import fastmax_attention
+from fastmax import fastmax_attention, flash_attention
 
 TINY = Case("tiny", n=3, m=4, b=1, h=2, hk=1, d=3, dv=2)
 
@@ -123,6 +123,62 @@ def test_forward_derivative_of_the_custom_gradient_is_refused(device):
         torch.func.jvp(lambda q: fastmax_attention(q, k, v), (q,), (torch.ones_like(q),))
 
 
+@pytest.mark.parametrize("normalize", ["sequence", "token"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "constant"])
+def test_forward_derivative_through_the_scaling_is_refused(recorded, normalize, device):
+    """The scaling has a custom gradient of its own."""
+    q, k, v = (x.detach().requires_grad_(recorded) for x in tiny_leaves(device))
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"forward-mode derivative.*use_custom_gradient=False"):
+        fastmax_attention(forward_ad.make_dual(q, torch.ones_like(q)), k, v, normalize=normalize)
+
+
+TRANSFORMS = {
+    "grad": lambda f, q: torch.func.grad(f)(q),
+    "vjp": lambda f, q: torch.func.vjp(f, q),
+    "jacrev": lambda f, q: torch.func.jacrev(f)(q),
+    "hessian": lambda f, q: torch.func.hessian(f)(q),
+    "grad of vmap": lambda f, q: torch.func.grad(lambda x: torch.func.vmap(f)(x).sum())(torch.stack([q, q])),
+    "vmap of grad": lambda f, q: torch.func.vmap(torch.func.grad(f))(torch.stack([q, q])),
+    "jvp": lambda f, q: torch.func.jvp(f, (q,), (q,)),
+    "jacfwd": lambda f, q: torch.func.jacfwd(f)(q),
+    "jvp of vmap": lambda f, q: torch.func.jvp(torch.func.vmap(f), (torch.stack([q, q]),), (torch.stack([q, q]),)),
+}
+
+
+def softmax_attention(q, k, v, **options):
+    return flash_attention(q, k, v)
+
+
+@pytest.mark.parametrize("attention", [fastmax_attention, softmax_attention], ids=["fastmax", "flash"])
+@pytest.mark.parametrize("normalize", [False, "token"])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_torch_func_through_the_custom_gradient_is_refused(transform, normalize, attention, device):
+    q, k, v = (x.detach() for x in tiny_leaves(device))
+    with pytest.raises(RuntimeError, match=r"fastmax: the custom gradient has no .*use_custom_gradient=False"):
+        TRANSFORMS[transform](lambda x: attention(x, k, v, normalize=normalize).sum(), q)
+
+
+@by_gradient
+def test_vmap_and_constants_under_transforms(custom, device):
+    """What needs no derivative by a transform runs, and autograd outside of vmap goes through it."""
+    q, k, v = (x.detach() for x in tiny_leaves(device))
+    batch = torch.stack([q, 2.0 * q]).requires_grad_()
+
+    def attention(x):
+        return fastmax_attention(x, k, v, normalize="token", use_custom_gradient=custom)
+
+    o, expected = torch.func.vmap(attention)(batch), torch.stack([attention(x) for x in batch])
+    torch.testing.assert_close(o, expected)
+    weight = torch.randn_like(o)
+    grads = (torch.autograd.grad(x, batch, weight)[0] for x in (o, expected))
+    torch.testing.assert_close(*grads)
+    constant = attention(q).sum()
+    slope = torch.func.grad(lambda x: x * attention(q).sum() + x * attention(q * x.detach()).sum())(
+        torch.tensor(1.0, device=device)
+    )
+    torch.testing.assert_close(slope.double(), 2.0 * constant)
+
+
 @by_causal
 @pytest.mark.parametrize("algorithm", ["auto", *ALGORITHMS])
 @by_option
@@ -158,6 +214,18 @@ def test_only_some_inputs_need_a_gradient(names, algorithm, custom, device):
     leaves = {name: x.requires_grad_() if name in names else x for name, x in inputs.items()}
     fastmax_attention(**leaves, **options).backward(grad_o)
     assert_gradients_of(names, leaves, everything)
+
+
+@by_gradient
+@by_causal
+def test_only_the_rpe_matrix_needs_a_gradient(causal, custom, device):
+    inputs, grad_o = make_inputs(TINY, torch.float64, device)
+    inputs["rpe_matrix"] = (0.2 * torch.randn(TINY.n + TINY.m - 1, TINY.d, dtype=torch.float64)).to(device)
+    options = {"causal": causal, "use_custom_gradient": custom}
+    everything = run(fastmax_attention, inputs, grad_o, **options)
+    leaves = {name: x.requires_grad_() if name == "rpe_matrix" else x for name, x in inputs.items()}
+    fastmax_attention(**leaves, **options).backward(grad_o)
+    assert_gradients_of(("rpe_matrix",), leaves, everything)
 
 
 @by_gradient

@@ -251,10 +251,30 @@ def test_denominators(p, algorithm, mode, precision):
         assert relative(z, exact) <= (3e-6 if mode == "fp32" else verify.ROUNDING[in_mode(case, mode).mode])
 
 
-@pytest.mark.parametrize("h, n", [(1, 420_000), (5, 90_000)], ids=["segments", "one walk"])
-def test_long_sequences_run_in_phases(h, n):
-    """Snapshots of more than 832 MiB: against the quadratic kernels, and their memory is bounded."""
-    q, k, v, grad_o = (torch.randn(1, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
+@by_mode
+@pytest.mark.parametrize(
+    "states, n, m, d, causal", [(70_000, 200, 600, 16, True), (66_000, 3, 5, 160, False)], ids=["d16", "d160"]
+)
+def test_first_order_states_beyond_65535(states, n, m, d, causal, mode, precision):
+    """Two parts each, which a scan adds up; d = 160 runs other kernels. A few heads are compared with float64."""
+    arguments, grad_o = operands(size("", n, m, d=d, b=1, h=states, p=1, causal=causal), mode, "linear")
+    results = both(arguments, grad_o)
+    some = [0, 1, 65_535, 65_536, states - 1]
+    q, k, v, mask, noise, rpe, *options = arguments
+    chosen = [x[:, some].double() for x in (q, k, v)]
+    exact = both((*chosen, mask, noise, rpe, *options), grad_o[:, some].double())
+    for x, y in zip(results, exact, strict=True):
+        assert relative(x[:, some], y) <= max(5e-6, 2 * verify.ROUNDING[in_mode(size("", n), mode).mode])
+
+
+@pytest.mark.parametrize(
+    "b, h, n",
+    [(1, 1, 420_000), (1, 5, 90_000), (2, 20, 40_000), (64, 16, 2048), (1, 1000, 1100)],
+    ids=["segments", "one walk", "states and time", "batch entries", "heads of one entry"],
+)
+def test_states_beyond_832_mib_run_in_phases(b, h, n):
+    """Against the quadratic kernels, and their memory is bounded."""
+    q, k, v, grad_o = (torch.randn(b, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(4))
     score = (128**-0.5, 1.0, 1.0, 0.5, 2)
 
     def run(algorithm):
@@ -269,7 +289,7 @@ def test_long_sequences_run_in_phases(h, n):
     quadratic, _ = run("quadratic")
     for x, y in zip(linear, quadratic, strict=True):
         assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"]
-    states, results, g_and_e = 832 + 120, 4 * q.nbytes / 2**20, 1.1 * q.nbytes / 2**20
+    states, results, g_and_e = 832 + 128, 4 * q.nbytes / 2**20, 1.1 * q.nbytes / 2**20
     assert peak / 2**20 < states + results + g_and_e
 
 
@@ -333,8 +353,8 @@ def test_empty(q, k, algorithm):
 # What is wrong with operands -> how, and a word of the error.
 UNSAFE = {
     "dtypes": (lambda x: x | {"k": x["k"].float()}, "dtype"),
-    "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "shapes"),
-    "heads": (lambda x: x | {"q": x["q"][:, :3]}, "shapes"),
+    "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "k must have shape"),
+    "heads": (lambda x: x | {"q": x["q"][:, :3]}, "heads must be a multiple"),
     "mask": (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
     "n > m": (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
 }

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import io
+import math
 import pickle
 
 import pytest
@@ -39,8 +40,9 @@ def test_every_positional_argument_lands_where_it_should(custom, device):
     for name in set(options) - {"drop_noise", "rpe_matrix"}:  # each of them matters
         default = inspect.signature(fastmax_attention).parameters[name].default
         if options[name] != default:
-            changed = fastmax_attention(**inputs, use_custom_gradient=custom, **(options | {name: default}))
-            assert not torch.equal(o, changed), name
+            changed = options | {name: default}
+            changed.pop({"dropout": "drop_noise", "normalize": "lim"}.get(name), None)  # which are refused without it
+            assert not torch.equal(o, fastmax_attention(**inputs, use_custom_gradient=custom, **changed)), name
 
 
 def test_defaults_are_those_of_the_contract(device):
@@ -142,15 +144,70 @@ def test_a_tensor_in_the_place_of_mask_points_to_key_padding_mask():
         FASTMultiHeadAttention()(*inputs.values(), None, None, torch.ones(CASE.n, CASE.n, dtype=torch.bool))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"p": 3}, {"temperature": 0.0}, {"normalize": "row"}, {"dropout": -1.0}, {"rpe_matrix": True}, {"algorithm": "fast"}],
-    ids=lambda options: next(iter(options)),
-)
-def test_bad_options_raise_in_the_constructor_or_the_call(options):
+BAD_OPTIONS = [
+    {"rpe_matrix": True},
+    {"rpe_matrix": "alibi"},
+    {"mask": 1},
+    {"dropout": -1.0},
+    {"normalize": "row"},
+    {"temperature": 0.0},
+    {"a0": math.nan},
+    {"a1": "1"},
+    {"a2": math.inf},
+    {"lim": 0.0},
+    {"p": 3},
+    {"algorithm": "fast"},
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=lambda options: "-".join(map(str, *options.items())))
+def test_bad_options_raise_in_the_constructor(options):
+    ((name, value),) = options.items()
+    with pytest.raises((TypeError, ValueError), match=rf"{name} must .*{value}"):
+        FASTMultiHeadAttention(**options)
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=lambda options: "-".join(map(str, *options.items())))
+def test_bad_options_raise_in_the_call(options):
+    ((name, value),) = options.items()
     inputs, _ = make_inputs(CASE)
-    with pytest.raises((TypeError, ValueError), match=next(iter(options))):
-        FASTMultiHeadAttention(**options)(**inputs)
+    with pytest.raises((TypeError, ValueError), match=rf"{name} must .*{value}"):
+        FASTMultiHeadAttention()(**inputs, **options)
+
+
+def test_a_matrix_is_for_forward():
+    with pytest.raises(TypeError, match=r"rpe_matrix must be \"sinusoidal\" or None here, got a tensor .*\(3, 4\).*forward"):
+        FASTMultiHeadAttention(rpe_matrix=torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("arguments", [(512, 8), (512,), (True, 8), (1,)], ids=str)
+def test_dimensions_are_refused_with_what_takes_their_place(arguments):
+    with pytest.raises(TypeError, match=r"has no weights .*\(batch, heads, tokens, head_dim\).*swap_attention") as error:
+        FASTMultiHeadAttention(*arguments)
+    assert all(str(value) in str(error.value) for value in arguments)
+
+
+def test_lim_is_for_calls_that_normalize(device):
+    """The constructor's waits for a call that normalizes; in one that does not, it is an error unless that call says so."""
+    inputs, _ = make_inputs(CASE, device=device)
+    module = FASTMultiHeadAttention(lim=0.5)
+    assert torch.equal(module(**inputs, normalize="token"), fastmax_attention(**inputs, normalize="token", lim=0.5))
+    with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.5"):
+        module(**inputs)
+    plain = fastmax_attention(**inputs)
+    assert torch.equal(module(**inputs, normalize=False), plain)
+    assert torch.equal(FASTMultiHeadAttention(normalize="token", lim=0.5)(**inputs, normalize=False), plain)
+    with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.7"):
+        module(**inputs, normalize=False, lim=0.7)
+
+
+def test_noise_without_dropout_is_refused_in_training(device):
+    inputs, _ = make_inputs(CASE, device=device)
+    noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
+    with pytest.raises(ValueError, match=r"drop_noise has no effect without dropout"):
+        FASTMultiHeadAttention()(**inputs, drop_noise=noise)
+    with pytest.raises(ValueError, match=r"drop_noise has no effect without dropout"):
+        FASTMultiHeadAttention(dropout=0.5)(**inputs, drop_noise=noise, dropout=0.0)
 
 
 def test_it_has_no_state():

@@ -60,7 +60,8 @@ def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *
     mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
     noise = torch.randn(case.b, case.h, case.n, case.dv, device=device, dtype=dtype) if noise else None
     rpe = torch.randn(case.n + case.m - 1, case.d, device=device, dtype=dtype, requires_grad=True) if rpe else None
-    return (*leaves, mask, noise, rpe, 0.5, 1.0, 1.0, 0.5, p, causal, 0.2 if noise is not None else 0.0, algorithm), grad_o
+    dropout = 0.2 if noise is not None else 0.0
+    return (*leaves, mask, noise, rpe, 0.5, 1.0, 1.0, 0.5, p, causal, dropout, algorithm, False), grad_o
 
 
 OPERATOR_CALLS = {
@@ -200,6 +201,36 @@ def test_autocast(dtype, custom, device):
     o.backward(grad_o.to(dtype))
     for name, x in leaves.items():
         assert torch.equal(x.grad, expected[f"grad {name}"].float())
+
+
+@by_gradient
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=dtype_id)
+def test_autocast_casts_rpe_matrix_and_noise(dtype, custom, device):
+    """A float32 matrix and float32 noise beside q of either dtype, with gradients of the leaves' own dtypes."""
+    inputs, grad_o = make_inputs(CASE, dtype, device)
+    inputs["rpe_matrix"] = 0.2 * torch.randn(CASE.n + CASE.m - 1, CASE.d, device=device)
+    noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
+    options = {"dropout": 0.3, "use_custom_gradient": custom}
+    cast = {name: x.bfloat16() for name, x in inputs.items()}
+    expected = run(fastmax_attention, cast, grad_o.bfloat16(), drop_noise=noise.bfloat16(), **options)
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        o = fastmax_attention(**leaves, drop_noise=noise, **options)
+    assert o.dtype == torch.bfloat16 and torch.equal(o, expected["o"])
+    o.backward(grad_o.bfloat16())
+    for name, x in leaves.items():
+        assert x.grad.dtype == x.dtype and torch.equal(x.grad, expected[f"grad {name}"].to(x.dtype)), name
+
+
+@by_gradient
+def test_float32_noise_with_half_q(custom, device):
+    inputs, grad_o = make_inputs(CASE, torch.bfloat16, device)
+    noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
+    options = {"dropout": 0.3, "use_custom_gradient": custom}
+    expected = run(fastmax_attention, inputs, grad_o, drop_noise=noise.bfloat16(), **options)
+    actual = run(fastmax_attention, inputs, grad_o, drop_noise=noise, **options)
+    assert actual["o"].dtype == torch.bfloat16
+    assert all(torch.equal(actual[name], x) for name, x in expected.items())
 
 
 @by_gradient

@@ -1,10 +1,13 @@
 """`rpe_matrix_creator` and what its rows mean."""
 
+import math
+
 import pytest
 import torch
 from common import DTYPES, Case, by_causal, by_gradient, dtype_id, make_inputs, run, sinusoidal_rows
 
 from fastmax import fastmax_attention, rpe_matrix_creator
+from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 
 
 @pytest.mark.parametrize("n", [1, 2, 17])
@@ -53,6 +56,23 @@ def test_structured_rows_stay_exact_far_away():
     row = rpe_matrix_creator(n, 2, structured=True)[0]
     t = torch.tensor(float(n - 1), dtype=torch.float64)
     torch.testing.assert_close(row.double(), torch.stack([t.sin(), t.cos()]), rtol=0.0, atol=1e-6)
+
+
+@pytest.mark.parametrize("d", [4, 7], ids=["even", "odd"])
+def test_appended_channels_stay_exact_far_away(d, device):
+    """At position 5,000,000, where a fp32 angle is off by a quarter: the channels of keys, and `q . r_(i-j)` of the product."""
+    first, n = 5_000_000, 3
+    q, k = torch.randn(1, 1, n, d, device=device), torch.randn(1, 1, n, d, device=device)
+    appended_q, appended_k = append_sinusoidal_query(q, first + 2), append_sinusoidal_key(k, first)
+    assert torch.equal(appended_q[..., :d], q) and torch.equal(appended_k[..., :d], k)
+    w = [10000.0 ** (-2.0 * f / d) for f in range((d + 1) // 2)]
+    u = [[f((first + j) * x) for f in (math.cos, math.sin) for x in w] for j in range(n)]
+    torch.testing.assert_close(appended_k[0, 0, :, d:].cpu(), torch.tensor(u), rtol=0.0, atol=1e-6)
+    rows = sinusoidal_rows(n, n + 2, d)  # queries two positions on, as with two keys more
+    i, j = torch.arange(n)[:, None], torch.arange(n)[None, :]
+    expected = (q[0, 0].cpu().double().unsqueeze(1) * rows[j - i + n - 1]).sum(-1)
+    scores = (appended_q[..., d:] @ appended_k[..., d:].mT)[0, 0]
+    torch.testing.assert_close(scores.cpu().double(), expected, rtol=0.0, atol=1e-5)
 
 
 @by_gradient

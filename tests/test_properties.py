@@ -26,6 +26,7 @@ def calls(draw, causal=(False, True), normalize=(False, "sequence", "token")):
     torch.manual_seed(draw(st.integers(0, 2**31)))
     inputs, grad_o = make_inputs(case, torch.float64)
     p = draw(st.sampled_from([1, 2]))
+    real_roots = p == 2 and draw(st.booleans())
     options = {
         "causal": is_causal,
         "p": p,
@@ -35,9 +36,12 @@ def calls(draw, causal=(False, True), normalize=(False, "sequence", "token")):
         "temperature": draw(st.floats(1.5, 4.0)),
         "normalize": draw(st.sampled_from(normalize)),
     }
+    if real_roots:  # on positive scores, where f is positive all the same
+        inputs |= {name: inputs[name].abs() for name in "qk"}
+        options |= {"a1": draw(st.floats(3.5, 5.0)), "a2": draw(st.sampled_from([0.0, -0.5, 0.5, 1.0]))}
     if draw(st.booleans()):
         options["key_padding_mask"] = torch.rand(case.b, m) > 0.4
-    if draw(st.booleans()):
+    if not real_roots and draw(st.booleans()):
         options["rpe_matrix"] = "sinusoidal"
         # |q.r| <= sqrt(d / 2): keep f positive, as a relative comparison needs.
         options["temperature"] *= 1.0 + case.d**0.5

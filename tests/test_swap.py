@@ -204,6 +204,16 @@ def test_is_causal_is_aligned_at_the_start(n, m, given):
     torch.testing.assert_close(o, polynomial_mha(mha, query, key, key, blocked=blocked))
 
 
+@pytest.mark.parametrize("hint", [True, False], ids=["hint", "no hint"])
+def test_the_mask_decides_where_n_differs_from_m(hint):
+    """Aligned at the end, with or without a hint, which alone would mean the start."""
+    mha = make_mha(batch_first=True)
+    query, key = torch.randn(2, 3, E, dtype=DTYPE), torch.randn(2, 5, E, dtype=DTYPE)
+    blocked = causal_mask(3, 5, diagonal=3)
+    o, _ = swapped(mha)(query, key, key, attn_mask=blocked, is_causal=hint)
+    torch.testing.assert_close(o, polynomial_mha(mha, query, key, key, blocked=blocked))
+
+
 def test_is_causal_spares_reading_the_mask():
     mha = swapped(make_mha(batch_first=True))
     x = torch.randn(2, 5, E, dtype=DTYPE)
@@ -295,7 +305,8 @@ def test_returns_what_it_replaced_and_can_be_undone():
     assert isinstance(model.first, SwappedMultiheadAttention) and isinstance(model.layers[0], SwappedMultiheadAttention)
     assert not model.first.training
     assert not torch.allclose(model(x), before)
-    assert swap_attention(model) == {}
+    with pytest.raises(ValueError, match=r"model \(Block\) has no nn\.MultiheadAttention left: 2 were swapped before"):
+        swap_attention(model)
     for name, original in replaced.items():
         model.set_submodule(name, original)
     assert torch.equal(model(x), before)
@@ -396,6 +407,19 @@ def test_what_cannot_be_swapped_is_refused_by_name_and_nothing_changes(make, mes
     with pytest.raises(TypeError, match=rf"'odd'.*{message}"):
         swap_attention(model)
     assert dict(model) == children
+
+
+class OwnAttention(nn.Module):
+    """Softmax attention that nothing here knows."""
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+@pytest.mark.parametrize("model", [OwnAttention(), nn.Sequential(nn.Linear(2, 2), OwnAttention()), nn.Sequential()])
+def test_a_model_without_attention_is_an_error_not_softmax(model):
+    with pytest.raises(ValueError, match=rf"{type(model).__name__}\) holds no torch\.nn\.MultiheadAttention.*looked for"):
+        swap_attention(model)
 
 
 def test_model_that_is_itself_an_attention():

@@ -2,14 +2,17 @@
 
 import re
 import warnings
+from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import fastmax
-from fastmax import fastmax_attention
+from fastmax import fastmax_attention, validation
 
 B, H, HK, N, M, D, DV = 2, 4, 2, 5, 7, 8, 6
 
@@ -36,7 +39,7 @@ def test_no_compute_notices_a_good_call():
 
 # name: (arguments that differ from `good`, exception, what its message must hold)
 BAD = {
-    "q is no tensor": ({"q": [[1.0]]}, TypeError, ["q must be", "list"]),
+    "q is no tensor": ({"q": [[1.0]]}, TypeError, ["q must be", "[[1.0]] (list)"]),
     "k is None": ({"k": None}, TypeError, ["k must be", "None"]),
     "v is an array": ({"v": "v"}, TypeError, ["v must be", "'v'"]),
     "q of rank 2": ({"q": tensor(N, D)}, ValueError, ["q must be", "4-d", "3-d", "2"]),
@@ -69,6 +72,11 @@ BAD = {
         ValueError,
         ["causal", "n = 9", "m = 7"],
     ),
+    "one query more than keys, causal": (
+        {"q": tensor(B, H, M + 1, D), "causal": True},
+        ValueError,
+        ["causal", "n = 8", "m = 7"],
+    ),
     "causal is a tensor": (
         {"causal": torch.ones(N, M, dtype=torch.bool)},
         TypeError,
@@ -84,6 +92,16 @@ BAD = {
     "p of zero": ({"p": 0}, ValueError, ["p must", "1 or 2", "0"]),
     "p of three": ({"p": 3}, ValueError, ["p must", "1 or 2", "3"]),
     "p between": ({"p": 1.5}, ValueError, ["p must", "1 or 2", "1.5"]),
+    "p is True": ({"p": True}, ValueError, ["p must", "1 or 2", "True (bool)"]),
+    "p is a tensor": ({"p": tensor(2)}, ValueError, ["p must", "1 or 2", "(2,)"]),
+    "temperature whose inverse is infinite": ({"temperature": 1e-320}, ValueError, ["temperature must", "1e-320"]),
+    "a0 beyond floats": ({"a0": 10**400}, ValueError, ["a0 must be finite", "1000", "..."]),
+    "lim without normalize": ({"lim": 0.5}, ValueError, ["lim has no effect without normalize", "0.5"]),
+    "noise without dropout": (
+        {"drop_noise": tensor(B, H, N, DV)},
+        ValueError,
+        ["drop_noise has no effect without dropout", "dropout = 0"],
+    ),
     "unknown normalize": ({"normalize": "row"}, ValueError, ["normalize must", "sequence", "token", "row"]),
     "normalize is a number": ({"normalize": 2}, ValueError, ["normalize must", "sequence", "token", "2"]),
     "negative dropout": ({"dropout": -0.1}, ValueError, ["dropout must", "-0.1"]),
@@ -109,7 +127,7 @@ BAD = {
         ValueError,
         ["drop_noise must", "cpu", "meta"],
     ),
-    "rpe_matrix is True": ({"rpe_matrix": True}, TypeError, ["rpe_matrix must", "sinusoidal", "True", "mask"]),
+    "rpe_matrix is True": ({"rpe_matrix": True}, TypeError, ["rpe_matrix must", "sinusoidal", "True", "causal", "mask"]),
     "rpe_matrix is False": ({"rpe_matrix": False}, TypeError, ["rpe_matrix must", "sinusoidal", "False", "mask"]),
     "rpe_matrix is a number": ({"rpe_matrix": 3}, TypeError, ["rpe_matrix must", "3"]),
     "rpe_matrix is an unknown word": ({"rpe_matrix": "learned"}, TypeError, ["rpe_matrix must", "sinusoidal", "learned"]),
@@ -159,11 +177,25 @@ BAD = {
     ),
     "unknown algorithm": ({"algorithm": "fast"}, ValueError, ["algorithm must", "auto", "quadratic", "linear", "fast"]),
     "algorithm is None": ({"algorithm": None}, ValueError, ["algorithm must", "auto", "None"]),
+    "algorithm is an array": ({"algorithm": np.array([1, 2])}, ValueError, ["algorithm must", "auto", "[1, 2]"]),
 }
 for _dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
     _all = {name: torch.ones(x.shape).to(_dtype) for name, x in good().items()}
     _name = str(_dtype).removeprefix("torch.")
     BAD[f"dtype {_name}"] = (_all, TypeError, ["q must", "float32", "bfloat16", _name])
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch calls some of these kinds prototypes
+    NOT_DENSE = {
+        "nested": (torch.nested.as_nested_tensor([torch.ones(3, 4)]), ["nested", "to_padded_tensor", "key_padding_mask"]),
+        "jagged": (torch.nested.nested_tensor([torch.ones(3, 4)], layout=torch.jagged), ["nested", "to_padded_tensor"]),
+        "sparse COO": (tensor(3, 4).to_sparse(), ["torch.sparse_coo", ".to_dense()"]),
+        "sparse CSR": (tensor(3, 4).to_sparse_csr(), ["torch.sparse_csr", ".to_dense()"]),
+        "quantized": (torch.quantize_per_tensor(tensor(3, 4), 0.1, 0, torch.qint8), ["quantized", "qint8", ".dequantize()"]),
+    }
+for _kind, (_tensor, _parts) in NOT_DENSE.items():
+    for _name in ("q", "k", "v", "drop_noise", "rpe_matrix", "key_padding_mask"):
+        _change = {_name: _tensor} | ({"dropout": 0.1} if _name == "drop_noise" else {})
+        BAD[f"{_kind} {_name}"] = (_change, TypeError, [f"{_name} must be a dense tensor", *_parts])
 for _name in ("temperature", "a0", "a1", "a2", "lim", "dropout"):
     for _value in (float("nan"), float("inf"), float("-inf")):
         BAD[f"{_name} = {_value}"] = ({_name: _value}, ValueError, [f"{_name} must", str(_value)])
@@ -199,6 +231,60 @@ def test_bad_input_of_three_dimensions(name):
     assert_refused(fastmax_attention, {name: x.flatten(0, 1) for name, x in good().items()} | changes, *refusal)
 
 
+def test_mask_whose_batch_divides_the_heads_of_q_alone():
+    """8 heads of q and 4 of k: 8 sequences would be two of q for every head of k."""
+    three_d = {name: x.flatten(0, 1) for name, x in good().items()}
+    mask = tensor(8, M, dtype=torch.bool)
+    assert_refused(fastmax_attention, three_d | {"key_padding_mask": mask}, ValueError, ["key_padding_mask", "4", "(8, 7)"])
+
+
+def test_the_rpe_error_is_about_this_function():
+    with pytest.raises(TypeError) as error:
+        fastmax_attention(**good(), rpe_matrix="alibi")
+    assert "'alibi'" in str(error.value) and "mask" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["q", "key_padding_mask", "temperature", "rpe_matrix"])
+def test_messages_are_short(name):
+    long = [[[float(i) for i in range(100)]] * 100] * 10
+    for value in (long, np.zeros((100, 100)), "x" * 100_000):
+        with pytest.raises(TypeError, match=f"{name} must") as error:
+            fastmax_attention(**(good() | {name: value}))
+        assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize("attention", [fastmax_attention, fastmax.flash_attention], ids=["fastmax", "flash"])
+@pytest.mark.parametrize("value", [512, None, "no"])
+def test_the_toggle_is_a_bool(value, attention):
+    """512 in its place is an embed_dim."""
+    refusal = (TypeError, ["use_custom_gradient must be a bool", repr(value)])
+    assert_refused(attention, good() | {"use_custom_gradient": value}, *refusal)
+
+
+def test_flash_attention_refuses_too():
+    refused = [
+        ({"return_lse": 1}, ["return_lse must be a bool", "1"]),
+        ({"causal": tensor(N, M)}, ["causal must be a bool", "key_padding_mask"]),
+        ({"v": tensor(B, HK, M, DV).to_sparse()}, ["v must be a dense tensor"]),
+        ({"scale": "1"}, ["scale must", "'1'"]),
+    ]
+    for change, parts in refused:
+        assert_refused(fastmax.flash_attention, good() | change, TypeError, parts)
+
+
+def test_the_state_s_device():
+    state = fastmax.init_state(B, HK, D, DV, device="meta")
+    arguments = {"q": tensor(B, H, 1, D), "k": tensor(B, HK, 1, D), "v": tensor(B, HK, 1, DV), "state": state}
+    assert_refused(fastmax.step, arguments, ValueError, ["device", "meta", "cpu"])
+
+
+def test_numbers_of_other_kinds():
+    """Fractions and numpy's numbers are real numbers."""
+    expected = fastmax_attention(**good(), a0=1.5, temperature=2.0)
+    for half in (Fraction(3, 2), np.float32(1.5), np.float64(1.5)):
+        assert torch.equal(fastmax_attention(**good(), a0=half, temperature=np.int64(2), p=np.int64(2)), expected)
+
+
 def test_options_are_keywords():
     with pytest.raises(TypeError, match="positional"):
         fastmax_attention(*good().values(), True)
@@ -223,6 +309,27 @@ def test_rpe_matrix_creator_refuses_integer_dtypes():
         fastmax.rpe_matrix_creator(4, 4, dtype=torch.int64)
 
 
+# ---- meta tensors
+
+
+@pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "normalize": True, "dropout": 0.1}, {"rpe_matrix": "sinusoidal"}])
+def test_meta_tensors_have_shapes_and_no_numbers(options, custom):
+    inputs = {name: x.to("meta", torch.bfloat16).requires_grad_() for name, x in good().items()}
+    o = fastmax_attention(**inputs, use_custom_gradient=custom, **options)
+    assert o.shape == (B, H, N, DV) and o.dtype == torch.bfloat16 and o.is_meta
+    o.sum().backward()
+    assert all(x.grad.shape == x.shape for x in inputs.values())
+    o, lse = fastmax.flash_attention(**inputs, use_custom_gradient=custom, return_lse=True)
+    assert o.shape == (B, H, N, DV) and lse.shape == (B, H, N) and o.is_meta and lse.is_meta
+
+
+def test_meta_tensors_inside_autocast():
+    """Autocast does not know the device: the cast is for others."""
+    with torch.autocast("cpu", torch.bfloat16):
+        assert fastmax_attention(**{name: x.to("meta") for name, x in good().items()}).dtype == torch.float32
+
+
 # ---- denominators that can vanish
 
 
@@ -238,6 +345,8 @@ UNSAFE = {
     "p=1": {"p": 1, "a1": 1.0101},
     "p=1 at the limit": {"p": 1, "a0": 1.0102, "a1": 1.0102, "normalize": True},
     "p=1, lim too large": {"p": 1, "a1": 1.0103, "normalize": "token", "lim": 1.5},
+    "p=1, lim^2 too large": {"p": 1, "a0": 1.2, "a1": 1.0105, "normalize": "token", "lim": 1.1},
+    "p=1, normalize, unbounded rpe": {"p": 1, "a1": 0.5, "normalize": "token", "rpe_matrix": "sinusoidal"},
     "p=1, temperature too small": {"p": 1, "a1": 0.9104, "normalize": True, "temperature": 0.5},
     "p=2, discriminant": {"a0": 1.0105, "a1": 2.0, "a2": 0.5},
     "p=2, a2 = 0": {"a1": 1.0106, "a2": 0.0},
@@ -249,6 +358,7 @@ SAFE = {
     "p=2 without a1": {"a1": 0.0, "a2": 0.0},
     "p=1, normalize": {"p": 1, "a1": 0.9201, "normalize": True},
     "p=1, normalize=token, temperature": {"p": 1, "a1": 0.9202, "normalize": "token", "lim": 2.0, "temperature": 4.0},
+    "p=1, normalize, small lim": {"p": 1, "a0": 0.4, "a1": 0.9203, "normalize": "token", "lim": 0.6},
     "p=1 without a1": {"p": 1, "a1": 0.0},
     "p=1 ignores a2": {"p": 1, "a1": 0.0, "a2": -5.0},
 }
@@ -259,7 +369,6 @@ def test_vanishing_denominators_warn_once(name):
     (first,) = vanishing(**UNSAFE[name])
     assert re.search(r"a2 > 0 and a1\^2 < 4 a0 a2", str(first.message)), "says what is safe for p = 2"
     assert re.search(r"a0 > \|a1\| lim\^2 / temperature", str(first.message)), "says what is safe for p = 1"
-    assert first.filename == __file__, "points at the caller"
     assert vanishing(**UNSAFE[name]) == []
     (other,) = vanishing(**(UNSAFE[name] | {"a0": UNSAFE[name].get("a0", 1.0) - 0.001}))
     assert str(other.message) != str(first.message)
@@ -268,3 +377,72 @@ def test_vanishing_denominators_warn_once(name):
 @pytest.mark.parametrize("name", SAFE)
 def test_safe_settings_do_not_warn(name):
     assert vanishing(**SAFE[name]) == []
+
+
+# ---- a causal call that looks ahead
+
+
+@pytest.fixture
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(validation, "_warned", set())
+
+
+def caught_from(call):
+    """The RuntimeWarnings of a call."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [w for w in caught if issubclass(w.category, RuntimeWarning)]
+
+
+def test_causal_normalize_sequence_warns_once_and_names_token(nothing_warned):
+    (first,) = caught_from(lambda: fastmax_attention(**good() | {"q": tensor(B, H, M, D)}, causal=True, normalize=True))
+    assert re.search(r'normalize="sequence" \(or True\) later tokens leak .* causal .*normalize="token"', str(first.message))
+    assert caught_from(lambda: fastmax_attention(**good(), causal=True, normalize="sequence", lim=0.5)) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True, "normalize": "token"}, {"causal": True}, {"normalize": "sequence"}, {"normalize": True}],
+    ids=str,
+)
+def test_what_does_not_leak_does_not_warn(options, nothing_warned):
+    assert caught_from(lambda: fastmax_attention(**good(), **options)) == []
+
+
+# ---- where warnings point
+
+
+def checkpointed():
+    module = fastmax.FASTMultiHeadAttention(p=1)
+    checkpoint(module, *good().values(), use_reentrant=False)
+
+
+def swapped():
+    layer = torch.nn.TransformerEncoderLayer(8, 2, dim_feedforward=8)
+    fastmax.swap_attention(layer, p=1)
+    layer(torch.ones(3, 1, 8))
+
+
+CALLS = {
+    "function": (lambda: fastmax_attention(**good(), p=1), 0),
+    "leak": (lambda: fastmax_attention(**good(), causal=True, normalize=True), 0),
+    "module": (lambda: fastmax.FASTMultiHeadAttention(p=1)(**good()), 0),
+    "state": (lambda: fastmax.init_state(1, 1, 4, p=1), 0),
+    "layer": (swapped, 3),
+    "checkpoint": (checkpointed, 2),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_warnings_point_at_the_line_of_the_user(name, nothing_warned):
+    call, line = CALLS[name]
+    (warning,) = caught_from(call)
+    assert (warning.filename, warning.lineno) == (__file__, call.__code__.co_firstlineno + line)
+
+
+def test_warnings_of_a_script_point_at_it(nothing_warned):
+    """At the top level of a program there is no caller's caller."""
+    script = compile("\nfastmax_attention(**inputs, p=1)", "script.py", "exec")
+    (warning,) = caught_from(lambda: exec(script, {"fastmax_attention": fastmax_attention, "inputs": good()}))
+    assert (warning.filename, warning.lineno) == ("script.py", 2)

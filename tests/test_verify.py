@@ -2,12 +2,13 @@
 
 import math
 import re
+import warnings
 from collections import Counter
 
 import pytest
 import torch
 
-from fastmax import verify
+from fastmax import validation, verify
 
 ONE = ["--device", "cpu", "--seed", "3", "--only-index", "5"]
 
@@ -94,6 +95,14 @@ def test_the_table_exits_with_its_result(monkeypatch, capsys):
     assert "0 of 2 configurations" in capsys.readouterr().out
 
 
+def test_options_give_no_warnings_here(monkeypatch):
+    monkeypatch.setattr(validation, "_warned", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert verify.main(["--device", "cpu", "--only", 'normalize="sequence"']) == 0
+        verify.check(verify.Case("", {"causal": True, "normalize": True, "algorithm": "auto"}, queries=20, keys=20), "cpu", 0)
+
+
 @pytest.mark.parametrize("arguments", [["--only", "no such row"], ["--random", "0"]], ids=" ".join)
 def test_bad_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -132,6 +141,10 @@ def test_random_configurations_cover_the_operator(kind):
     assert count(lambda case: case.heads > case.kv_heads > 1) > 100
     assert count(lambda case: case.heads > case.kv_heads == 1) > 100
     assert count(lambda case: case.padding) > 300
+    for algorithm in ("quadratic", "linear"):  # polynomials that are not a square and a positive rest
+        drawn = [case.options for case in cases if case.positive and case.options["algorithm"] == algorithm]
+        assert len(drawn) > 30 and all(x["a1"] ** 2 > 3.9 * x["a0"] * x["a2"] for x in drawn)
+        assert min(sum(x["a2"] == 0.0 for x in drawn), sum(x["a2"] > 0.1 for x in drawn)) > 10
     assert count(lambda case: case.head_dim % 2) > 200 and count(lambda case: case.head_dim != case.value_dim) > 400
     assert count(lambda case: case.queries < case.keys) > 300 and count(lambda case: case.queries > case.keys) > 100
     assert count(lambda case: case.queries == 1) > 10 and count(lambda case: case.queries > 1000) > (
@@ -160,6 +173,17 @@ def test_scores_of_p_1_stay_in_the_ball():
     tensors = verify.random_tensors(case, "cpu")
     assert tensors["q"].norm(dim=-1).max() < 0.9 and tensors["q"].norm(dim=-1).std() > 0.1
     assert verify.random_tensors(case._replace(magnitude=2.0), "cpu")["q"].norm(dim=-1).min() > 0.9
+
+
+def test_positive_scores():
+    tensors = verify.random_tensors(verify.Case("", {}, positive=True), "cpu")
+    assert (tensors["q"] >= 0).all() and (tensors["k"] >= 0).all() and (tensors["v"] < 0).any()
+
+
+def test_noise_is_standard_normal():
+    for layout in verify.LAYOUTS:
+        noise = verify.random_tensors(verify.Case("", {}, noise=True, layout=layout), "cpu")["drop_noise"]
+        assert noise.shape == (2, 2, 300, 32) and noise.mean().abs() < 0.02 and (noise.std() - 1.0).abs() < 0.02
 
 
 @pytest.mark.parametrize("keys", [300, 40], ids=["n = m", "n > m"])

@@ -7,12 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastmax.eager import flash, linear, quadratic
+from fastmax.call import Call
+from fastmax.eager import flash, linear, quadratic, tiles
 from fastmax.eager.blocks import (
     Gradients,
     Operands,
     Span,
     compute_dtype,
+    differentiating,
     from_blocks,
     head_groups,
     in_functorch,
@@ -20,18 +22,18 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
-from fastmax.eager.recurrent import decode_step
+from fastmax.eager.recurrent import decode_step, decode_step_
 from fastmax.eager.workspace import Workspace
-from fastmax.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
-from fastmax.score import Score, Softmax, reciprocal
+from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
+from fastmax.score import Softmax
 
 __all__ = [
     "backward",
     "compute_dtype",
     "decode_step",
+    "decode_step_",
+    "differentiating",
     "empty_like_layout",
-    "flash_backward",
-    "flash_forward",
     "forward",
     "forward_from_state",
     "in_functorch",
@@ -52,24 +54,25 @@ def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None
     return x.new_empty(b, h, n, channels, dtype=dtype)
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, rpe: Tensor | None, score: Score, causal: bool, algorithm: str, whole: bool):
+def _tiles(call: Call):
+    """What the two kinds of weights differ in: sums over a tile and what becomes of them."""
+    return flash if isinstance(call.score, Softmax) else tiles
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call, whole: bool):
     """The algorithm's module and its plan; `whole` keeps all heads in one group."""
     (b, _, n, d), (_, hk, m, _), dv = q.shape, k.shape, v.shape[3]
     group = _group_size(q, k)
-    if rpe is not None:
+    algorithm = call.algorithm
+    if isinstance(call.score, Softmax) or call.rpe_matrix is not None:
         algorithm = "quadratic"
     elif algorithm == "auto":
-        algorithm = choose_algorithm(n, m, d, dv, causal, score.order, group)
+        algorithm = choose_algorithm(n, m, d, dv, call.causal, call.score.order, group)
     if algorithm == "quadratic":
-        return quadratic, _plan_quadratic(q, k, whole)
-    plan = plan_linear(q.device, b * hk, group, d, dv, score.order)
-    return linear, plan._replace(heads=b * hk) if whole else plan
-
-
-def _plan_quadratic(q: Tensor, k: Tensor, whole: bool) -> QuadraticPlan:
-    (b, _, n, _), (_, hk, m, _) = q.shape, k.shape
-    plan = plan_quadratic(q.device, b * hk, _group_size(q, k), n, m)
-    return plan._replace(heads=b * hk) if whole else plan
+        module, plan = quadratic, plan_quadratic(q.device, b * hk, group, n, m)
+    else:
+        module, plan = linear, plan_linear(q.device, b * hk, group, d, dv, call.score.order)
+    return module, plan._replace(heads=b * hk) if whole else plan
 
 
 def _group_size(q: Tensor, k: Tensor) -> int:
@@ -82,10 +85,11 @@ def _five(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
-def _group(q, k, v, mask, rpe, score, causal, batch: slice, heads: slice) -> Operands:
-    hk = k.shape[1]
-    q, k, v = (_five(x, hk)[batch, heads] for x in (q, k, v))
-    return Operands(q, k, v, None if mask is None else mask[batch], rpe, score, causal)
+def _operands(q: Tensor, k: Tensor, v: Tensor, call: Call, batch: slice = slice(None), heads: slice = slice(None)) -> Operands:
+    """Those of a group of heads."""
+    mask = call.key_padding_mask
+    call = call._replace(key_padding_mask=None if mask is None else mask[batch])
+    return Operands(*(_five(x, k.shape[1])[batch, heads] for x in (q, k, v)), call, _tiles(call))
 
 
 class _Parts:
@@ -109,192 +113,103 @@ class _Parts:
 
 
 def forward_from_state(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, score: Score, values: Tensor, weights: Tensor
+    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Causal attention of n tokens that continue from a state, by the linear algorithm: output, values, weights.
 
-    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.decode.DecodeState`.
+    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.DecodeState`.
     """
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:
         return empty_like_layout(q, dv), values, weights
-    plan = plan_linear(q.device, b * hk, q.shape[1] // hk, d, dv, score.order)._replace(heads=b * hk)
+    order = call.score.order
+    plan = plan_linear(q.device, b * hk, q.shape[1] // hk, d, dv, order)._replace(heads=b * hk)
     workspace = None if recording(q, k, v, values, weights) else Workspace(values.dtype, q.device)
-    ops = _group(q, k, v, mask, None, score, True, slice(None), slice(None))
-    parts = _Parts(ops, _divide)
-    state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, score.order)
+    ops = _operands(q, k, v, call)
+    parts = _Parts(ops, tiles.finish)
+    state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, parts, workspace, state)
     values, weights = linear.pack_state(state, d)
     return parts.join(q)[0], values.unflatten(0, (b, hk)), weights.unflatten(0, (b, hk))
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    noise: Tensor | None,
-    rpe: Tensor | None,
-    score: Score,
-    causal: bool,
-    dropout: float,
-    algorithm: str,
-    differentiable: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output (b, h, n, dv) in q's dtype and layout, denominators (b, h, n) in the compute dtype.
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
+    """Output (b, h, n, dv) in q's dtype and layout, and (b, h, n) in the compute dtype: denominators, or for softmax the
+    log-sum-exp.
 
     `differentiable` keeps to operations that autograd can record; otherwise large temporaries are written in place.
     """
-    module, plan = _plan(q, k, v, rpe, score, causal, algorithm, whole=differentiable)
-    o, z = _attend(module, plan, _divide, 0.0, q, k, v, mask, rpe, score, causal, differentiable)
-    if noise is None:
+    o, z = _attend(q, k, v, call, differentiable)
+    if call.drop_noise is None:
         return o, z
-    return (torch.addcmul(o, o, noise, value=dropout) if differentiable else o.addcmul_(o, noise, value=dropout)), z
+    add = torch.addcmul if differentiable else Tensor.addcmul_
+    return add(o, o, call.drop_noise, value=call.dropout), z
 
 
-def flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, score: Softmax, causal: bool, differentiable: bool
-) -> tuple[Tensor, Tensor]:
-    """Softmax attention: output (b, h, n, dv) in q's dtype and layout, log-sum-exp (b, h, n) in the compute dtype."""
-    plan = _plan_quadratic(q, k, whole=differentiable)
-    return _attend(flash, plan, flash.finish, float("-inf"), q, k, v, mask, None, score, causal, differentiable)
-
-
-def _divide(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The output and what is kept beside it."""
-    return torch.mul(numerator, reciprocal(z), out=out), z
-
-
-def _attend(
-    module,
-    plan: QuadraticPlan | LinearPlan,
-    finish: Callable[..., tuple[Tensor, Tensor]],
-    nothing: float,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    rpe: Tensor | None,
-    score: Score | Softmax,
-    causal: bool,
-    differentiable: bool,
-) -> tuple[Tensor, Tensor]:
-    """`module.forward` on one head group after the other; `finish` makes the two outputs of its sums, `nothing` is the second
-    of a query without keys."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
+    """`forward` without the noise, on one head group after the other."""
+    kind = _tiles(call)
     o = empty_like_layout(q, v.shape[-1])
-    z = q.new_full(q.shape[:3], nothing, dtype=compute_dtype(q.dtype))
+    z = q.new_full(q.shape[:3], kind.NO_KEYS, dtype=compute_dtype(q.dtype))
     if o.numel() == 0 or k.numel() == 0:
         o.zero_()
         zero = sum(x.flatten()[:0].sum() for x in (q, k, v))  # part of the graph
         return (o + zero, z + zero) if differentiable else (o, z)
-    hk = k.shape[1]
+    module, plan = _plan(q, k, v, call, whole=differentiable)
     if differentiable:
-        ops = _group(q, k, v, mask, rpe, score, causal, slice(None), slice(None))
-        parts = _Parts(ops, finish)
+        ops = _operands(q, k, v, call)
+        parts = _Parts(ops, kind.finish)
         module.forward(ops, plan, parts, None)
         return parts.join(q)
+    hk = k.shape[1]
     workspace = Workspace(z.dtype, q.device)
     for batch, heads in head_groups(k.shape[0], hk, plan.heads):
-        ops = _group(q, k, v, mask, rpe, score, causal, batch, heads)
+        ops = _operands(q, k, v, call, batch, heads)
         o_group, z_group = _five(o, hk)[batch, heads], _five(z.unsqueeze(-1), hk)[batch, heads]
 
         def write(span: Span, sums: tuple[Tensor, ...], like=ops.q, o_group=o_group, z_group=z_group):
             rows = slice(span.start, span.stop)
             sums = (from_blocks(x, span, like) for x in sums)
-            z_group[:, :, :, rows] = finish(*sums, out=o_group[:, :, :, rows])[1]
+            z_group[:, :, :, rows] = kind.finish(*sums, out=o_group[:, :, :, rows])[1]
 
         module.forward(ops, plan, write, workspace)
     return o, z
 
 
 def backward(
-    grad_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    z: Tensor,
-    mask: Tensor | None,
-    noise: Tensor | None,
-    rpe: Tensor | None,
-    score: Score,
-    causal: bool,
-    dropout: float,
-    algorithm: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes and layouts, and of rpe (empty when there is none).
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v in their dtypes and layouts, and of the rpe matrix where there is one.
 
-    With g_i = grad_i / z_i and e_i = -(grad_o_i . o_i) / z_i the derivative of the loss by the weight w_ij is
-    `u_ij = g_i . v_j + e_i`; everything else follows from `w_ij = f(s_ij)`.
+    With g_i and e_i of `tiles.row_terms` the derivative of the loss by the weight w_ij is `u_ij = g_i . v_j + e_i` (for
+    softmax: by the normalised weight); everything else follows from `w_ij = f(s_ij)`. `grad_z`, of a log-sum-exp, is not read
+    where a query sees no key.
     """
-    module, plan = _plan(q, k, v, rpe, score, causal, algorithm, whole=False)
-    grad_rpe = q.new_zeros(0) if rpe is None else torch.zeros_like(rpe, dtype=z.dtype)
-    rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
-    if noise is not None:
-        rows["noise"] = noise
-
-    def g_e(grad_o: Tensor, o: Tensor, z: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """g and e of a block of queries; zero where a query sees no key."""
-        inverse = reciprocal(z)
-        e = -(grad_o * o).sum(-1, keepdim=True) * inverse
-        if noise is not None:
-            grad_o = torch.addcmul(grad_o, grad_o, noise, value=dropout)
-        return grad_o * inverse, e
-
-    grads = _gradients(module, plan, rows, g_e, q, k, v, mask, rpe, grad_rpe, score, causal)
-    return (*grads, grad_rpe if rpe is None else grad_rpe.to(rpe.dtype))
-
-
-def flash_backward(
-    grad_o: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    score: Softmax,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v in their dtypes and layouts; `grad_lse` of a query that sees no key is not read."""
-    rows = {"grad_o": grad_o, "o": o, "lse": lse.unsqueeze(-1)}
-    if grad_lse is not None:
-        rows["grad_lse"] = grad_lse.unsqueeze(-1)
-    return _gradients(
-        flash, _plan_quadratic(q, k, whole=False), rows, flash.row_terms, q, k, v, mask, None, None, score, causal
-    )
-
-
-def _gradients(
-    module,
-    plan: QuadraticPlan | LinearPlan,
-    rows: dict[str, Tensor],
-    row_terms: Callable[..., tuple[Tensor, ...]],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    rpe: Tensor | None,
-    grad_rpe: Tensor | None,
-    score: Score | Softmax,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`module.backward` on one head group after the other; `row_terms` makes what it needs of a span of queries out of the
-    blocks of `rows`, each (b, h, n, c). Adds to `grad_rpe`."""
+    rpe = call.rpe_matrix
     grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v))
-    if q.numel() == 0 or k.numel() == 0:
-        return grads
+    grad_rpe = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
+    if q.numel() > 0 and k.numel() > 0:
+        _add_gradients(grads, grad_rpe, grad_o, grad_z, q, k, v, o, z, call)
+    return (*grads, None if rpe is None else grad_rpe.to(rpe.dtype))
+
+
+def _add_gradients(grads, grad_rpe, grad_o, grad_z, q, k, v, o, z, call: Call) -> None:
+    """Writes `grads` and adds to `grad_rpe`, on one head group after the other."""
     hk = k.shape[1]
+    rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
+    if grad_z is not None:
+        rows["grad_z"] = grad_z.unsqueeze(-1)
+    if call.drop_noise is not None:
+        rows["noise"] = call.drop_noise
+    module, plan = _plan(q, k, v, call, whole=False)
     workspace = Workspace(compute_dtype(q.dtype), q.device)
     for batch, heads in head_groups(k.shape[0], hk, plan.heads):
-        ops = _group(q, k, v, mask, rpe, score, causal, batch, heads)
+        ops = _operands(q, k, v, call, batch, heads)
         group = {name: _five(x, hk)[batch, heads] for name, x in rows.items()}
 
-        def terms(span: Span, group=group) -> tuple[Tensor, ...]:
-            return row_terms(**{name: to_blocks(x, span) for name, x in group.items()})
+        def terms(span: Span, ops=ops, group=group) -> tuple[Tensor, ...]:
+            return ops.tiles.row_terms(call, **{name: to_blocks(x, span) for name, x in group.items()})
 
         sums = Gradients(ops, tuple(_five(x, hk)[batch, heads] for x in grads), grad_rpe)
         module.backward(ops, plan, terms, sums, workspace)
         sums.write()
-    return grads

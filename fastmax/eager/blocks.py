@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isqrt
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fastmax.call import Call
 from fastmax.score import Score, Softmax
 
 
@@ -79,10 +81,16 @@ class Operands:
     q: Tensor
     k: Tensor
     v: Tensor
-    mask: Tensor | None  # (batch, m), True = the key takes part
-    rpe: Tensor | None  # (n + m - 1, d)
-    score: Score | Softmax
-    causal: bool
+    call: Call  # its tensors are the group's
+    tiles: ModuleType  # `fastmax.eager.tiles` or, for softmax, `fastmax.eager.flash`
+
+    @property
+    def score(self) -> Score | Softmax:
+        return self.call.score
+
+    @property
+    def causal(self) -> bool:
+        return self.call.causal
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,9 +125,10 @@ class Operands:
 
     def key_weights(self, span: Span) -> Tensor | None:
         """The key padding mask as a factor, (blocks, span.length, 1)."""
-        if self.mask is None:
+        mask = self.call.key_padding_mask
+        if mask is None:
             return None
-        mask = self.mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)
+        mask = mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)
         return to_blocks(mask.to(compute_dtype(self.k.dtype)), span)
 
 
@@ -158,6 +167,11 @@ class Gradients:
 
 
 def recording(*tensors: Tensor | None) -> bool:
+    """Whether operations on these tensors are recorded, by autograd or by a compiler: then none writes in place."""
+    return torch.compiler.is_compiling() or differentiating(*tensors)
+
+
+def differentiating(*tensors: Tensor | None) -> bool:
     """Whether autograd (reverse or forward mode, torch.func too) watches an operation on these tensors."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return True
@@ -171,7 +185,7 @@ def is_transformed() -> bool:
 
 def in_functorch() -> bool:
     """Whether a torch.func transform (grad, vmap, jvp, ...) is active."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._are_functorch_transforms_active()  # which, unlike the stack of transforms itself, compilers see through
 
 
 class Scan:

@@ -1,4 +1,4 @@
-"""Softmax attention by the online normaliser: the walk of the quadratic algorithm over tiles of `exp(Q K^T - maximum)`.
+"""One tile of softmax attention by the online normaliser, `exp(Q K^T - maximum)`: as `fastmax.eager.tiles` for Fastmax.
 
 The sums of a block of queries are relative to the largest score so far. When a tile has a larger one, what was summed before is
 multiplied by `exp(old - new)` (Milakov and Gimelshein, 2018, arXiv:1805.02867), so no score overflows and no row of weights is
@@ -10,23 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax.eager import quadratic, tiles
-from fastmax.eager.blocks import Gradients, Operands, Sink
+from fastmax.call import Call
+from fastmax.eager import tiles
 from fastmax.eager.workspace import Workspace, buffer
-from fastmax.planner import QuadraticPlan
 from fastmax.score import Softmax, reciprocal
 
-_NONE = float("-inf")  # the maximum and the log-sum-exp of no scores
-
-
-def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
-    """Hand numerator, denominator and maximum of every block of queries to `sink`."""
-    quadratic.walk(ops, plan, sink, workspace, _start, _add_tile)
-
-
-def backward(ops: Operands, plan: QuadraticPlan, terms, grads: Gradients, workspace: Workspace) -> None:
-    """Add the gradients of the head group to `grads`; `terms(span)` is what `row_terms` gives for a span of queries."""
-    quadratic.walk_back(ops, plan, terms, grads, workspace, _tile_gradients)
+NO_KEYS = float("-inf")  # the maximum and the log-sum-exp of no scores
 
 
 def finish(numerator: Tensor, z: Tensor, maximum: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -35,19 +24,19 @@ def finish(numerator: Tensor, z: Tensor, maximum: Tensor, out: Tensor | None = N
     return torch.mul(numerator, reciprocal(z), out=out), lse
 
 
-def row_terms(grad_o: Tensor, o: Tensor, lse: Tensor, grad_lse: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """g, e and lse such that `grad_s_ij = p_ij (g_i . v_j + e_i)`."""
+def row_terms(call: Call, grad_o: Tensor, o: Tensor, z: Tensor, grad_z: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """g, e and the log-sum-exp z such that `grad_s_ij = p_ij (g_i . v_j + e_i)`."""
     e = -(grad_o * o).sum(-1, keepdim=True)
-    if grad_lse is not None:
-        e += torch.where(lse == _NONE, 0.0, grad_lse)
-    return grad_o, e, lse
+    if grad_z is not None:
+        e += torch.where(z == NO_KEYS, 0.0, grad_z)
+    return grad_o, e, z
 
 
-def _start(q: Tensor, dv: int) -> tuple[Tensor, Tensor, Tensor]:
-    return *tiles.start(q, dv), q.new_full((*q.shape[:-1], 1), _NONE)
+def start(q: Tensor, dv: int) -> tuple[Tensor, Tensor, Tensor]:
+    return *tiles.start(q, dv), q.new_full((*q.shape[:-1], 1), NO_KEYS)
 
 
-def _add_tile(
+def forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -67,7 +56,7 @@ def _add_tile(
     return numerator, z * rescale + w.sum(-1, keepdim=True), maximum
 
 
-def _tile_gradients(
+def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -91,10 +80,10 @@ def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace | Non
     if place.diagonal is not None and place.diagonal < cols - 1:
         rows = s.shape[1] // place.group
         hidden = torch.ones(rows, cols, dtype=torch.bool, device=s.device).triu_(place.diagonal + 1)
-        s.unflatten(1, (place.group, -1)).masked_fill_(hidden, _NONE)
-    return s if place.visible is None else s.masked_fill_(place.visible.mT == 0, _NONE)
+        s.unflatten(1, (place.group, -1)).masked_fill_(hidden, NO_KEYS)
+    return s if place.visible is None else s.masked_fill_(place.visible.mT == 0, NO_KEYS)
 
 
 def _finite(x: Tensor) -> Tensor:
     """x with 0 for -inf: `exp(-inf - 0)` is 0 where `exp(-inf + inf)` would be NaN."""
-    return torch.where(x == _NONE, 0.0, x)
+    return torch.where(x == NO_KEYS, 0.0, x)

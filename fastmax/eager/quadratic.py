@@ -1,6 +1,6 @@
-"""The quadratic algorithm: tiles of `f(Q K^T)`, one block of queries against one block of keys at a time.
+"""The quadratic algorithm: tiles of weights, one block of queries against one block of keys at a time.
 
-The walk over tiles is shared with softmax attention (`fastmax.eager.flash`), which has other tiles.
+Fastmax and softmax attention walk over the same tiles and differ in what they make of one (`fastmax.eager.tiles`, `.flash`).
 """
 
 from __future__ import annotations
@@ -36,30 +36,13 @@ class _Tiling:
 
     def place(self, rows: Span, cols: Span) -> tiles.Place:
         diagonal = rows.start + self.ops.shift - cols.start if self.ops.causal else None
-        rpe = None if self.ops.rpe is None else self.ops.rpe[self.rpe_rows(rows, cols)].to(self.ops.dtype)
+        rpe = self.ops.call.rpe_matrix
+        rpe = None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(self.ops.dtype)
         return tiles.Place(self.ops.group, diagonal, self.ops.key_weights(cols), rpe)
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
-    """Hand numerator and denominator of every block of queries to `sink`."""
-    walk(ops, plan, sink, workspace, tiles.start, tiles.forward)
-
-
-def backward(
-    ops: Operands,
-    plan: QuadraticPlan,
-    g_e: Callable[[Span], tuple[Tensor, Tensor]],
-    grads: Gradients,
-    workspace: Workspace,
-) -> None:
-    """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries."""
-    walk_back(ops, plan, g_e, grads, workspace, tiles.backward)
-
-
-def walk(
-    ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None, start: Callable, add_tile: Callable
-) -> None:
-    """For every block of queries: the sums that `start` makes, after `add_tile` for each block of keys, handed to `sink`."""
+    """Hand the sums of every block of queries to `sink`."""
     tiling = _Tiling(ops, plan)
     scan = Scan(checkpointing=workspace is None)
 
@@ -68,28 +51,27 @@ def walk(
 
         def tile(cols: Span, sums: tuple[Tensor, ...]):
             k, v = ops.k_block(cols), ops.v_block(cols)
-            return None, add_tile(q, k, v, sums, ops.score, tiling.place(rows, cols), workspace)
+            return None, ops.tiles.forward(q, k, v, sums, ops.score, tiling.place(rows, cols), workspace)
 
-        return scan(tile, start(q, ops.v.shape[-1]), tiling.keys(rows), lambda cols, _: None), ()
+        return scan(tile, ops.tiles.start(q, ops.v.shape[-1]), tiling.keys(rows), lambda cols, _: None), ()
 
     scan(block, (), tiling.queries, sink)
 
 
-def walk_back(
+def backward(
     ops: Operands,
     plan: QuadraticPlan,
     row_terms: Callable[[Span], tuple[Tensor, ...]],
     grads: Gradients,
     workspace: Workspace,
-    tile_gradients: Callable[..., tiles.TileGradients],
 ) -> None:
-    """Add the gradients of every tile to `grads`; `row_terms(span)` is what `tile_gradients` takes of a span of queries."""
+    """Add the gradients of the head group to `grads`; `row_terms(span)` is what the tiles take of a span of queries."""
     tiling = _Tiling(ops, plan)
     for rows in tiling.queries:
         q, terms = ops.q_block(rows), row_terms(rows)
         for cols in tiling.keys(rows):
             k, v = ops.k_block(cols), ops.v_block(cols)
-            tile = tile_gradients(q, k, v, *terms, ops.score, tiling.place(rows, cols), workspace)
+            tile = ops.tiles.backward(q, k, v, *terms, ops.score, tiling.place(rows, cols), workspace)
             grads.add_q(rows, tile.q)
             grads.add_k(cols, tile.k)
             grads.add_v(cols, tile.v)

@@ -11,21 +11,36 @@ from fastmax.score import Score, reciprocal
 def decode_step(
     q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (b, h, 1, dv) in q's dtype, and the new values (b, hk, features, dv) and weights (b, hk, features).
+    """Output (b, h, 1, dv) in q's dtype, and the new values (b, hk, features, dv) and weights (b, hk, features), contiguous.
 
-    q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `fastmax.decode.DecodeState`; mask bool (b, 1).
+    q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `fastmax.DecodeState`; mask bool (b, 1).
     """
-    dtype = values.dtype
+    key = _key_features(k, mask, values.dtype, score)
+    values = torch.addcmul(values.contiguous(), key.unsqueeze(-1), v.to(values.dtype))
+    weights = weights.contiguous() + key
+    return _read(q, values, weights, score), values, weights
+
+
+def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
+    """The output of `decode_step`; the new values and weights take the place of the old ones."""
+    key = _key_features(k, mask, values.dtype, score)
+    values.addcmul_(key.unsqueeze(-1), v.to(values.dtype))
+    weights.add_(key)
+    return _read(q, values, weights, score)
+
+
+def _key_features(k: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Score) -> Tensor:
+    """(b, hk, 1, d) -> (b, hk, features), zero where the token does not join."""
     key = _features(k.squeeze(2).to(dtype), score.order)
-    if mask is not None:
-        key = key * mask.unsqueeze(-1)
-    query = _features(score.scale * q.squeeze(2).to(dtype), score.order)
+    return key if mask is None else key * mask.unsqueeze(-1)
+
+
+def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
+    query = _features(score.scale * q.squeeze(2).to(values.dtype), score.order)
     query = query * _coefficients(q.shape[-1], score, query)
-    values = torch.addcmul(values, key.unsqueeze(-1), v.to(dtype))
-    weights = weights + key
-    query = query.unflatten(1, (k.shape[1], -1))  # (b, hk, group, features)
+    query = query.unflatten(1, (values.shape[1], -1))  # (b, hk, group, features)
     o = (query @ values) * reciprocal(query @ weights.unsqueeze(-1))
-    return o.flatten(1, 2).unsqueeze(2).to(q.dtype), values, weights
+    return o.flatten(1, 2).unsqueeze(2).to(q.dtype)
 
 
 def _features(x: Tensor, order: int) -> Tensor:

@@ -1,4 +1,5 @@
-"""One tile of scores, forward and backward: what both algorithms do with a block of queries and a block of keys."""
+"""One tile of scores, forward and backward: what both algorithms do with a block of queries and a block of keys; and what
+becomes of the sums of a row."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastmax.call import Call
 from fastmax.eager.workspace import Workspace, buffer
-from fastmax.score import Score
+from fastmax.score import Score, reciprocal
+
+NO_KEYS = 0.0  # the denominator of a query without keys
 
 
 class Place(NamedTuple):
@@ -26,6 +30,20 @@ class TileGradients(NamedTuple):
     k: Tensor
     v: Tensor
     rpe: Tensor | None
+
+
+def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output and denominator of the sums."""
+    return torch.mul(numerator, reciprocal(z), out=out), z
+
+
+def row_terms(call: Call, grad_o: Tensor, o: Tensor, z: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`g_i = grad_i / z_i` and `e_i = -(grad_o_i . o_i) / z_i` of a block of queries; zero where a query sees no key."""
+    inverse = reciprocal(z)
+    e = -(grad_o * o).sum(-1, keepdim=True) * inverse
+    if noise is not None:
+        grad_o = torch.addcmul(grad_o, grad_o, noise, value=call.dropout)
+    return grad_o * inverse, e
 
 
 def start(q: Tensor, dv: int) -> tuple[Tensor, Tensor]:

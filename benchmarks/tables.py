@@ -1,0 +1,570 @@
+"""Writes what was measured into README.md and docs/: `python -m benchmarks.tables`; `--check` says what is out of date.
+
+A page holds the name of a table or of a value, and what stands between the marks is rewritten from the CSVs of
+benchmarks/results/ and docs/figures/:
+
+    <!-- table: train -->
+    | context | fastmax, p = 2 | ...
+    <!-- end -->
+
+    memory is the same within <!-- value: train-memory -->0.3%<!-- end -->
+
+(A value's mark must not begin a line: in Markdown it would begin a block.) Each block is a function here. It fails, rather than
+leaves a blank, where a CSV no longer has the rows that it names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import fastmax
+from benchmarks import report
+from benchmarks.floors import COPY, MATMUL
+from benchmarks.workloads import Row
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("README.md", "docs/*.md", "csrc/*.md", "examples/*.md")
+_MARKED = re.compile(r"(<!-- (table|value): ([\w-]+) -->)(.*?)(<!-- end -->)", re.DOTALL)
+
+
+class Results:
+    """The CSVs of a working tree."""
+
+    def __init__(self, root: Path = ROOT):
+        self.root = root
+        self._rows: dict[str, list[Row]] = {}
+
+    def rows(self, suite: str, **equal: object) -> list[Row]:
+        """Rows of a suite with a number, that have these values; at least one."""
+        if suite not in self._rows:
+            self._rows[suite] = report.read_csv(self.root / f"benchmarks/results/{suite}.csv")
+        found = [row for row in self._rows[suite] if "median" in row and all(row.get(k) == x for k, x in equal.items())]
+        if not found:
+            raise LookupError(f"{suite}.csv has no measured row with {equal}")
+        return found
+
+    def row(self, suite: str, **equal: object) -> Row:
+        found = self.rows(suite, **equal)
+        if len(found) > 1:
+            raise LookupError(f"{suite}.csv has {len(found)} rows with {equal}, one is meant")
+        return found[0]
+
+    def median(self, suite: str, **equal: object) -> float:
+        return self.row(suite, **equal)["median"]
+
+    def pair(self, suite: str, **equal: object) -> tuple[float, float]:
+        """Forward, forward + backward."""
+        return self.median(suite, mode="fwd", **equal), self.median(suite, mode="fwd+bwd", **equal)
+
+    def cases(self, suite: str, **equal: object) -> list[str]:
+        return list(dict.fromkeys(row["case"] for row in self.rows(suite, **equal)))
+
+    def plain(self, path: str) -> list[dict[str, str]]:
+        """Rows of a CSV that no suite wrote."""
+        with (self.root / path).open(newline="") as file:
+            found = list(csv.DictReader(file))
+        if not found:
+            raise LookupError(f"{path} has no row")
+        return found
+
+
+Block = Callable[[Results], str]
+BLOCKS: dict[str, Block] = {}
+
+
+def block(function: Block) -> Block:
+    """Under its name with hyphens."""
+    BLOCKS[function.__name__.strip("_").replace("_", "-")] = function
+    return function
+
+
+def number(x: float) -> str:
+    """Three digits: 0.256, 4.47, 17.1, 141, 1166."""
+    return f"{x:.0f}" if abs(x) >= 99.95 else f"{x:#.3g}"
+
+
+def gain(x: float) -> str:
+    """Two digits: 0.66, 1.7, 24."""
+    return f"{x:.0f}" if x >= 9.95 else f"{x:.1f}" if x >= 0.995 else f"{x:.2f}"
+
+
+def both(pair: Iterable[float]) -> str:
+    return " / ".join(map(number, pair))
+
+
+def rounded(n: float) -> str:
+    """Two digits, of what lies between two sizes that were measured: 2600, 11000."""
+    digits = 10 ** (math.floor(math.log10(n)) - 1)
+    return str(int(round(n / digits) * digits))
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    if wrong := [line for line in lines if len(line) != len(header)]:
+        raise ValueError(f"{len(header)} columns, but {wrong[0]}")
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def size(case: str) -> str:
+    """`(8, 32, 4096, 64)` of a case's label."""
+    return re.search(r"\([\d,]+\)", case).group().replace(",", ", ")
+
+
+# ---- where linear attention pays
+
+
+def _fastest_softmax(results: Results, suite: str, **equal: object) -> dict[int, float]:
+    """n -> time of the fastest of PyTorch's backends."""
+    times: dict[int, float] = {}
+    for row in results.rows(suite, **equal):
+        if row["provider"].startswith("sdpa"):
+            times[row["tokens"]] = min(row["median"], times.get(row["tokens"], math.inf))
+    return times
+
+
+def _overtakes(results: Results, suite: str, provider: str, **equal: object) -> str:
+    ours = {row["tokens"]: row["median"] for row in results.rows(suite, provider=provider, **equal)}
+    softmax = _fastest_softmax(results, suite, **equal)
+    n = report.crossing(softmax, ours)
+    if n is None:
+        return f"above {max(softmax)}"
+    return f"below {min(softmax)}" if n == min(softmax) else rounded(n)
+
+
+def _state_bytes(d: int, p: int) -> int:
+    """Of one key/value head."""
+    state = fastmax.init_state(1, 1, d, p=p, a0=2.0, normalize="token")  # settings with which p = 1 is positive
+    return sum(x.numel() * x.element_size() for x in (state.values, state.weights))
+
+
+@block
+def break_even(results: Results) -> str:
+    """The n from which attention's forward + backward is faster than softmax's; how many tokens of a cache a state weighs."""
+
+    def line(d: int) -> list[str]:
+        measured = [_overtakes(results, "scaling", f"fastmax_p{p}", head_dim=d, mode="fwd+bwd") for p in (2, 1)]
+        states = [_state_bytes(d, p) for p in (2, 1)]
+        cached = 2 * d * torch.bfloat16.itemsize  # a key and a value
+        decoding = [f"{state / 1e3:.0f} kB = {math.ceil(state / cached)} tokens" for state in states]
+        return [str(d), *measured, *decoding]
+
+    header = ["head_dim", "training, p = 2", "p = 1", "generating, p = 2", "p = 1"]
+    return table(header, (line(d) for d in (32, 64, 128)))
+
+
+@block
+def train_break_even(results: Results) -> str:
+    two, one = (_overtakes(results, "train", f"fastmax_p{p}", mode="train") for p in (2, 1))
+    return f"{two} tokens for p = 2 and {one} for p = 1"
+
+
+# ---- attention on a GPU
+
+
+def _attention_cases(results: Results) -> list[str]:
+    return results.cases("cuda", dtype="bf16", provider="fastmax", mode="fwd+bwd")
+
+
+@block
+def attention(results: Results) -> str:
+    """Ours beside the fastest softmax, the largest gain first."""
+    lines = []
+    for case in _attention_cases(results):
+        row = results.row("cuda", case=case, provider="fastmax", mode="fwd+bwd")
+        ours = results.pair("cuda", case=case, provider="fastmax")
+        softmax = [min(_fastest_softmax(results, "cuda", case=case, mode=mode).values()) for mode in ("fwd", "fwd+bwd")]
+        gains = [theirs / mine for theirs, mine in zip(softmax, ours, strict=True)]
+        name = f"p = {row['p']}, {row['algorithm']}"
+        lines.append((gains[1], [name, size(case), both(ours), both(softmax), " / ".join(map(gain, gains))]))
+    lines.sort(key=lambda line: -line[0])
+    header = ["fastmax", "(batch, heads, tokens, head_dim)", "fastmax, ms", "softmax (SDPA), ms", "times faster"]
+    return table(header, (line for _, line in lines))
+
+
+@block
+def cuda(results: Results) -> str:
+    """Every case with its aim and its floor; bold where the aim is missed."""
+
+    def judged(row: Row) -> str:
+        text = number(row["median"])
+        return f"**{text}**" if row["met"] == "no" else text
+
+    lines = []
+    for case in results.cases("cuda", provider="fastmax", mode="fwd"):
+        rows = [
+            row
+            for mode in ("fwd", "fwd+bwd")
+            for row in results.rows("cuda", case=case, provider="fastmax")
+            if row["mode"] == mode
+        ]
+        peer = rows[0]["peer"]
+        lines.append(
+            [
+                f"{rows[0]['algorithm']} {size(case)}, {rows[0]['p']}"
+                + (", TF32, forward" if rows[0]["dtype"] == "tf32" else ""),
+                " / ".join(map(judged, rows)),
+                " / ".join(f"{row['target']:g}" for row in rows),
+                both(results.median("cuda", case=case, provider=peer, mode=row["mode"]) for row in rows)
+                + ("" if peer == "sdpa_cudnn" else f" ({peer.removeprefix('sdpa_')})"),
+                " / ".join(f"{row['of_floor']:.1f}" for row in rows),
+            ]
+        )
+    return table(["algorithm, (b, h, n, d), p", "fastmax", "aim", "SDPA cuDNN", "times the floor"], lines)
+
+
+@block
+def matmul_rate(results: Results) -> str:
+    return f"{MATMUL['bf16'] / 1e12:.0f}"
+
+
+@block
+def copy_rate(results: Results) -> str:
+    return f"{COPY / 1e12:.2f}"
+
+
+@block
+def cuda_memory(results: Results) -> str:
+    row = results.row("cuda", provider="fastmax", mode="memory")
+    return f"{size(row['case'])}: {row['median']:.0f} MiB, {row['of_peer']:.2f} times cuDNN's"
+
+
+@block
+def cuda_host(results: Results) -> str:
+    row = results.row("cuda", provider="fastmax", mode="host")
+    return f"{row['median']:.0f} us, {row['of_peer']:.2f} times SDPA's"
+
+
+@block
+def cold_forwards(results: Results) -> str:
+    """The two forwards at d = 128, measured with no softmax beside them."""
+    long = {"tokens": 65536, "head_dim": 128, "mode": "fwd"}
+    two, one = (number(results.median("peers", provider=f"fastmax_p{p}", **long)) for p in (2, 1))
+    return f"{two} and {one} ms"
+
+
+@block
+def short_forwards(results: Results) -> str:
+    short = {"tokens": 4096, "head_dim": 128, "mode": "fwd"}
+    ours, theirs = (results.median("peers", provider=name, **short) for name in ("fastmax_p1", "fla_linear"))
+    return f"{number(ours)} and {number(theirs)} ms"
+
+
+@block
+def crossover(results: Results) -> str:
+    """Where linear overtakes quadratic."""
+    lines = []
+    for p, d in dict.fromkeys((row["p"], row["head_dim"]) for row in results.rows("crossover", mode="fwd+bwd")):
+        slow, fast = (
+            {row["tokens"]: row["median"] for row in results.rows("crossover", p=p, head_dim=d, provider=name)}
+            for name in ("quadratic", "linear")
+        )
+        n = report.crossing(slow, fast)
+        lines.append(
+            [
+                f"p = {p}",
+                str(d),
+                f"above {max(slow)}" if n is None else f"{min(slow)} or less" if n == min(slow) else rounded(n),
+            ]
+        )
+    return table(["", "head_dim", "linear is faster from n ="], lines)
+
+
+@block
+def decode(results: Results) -> str:
+    lines = []
+    for case in results.cases("decode", provider="fastmax", mode="step"):
+        row = results.row("decode", case=case, provider="fastmax", mode="step")
+        host = results.median("decode", case=case, provider="fastmax", mode="host")
+        rate = row["gb_per_s"]
+        lines.append(
+            [
+                str(row["batch"] * row["heads"]),
+                number(row["median"]),
+                f"{rate / 1e3:.2f}",
+                f"{1e9 * rate / COPY:.0%}",
+                f"{host:.0f}",
+            ]
+        )
+    return table(["batch x heads", "us a step", "TB/s", "of the copy rate", "us of the host"], lines)
+
+
+@block
+def decode_rate(results: Results) -> str:
+    """Where there are enough heads to fill the device."""
+    rates = [
+        1e9 * row["gb_per_s"] / COPY
+        for row in results.rows("decode", provider="fastmax", mode="step")
+        if row["batch"] * row["heads"] >= 64
+    ]
+    return f"{min(rates):.0%} to {max(rates):.0%}"
+
+
+@block
+def ancestor(results: Results) -> str:
+    columns = (("bf16", "fastmax"), ("tf32", "fastmax"), ("fp32", "fastmax"), ("fp32", "fastmax_autograd"))
+    lines = []
+    for first in results.rows("ancestor", dtype="bf16", provider="fastmax", causal="True"):
+        same = {key: first[key] for key in ("heads", "tokens", "head_dim")}
+        times = [
+            both(results.median("ancestor", dtype=dtype, provider=name, causal=causal, **same) for causal in ("True", "False"))
+            for dtype, name in columns
+        ]
+        lines.append([f"({', '.join(str(x) for x in same.values())})", *times, first["published"].partition(" (")[0]])
+    names = ("bf16", "TF32", "fp32", "PyTorch operations, fp32")
+    return table(["(heads, tokens, head_dim)", *(f"{name}, causal / full" for name in names), "published"], lines)
+
+
+@block
+def peers(results: Results) -> str:
+    names = ("fastmax_p2", "fla_based", "fla_based_chunk", "fastmax_p1", "fla_linear", "fla_retention")
+    titles = (
+        "Fastmax p = 2",
+        "`parallel_based`",
+        "`fused_chunk_based`",
+        "Fastmax p = 1",
+        "`chunk_linear_attn`",
+        "`chunk_retention`",
+    )
+    lines = []
+    for d in (16, 64, 128):
+        here = results.rows("peers", tokens=65536, head_dim=d)
+        cells = []
+        for name in names:
+            times = {row["mode"]: row["median"] for row in here if row["provider"] == name}
+            cells.append(both((times["fwd"], times["fwd+bwd"])) if times else "")
+        lines.append([str(d), *cells])
+    return table(["head_dim", *titles], lines)
+
+
+@block
+def few_heads(results: Results) -> str:
+    """What 16 heads take and half of what 32 take."""
+    long = {"tokens": 65536, "head_dim": 64, "mode": "fwd+bwd"}
+    some = results.median("scaling", provider="fastmax_p2", **long)
+    many = results.median("cuda", provider="fastmax", heads=32, **long)
+    return f"{number(some)}, where half of what 32 heads take would be {number(many / 2)}"
+
+
+@block
+def memory_of_bytes(results: Results) -> str:
+    """Peak memory over the bytes of q, k, v, o and their gradients."""
+    shown = (8192, 16384, 32768, 65536, 262144, 1048576)
+
+    def ratio(d: int, n: int, name: str) -> str:
+        rows = [row for row in results.rows("scaling", head_dim=d, tokens=n, mode="memory") if row["provider"] == name]
+        return f"{rows[0]['median'] * 2**20 / (8 * 16 * n * d * torch.bfloat16.itemsize):.2f}" if rows else ""
+
+    names = {"fastmax_p2": "p = 2", "fastmax_p1": "p = 1", "sdpa_cudnn": "softmax (cuDNN)", "sdpa_flash": "softmax (flash)"}
+    lines = ([title, *(ratio(64, n, name) for n in shown)] for name, title in names.items())
+    return table(["(1, 16, n, 64), n =", *map(str, shown)], lines)
+
+
+# ---- training, the CPU, learning
+
+
+@block
+def train(results: Results) -> str:
+    names = ("fastmax_p2", "fastmax_p1", "sdpa_cudnn", "sdpa_flash")
+    lines = []
+    for n in sorted({row["tokens"] for row in results.rows("train", mode="train")}):
+        by = {row["provider"]: row for row in results.rows("train", mode="train", tokens=n)}
+        speeds = [f"{by[name]['batch'] * n / by[name]['median']:.0f} k" if name in by else "" for name in names]
+        lines.append([str(n), *speeds])
+    return table(["context", "fastmax, p = 2", "fastmax, p = 1", "softmax (cuDNN)", "softmax (flash)"], lines)
+
+
+@block
+def train_memory(results: Results) -> str:
+    return f"{report.memory_spread(results.rows('train')):.1%}"
+
+
+@block
+def cpu(results: Results) -> str:
+    lines = []
+    for case in results.cases("cpu", provider="fastmax"):
+        row = results.row("cpu", case=case, provider="fastmax", mode="fwd+bwd")
+        ours, theirs = (results.pair("cpu", case=case, provider=name) for name in ("fastmax", "sdpa"))
+        gains = " / ".join(gain(b / a) for a, b in zip(ours, theirs, strict=True))
+        aim = f"{1 / row['target']:.2g}" + ("" if row["met"] == "yes" else ", missed")
+        lines.append([f"p = {row['p']}, {row['algorithm']}, {size(case)}", both(ours), both(theirs), gains, aim])
+    header = ["p, algorithm, (batch, heads, tokens, head_dim)", "fastmax, ms", "softmax (SDPA), ms", "times faster", "aim"]
+    return table(header, lines)
+
+
+@block
+def cpu_device(results: Results) -> str:
+    row = results.rows("cpu")[0]
+    return f"{row['device']}, PyTorch {row['torch']}"
+
+
+@block
+def cuda_device(results: Results) -> str:
+    row = results.rows("cuda")[0]
+    return f"{row['device'].partition(',')[0]} (PyTorch {row['torch']})"
+
+
+@block
+def char_lm(results: Results) -> str:
+    last = {row["run"]: row for row in results.plain("docs/figures/char_lm.csv")}
+    names = {"softmax": "softmax", "fastmax_p2": "fastmax p = 2", "fastmax_p1": "fastmax p = 1"}
+    lines = ([title, *(f"{float(last[name][key]):.3f}" for key in ("train", "val"))] for name, title in names.items())
+    return table(["attention", "train loss", "validation loss (nats per byte)"], lines)
+
+
+@block
+def char_lm_gap(results: Results) -> str:
+    last = {row["run"]: float(row["val"]) for row in results.plain("docs/figures/char_lm.csv")}
+    return f"{last['fastmax_p2'] - last['softmax']:.2f}"
+
+
+def _accuracies(path: str, results: Results) -> str:
+    rows = results.plain(path)
+    pairs = [name for name in rows[0] if name.startswith("pairs_")]
+    header = ["", *(f"{name.removeprefix('pairs_')} pairs" for name in pairs)]
+    return table(header, ([row["attention"], *(f"{float(row[name]):.0%}" for name in pairs)] for row in rows))
+
+
+BLOCKS["recall"] = partial(_accuracies, "docs/figures/associative_recall.csv")
+BLOCKS["recall-scales"] = partial(_accuracies, "docs/figures/recall_scales.csv")
+
+
+def _recall(name: str, results: Results) -> str:
+    (row,) = (row for row in results.plain("docs/figures/recall_scales.csv") if row["attention"] == name)
+    return f"{float(row['pairs_64']):.0%}"
+
+
+BLOCKS["recall-rms"] = partial(_recall, "RMS-normalised, temperature 1")
+BLOCKS["recall-token"] = partial(_recall, 'as projected, normalize="token", temperature 1')
+
+
+# ---- softmax
+
+
+@block
+def flash(results: Results) -> str:
+    lines = []
+    for case in results.cases("flash", provider="fastmax_flash"):
+        ours, flash, cudnn = (
+            results.pair("flash", case=case, provider=x) for x in ("fastmax_flash", "sdpa_flash", "sdpa_cudnn")
+        )
+        same = {key: results.rows("flash", case=case)[0][key] for key in ("batch", "heads", "tokens", "head_dim")}
+        polynomial = results.pair("cuda", provider="fastmax", algorithm="quadratic", **same)
+        ratio = " / ".join(f"{a / b:.2f}" for a, b in zip(ours, flash, strict=True))
+        lines.append([size(case), *map(both, (ours, polynomial, flash, cudnn)), ratio])
+    header = ["(b, h, n, d)", "flash_attention", "Fastmax p = 2, quadratic", "SDPA flash", "SDPA cuDNN", "of SDPA flash"]
+    return table(header, lines)
+
+
+@block
+def flash_range(results: Results) -> str:
+    ratios = [row["of_peer"] for row in results.rows("flash", provider="fastmax_flash")]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+@block
+def row_softmax(results: Results) -> str:
+    lines = []
+    for case in results.cases("softmax", dtype="bf16"):
+        cells = []
+        for dtype in ("bf16", "fp32"):
+            row = results.row("softmax", case=case.replace("bf16", dtype), provider="softmax_online")
+            cells += [f"{row['of_peer']:.2f}", f"{row['gb_per_s'] / 1e3:.1f}"]
+        lines.append([case.removeprefix("softmax bf16 "), *cells])
+    return table(["rows x width", "bf16, of torch.softmax", "TB/s", "fp32, of torch.softmax", "TB/s"], lines)
+
+
+@block
+def traffic(results: Results) -> str:
+    names = {
+        "fastmax": "",
+        "fastmax_flash": "ours",
+        "sdpa_flash": "PyTorch's",
+        "plain": "three of the kernels of plain PyTorch",
+    }
+    lines = []
+    for row in (row for row in results.plain("benchmarks/results/traffic.csv") if row["kernel"] == "sum"):
+        name = ", ".join(filter(None, (row["algorithm"], names[row["provider"]], size(row["case"]))))
+        cells = (
+            f"{float(row[a]) / 1e6:.0f} / {float(row[b]) / 1e6:.0f}"
+            for a, b in (("expected_read", "expected_written"), ("read", "written"))
+        )
+        lines.append([name, *cells])
+    return table(["", "formula", "measured"], lines)
+
+
+@block
+def traffic_formula(results: Results) -> str:
+    """MiB of one head's forward at d = 128 in bf16."""
+    columns: dict[str, dict] = {
+        "standard": {"algorithm": "standard"},
+        "flash, 128 queries a block, no cache": {"block_size": 128},
+        "flash or quadratic": {},
+        "linear, p = 2": {"algorithm": "linear"},
+        "the same, causal": {"algorithm": "linear", "causal": True},
+        "linear, p = 1": {"algorithm": "linear", "p": 1},
+    }
+    lines = (
+        [
+            str(n),
+            *(f"{fastmax.hbm_traffic(n, 128, torch.bfloat16, **options).total / 2**20:.2f}" for options in columns.values()),
+        ]
+        for n in (512, 1024, 2048, 4096, 16384, 65536)
+    )
+    return table(["tokens", *columns], lines)
+
+
+# ---- pages
+
+
+def rewritten(text: str, results: Results) -> str:
+    """The page with every marked block written anew."""
+    if text.count("<!-- table:") + text.count("<!-- value:") != len(_MARKED.findall(text)):
+        raise ValueError("a mark is not of the form <!-- table: NAME -->...<!-- end --> (or value)")
+
+    def replacement(match: re.Match) -> str:
+        start, kind, name, _, end = match.groups()
+        if name not in BLOCKS:
+            raise ValueError(f"no block is named {name!r}; there are {', '.join(sorted(BLOCKS))}")
+        if kind == "table":
+            return f"{start}\n\n{BLOCKS[name](results)}\n\n{end}"
+        if match.start() == 0 or text[match.start() - 1] == "\n":
+            raise ValueError(f"the mark of {name!r} begins a line, which in Markdown begins a block")
+        return f"{start}{BLOCKS[name](results)}{end}"
+
+    return _MARKED.sub(replacement, text)
+
+
+def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page is out of date")
+    options = parser.parse_args(arguments)
+    results, stale = Results(root), 0
+    for path in (path for pattern in PAGES for path in sorted(root.glob(pattern))):
+        text = path.read_text()
+        try:
+            new = rewritten(text, results)
+        except ValueError as error:
+            raise ValueError(f"{path.relative_to(root)}: {error}") from error
+        if new == text:
+            continue
+        stale += 1
+        if options.check:
+            print(f"{path.relative_to(root)} is out of date: python -m benchmarks.tables", file=sys.stderr)
+        else:
+            path.write_text(new)
+            print(f"wrote {path.relative_to(root)}")
+    return int(options.check and stale > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

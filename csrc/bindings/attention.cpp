@@ -1,0 +1,143 @@
+// fastmax::forward and fastmax::backward for CUDA tensors: checks, params, algorithm. The schemas are declared in Python
+// (fastmax/ops.py). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <string>
+#include <tuple>
+
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/operands.h"
+#include "bindings/run.h"
+#include "bindings/torch_abi.h"
+#include "core/cost_model.h"
+#include "linear/algorithm.h"
+#include "quadratic/algorithm.h"
+
+namespace fastmax {
+namespace {
+
+struct Polynomial {
+  double a0, a1, a2;
+  int64_t order;
+
+  void fill(Problem& p) const {
+    p.a0 = static_cast<float>(a0);
+    p.a1 = static_cast<float>(a1);
+    p.a2 = order == 2 ? static_cast<float>(a2) : 0.f;
+    p.order = static_cast<int>(order);
+  }
+};
+
+// Noise that the output is multiplied with.
+struct Noise {
+  OptionalTensor noise;
+
+  Noise(const OptionalTensor& x, const Tensor& q) {
+    if (x.has_value()) noise = readable(x->scalar_type() == q.scalar_type() ? *x : dense_copy(*x, q.scalar_type()));
+  }
+
+  void fill(AttentionParams& p, double dropout) const {
+    p.noise = noise.has_value() ? noise->data_ptr() : nullptr;
+    p.noise_stride = noise.has_value() ? stride_of(*noise) : Stride{};
+    p.dropout = static_cast<float>(dropout);
+  }
+};
+
+// What both directions take, beyond what check_attention looks at.
+void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, int64_t order,
+                   const std::string& algorithm) {
+  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
+  FASTMAX_CHECK(algorithm == "auto" || algorithm == "quadratic" || algorithm == "linear",
+                "algorithm must be auto, quadratic or linear, got ", algorithm);
+  if (drop_noise.has_value()) {
+    check_device("drop_noise", *drop_noise, q);
+    check_shape("drop_noise", *drop_noise, {q.size(0), q.size(1), q.size(2), v.size(3)});
+  }
+  if (rpe_matrix.has_value()) check_device("rpe_matrix", *rpe_matrix, q);
+}
+
+const Algorithm& choose(const std::string& algorithm, const Problem& p) {
+  if (algorithm == "quadratic") return kQuadraticAlgorithm;
+  if (algorithm == "linear") return kLinearAlgorithm;
+  return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
+                                   const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale, double a0,
+                                   double a1, double a2, int64_t order, bool causal, double dropout, const std::string& algorithm,
+                                   bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
+  check_options(q_in, v_in, drop_noise, rpe_matrix, order, algorithm);
+  if (rpe_matrix.has_value() || !has_attention_kernels(q_in, v_in)) {
+    const auto [o, z] = call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, scale,
+                                         a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+    return {o, z};
+  }
+
+  Tensor z = empty_per_query(q_in);
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
+    return {zeros_like_layout(q_in, v_in.size(3)), torch::stable::zero_(z)};
+  }
+
+  const Operands x(q_in, k_in, v_in, key_padding_mask);
+  const Noise noise(drop_noise, q_in);
+  const Results results(q_in, v_in, x, z);
+  FwdParams p{};
+  x.fill(p, scale, causal, allow_tf32);
+  noise.fill(p, dropout);
+  Polynomial{a0, a1, a2, order}.fill(p);
+  results.fill(p);
+  run("forward", choose(algorithm, p), p, q_in.get_device_index());
+  return {results.o.result(), z};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                                    const Tensor& o_in, const Tensor& z, const OptionalTensor& key_padding_mask,
+                                                    const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale,
+                                                    double a0, double a1, double a2, int64_t order, bool causal, double dropout,
+                                                    const std::string& algorithm, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
+  check_options(q_in, v_in, drop_noise, rpe_matrix, order, algorithm);
+  check_results(q_in, v_in, o_in, grad_o_in, "z", z);
+  if (rpe_matrix.has_value() || !has_attention_kernels(q_in, v_in)) {
+    const auto [grad_q, grad_k, grad_v, grad_rpe] =
+        call_operator<4>("fastmax::eager_backward", grad_o_in, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise, rpe_matrix,
+                         scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+    return {grad_q, grad_k, grad_v, grad_rpe};
+  }
+  check_float("z", z);
+
+  Tensor grad_rpe = empty_strided({0}, {1}, q_in.scalar_type(), q_in.get_device_index());
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
+    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
+            grad_rpe};
+  }
+
+  const Operands x(q_in, k_in, v_in, key_padding_mask);
+  const Noise noise(drop_noise, q_in);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z);
+  BwdParams p{};
+  x.fill(p, scale, causal, allow_tf32);
+  noise.fill(p, dropout);
+  Polynomial{a0, a1, a2, order}.fill(p);
+  gradients.fill(p);
+  run("backward", choose(algorithm, p), p, q_in.get_device_index());
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe};
+}
+
+}  // namespace
+}  // namespace fastmax
+
+STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+  m.impl("forward", TORCH_BOX(&fastmax::forward));
+  m.impl("backward", TORCH_BOX(&fastmax::backward));
+}

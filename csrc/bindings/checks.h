@@ -1,0 +1,90 @@
+// What would be unsafe in a direct call of an operator; functional.py has checked what is asked for already. Each refusal names the
+// argument.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cmath>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "bindings/torch_abi.h"
+
+namespace fastmax {
+
+inline std::string device_name(const Tensor& x) {
+  return x.is_cuda() ? "cuda:" + std::to_string(x.get_device_index()) : x.is_cpu() ? "cpu" : "another kind of device";
+}
+
+// Of an initializer list, or of what sizes() returns.
+template <class Sizes>
+std::string shape_text(const Sizes& sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + ")";
+}
+
+// Before a device guard takes its index: the operator is called on CUDA when any tensor is there.
+inline void check_cuda_tensor(const char* name, const Tensor& x) {
+  FASTMAX_CHECK(x.is_cuda(), name, " is on ", device_name(x), ", and other arguments are on CUDA");
+}
+
+inline void check_device(const char* name, const Tensor& x, const Tensor& q) {
+  FASTMAX_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " is on ", device_name(x),
+                ", and q is on ", device_name(q));
+}
+
+inline void check_shape(const char* name, const Tensor& x, std::initializer_list<int64_t> shape) {
+  const auto got = x.sizes();
+  FASTMAX_CHECK(std::equal(got.begin(), got.end(), shape.begin(), shape.end()), name, " must have shape ",
+                shape_text(shape), ", got ", shape_text(got));
+}
+
+// q, k, v, mask, scale and visibility of an attention operator, for the kernels and for the PyTorch implementation behind it.
+inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& key_padding_mask, double scale,
+                            bool causal) {
+  FASTMAX_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must be 4-dimensional, got ", q.dim(), ", ",
+                k.dim(), " and ", v.dim(), " dimensions");
+  check_device("k", k, q);
+  check_device("v", v, q);
+  FASTMAX_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "q, k and v differ in dtype");
+  FASTMAX_CHECK(q.size(3) > 0 && v.size(3) > 0, "q and v must have a head_dim of at least 1");
+  const int64_t b = q.size(0), h = q.size(1), n = q.size(2), hk = k.size(1), m = k.size(2);
+  check_shape("k", k, {b, hk, m, q.size(3)});
+  check_shape("v", v, {b, hk, m, v.size(3)});
+  FASTMAX_CHECK(hk > 0 ? h % hk == 0 : h == 0, "q's heads must be a multiple of k's, got ", h, " and ", hk);
+  // Heads of all batch entries, and tokens with what rounds them up, are counted in int.
+  FASTMAX_CHECK(b <= INT_MAX && h <= INT_MAX && b * h <= INT_MAX, "q has too many heads: ", b, " x ", h);
+  FASTMAX_CHECK(n <= INT_MAX / 2 && m <= INT_MAX / 2, "too many tokens: ", n, " queries, ", m, " keys");
+  FASTMAX_CHECK(!causal || n <= m, "causal attention needs n <= m, got ", n, " queries and ", m, " keys");
+  FASTMAX_CHECK(std::isfinite(scale) && scale > 0, "scale must be finite and > 0, got ", scale);
+  if (key_padding_mask.has_value()) {
+    check_device("key_padding_mask", *key_padding_mask, q);
+    check_shape("key_padding_mask", *key_padding_mask, {b, m});
+    FASTMAX_CHECK(key_padding_mask->scalar_type() == ScalarType::Bool, "key_padding_mask must be bool");
+  }
+}
+
+// A number per query: z, lse and its gradient.
+inline void check_per_query(const char* name, const Tensor& x, const Tensor& q) {
+  check_device(name, x, q);
+  check_shape(name, x, {q.size(0), q.size(1), q.size(2)});
+}
+
+// The forward's results and the output's gradient.
+inline void check_results(const Tensor& q, const Tensor& v, const Tensor& o, const Tensor& grad_o, const char* z_name, const Tensor& z) {
+  for (const auto& [name, x] : {std::pair("o", &o), std::pair("grad_o", &grad_o)}) {
+    check_device(name, *x, q);
+    check_shape(name, *x, {q.size(0), q.size(1), q.size(2), v.size(3)});
+    FASTMAX_CHECK(x->scalar_type() == q.scalar_type(), name, " must have q's dtype");
+  }
+  check_per_query(z_name, z, q);
+}
+
+// Numbers that the kernels read as fp32.
+inline void check_float(const char* name, const Tensor& x) {
+  FASTMAX_CHECK(x.scalar_type() == ScalarType::Float, name, " must be float32");
+}
+
+}  // namespace fastmax

@@ -1,0 +1,37 @@
+// Which tensors there are kernels for. The PyTorch implementation computes the other calls.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+
+#include "bindings/torch_abi.h"
+#include "core/device.h"
+#include "core/dispatch.h"
+#include "core/params.h"
+
+namespace fastmax {
+
+// Whether there are kernels for the dtype of q, and the library has code for its device.
+inline bool kernels_run_on(const Tensor& q) {
+  const ScalarType dtype = q.scalar_type();
+  return (dtype == ScalarType::BFloat16 || dtype == ScalarType::Half || dtype == ScalarType::Float) &&
+         get_device(q.get_device_index()).problem.empty();
+}
+
+inline MathMode math_mode(ScalarType dtype, bool allow_tf32) {
+  switch (dtype) {
+    case ScalarType::BFloat16: return MathMode::kBF16;
+    case ScalarType::Half: return MathMode::kFP16;
+    default: return allow_tf32 ? MathMode::kTF32 : MathMode::kFP32;
+  }
+}
+
+// The native head dim that holds q's and v's columns; 0: none does.
+inline int head_dim_of(const Tensor& q, const Tensor& v) {
+  const int64_t widest = std::max(q.size(3), v.size(3));
+  return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));
+}
+
+inline bool has_attention_kernels(const Tensor& q, const Tensor& v) { return kernels_run_on(q) && head_dim_of(q, v) != 0; }
+
+}  // namespace fastmax

@@ -1,0 +1,85 @@
+// fastmax::flash_forward and fastmax::flash_backward for CUDA tensors, as attention.cpp does it for the polynomial.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <limits>
+#include <tuple>
+
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/operands.h"
+#include "bindings/run.h"
+#include "bindings/torch_abi.h"
+#include "quadratic/algorithm.h"
+
+namespace fastmax {
+namespace {
+
+std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                         const OptionalTensor& key_padding_mask, double scale, bool causal, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
+  if (!has_attention_kernels(q_in, v_in)) {
+    const auto [o, lse] =
+        call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, key_padding_mask, scale, causal, allow_tf32);
+    return {o, lse};
+  }
+
+  Tensor lse = empty_per_query(q_in);
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
+    return {zeros_like_layout(q_in, v_in.size(3)), torch::stable::fill_(lse, -std::numeric_limits<double>::infinity())};
+  }
+
+  const Operands x(q_in, k_in, v_in, key_padding_mask);
+  const Results results(q_in, v_in, x, lse);
+  FwdParams p{};
+  x.fill(p, scale, causal, allow_tf32);
+  results.fill(p);
+  run("flash_forward", kFlashAlgorithm, p, q_in.get_device_index());
+  return {results.o.result(), lse};
+}
+
+std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad_o_in, const OptionalTensor& grad_lse, const Tensor& q_in,
+                                                  const Tensor& k_in, const Tensor& v_in, const Tensor& o_in, const Tensor& lse,
+                                                  const OptionalTensor& key_padding_mask, double scale, bool causal, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
+  check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);
+  if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q_in);
+  if (!has_attention_kernels(q_in, v_in)) {
+    const auto [grad_q, grad_k, grad_v] = call_operator<3>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in,
+                                                           lse, key_padding_mask, scale, causal, allow_tf32);
+    return {grad_q, grad_k, grad_v};
+  }
+  check_float("lse", lse);
+  if (grad_lse.has_value()) check_float("grad_lse", *grad_lse);
+  if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
+    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3))};
+  }
+
+  const Operands x(q_in, k_in, v_in, key_padding_mask);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, lse);
+  BwdParams p{};
+  x.fill(p, scale, causal, allow_tf32);
+  gradients.fill(p);
+  OptionalTensor grad_z;
+  if (grad_lse.has_value()) {
+    grad_z = dense(*grad_lse);
+    p.grad_z = static_cast<const float*>(grad_z->data_ptr());
+  }
+  run("flash_backward", kFlashAlgorithm, p, q_in.get_device_index());
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result()};
+}
+
+}  // namespace
+}  // namespace fastmax
+
+STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+  m.impl("flash_forward", TORCH_BOX(&fastmax::flash_forward));
+  m.impl("flash_backward", TORCH_BOX(&fastmax::flash_backward));
+}

@@ -1,0 +1,91 @@
+// Layouts: strides, alignment, copies where the kernels need one, results in the caller's layout.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "bindings/torch_abi.h"
+#include "core/params.h"
+
+namespace fastmax {
+
+// Contiguous, of like's shape.
+inline Tensor empty_dense(const Tensor& like, ScalarType dtype) {
+  const auto shape = like.sizes();
+  std::vector<int64_t> sizes(shape.begin(), shape.end()), strides(sizes.size());
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0; step *= std::max<int64_t>(1, sizes[i])) strides[i] = step;
+  return empty_strided(sizes, strides, dtype, like.get_device_index());
+}
+
+// A contiguous copy. The stable ABI has functions for this and for zeros; theirs do not tell that memory ran out.
+inline Tensor dense_copy(const Tensor& x, ScalarType dtype) {
+  Tensor copy = empty_dense(x, dtype);
+  return torch::stable::copy_(copy, x);
+}
+
+inline Tensor dense(const Tensor& x) { return x.is_contiguous() ? x : dense_copy(x, x.scalar_type()); }
+
+inline bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); }
+
+// (b, h, tokens, d), token-major (b, tokens, h, d) in memory or contiguous.
+inline Tensor empty_like_layout(const Tensor& like, int64_t d) {
+  const int64_t b = like.size(0), h = like.size(1), n = like.size(2);
+  const std::vector<int64_t> strides = is_token_major(like) ? std::vector<int64_t>{n * h * d, d, h * d, 1}
+                                                            : std::vector<int64_t>{h * n * d, n * d, d, 1};
+  return empty_strided({b, h, n, d}, strides, like.scalar_type(), like.get_device_index());
+}
+
+inline Tensor zeros_like_layout(const Tensor& like, int64_t d) {
+  Tensor x = empty_like_layout(like, d);
+  return torch::stable::zero_(x);
+}
+
+inline Stride stride_of(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(2)}; }
+
+// The kernels move 16 bytes at a time.
+inline bool is_aligned(const Tensor& x) {
+  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
+  if (reinterpret_cast<uintptr_t>(x.data_ptr()) % 16 != 0 || x.stride(3) != 1 || x.size(3) % elements != 0) return false;
+  for (int i = 0; i < 3; ++i) {
+    if (x.stride(i) % elements != 0 && x.size(i) > 1) return false;
+  }
+  return true;
+}
+
+// x itself where the kernels can read it, else a copy whose last dimension is padded with zeros to a multiple of 16 bytes.
+inline Tensor readable(const Tensor& x) {
+  if (is_aligned(x)) return x;
+  const int64_t elements = 16 / static_cast<int64_t>(x.element_size());
+  const int64_t d = x.size(3), padded = (d + elements - 1) / elements * elements;
+  if (padded == d) {
+    Tensor copy = empty_like_layout(x, d);
+    torch::stable::copy_(copy, x);
+    return copy;
+  }
+  Tensor copy = zeros_like_layout(x, padded);
+  Tensor columns = torch::stable::narrow(copy, 3, 0, d);
+  torch::stable::copy_(columns, x);
+  return copy;
+}
+
+// An output: aligned as the kernels need it, and narrowed to the caller's columns at the end.
+struct Output {
+  Tensor storage;
+  int64_t columns;
+
+  Output(const Tensor& like, int64_t d, int64_t padded) : storage(empty_like_layout(like, padded)), columns(d) {}
+
+  Tensor result() const {
+    if (storage.size(3) == columns) return storage;
+    Tensor dense = empty_like_layout(storage, columns);
+    torch::stable::copy_(dense, torch::stable::narrow(const_cast<Tensor&>(storage), 3, 0, columns));
+    return dense;
+  }
+};
+
+inline bool is_empty(const Tensor& x) { return x.numel() == 0; }
+
+}  // namespace fastmax

@@ -1,0 +1,41 @@
+// What fastmax/extension.py asks the library itself, through ctypes.
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "core/device.h"
+#include "core/dispatch.h"
+#include "linear/algorithm.h"
+#include "quadratic/algorithm.h"
+
+namespace fastmax {
+namespace {
+
+std::string build_info() {
+  std::string info = "architectures " FASTMAX_ARCHS "; bf16, fp16, tf32, fp32; head dims up to" + NativeHeadDims::list() + "; CUDA " +
+                     std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10) + "; kernels";
+  for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kLinearAlgorithm, &kFlashAlgorithm}) {
+    for (const Kernels& kernels : *algorithm) info += std::string(" ") + kernels.name;
+  }
+  return info;
+}
+
+}  // namespace
+}  // namespace fastmax
+
+#define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
+
+// SCHEMA_VERSION in fastmax/extension.py: the schemas that the bindings are written for.
+FASTMAX_EXPORT int fastmax_schema_version() { return 3; }
+
+// Why kernels do not run on a device, or null when they do.
+FASTMAX_EXPORT const char* fastmax_device_problem(int index) {
+  const std::string& problem = fastmax::get_device(index).problem;
+  return problem.empty() ? nullptr : problem.c_str();
+}
+
+FASTMAX_EXPORT const char* fastmax_build_info() {
+  static const std::string info = fastmax::build_info();
+  return info.c_str();
+}

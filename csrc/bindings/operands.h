@@ -1,0 +1,100 @@
+// Tensors to params: what the kernels read and write, as they need it. The tensors were checked (checks.h); the objects here keep
+// copies alive until the launch.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/torch_abi.h"
+#include "core/device.h"
+#include "core/params.h"
+
+namespace fastmax {
+
+// Sizes, arithmetic, scale, visibility and device of a call.
+inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, bool allow_tf32) {
+  p.b = static_cast<int>(q.size(0));
+  p.h = static_cast<int>(q.size(1));
+  p.hk = static_cast<int>(k.size(1));
+  p.n = static_cast<int>(q.size(2));
+  p.m = static_cast<int>(k.size(2));
+  p.d = static_cast<int>(q.size(3));
+  p.dv = static_cast<int>(v.size(3));
+  p.head_dim = head_dim_of(q, v);
+  p.math = math_mode(q.scalar_type(), allow_tf32);
+
+  p.scale = static_cast<float>(scale);
+  p.causal = causal;
+  p.causal_offset = p.m - p.n;
+
+  const Device& device = get_device(q.get_device_index());
+  p.sm_arch = device.arch;
+  p.sm_count = device.sm_count;
+}
+
+// q, k, v and what accompanies their tokens.
+struct Operands {
+  Tensor q, k, v;
+  OptionalTensor mask;
+
+  Operands(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask)
+      : q(readable(q_in)), k(readable(k_in)), v(readable(v_in)), mask(key_padding_mask) {
+    if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
+  }
+
+  void fill(AttentionParams& p, double scale, bool causal, bool allow_tf32) const {
+    fill_problem(p, q, k, v, scale, causal, allow_tf32);
+    p.q = q.data_ptr(), p.q_stride = stride_of(q);
+    p.k = k.data_ptr(), p.k_stride = stride_of(k);
+    p.v = v.data_ptr(), p.v_stride = stride_of(v);
+    p.key_padding_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
+    p.mask_batch_stride = mask.has_value() ? mask->stride(0) : 0;
+  }
+};
+
+// The output and the number that every query has beside it: z, or lse.
+struct Results {
+  Output o;
+  Tensor z;
+
+  Results(const Tensor& q, const Tensor& v, const Operands& x, const Tensor& z) : o(q, v.size(3), x.v.size(3)), z(z) {}
+
+  void fill(FwdParams& p) const {
+    p.o = o.storage.data_ptr(), p.o_stride = stride_of(o.storage);
+    p.z = static_cast<float*>(z.data_ptr());
+  }
+};
+
+// (b, h, n) fp32 on q's device.
+inline Tensor empty_per_query(const Tensor& q) {
+  const int64_t b = q.size(0), h = q.size(1), n = q.size(2);
+  return empty_strided({b, h, n}, {h * n, n, 1}, ScalarType::Float, q.get_device_index());
+}
+
+// The gradients of q, k and v, and the forward's results and grad_o as the kernels read them.
+struct Gradients {
+  Tensor o, grad_o, z;
+  Output grad_q, grad_k, grad_v;
+
+  Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
+            const Tensor& z_in)
+      : o(readable(o_in)),
+        grad_o(readable(grad_o_in)),
+        z(dense(z_in)),
+        grad_q(q_in, q_in.size(3), x.q.size(3)),
+        grad_k(k_in, k_in.size(3), x.k.size(3)),
+        grad_v(v_in, v_in.size(3), x.v.size(3)) {}
+
+  void fill(BwdParams& p) const {
+    p.o = o.data_ptr(), p.o_stride = stride_of(o);
+    p.grad_o = grad_o.data_ptr(), p.grad_o_stride = stride_of(grad_o);
+    p.z = static_cast<const float*>(z.data_ptr());
+    p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
+    p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
+    p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
+  }
+};
+
+}  // namespace fastmax

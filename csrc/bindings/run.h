@@ -1,0 +1,41 @@
+// From params to kernels: the choice of who runs them, their workspace, the launch.
+#pragma once
+
+#include <cstdio>
+
+#include "bindings/debug.h"
+#include "bindings/torch_abi.h"
+#include "core/algorithm.h"
+
+namespace fastmax {
+
+inline void print_kernels(const char* operation, const Algorithm& algorithm, const Kernels& kernels, const AttentionParams& p) {
+  constexpr const char* kModes[] = {"bf16", "fp16", "tf32", "fp32"};  // MathMode
+  std::fprintf(stderr, "fastmax::%s: %s, %s: b %d, h %d, hk %d, n %d, m %d, d %d, dv %d, head_dim %d, %s, order %d%s%s%s, sm_%d\n",
+               operation, algorithm.name, kernels.name, p.b, p.h, p.hk, p.n, p.m, p.d, p.dv, p.head_dim,
+               kModes[static_cast<int>(p.math)], p.order, p.causal ? ", causal" : "", p.key_padding_mask != nullptr ? ", mask" : "",
+               p.noise != nullptr ? ", noise" : "", p.sm_arch);
+}
+
+// operation: the operator's name.
+template <class Params>
+void run(const char* operation, const Algorithm& algorithm, Direction direction, size_t (*Kernels::*workspace_bytes)(const Params&),
+         void (*Kernels::*launch)(const Params&, cudaStream_t), Params p, int device_index) {
+  const Kernels& kernels = select(algorithm, p, direction);
+  if (is_debugging()) print_kernels(operation, algorithm, kernels, p);
+  std::optional<Tensor> workspace;
+  if (const size_t bytes = (kernels.*workspace_bytes)(p); bytes > 0) {
+    workspace = allocate_workspace(bytes, device_index);
+    p.workspace = workspace->data_ptr();
+  }
+  (kernels.*launch)(p, current_stream(device_index));
+}
+
+inline void run(const char* operation, const Algorithm& algorithm, const FwdParams& p, int device_index) {
+  run(operation, algorithm, Direction::kForward, &Kernels::fwd_workspace_bytes, &Kernels::fwd, p, device_index);
+}
+inline void run(const char* operation, const Algorithm& algorithm, const BwdParams& p, int device_index) {
+  run(operation, algorithm, Direction::kBackward, &Kernels::bwd_workspace_bytes, &Kernels::bwd, p, device_index);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,93 @@
+// What the bindings need of the libtorch stable ABI: its names, errors, allocation, the stream, calls to other operators.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <array>
+#include <cstdio>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bindings/debug.h"
+
+// Declared by libtorch only when it is built with CUDA; this library must also build against a CPU-only one.
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+// Of PyTorch 2.13 and newer, null in older ones.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+namespace fastmax {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// "fastmax: " and the parts; STD_TORCH_CHECK would put a function and a path of the machine that built the library in front.
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream text;
+  text << "fastmax: ";
+  (text << ... << parts);
+  throw std::runtime_error(text.str());
+}
+#define FASTMAX_CHECK(condition, ...) \
+  do {                                \
+    if (!(condition)) ::fastmax::refuse(__VA_ARGS__); \
+  } while (0)
+
+// What PyTorch said about the call that failed behind its C interface, which keeps no exception's type; empty: it does not tell.
+inline std::string failure() {
+  const char* what = torch_exception_get_what_without_backtrace == nullptr ? nullptr : torch_exception_get_what_without_backtrace();
+  return what == nullptr ? "" : what;
+}
+
+// Calls an operator of fastmax that returns Outputs tensors. Its errors are RuntimeErrors here; fastmax.extension.call raises the
+// ones that the PyTorch implementation raised.
+template <size_t Outputs, class... Args>
+std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args) {
+  static_assert(Outputs <= sizeof...(Args));
+  if (is_debugging()) std::fprintf(stderr, "fastmax: %s\n", name);
+  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  if (torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error(std::string(name) + " failed: " + failure());
+  }
+  std::array<Tensor, Outputs> outputs;
+  for (size_t i = 0; i < Outputs; ++i) outputs[i] = torch::stable::detail::to<Tensor>(stack[i]);
+  return outputs;
+}
+
+// Where memory ran out, the message says "out of memory", by which fastmax.extension.call knows to raise torch.OutOfMemoryError.
+inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, int device_index) {
+  AtenTensorHandle handle = nullptr;
+  const int32_t dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype_code,
+                               aoti_torch_device_type_cuda(), device_index, &handle) == AOTI_TORCH_SUCCESS) {
+    return Tensor(handle);
+  }
+  std::string what = failure();
+  if (what.empty()) {  // sizes and device are valid: either memory ran out, or an earlier error stays with the device
+    size_t free = 0, total = 0;
+    const cudaError_t error = cudaMemGetInfo(&free, &total);
+    what = error == cudaSuccess ? "CUDA out of memory, " + std::to_string(free >> 20) + " of " + std::to_string(total >> 20) + " MiB are free"
+                                : cudaGetErrorString(error);
+  }
+  refuse("allocation on cuda:", device_index, " failed: ", what);
+}
+
+inline Tensor allocate_workspace(size_t bytes, int device_index) {
+  return empty_strided({static_cast<int64_t>(bytes)}, {1}, ScalarType::Byte, device_index);
+}
+
+inline cudaStream_t current_stream(int device_index) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device_index, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+}  // namespace fastmax

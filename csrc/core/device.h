@@ -1,0 +1,27 @@
+// What the current device is, asked once, and whether this library has code for it.
+#pragma once
+
+#include <string>
+
+namespace fastmax {
+
+inline constexpr int kMinArch = 80;
+
+// Shared memory that a block may use, in bytes. arch: compute capability * 10.
+constexpr int shared_limit(int arch) {
+  const bool small = arch == 86 || arch == 89 || arch >= 120;
+  return (small ? 99 : arch < 90 ? 163 : 227) * 1024;
+}
+// On every supported architecture: what the tiles of the portable kernels fit in.
+inline constexpr int kMaxSharedBytes = shared_limit(86);
+
+struct Device {
+  int arch = 0;      // compute capability * 10: 80, 90, ...
+  int sm_count = 0;  // multiprocessors
+  std::string problem;  // why no kernel runs here, one sentence without a full stop; empty: they run
+};
+
+// index as CUDA counts devices; leaves the current device as it was.
+const Device& get_device(int index);
+
+}  // namespace fastmax

@@ -1,0 +1,38 @@
+// Launches: grid, shared-memory attribute, error check. They throw std::runtime_error.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <climits>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace fastmax {
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("fastmax: ") + what + ": " + cudaGetErrorString(error));
+}
+
+// blocks as a one-dimensional grid. Counts that grow with batch, heads or tokens belong in x: y and z end at 65535.
+inline unsigned grid_1d(int64_t blocks) {
+  if (blocks > INT_MAX) throw std::runtime_error("fastmax: too many blocks for one launch: " + std::to_string(blocks));
+  return static_cast<unsigned>(blocks);
+}
+
+// Lets a kernel have `bytes` of dynamic shared memory on the current device, beside its static shared memory: more than 48 KB of
+// both together must be asked for. Never lowers what was asked for before, by whichever thread.
+void allow_shared_memory(const char* name, const void* kernel, int bytes);
+
+#ifdef __CUDACC__
+template <class Kernel, class... Args>
+void launch_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
+                   const Args&... args) {
+  if (grid.y > 65535 || grid.z > 65535) throw std::logic_error(std::string("fastmax: ") + name + ": grid.y or grid.z above 65535");
+  if (smem_bytes > 0) allow_shared_memory(name, reinterpret_cast<const void*>(kernel), smem_bytes);
+  kernel<<<grid, threads, smem_bytes, stream>>>(args...);
+  check_cuda(cudaGetLastError(), name);
+}
+#endif
+
+}  // namespace fastmax

@@ -1,0 +1,87 @@
+// The vocabulary of a call, from the bindings to the kernels: plain structs, passed by value.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace fastmax {
+
+// Arithmetic of the matrix products. fp32 tensors use kTF32 when PyTorch allows it, else kFP32 (three TF32 products).
+enum class MathMode : int { kBF16 = 0, kFP16 = 1, kTF32 = 2, kFP32 = 3 };
+
+// Strides in elements; the last dimension has unit stride. Pointers and strides are multiples of 16 bytes.
+struct Stride {
+  int64_t batch;
+  int64_t head;
+  int64_t token;
+};
+
+// Sizes, formula and device of a call. An option that changes the formula or what is visible (a window, decay) is added here.
+struct Problem {
+  // sizes
+  int b;         // batch
+  int h;         // query heads
+  int hk;        // key/value heads; query head i reads key/value head i / (h / hk)
+  int n;         // queries
+  int m;         // keys
+  int d;         // columns of q and k, <= head_dim, a multiple of 16 bytes
+  int dv;        // columns of v and o, <= head_dim, a multiple of 16 bytes
+  int head_dim;  // the smallest of NativeHeadDims (dispatch.h) that holds d and dv
+  MathMode math;
+
+  // formula
+  float scale;       // s = scale * q.k
+  float a0, a1, a2;  // f(s) = a0 + a1 s + a2 s^2; a2 = 0 when order == 1
+  int order;         // 1 or 2
+  bool causal;       // key j is visible to query i iff j <= i + causal_offset
+  int causal_offset; // m - n
+  float dropout;     // o *= 1 + dropout * noise
+
+  // device
+  int sm_arch;   // compute capability * 10 of the current device: 80, 90, ...
+  int sm_count;  // multiprocessors of the current device
+};
+
+// What both directions read.
+struct AttentionParams : Problem {
+  // operands
+  const void* q;  // (b, h, n, d)
+  const void* k;  // (b, hk, m, d)
+  const void* v;  // (b, hk, m, dv)
+  Stride q_stride, k_stride, v_stride;
+
+  // what accompanies the tokens, null where it is absent. A per-token input (decay, bounds of sequences) is added here and in
+  // Operands of bindings/operands.h.
+  const uint8_t* key_padding_mask;  // (b, m), nonzero = the key takes part; null: all do
+  int64_t mask_batch_stride;
+  const void* noise;  // (b, h, n, dv) in q's dtype, or null
+  Stride noise_stride;
+};
+
+struct FwdParams : AttentionParams {
+  // results
+  void* o;  // (b, h, n, dv)
+  Stride o_stride;
+  float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
+
+  void* workspace;  // fwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
+};
+
+struct BwdParams : AttentionParams {
+  // of the forward, and gradients of its results
+  const void* o;       // noise included
+  const void* grad_o;  // (b, h, n, dv)
+  const float* z;      // (b, h, n) contiguous
+  const float* grad_z; // softmax: gradient of z, (b, h, n) contiguous, or null
+  Stride o_stride, grad_o_stride;
+
+  // results
+  void* grad_q;  // (b, h, n, d)
+  void* grad_k;  // (b, hk, m, d)
+  void* grad_v;  // (b, hk, m, dv)
+  Stride grad_q_stride, grad_k_stride, grad_v_stride;
+
+  void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
+};
+
+}  // namespace fastmax

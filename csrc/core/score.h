@@ -1,0 +1,131 @@
+// Score policies: what the quadratic main loops make of a dot product. And which keys a query sees.
+//
+// Forward: weight(x), the weight of a key; where kFollowsRowMax is true, weight(x, reference), relative to 2^reference, and the
+// main loop keeps a reference for each row. row_result is what the backward gets to know of a row.
+// Backward: row() packs what all pairs of a query share into a float4 (prepared once by row_score_kernel); then, for a pair with
+// x = q.k and dp = grad_o.v, p = weight(row, x) is its normalised weight and ds = slope(row, x) * centred(row, dp) the derivative
+// by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
+// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are zeros too.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/params.h"
+#include "core/ptx.h"
+
+namespace fastmax {
+
+struct Line {
+  float scale, offset;
+  __device__ __forceinline__ float at(float x) const { return fmaf(scale, x, offset); }
+};
+
+struct WeightAndDerivative {
+  float p, ds;
+};
+
+// f(s) = a0 + a1 s + a2 s^2 with s = scale * x, as a polynomial in the unscaled dot product x: two FMAs per weight. Order 1 is
+// a2 = 0.
+struct PolynomialScore {
+  static constexpr bool kFollowsRowMax = false;
+  static constexpr bool kSlopeIsWeight = false;
+
+  float c0, c1, c2;  // f = c0 + x (c1 + c2 x)
+
+  __host__ __device__ explicit PolynomialScore(const Problem& p)
+      : c0(p.a0), c1(p.a1 * p.scale), c2(p.a2 * p.scale * p.scale) {}
+
+  __device__ __forceinline__ float weight(float x) const { return fmaf(x, fmaf(c2, x, c1), c0); }
+
+  // z: the row's sum of weights.
+  __device__ __forceinline__ float4 row(float z, float delta) const {
+    const float inverse = z == 0.f ? 0.f : 1.f / z;
+    return make_float4(c0 * inverse, c1 * inverse, c2 * inverse, delta);
+  }
+  __device__ __forceinline__ static float weight(const float4& row, float x) { return fmaf(fmaf(row.z, x, row.y), x, row.x); }
+  __device__ __forceinline__ static Line slope_line(const float4& row) { return {2.f * row.z, row.y}; }
+  __device__ __forceinline__ static float slope(float line) { return line; }
+  __device__ __forceinline__ static Line centre_line(float delta) { return {1.f, -delta}; }
+  __device__ __forceinline__ static WeightAndDerivative weight_and_derivative(const float4& row, float x, float dp) {
+    const float slope = fmaf(row.z, x, row.y);
+    return {fmaf(slope, x, row.x), fmaf(row.z, x, slope) * (dp - row.w)};
+  }
+};
+
+// exp(s) with s = scale * x, as 2^(c x). The main loop of the forward follows the row's maximum (online softmax).
+struct SoftmaxScore {
+  static constexpr bool kFollowsRowMax = true;
+  static constexpr bool kSlopeIsWeight = true;
+  // A row's reference is raised when a score exceeds it by so much: weights stay below 2^8, and sums are rarely rescaled.
+  static constexpr float kSlack = 8.f;
+  static constexpr float kNoReference = -1e30f;  // finite: differences with it are no NaN
+
+  float c, scale;
+
+  __host__ __device__ explicit SoftmaxScore(const Problem& p) : c(p.scale * 1.4426950408889634f), scale(p.scale) {}
+
+  __device__ __forceinline__ float weight(float x, float reference) const { return ptx::exp2_approx(fmaf(c, x, -reference)); }
+
+  // The natural logarithm of a row's sum of exp(s), from its sum of weights.
+  __device__ __forceinline__ static float log_sum(float z, float reference) { return 0.6931471805599453f * (reference + log2f(z)); }
+
+  // z: the logarithm of the row's sum of exp(s), -inf where it sees no key.
+  __device__ __forceinline__ float4 row(float z, float delta) const {
+    return make_float4(c, z == -INFINITY ? -INFINITY : -1.4426950408889634f * z, scale, scale * delta);
+  }
+  __device__ __forceinline__ static float weight(const float4& row, float x) { return ptx::exp2_approx(fmaf(row.x, x, row.y)); }
+  __device__ __forceinline__ static Line slope_line(const float4& row) { return {row.x, row.y}; }
+  __device__ __forceinline__ static float slope(float line) { return ptx::exp2_approx(line); }
+  __device__ __forceinline__ Line centre_line(float delta) const { return {scale, -delta}; }
+  __device__ __forceinline__ static WeightAndDerivative weight_and_derivative(const float4& row, float x, float dp) {
+    const float weight = SoftmaxScore::weight(row, x);
+    return {weight, weight * fmaf(row.z, dp, -row.w)};
+  }
+};
+
+// Key j is visible to query i iff j <= last_visible_key(i) and the padding mask keeps it.
+__host__ __device__ __forceinline__ int last_visible_key(const Problem& p, int query) {
+  const int last = p.m - 1;
+  if (!p.causal) return last;
+  const int diagonal = query + p.causal_offset;
+  return diagonal < last ? diagonal : last;
+}
+
+// The first query that sees key j (0 when not causal).
+__host__ __device__ __forceinline__ int first_query(const Problem& p, int key) {
+  if (!p.causal) return 0;
+  const int diagonal = key - p.causal_offset;
+  return diagonal > 0 ? diagonal : 0;
+}
+
+// Whether the padding mask, if there is one, keeps key j (clamped to the last key) of a batch entry.
+__device__ __forceinline__ bool keeps_key(const uint8_t* key_padding_mask, int64_t batch_stride, int batch, int key, int m) {
+  return key_padding_mask == nullptr || key_padding_mask[batch * batch_stride + min(key, m - 1)] != 0;
+}
+
+// Whether a query of this block sees a key, which may lie behind the last one. Params: FwdParams or BwdParams.
+template <class Params>
+__device__ __forceinline__ bool sees_key(const Params& p, int query, int key, int blocks_per_head) {
+  const bool visible = key <= last_visible_key(p, query);
+  return visible && keeps_key(p.key_padding_mask, p.mask_batch_stride, blockIdx.x / blocks_per_head / p.h, key, p.m);
+}
+
+template <class Element>
+__device__ __forceinline__ const Element* head_of(const void* tensor, const Stride& stride, int batch, int head) {
+  return static_cast<const Element*>(tensor) + batch * stride.batch + head * stride.head;
+}
+template <class Element>
+__device__ __forceinline__ Element* head_of(void* tensor, const Stride& stride, int batch, int head) {
+  return static_cast<Element*>(tensor) + batch * stride.batch + head * stride.head;
+}
+
+// Where a (batch, query head) index points.
+struct HeadIndex {
+  int batch, head, kv_head;
+};
+__device__ __forceinline__ HeadIndex head_index(const Problem& p, int index) {
+  const int head = index % p.h;
+  return {index / p.h, head, head / (p.h / p.hk)};
+}
+
+}  // namespace fastmax

@@ -1,0 +1,23 @@
+#include "linear/algorithm.h"
+
+#include "linear/order1/linear1.h"
+#include "linear/order2/linear2.h"
+
+namespace fastmax {
+namespace {
+
+constexpr Kernels kLinear[] = {
+    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p); }, linear1_fwd_workspace_bytes,
+     linear1_bwd_workspace_bytes, launch_linear1_fwd, launch_linear1_bwd},
+    {"linear2_sm80", [](const AttentionParams&, Direction) { return true; },
+     [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm80); },
+     [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm80); },
+     [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm80, stream); },
+     [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm80, stream); }},
+};
+
+}  // namespace
+
+constexpr Algorithm kLinearAlgorithm("linear", kLinear);
+
+}  // namespace fastmax

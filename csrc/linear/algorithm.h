@@ -1,0 +1,15 @@
+// Fastmax by a state of fixed size in place of the keys.
+#pragma once
+
+#include "core/algorithm.h"
+
+namespace fastmax {
+
+extern const Algorithm kLinearAlgorithm;
+
+// The widest head dim with kernels for order 1 alone (order1/): their state fits the registers of a block. Wider ones run the
+// kernels for order 2, which skip what is absent.
+inline constexpr int kLinear1HeadDim = 128;
+inline bool uses_linear1(const Problem& p) { return p.order == 1 && p.head_dim <= kLinear1HeadDim; }
+
+}  // namespace fastmax

@@ -1,0 +1,137 @@
+// What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them, coefficients.
+#pragma once
+
+#include "core/dispatch.h"
+#include "linear/linear.h"
+
+namespace fastmax {
+
+inline bool runs_as_tf32(const Problem& p) { return p.math == MathMode::kFP16; }
+
+// Hands out 256-byte aligned pieces of the workspace; with a null base, counts bytes.
+class Workspace {
+ public:
+  explicit Workspace(void* base) : base_(static_cast<char*>(base)) {}
+  template <class T>
+  T* take(int64_t count) {
+    const size_t at = used_;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + 255) / 256 * 256;
+    return reinterpret_cast<T*>(base_ + at);
+  }
+  size_t used() const { return used_; }
+
+ private:
+  char* base_;
+  size_t used_ = 0;
+};
+
+inline View view(const void* data, const Stride& s) { return {data, s.batch, s.head, s.token}; }
+
+inline View contiguous(const void* data, int heads, int tokens, int columns) {
+  return {data, int64_t{heads} * tokens * columns, int64_t{tokens} * columns, columns};
+}
+
+// The same rows, last first. bytes: of an element.
+inline View reversed(View v, int tokens, int bytes) {
+  v.data = static_cast<const char*>(v.data) + (tokens - 1) * v.token * bytes;
+  v.token = -v.token;
+  return v;
+}
+
+inline RowMask reversed(RowMask m, int tokens) {
+  if (m.data != nullptr) m.data += tokens - 1;
+  m.token = -m.token;
+  return m;
+}
+inline RowScale reversed(RowScale s, int tokens) {
+  s.data += tokens - 1;
+  s.token = -s.token;
+  return s;
+}
+
+struct Inputs {
+  View q, k, v;
+  RowMask key_mask;
+};
+
+// q, k and v as the kernels take them: fp16 widened to fp32 in the workspace.
+struct WidenedInputs {
+  float *q = nullptr, *k = nullptr, *v = nullptr;
+
+  WidenedInputs(const Problem& p, Workspace& w) {
+    if (!runs_as_tf32(p)) return;
+    q = w.take<float>(int64_t{p.b} * p.h * p.n * p.d);
+    k = w.take<float>(int64_t{p.b} * p.hk * p.m * p.d);
+    v = w.take<float>(int64_t{p.b} * p.hk * p.m * p.dv);
+  }
+
+  template <class Params>
+  Inputs fill(const Params& p, cudaStream_t stream) const {
+    const RowMask key_mask{p.key_padding_mask, p.mask_batch_stride, 1};
+    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride), key_mask};
+    if (q == nullptr) return in;
+    linear_widen<Fp16>(in.q, q, p.b, p.h, p.n, p.d, stream);
+    linear_widen<Fp16>(in.k, k, p.b, p.hk, p.m, p.d, stream);
+    linear_widen<Fp16>(in.v, v, p.b, p.hk, p.m, p.dv, stream);
+    return {contiguous(q, p.h, p.n, p.d), contiguous(k, p.hk, p.m, p.d), contiguous(v, p.hk, p.m, p.dv), key_mask};
+  }
+};
+
+inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
+
+// The portable kernels of a pass, in the mode that they run in.
+template <class Args>
+void run_pass(const Problem& p, const Args& a, cudaStream_t stream) {
+  switch (kernel_math(p)) {
+    case MathMode::kBF16: return linear_pass<Bf16>(a, p.head_dim, stream);
+    case MathMode::kFP32: return linear_pass<Fp32>(a, p.head_dim, stream);
+    default: return linear_pass<Tf32>(a, p.head_dim, stream);
+  }
+}
+
+inline int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
+inline int output_bytes(const Problem& p) { return runs_as_tf32(p) ? 2 : element_bytes(p); }
+
+// Coefficients of f and of scale f' as polynomials of the unscaled dot product.
+struct Coefficients {
+  float c0, c1, c2, g0, g1;
+  explicit Coefficients(const Problem& p)
+      : c0(p.a0),
+        c1(p.a1 * p.scale),
+        c2(p.order == 2 ? p.a2 * p.scale * p.scale : 0.f),
+        g0(c1),
+        g1(2.f * c2) {}
+};
+
+struct BwdInputs : Inputs {
+  View g;      // (b, h, n, dv)
+  RowScale e;  // (b, h, n)
+};
+
+// The inputs of a backward, with g and e in the workspace.
+struct PreparedInputs {
+  WidenedInputs widened;
+  char* g;
+  float* e;
+
+  PreparedInputs(const Problem& p, Workspace& w) : widened(p, w) {
+    const int64_t rows = int64_t{p.b} * p.h * p.n;
+    g = w.take<char>(rows * p.dv * element_bytes(p));
+    e = w.take<float>(rows);
+  }
+
+  BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
+    const Inputs in = widened.fill(p, stream);
+    PrepareArgs prepare{};
+    prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
+    prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
+    prepare.noise = view(p.noise, p.noise_stride);
+    prepare.dropout = p.dropout;
+    prepare.z = p.z;
+    prepare.g = g, prepare.e = e;
+    dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
+    return {in, contiguous(g, p.h, p.n, p.dv), {e, p.n, 1}};
+  }
+};
+
+}  // namespace fastmax

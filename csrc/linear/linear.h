@@ -1,0 +1,145 @@
+// The linear algorithm's passes: what they read and write, and where a state lives in memory.
+//
+// Every pass works on "x" rows that look at the "y" rows before them:
+//   forward   x = q, y = k, values w = v          o    = sum f(x.y) w / z
+//   grad_q    x = q (with g), y = k (with v)      grad = sum scale f'(x.y) (g.v + e) y
+//   grad_v    x = k, y = q, values w = g          as the forward, on reversed rows
+//   grad_k    x = k (with v), y = q (with g)      as grad_q, on reversed rows
+// Reversing both sequences (negative token strides) turns "all later queries" into "all earlier rows", so there is one
+// direction of walking only. y rows are numbered from y_begin = -pad, so that chunk boundaries fall on multiples of kBoundary:
+// x row r sees the y rows with virtual index <= r + boundary, virtual index = row + pad. Not causal: boundary is past the end.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/params.h"
+#include "linear/algorithm.h"
+
+namespace fastmax {
+
+// y rows per step of a state walk at most; chunk boundaries are multiples of it.
+inline constexpr int kBoundary = 128;
+
+inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
+
+// A (batch, head, token, column) tensor in elements; the token stride may be negative.
+struct View {
+  const void* data;
+  int64_t batch, head, token;
+};
+
+// Per-token numbers of a batch entry or of a head.
+struct RowMask {
+  const uint8_t* data;  // null: every row takes part
+  int64_t batch;
+  int token;  // 1 or -1
+};
+struct RowScale {
+  const float* data;  // null: all ones
+  int64_t head;       // of (batch, head) flattened
+  int token;          // 1 or -1
+};
+
+struct LinearProblem {
+  int batch;
+  int state_heads;  // states per batch entry: key/value heads
+  int x_group;      // x heads per state
+  int y_group;      // y heads summed into one state
+  int nx, ny;       // rows
+  int d, dv;        // columns in memory of x/y and of the values
+  int pad;          // virtual index of y row 0
+  int boundary;     // virtual index of the first y row that belongs to chunk 0
+  int chunk;        // x rows per snapshot
+  int chunks;
+  int part;         // order 1: y rows that are summed on their own; chunk where there are several chunks
+  bool causal;
+  int order;
+  int sm_arch;
+
+  __host__ __device__ int states() const { return batch * state_heads; }
+  // Virtual index of the first y row that no snapshot holds.
+  __host__ __device__ int end() const { return boundary + (chunks - 1) * chunk; }
+  __host__ __device__ bool has_state(int c) const { return boundary + static_cast<int64_t>(c) * chunk > 0; }
+  // Order 1: lead parts before the boundary, then one per chunk but the last.
+  __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
+  __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
+};
+
+// Weights that the snapshots carry: pairs (twice that off the diagonal), first order, second moment of y.
+struct StateWeights {
+  float pair, linear, moment;
+};
+
+// Order 2 walks y from virtual row `begin` to the last boundary. Where one walk per state would leave multiprocessors idle, it is cut
+// into segments that run side by side: one launch sums the rows of every segment but the last, a scan makes of the sums what each
+// segment starts from, a second launch walks them all and writes the snapshots.
+struct StateArgs : LinearProblem {
+  View y, w;
+  RowMask mask;
+  RowScale y_scale;  // e of the y rows, in the moments sum e y y^T, sum e y, sum e
+  StateWeights weights;
+  void* snapshots;   // [state][chunk][StateLayout::kWords]
+  float* sums;       // [state][chunk][StateLayout::kSums]
+  int begin;         // not 0: goes on from the accumulators of an earlier walk
+  int segments;
+  int segment_rows;  // of every segment but the last, which may have none
+  // [slot][state][block][state_accumulators()][thread]: slot 0 is what walks hand on, slot 1 + i is of segment i. Null: one segment,
+  // nothing handed on.
+  float* accumulators;
+  bool hands_on;     // the last segment's accumulators, to a later walk
+  float* parts_sum;  // order 1: [state][part][part_floats()]
+};
+
+// The same for order 1 at wide head dims, from parts of y that are each summed on its own.
+struct PartStateArgs : StateArgs {};
+
+// o = sum f(x.y) w (/ z)
+struct ReadArgs : LinearProblem {
+  View x, y, w;
+  RowMask y_mask, x_mask;  // masked x rows are written as zeros
+  const void* snapshots;
+  const float* sums;
+  float c0, c1, c2;        // f = c0 + x.y (c1 + c2 x.y)
+  View out;
+  bool half_out;           // out (and noise) are fp16 while the inputs were widened to fp32
+  float* z;                // null: no division; else [batch][x head][z_head]
+  int64_t z_head;
+  View noise;
+  float dropout;
+};
+
+// grad = sum (g0 + g1 x.y) (x2.y2 + e) y
+struct GradArgs : LinearProblem {
+  View x, x2, y, y2;
+  RowMask y_mask, x_mask;
+  RowScale x_scale, y_scale;  // e, of the x rows or of the y rows: exactly one has data
+  const void* snapshots;
+  const float* sums;
+  float g0, g1;
+  View out;
+  bool half_out;
+};
+
+// g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z
+struct PrepareArgs {
+  int batch, heads, n, dv;
+  View grad_o, o, noise;
+  float dropout;
+  const float* z;
+  void* g;   // [batch][head][n][dv]
+  float* e;  // [batch][head][n]
+};
+
+// One pass; its arguments, from here or from order1/linear1.h, say which.
+template <class Math, class Args>
+void linear_pass(const Args& a, int head_dim, cudaStream_t stream);
+template <class Math>
+void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
+// (batch, head, token, column) -> contiguous fp32
+template <class Math>
+void linear_widen(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream);
+
+}  // namespace fastmax

@@ -1,0 +1,161 @@
+// The linear algorithm of order 1 as a sequence of passes: segments, workspace, arguments. No kernels here.
+//
+// Workspace per state (b * hk of them): parts * (head_dim^2 + 2 head_dim + 4) floats, parts about what fills the device; in the backward
+// also g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
+
+#include <algorithm>
+
+#include "core/dispatch.h"
+#include "linear/dispatch.h"
+#include "linear/launch.h"
+#include "linear/order1/linear1.h"
+
+namespace fastmax {
+namespace {
+
+// A segment costs a state, written and read: about 16 head_dim^2 bytes against 8 head_dim per row. Short ones are for problems that do
+// not fill the device.
+constexpr int kMinSegment = 256;
+static_assert(kMinSegment % (2 * kBoundary) == 0, "halves of a segment end at a boundary");
+
+// x rows looking at y rows; x_heads and y_heads are per batch entry.
+Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, int ny, int boundary_offset, int y_columns,
+                            int w_columns) {
+  Linear1Problem r{};
+  r.batch = p.b;
+  r.state_heads = p.hk;
+  r.x_group = x_heads / p.hk, r.y_group = y_heads / p.hk;
+  r.nx = nx, r.ny = ny;
+  r.y_columns = y_columns, r.w_columns = w_columns;
+  r.causal = p.causal;
+  r.sm_arch = p.sm_arch;
+
+  // Rows of a piece when `rows` of them, for every head of `heads`, are cut so that the pieces fill the device once.
+  const auto piece = [&](int rows, int64_t heads) {
+    const int64_t slots = int64_t{p.sm_count} * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16, p.sm_arch);
+    const int64_t pieces = std::max<int64_t>(1, slots / heads);
+    return std::max(kMinSegment, round_up(static_cast<int>((rows + pieces - 1) / pieces), 2 * kBoundary));
+  };
+  const int64_t walks = int64_t{r.states()} * r.x_group;
+  if (p.causal) {
+    r.pad = round_up(boundary_offset, kBoundary) - boundary_offset;
+    r.boundary = boundary_offset + r.pad;
+    r.segment = piece(r.boundary + nx, walks);
+    r.part = r.segment;
+  } else {
+    r.boundary = round_up(ny, kBoundary);
+    r.segment = piece(nx, walks);
+    r.part = piece(ny, r.states());
+  }
+  r.segments = (nx + r.segment - 1) / r.segment;
+  // Sums have registers for more blocks than walks.
+  const int64_t sum_slots = int64_t{p.sm_count} * linear1_sum_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16);
+  if (p.causal && 2 * int64_t{r.states()} * (r.segments - 1) <= sum_slots && r.segment >= 2 * kMinSegment) r.part = r.segment / 2;
+  r.lead_parts = (r.boundary + r.part - 1) / r.part;
+  r.parts = r.lead_parts + (p.causal ? (r.segments - 1) * (r.segment / r.part) : 0);
+  return r;
+}
+
+int64_t state_floats(const Problem& p, const Linear1Problem& r) {
+  return int64_t{r.states()} * r.parts * linear1_state_floats(linear_head_dim(p.head_dim));
+}
+
+struct FwdPlan {
+  Linear1Problem problem;
+  WidenedInputs inputs;
+  float* prefixes;
+  size_t bytes;
+
+  FwdPlan(const FwdParams& p, Workspace w)
+      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.d, p.dv)), inputs(p, w) {
+    prefixes = w.take<float>(state_floats(p, problem));
+    bytes = w.used();
+  }
+};
+
+struct BwdPlan {
+  Linear1Problem q_problem;   // grad_q: queries looking at keys
+  Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, both reversed
+  PreparedInputs inputs;
+  float* prefixes;  // of one problem, then of the other
+  size_t bytes;
+
+  BwdPlan(const BwdParams& p, Workspace w)
+      : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.dv, p.d)),
+        kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0, p.d, p.dv)),
+        inputs(p, w) {
+    prefixes = w.take<float>(std::max(state_floats(p, q_problem), state_floats(p, kv_problem)));
+    bytes = w.used();
+  }
+};
+
+// A walk, after the sums that it starts from.
+void run_walk(const Problem& p, Linear1WalkArgs walk, float* prefixes, cudaStream_t stream) {
+  Linear1SumArgs sums{walk};
+  sums.y = walk.y, sums.w = walk.w;
+  sums.y_mask = walk.y_mask;
+  sums.prefixes = prefixes;
+  run_pass(p, sums, stream);
+  walk.prefixes = prefixes;
+  run_pass(p, walk, stream);
+}
+
+}  // namespace
+
+size_t linear1_fwd_workspace_bytes(const FwdParams& p) { return FwdPlan(p, Workspace(nullptr)).bytes; }
+size_t linear1_bwd_workspace_bytes(const BwdParams& p) { return BwdPlan(p, Workspace(nullptr)).bytes; }
+
+void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream) {
+  const FwdPlan plan(p, Workspace(p.workspace));
+  const Inputs in = plan.inputs.fill(p, stream);
+  const Coefficients f(p);
+
+  Linear1WalkArgs walk{plan.problem};
+  walk.x = in.q, walk.y = in.k, walk.w = in.v;
+  walk.y_mask = in.key_mask;
+  walk.c0 = f.c0, walk.c1 = f.c1;
+  walk.out = view(p.o, p.o_stride);
+  walk.half_out = runs_as_tf32(p);
+  walk.z = p.z;
+  walk.noise = view(p.noise, p.noise_stride);
+  walk.dropout = p.dropout;
+  run_walk(p, walk, plan.prefixes, stream);
+}
+
+void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
+  const BwdPlan plan(p, Workspace(p.workspace));
+  const BwdInputs in = plan.inputs.fill(p, stream);
+  const Coefficients f(p);
+  const int bytes = element_bytes(p), out_bytes = output_bytes(p);
+
+  // grad_q: prefixes of v^T k.
+  Linear1WalkArgs grad_q{plan.q_problem};
+  grad_q.x = in.g, grad_q.y = in.v, grad_q.w = in.k;
+  grad_q.y_mask = in.key_mask;
+  grad_q.x_scale = in.e;
+  grad_q.c1 = f.c1;
+  grad_q.out = view(p.grad_q, p.grad_q_stride);
+  grad_q.half_out = runs_as_tf32(p);
+  run_walk(p, grad_q, plan.prefixes, stream);
+
+  // grad_k and grad_v: suffixes of q^T g, as prefixes of the reversed sequences.
+  Linear1SumArgs suffix{plan.kv_problem};
+  suffix.y = reversed(in.q, p.n, bytes), suffix.w = reversed(in.g, p.n, bytes);
+  suffix.y_scale = reversed(in.e, p.n);
+  suffix.prefixes = plan.prefixes;
+  run_pass(p, suffix, stream);
+
+  Linear1PairWalkArgs grad_kv{plan.kv_problem};
+  grad_kv.x = reversed(in.k, p.m, bytes), grad_kv.x2 = reversed(in.v, p.m, bytes);
+  grad_kv.y = suffix.y, grad_kv.w = suffix.w;
+  grad_kv.x_mask = reversed(in.key_mask, p.m);
+  grad_kv.y_scale = suffix.y_scale;
+  grad_kv.prefixes = plan.prefixes;
+  grad_kv.c0 = f.c0, grad_kv.c1 = f.c1;
+  grad_kv.grad_w = reversed(view(p.grad_v, p.grad_v_stride), p.m, out_bytes);
+  grad_kv.grad_y = reversed(view(p.grad_k, p.grad_k_stride), p.m, out_bytes);
+  grad_kv.half_out = runs_as_tf32(p);
+  run_pass(p, grad_kv, stream);
+}
+
+}  // namespace fastmax

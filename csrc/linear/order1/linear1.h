@@ -1,0 +1,87 @@
+// The linear algorithm of order 1, f(s) = c0 + c1 x.y: passes over x rows that look at the y rows before them, with the notation of
+// linear/linear.h (x, y, values w; reversed rows; boundary and pad).
+//
+//   forward    x = q, y = k, w = v        o      = sum f(x.y) w / z
+//   grad_q     x = g, y = v, w = k        grad_q = sum c1 (x.y + e_x) w, the forward's sum with a constant per x row
+//   grad_k, v  x = k and v, y = q, w = g  grad_v = sum f(k.q) g, grad_k = sum c1 (v.g + e_y) q, from one state
+//
+// The state is the head_dim x head_dim matrix sum y w^T, with the vectors sum w and sum (e) y. A block walks a segment of x with the
+// state in its accumulators; the states at the beginnings of segments come from sums over parts of y. So y and w are read twice, and
+// once where the states alone fill the device and there is a single segment.
+#pragma once
+
+#include "core/device.h"
+#include "linear/linear.h"
+
+namespace fastmax {
+
+struct Linear1Problem {
+  int batch;
+  int state_heads;           // states per batch entry: key/value heads
+  int x_group, y_group;      // x heads per state, y heads summed into one state
+  int nx, ny;                // rows
+  int y_columns, w_columns;  // columns in memory of y (and of the x that meets it), and of w
+  int pad, boundary;         // as in LinearProblem
+  bool causal;
+  int sm_arch;
+  int segment, segments;     // x rows that a block walks, and how many of those
+  int part;                  // y rows that are summed on their own; causal, a divisor of the segment
+  int lead_parts, parts;     // parts before the boundary, and all: causal, also those of every segment but the last
+
+  __host__ __device__ int states() const { return batch * state_heads; }
+  // The part whose inclusive prefix is the state before a segment; negative where nothing is before it.
+  __host__ __device__ int part_before(int segment_index) const { return lead_parts - 1 + (causal ? segment_index * (segment / part) : 0); }
+};
+
+// Floats of a state: the matrix in the order of the accumulators, sum w, sum y, and the number of rows.
+constexpr __host__ __device__ int64_t linear1_state_floats(int head_dim) { return int64_t{head_dim} * head_dim + 2 * head_dim + 4; }
+
+// States of parts, then their inclusive prefixes in the same place.
+struct Linear1SumArgs : Linear1Problem {
+  View y, w;
+  RowMask y_mask;
+  RowScale y_scale;  // e, in sum e y; null: sum y
+  float* prefixes;   // [state][part][linear1_state_floats()]
+};
+
+// out = sum (c0 + c1 x.y) w (/ z); with x_scale, sum c1 (x.y + e_x) w.
+struct Linear1WalkArgs : Linear1Problem {
+  View x, y, w;
+  RowMask y_mask;
+  RowScale x_scale;
+  const float* prefixes;
+  float c0, c1;
+  View out;
+  bool half_out;  // out (and noise) are fp16 while the inputs were widened to fp32
+  float* z;       // null: no division; else [batch][x head][nx]
+  View noise;
+  float dropout;
+};
+
+// grad_w = sum (c0 + c1 x.y) w, grad_y = sum c1 (x2.w + e_y) y
+struct Linear1PairWalkArgs : Linear1Problem {
+  View x, x2, y, w;
+  RowMask x_mask;  // masked x rows are written as zeros
+  RowScale y_scale;
+  const float* prefixes;
+  float c0, c1;
+  View grad_w, grad_y;
+  bool half_out;
+};
+
+// Blocks of the walks that share a multiprocessor: what the segments are cut for, and, where it has 227 KB of shared memory, what
+// registers are rationed for. With less, shared memory decides.
+constexpr int linear1_blocks(int head_dim, bool is_bf16, int sm_arch) {
+  if (shared_limit(sm_arch) < shared_limit(90)) return is_bf16 && head_dim <= (sm_arch == 80 ? 64 : 32) ? 2 : 1;
+  if (!is_bf16) return head_dim <= 64 ? 2 : 1;
+  return head_dim <= 64 ? 3 : head_dim <= 96 ? 2 : 1;
+}
+// Likewise of the sums.
+constexpr int linear1_sum_blocks(int head_dim, bool is_bf16) { return !is_bf16 ? 1 : head_dim <= 64 ? 4 : 2; }
+
+void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream);
+void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream);
+size_t linear1_fwd_workspace_bytes(const FwdParams& p);
+size_t linear1_bwd_workspace_bytes(const BwdParams& p);
+
+}  // namespace fastmax

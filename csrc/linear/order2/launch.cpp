@@ -1,0 +1,258 @@
+// The linear algorithm of order 2 as a sequence of passes: workspace, arguments. No kernels here: a StatePasses has them. Order 1 has
+// its own sequence (order1/launch.cpp) up to head_dim 128.
+//
+// Workspace of the portable kernels, per state (b * hk of them), head_dim D, F = D (D + 1) / 2 + 2 D features (in blocks of eight
+// columns), for as many states and chunks as a phase has (plan.h):
+//   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
+//              the suffix states
+//   accumulators of the state kernel, in fp32: a slot for the next phase, and one per segment where one walk per state leaves
+//              multiprocessors idle; at most about 100 MB on 132 multiprocessors
+//   parts      order 1 (at head_dim 256): as many numbers as snapshots, in fp32
+// and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "linear/dispatch.h"
+#include "linear/launch.h"
+#include "linear/order2/linear2.h"
+#include "linear/order2/plan.h"
+
+namespace fastmax {
+namespace {
+
+struct StateBuffers {
+  char* snapshots = nullptr;
+  float* sums = nullptr;
+  float* accumulators = nullptr;
+  float* parts = nullptr;
+};
+
+// Buffers that serve one plan after the other.
+StateBuffers take_buffers(std::initializer_list<const StatePlan*> plans, Workspace& w) {
+  int64_t slots = 0, accumulators = 0, parts = 0;
+  for (const StatePlan* plan : plans) {
+    slots = std::max(slots, plan->slots());
+    accumulators = std::max(accumulators, plan->accumulators());
+    parts = std::max(parts, plan->parts());
+  }
+  const StateSizes& sizes = (*plans.begin())->sizes;
+  StateBuffers buffers;
+  buffers.snapshots = w.take<char>(slots * sizes.snapshot_bytes);
+  buffers.sums = w.take<float>(slots * sizes.sum_floats);
+  buffers.accumulators = w.take<float>(accumulators);
+  buffers.parts = w.take<float>(parts * sizes.part_floats);
+  return buffers;
+}
+
+// What a phase sees of tensors: its states' batch entries and heads, and rows from one on. heads: of the tensor, per state.
+View of_phase(View v, const Phase& phase, int heads, int row, int bytes) {
+  const int64_t offset = phase.first_batch * v.batch + int64_t{phase.first_head} * heads * v.head + row * v.token;
+  if (v.data != nullptr) v.data = static_cast<const char*>(v.data) + offset * bytes;
+  return v;
+}
+RowMask of_phase(RowMask m, const Phase& phase, int row) {
+  if (m.data != nullptr) m.data += phase.first_batch * m.batch + static_cast<int64_t>(row) * m.token;
+  return m;
+}
+RowScale of_phase(RowScale s, const Phase& phase, int heads, int row) {
+  if (s.data != nullptr) s.data += int64_t{phase.first_state} * heads * s.head + static_cast<int64_t>(row) * s.token;
+  return s;
+}
+
+// A call's passes over the states of one plan, in the workspace.
+struct Passes {
+  const Problem& p;
+  const StatePasses& kernels;
+  const StatePlan& plan;
+  const StateBuffers& buffers;
+  cudaStream_t stream;
+
+  // Runs the phases: the states, then whoever reads them.
+  template <class Consume>
+  void run(const StateArgs& a, const Consume& consume) const {
+    for (int i = 0; i < plan.phases(); ++i) {
+      const Phase phase = plan.phase(i);
+      sum(phase, a);
+      consume(phase);
+    }
+  }
+
+  void read(const Phase& phase, ReadArgs a) const {
+    const int heads = phase.problem.x_group, row = phase.first_row;
+    enter(a, phase);
+    a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.noise = of_phase(a.noise, phase, heads, row, output_bytes(p));
+    if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + row;
+    kernels.read(p, a, stream);
+  }
+
+  void grad(const Phase& phase, GradArgs a) const {
+    const int heads = phase.problem.x_group, row = phase.first_row;
+    enter(a, phase);
+    a.x2 = of_phase(a.x2, phase, heads, row, element_bytes(p));
+    a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.y2 = of_phase(a.y2, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.x_scale = of_phase(a.x_scale, phase, heads, row);
+    a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
+    kernels.grad(p, a, stream);
+  }
+
+ private:
+  void sum(const Phase& phase, StateArgs a) const {
+    static_cast<LinearProblem&>(a) = phase.problem;
+    a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.mask = of_phase(a.mask, phase, 0);
+    a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
+    a.snapshots = buffers.snapshots, a.sums = buffers.sums, a.parts_sum = buffers.parts;
+    a.accumulators = buffers.accumulators;
+    a.begin = phase.begin;
+    a.hands_on = plan.hands_on();
+    plan.fill_segments(phase, a);
+    kernels.sum(p, a, stream);
+  }
+
+  // What reads and gradients share.
+  template <class Args>
+  void enter(Args& a, const Phase& phase) const {
+    static_cast<LinearProblem&>(a) = phase.problem;
+    a.x = of_phase(a.x, phase, phase.problem.x_group, phase.first_row, element_bytes(p));
+    a.out = of_phase(a.out, phase, phase.problem.x_group, phase.first_row, output_bytes(p));
+    a.x_mask = of_phase(a.x_mask, phase, phase.first_row);
+    a.y_mask = of_phase(a.y_mask, phase, 0);
+    a.snapshots = buffers.snapshots, a.sums = buffers.sums;
+  }
+};
+
+struct FwdPlan {
+  StatePlan states;
+  WidenedInputs inputs;
+  StateBuffers buffers;
+  size_t bytes;
+
+  FwdPlan(const FwdParams& p, const StateSizes& sizes, Workspace w)
+      : states(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset), sizes, p.sm_count), inputs(p, w) {
+    buffers = take_buffers({&states}, w);
+    bytes = w.used();
+  }
+};
+
+struct BwdPlan {
+  StatePlan prefixes;  // grad_q: queries looking at keys
+  StatePlan suffixes;  // grad_k, grad_v: keys looking at queries, both reversed
+  PreparedInputs inputs;
+  StateBuffers buffers;
+  size_t bytes;
+
+  BwdPlan(const BwdParams& p, const StateSizes& sizes, Workspace w)
+      : prefixes(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset), sizes, p.sm_count),
+        suffixes(make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0), sizes, p.sm_count),
+        inputs(p, w) {
+    buffers = take_buffers({&prefixes, &suffixes}, w);
+    bytes = w.used();
+  }
+};
+
+}  // namespace
+
+size_t linear2_fwd_workspace_bytes(const FwdParams& p, const StatePasses& kernels) {
+  return FwdPlan(p, kernels.sizes(p), Workspace(nullptr)).bytes;
+}
+size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernels) {
+  return BwdPlan(p, kernels.sizes(p), Workspace(nullptr)).bytes;
+}
+
+void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStream_t stream) {
+  const FwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
+  const Inputs in = plan.inputs.fill(p, stream);
+  const Coefficients f(p);
+
+  StateArgs state{};
+  state.y = in.k, state.w = in.v;
+  state.mask = in.key_mask;
+  state.weights = {f.c2, f.c1, f.c2};
+
+  ReadArgs read{};
+  read.x = in.q, read.y = in.k, read.w = in.v;
+  read.y_mask = in.key_mask;
+  read.c0 = f.c0, read.c1 = f.c1, read.c2 = f.c2;
+  read.out = view(p.o, p.o_stride);
+  read.half_out = runs_as_tf32(p);
+  read.z = p.z;
+  read.z_head = p.n;
+  read.noise = view(p.noise, p.noise_stride);
+  read.dropout = p.dropout;
+
+  const Passes passes{p, kernels, plan.states, plan.buffers, stream};
+  passes.run(state, [&](const Phase& phase) { passes.read(phase, read); });
+}
+
+void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStream_t stream) {
+  const BwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
+  const BwdInputs in = plan.inputs.fill(p, stream);
+  const Coefficients f(p);
+  const int bytes = element_bytes(p), out_bytes = output_bytes(p);
+
+  // grad_q: prefix states of (k, v).
+  StateArgs prefix{};
+  prefix.y = in.k, prefix.w = in.v;
+  prefix.mask = in.key_mask;
+  prefix.weights = {f.c2, f.c1, f.g1};
+
+  GradArgs grad_q{};
+  grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
+  grad_q.y_mask = in.key_mask;
+  grad_q.x_scale = in.e;
+  grad_q.g0 = f.g0, grad_q.g1 = f.g1;
+  grad_q.out = view(p.grad_q, p.grad_q_stride);
+  grad_q.half_out = runs_as_tf32(p);
+
+  const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, stream};
+  over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
+
+  // grad_k and grad_v: suffix states of (q, g), as prefixes of the reversed sequences.
+  const View q = reversed(in.q, p.n, bytes), k = reversed(in.k, p.m, bytes), v = reversed(in.v, p.m, bytes);
+  const View g_reversed = reversed(in.g, p.n, bytes);
+  const RowScale e_reversed = reversed(in.e, p.n);
+  const RowMask key_mask = reversed(in.key_mask, p.m);
+
+  StateArgs suffix{};
+  suffix.y = q, suffix.w = g_reversed;
+  suffix.y_scale = e_reversed;
+  suffix.weights = {f.c2, f.c1, f.g1};
+
+  ReadArgs grad_v{};
+  grad_v.x = k, grad_v.y = q, grad_v.w = g_reversed;
+  grad_v.x_mask = key_mask;
+  grad_v.c0 = f.c0, grad_v.c1 = f.c1, grad_v.c2 = f.c2;
+  grad_v.out = reversed(view(p.grad_v, p.grad_v_stride), p.m, out_bytes);
+  grad_v.half_out = runs_as_tf32(p);
+
+  GradArgs grad_k{};
+  grad_k.x = k, grad_k.x2 = v, grad_k.y = q, grad_k.y2 = g_reversed;
+  grad_k.x_mask = key_mask;
+  grad_k.y_scale = e_reversed;
+  grad_k.g0 = f.g0, grad_k.g1 = f.g1;
+  grad_k.out = reversed(view(p.grad_k, p.grad_k_stride), p.m, out_bytes);
+  grad_k.half_out = runs_as_tf32(p);
+
+  const Passes over_suffixes{p, kernels, plan.suffixes, plan.buffers, stream};
+  over_suffixes.run(suffix, [&](const Phase& phase) {
+    over_suffixes.read(phase, grad_v);
+    over_suffixes.grad(phase, grad_k);
+  });
+}
+
+constexpr StatePasses kStatePassesSm80 = {
+    [](const Problem& p) { return state_sizes(linear_head_dim(p.head_dim), p.order, p.math); },
+    [](const Problem& p, const StateArgs& a, cudaStream_t stream) {
+      if (p.order == 1) run_pass(p, PartStateArgs{a}, stream);
+      else run_pass(p, a, stream);
+    },
+    run_pass<ReadArgs>,
+    run_pass<GradArgs>,
+};
+
+}  // namespace fastmax

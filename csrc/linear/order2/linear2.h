@@ -1,0 +1,29 @@
+// The linear algorithm of order 2 as a sequence of passes (launch.cpp), with the kernels of an architecture. It computes order 1 too,
+// where wide heads leave no other (linear/algorithm.h).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "core/params.h"
+#include "linear/linear.h"
+#include "linear/order2/state_format.h"
+
+namespace fastmax {
+
+// An architecture's kernels. What a snapshot looks like is between them; its sizes are what the plan needs.
+struct StatePasses {
+  StateSizes (*sizes)(const Problem& p);
+  void (*sum)(const Problem& p, const StateArgs& a, cudaStream_t stream);
+  void (*read)(const Problem& p, const ReadArgs& a, cudaStream_t stream);
+  void (*grad)(const Problem& p, const GradArgs& a, cudaStream_t stream);
+};
+extern const StatePasses kStatePassesSm80;  // for every architecture
+
+void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStream_t stream);
+void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStream_t stream);
+size_t linear2_fwd_workspace_bytes(const FwdParams& p, const StatePasses& kernels);
+size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernels);
+
+}  // namespace fastmax

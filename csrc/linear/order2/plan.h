@@ -1,0 +1,172 @@
+// How a call of the linear algorithm of order 2 is cut into phases, so that its states take a bounded workspace. No kernels, no
+// tensors: tests compile it alone.
+//
+//              chunks of x rows ->
+//   states   +-----------+-----------+      A phase sums the states of a rectangle, then every pass that reads them runs.
+//   (batch,  |  phase 0  |  phase 1  |      Phases of one row hand their accumulators on, in fp32: same bits as in one phase.
+//    head)   +-----------+-----------+      Rows of the table are independent. A row is whole batch entries, or some heads of
+//            |  phase 2  |  phase 3  |      one, so that strides stay what they are.
+//            +-----------+-----------+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "linear/linear.h"
+#include "linear/order2/state_format.h"
+
+namespace fastmax {
+
+// Snapshots at a time (order 1: and the sums of parts), and accumulators that are handed on. What is cut into segments takes no more
+// of those: 3 blocks a multiprocessor and one of every state.
+inline constexpr int64_t kPhaseBytes = int64_t{832} << 20;
+inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
+
+// x rows looking at y rows. x_heads and y_heads are per batch entry.
+inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,
+                                  int boundary_offset) {
+  LinearProblem r{};
+  r.batch = p.b;
+  r.state_heads = p.hk;
+  r.x_group = x_heads / p.hk;
+  r.y_group = y_heads / p.hk;
+  r.nx = nx, r.ny = ny;
+  r.d = p.d, r.dv = p.dv;
+  r.causal = p.causal;
+  r.order = p.order;
+  r.sm_arch = p.sm_arch;
+  if (p.causal) {
+    r.pad = round_up(boundary_offset, kBoundary) - boundary_offset;
+    r.boundary = boundary_offset + r.pad;
+    r.chunk = r.part = sizes.chunk;
+    r.chunks = (nx + r.chunk - 1) / r.chunk;
+  } else {
+    r.pad = 0;
+    r.boundary = round_up(ny, kBoundary);
+    r.chunk = round_up(nx, 256);
+    r.chunks = 1;
+    const int parts = std::max(1, 2 * p.sm_count / r.states());  // enough for every multiprocessor, of at least 256 rows
+    r.part = std::max(256, round_up((r.boundary + parts - 1) / parts, kBoundary));
+  }
+  return r;
+}
+
+// x rows [first_row, first_row + problem.nx) of some states of a problem, as a problem of its own.
+struct Phase {
+  LinearProblem problem;
+  int first_batch, first_head;  // of its states
+  int first_state;              // (batch, head) flattened, in the whole problem
+  int first_row;
+  int begin;                    // where its state walk starts
+
+  int walk_rows() const { return problem.boundary + (problem.chunks - 1) * problem.chunk - begin; }
+};
+
+struct StatePlan {
+  LinearProblem whole;
+  StateSizes sizes;
+  int batches, heads;  // of the states of a phase, at most
+  int chunks;          // likewise
+  int segments;        // that a walk is cut into, at most
+
+  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count) : whole(r), sizes(sizes) {
+    const int64_t states = cut(sm_count);
+    batches = in_equal_pieces(r.batch, std::max<int64_t>(1, states / r.state_heads));
+    heads = in_equal_pieces(r.state_heads, std::min<int64_t>(r.state_heads, states));
+    segments = states < r.states() ? 1 : segment_limit(sm_count, phase(0).walk_rows());
+  }
+
+  int batch_pieces() const { return (whole.batch + batches - 1) / batches; }
+  int head_pieces() const { return (whole.state_heads + heads - 1) / heads; }
+  int chunk_pieces() const { return (whole.chunks + chunks - 1) / chunks; }
+  int phases() const { return batch_pieces() * head_pieces() * chunk_pieces(); }
+  bool hands_on() const { return chunk_pieces() > 1; }
+
+  Phase phase(int index) const {
+    const int time = index % chunk_pieces(), rectangle = index / chunk_pieces();
+    const int first_chunk = time * chunks, last_chunk = std::min(whole.chunks, first_chunk + chunks);
+    Phase phase{whole};
+    phase.first_batch = rectangle / head_pieces() * batches, phase.first_head = rectangle % head_pieces() * heads;
+    phase.first_state = phase.first_batch * whole.state_heads + phase.first_head;
+    phase.first_row = first_chunk * whole.chunk;
+    phase.begin = time == 0 ? 0 : whole.boundary + (first_chunk - 1) * whole.chunk;
+    phase.problem.batch = std::min(batches, whole.batch - phase.first_batch);
+    phase.problem.state_heads = std::min(heads, whole.state_heads - phase.first_head);
+    phase.problem.boundary += phase.first_row;
+    phase.problem.chunks = last_chunk - first_chunk;
+    phase.problem.nx = std::min(whole.nx - phase.first_row, phase.problem.chunks * whole.chunk);
+    return phase;
+  }
+
+  // Of a walk's segments: rows of each, and how many there are.
+  void fill_segments(const Phase& phase, StateArgs& a) const {
+    const int rows = phase.walk_rows(), filled = segments_with_rows(segments);
+    a.segment_rows = std::max(kBoundary, round_up((rows + filled - 1) / filled, kBoundary));
+    a.segments = std::max(1, (rows + a.segment_rows - 1) / a.segment_rows + segments - filled);
+  }
+
+  // Sizes of the largest phase, the first; nothing where nothing is before the only chunk.
+  bool needs_states() const { return whole.end() > 0; }
+  int64_t slots() const { return needs_states() ? int64_t{batches} * heads * chunks : 0; }
+  int64_t parts() const { return needs_states() && whole.order == 1 ? int64_t{batches} * heads * whole.parts() : 0; }
+  int64_t accumulators() const {
+    if (!needs_states() || whole.order == 1) return 0;
+    const int slots = segments > 1 ? 1 + segments : hands_on() ? 1 : 0;
+    return slots * int64_t{batches} * heads * sizes.blocks * sizes.accumulator_floats;
+  }
+
+ private:
+  // The size of pieces, all but the last equal, that are as large as allowed.
+  static int in_equal_pieces(int count, int64_t largest) {
+    const int pieces = static_cast<int>((count + largest - 1) / largest);
+    return (count + pieces - 1) / pieces;
+  }
+
+  // Sets chunks, and returns how many states a phase may have.
+  int64_t cut(int sm_count) {
+    chunks = whole.chunks;
+    const int64_t sequence_bytes =
+        whole.chunks * sizes.snapshot_bytes + (whole.order == 1 ? whole.parts() * sizes.part_floats * 4 : 0);
+    if (!needs_states() || whole.states() * sequence_bytes <= kPhaseBytes) return whole.states();
+
+    // Whole sequences, if those that fit fill the device.
+    const int64_t fitting = kPhaseBytes / sequence_bytes;
+    if (whole.order == 1) return std::max<int64_t>(1, fitting);
+    if (fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
+
+    // Pieces of sequences, of as many states as may hand on their accumulators.
+    const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
+    const int64_t states = std::min<int64_t>(whole.states(), whole_waves(handing, sm_count));
+    chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, kPhaseBytes / (states * sizes.snapshot_bytes)));
+    return states;
+  }
+
+  // So many states or fewer, whose blocks fill the multiprocessors (one block each) a whole number of times.
+  int64_t whole_waves(int64_t states, int sm_count) const {
+    const int64_t waves = states * sizes.blocks / sm_count;
+    return waves == 0 ? states : std::max<int64_t>(1, waves * sm_count / sizes.blocks);
+  }
+
+  // Segments of a walk that have rows. With one snapshot, at its end, the totals of all are summed and one more, without rows, writes
+  // it; else the last needs no total, and the rows of all others are added twice.
+  int segments_with_rows(int segments) const { return segments > 1 && whole.chunks == 1 ? segments - 1 : segments; }
+
+  // How many segments a walk is cut into at most: the fewest rows for one multiprocessor, which holds one block at a time.
+  int segment_limit(int sm_count, int rows) const {
+    if (whole.order == 1) return 1;
+    constexpr int64_t kLaunchRows = 256;  // the time of a launch and of accumulators through memory, in rows
+    const int64_t blocks = int64_t{whole.states()} * sizes.blocks;
+    const auto waves = [&](int64_t segments) { return (segments * blocks + sm_count - 1) / sm_count; };
+    const int largest = static_cast<int>(std::min<int64_t>(3 * sm_count / blocks, rows / kBoundary));
+    int best = 1;
+    int64_t best_cost = waves(1) * rows * whole.y_group;
+    for (int segments = 2; segments <= largest; ++segments) {
+      const int64_t each = kLaunchRows + int64_t{rows} / segments_with_rows(segments) * whole.y_group;
+      const int64_t cost = waves(segments - 1) * each + (whole.chunks == 1 ? kLaunchRows : waves(segments) * each);
+      if (cost < best_cost) best = segments, best_cost = cost;
+    }
+    return best;
+  }
+};
+
+}  // namespace fastmax

@@ -1,0 +1,66 @@
+// Snapshots of the portable kernels: their format, their sizes, and how the state kernel shares one among its blocks. Known to the
+// kernels and, through state_sizes(), to the plan; an architecture with another format has a file of its own.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/params.h"
+
+namespace fastmax {
+
+// Value columns of an order-2 state block, and blocks per state: as few as hold the accumulators, but two for head_dim 32, for
+// parallelism. full: fp32 mode, whose split operands leave registers for half the columns.
+constexpr __host__ __device__ int state_values(int head_dim, bool full) {
+  return full ? 32 : head_dim <= 64 ? head_dim : head_dim == 96 ? 48 : 64;
+}
+constexpr __host__ __device__ int state_blocks(int head_dim, bool full) {
+  return head_dim == 32    ? 2
+         : head_dim == 64  ? (full ? 8 : 4)
+         : head_dim == 96  ? (full ? 30 : 20)
+         : head_dim == 128 ? (full ? 64 : 32)
+                           : (full ? 512 : 256);
+}
+// Accumulators of a thread: 8 + 2 octets times the values, and the sum of e.
+constexpr __host__ __device__ int state_accumulators(int head_dim, bool full) { return 10 * 4 * state_values(head_dim, full) / 16 + 1; }
+inline constexpr int kStateThreads = 256;
+
+// Rows per snapshot, a multiple of every kernel's rows per block: snapshot traffic, ~ head_dim^2 / chunk per element, against
+// the quadratic work within a chunk.
+constexpr __host__ __device__ int chunk_length(int head_dim, int order, bool bf16) {
+  if (order == 1) return 256;
+  if (head_dim == 64) return bf16 ? 256 : 512;  // fp32 snapshots are twice as large
+  return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : head_dim <= 128 ? 1024 : 2048;
+}
+
+// A snapshot: features in pairs of octets (16), values in groups of 16; each 16 x 16 block is four 8 x 8 matrices
+// (octet 0 | 1) x (values 0..7 | 8..15, slower), row = value, column = feature: the order of the state kernel's accumulators,
+// and what ldmatrix takes apart in either orientation. A word is two features: bf16x2, or float2 in the fp32 modes.
+constexpr __host__ __device__ int state_tiles(int head_dim) { return head_dim / 8 * (head_dim / 8 + 1) / 2; }
+constexpr __host__ __device__ int state_pairs(int head_dim, int order) { return 2 * (head_dim / 16) + (order == 2 ? 4 * state_tiles(head_dim) : 0); }
+constexpr __host__ __device__ int64_t state_words(int head_dim, int order) { return int64_t{state_pairs(head_dim, order)} * (head_dim / 16) * 128; }
+constexpr __host__ __device__ int state_sums(int head_dim) { return 2 * head_dim + 4; }
+constexpr __host__ __device__ int64_t part_floats(int head_dim, int order) { return 2 * state_words(head_dim, order) + state_sums(head_dim); }
+
+// What a plan needs to know of them.
+struct StateSizes {
+  int chunk;                   // x rows per snapshot
+  int64_t snapshot_bytes;
+  int64_t sum_floats;          // sums beside a snapshot
+  int64_t part_floats;         // order 1: of a part
+  int blocks;                  // of the state kernel, per state
+  int64_t accumulator_floats;  // of a block
+};
+
+inline StateSizes state_sizes(int head_dim, int order, MathMode math) {
+  const bool bf16 = math == MathMode::kBF16, full = math == MathMode::kFP32;
+  return {chunk_length(head_dim, order, bf16),
+          state_words(head_dim, order) * (bf16 ? 4 : 8),
+          state_sums(head_dim),
+          part_floats(head_dim, order),
+          state_blocks(head_dim, full),
+          int64_t{state_accumulators(head_dim, full)} * kStateThreads};
+}
+
+}  // namespace fastmax

@@ -1,0 +1,93 @@
+// What is made of tensors before the passes: g and e of a backward, fp32 copies of fp16.
+
+#include <type_traits>
+
+#include "core/launch.h"
+#include "linear/order2/features.h"
+
+namespace fastmax {
+namespace {
+
+// A row per kPrepareLanes lanes, 16 bytes per load. g is rounded before e is taken from it: where o is close to v the two cancel
+// in g.v + e.
+constexpr int kPrepareLanes = 8;
+
+template <class In, class G>
+__global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a, const int head_blocks) {
+  constexpr int kVector = 16 / static_cast<int>(sizeof(In));
+  const int head_index = blockIdx.x / head_blocks;
+  const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kPrepareLanes) + static_cast<int>(threadIdx.x) / kPrepareLanes;
+  const int64_t row = int64_t{head_index} * a.n + i;
+  const int lane = threadIdx.x % kPrepareLanes;
+  float e = 0.f;
+  if (i < a.n) {
+    const int batch = head_index / a.heads, head = head_index % a.heads;
+    const float z = a.z[row], inverse = z == 0.f ? 0.f : 1.f / z;
+    const auto load = [&](In(&dst)[kVector], const View& v, int c) {
+      *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(head_pointer<In>(v, batch, head) + i * v.token + c);
+    };
+    for (int c = kVector * lane; c < a.dv; c += kVector * kPrepareLanes) {
+      alignas(16) In grad[kVector], o[kVector], noise[kVector];
+      load(grad, a.grad_o, c);
+      load(o, a.o, c);
+      if (a.noise.data != nullptr) load(noise, a.noise, c);
+      alignas(16) G g[kVector];
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        const float scaled = to_float(grad[j]) * inverse;
+        if (a.noise.data == nullptr) {
+          g[j] = from_float<G>(scaled);
+          e -= to_float(g[j]) * to_float(o[j]);
+        } else {
+          const float exact = scaled * fmaf(a.dropout, to_float(noise[j]), 1.f);
+          g[j] = from_float<G>(exact);
+          const float product = scaled * to_float(o[j]);
+          e -= exact == 0.f ? product : product * (to_float(g[j]) / exact);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < static_cast<int>(sizeof(g)) / 16; ++j) {
+        reinterpret_cast<uint4*>(static_cast<G*>(a.g) + row * a.dv + c)[j] = reinterpret_cast<const uint4*>(g)[j];
+      }
+    }
+  }
+#pragma unroll
+  for (int lanes = kPrepareLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
+  if (i < a.n && lane == 0) a.e[row] = e;
+}
+
+// A row per 16 lanes.
+template <class Element>
+__global__ void __launch_bounds__(256) linear_widen_kernel(const View src, float* __restrict__ dst, const int heads, const int tokens,
+                                                           const int columns, const int64_t rows) {
+  constexpr int kLanes = 16;
+  const int64_t row = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) / kLanes;
+  if (row >= rows) return;
+  const int head_index = static_cast<int>(row / tokens), i = static_cast<int>(row % tokens);
+  for (int c = threadIdx.x % kLanes * 2; c < columns; c += 2 * kLanes) {
+    const float2 x = load_row_pair<Element>(src, false, head_index / heads, head_index % heads, i, c);
+    store_pair(dst + row * columns + c, x.x, x.y);
+  }
+}
+
+}  // namespace
+
+template <>
+void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
+  using In = FASTMAX_MATH::Element;
+  using G = std::conditional_t<kIs16Bit<FASTMAX_MATH> && !kBf16State<FASTMAX_MATH>, float, In>;
+  constexpr int kThreads = 256, kRows = kThreads / kPrepareLanes;
+  const int head_blocks = (a.n + kRows - 1) / kRows;
+  launch_kernel("linear_prepare", linear_prepare_kernel<In, G>, grid_1d(int64_t{head_blocks} * a.batch * a.heads), kThreads, 0, stream,
+                a, head_blocks);
+}
+
+template <>
+void linear_widen<FASTMAX_MATH>(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream) {
+  const int64_t rows = int64_t{batch} * heads * tokens;
+  constexpr int kThreads = 256, kRows = kThreads / 16;
+  launch_kernel("linear_widen", linear_widen_kernel<FASTMAX_MATH::Element>, grid_1d((rows + kRows - 1) / kRows), kThreads, 0, stream,
+                src, dst, heads, tokens, columns, rows);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,37 @@
+#include "quadratic/algorithm.h"
+
+#include "core/dispatch.h"
+#include "quadratic/quadratic_sm80.h"
+
+namespace fastmax {
+namespace {
+
+bool covers_all(const AttentionParams&, Direction) { return true; }
+size_t no_workspace(const FwdParams&) { return 0; }
+
+constexpr Kernels kQuadratic[] = {
+    {"quadratic_sm80", covers_all, no_workspace, quadratic_bwd_workspace_bytes,
+     [](const FwdParams& p, cudaStream_t stream) {
+       dispatch_math(p.math, [&](auto math) { quadratic_fwd<typename decltype(math)::type>(p, stream); });
+     },
+     [](const BwdParams& p, cudaStream_t stream) {
+       dispatch_math(p.math, [&](auto math) { quadratic_bwd<typename decltype(math)::type>(p, stream); });
+     }},
+};
+
+constexpr Kernels kFlash[] = {
+    {"flash_sm80", covers_all, no_workspace, quadratic_bwd_workspace_bytes,
+     [](const FwdParams& p, cudaStream_t stream) {
+       dispatch_math(p.math, [&](auto math) { flash_fwd<typename decltype(math)::type>(p, stream); });
+     },
+     [](const BwdParams& p, cudaStream_t stream) {
+       dispatch_math(p.math, [&](auto math) { flash_bwd<typename decltype(math)::type>(p, stream); });
+     }},
+};
+
+}  // namespace
+
+constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
+constexpr Algorithm kFlashAlgorithm("flash", kFlash);
+
+}  // namespace fastmax

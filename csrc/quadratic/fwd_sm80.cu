@@ -1,0 +1,13 @@
+// Fastmax by the quadratic algorithm: the forward.
+
+#include "quadratic/fwd.h"
+
+namespace fastmax {
+
+template <>
+void quadratic_fwd<FASTMAX_MATH>(const FwdParams& p, cudaStream_t stream) {
+  dispatch_head_dim(QuadraticHeadDims(), p.head_dim,
+                    [&](auto head_dim) { LaunchQuadraticFwd<PolynomialScore>::template run<FASTMAX_MATH, head_dim>(p, stream); });
+}
+
+}  // namespace fastmax

@@ -1,0 +1,32 @@
+// The portable kernels of the quadratic algorithm and of softmax attention, one arithmetic mode each: a source that names
+// FASTMAX_MATH is compiled once per mode and specialises these.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/dispatch.h"
+#include "core/params.h"
+
+namespace fastmax {
+
+using QuadraticHeadDims = HeadDims<16, 32, 64, 96, 128, 256>;
+
+template <class Math>
+void quadratic_fwd(const FwdParams& p, cudaStream_t stream);
+template <class Math>
+void quadratic_bwd(const BwdParams& p, cudaStream_t stream);
+template <class Math>
+void flash_fwd(const FwdParams& p, cudaStream_t stream);
+template <class Math>
+void flash_bwd(const BwdParams& p, cudaStream_t stream);
+
+// Row scores, float4 (b, h, n); with noise also grad_o (1 + dropout noise), contiguous (b, h, n, dv).
+inline size_t quadratic_row_score_bytes(const BwdParams& p) {
+  return (static_cast<size_t>(p.b) * p.h * p.n * sizeof(float4) + 255) / 256 * 256;
+}
+inline size_t quadratic_bwd_workspace_bytes(const BwdParams& p) {
+  const size_t element = p.math == MathMode::kBF16 || p.math == MathMode::kFP16 ? 2 : 4;
+  return quadratic_row_score_bytes(p) + (p.noise == nullptr ? 0 : static_cast<size_t>(p.b) * p.h * p.n * p.dv * element);
+}
+
+}  // namespace fastmax

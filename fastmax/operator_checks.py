@@ -1,0 +1,46 @@
+"""What a direct call of an operator of `torch.ops.fastmax` must hold to, for the PyTorch implementation.
+
+`csrc/bindings/checks.h` holds CUDA calls to the same. Calls through `fastmax.functional` were checked before.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from fastmax import validation
+from fastmax.call import Call
+from fastmax.score import Softmax
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """Of a forward and a backward."""
+    if q.dim() != 4:
+        raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
+    validation.check_qkv(q, k, v, call.causal)
+    validation.check_key_padding_mask(call.key_padding_mask, q, k)
+    if not 0.0 < call.score.scale < math.inf:
+        raise ValueError(f"scale must be finite and > 0, got {call.score.scale}")
+    if isinstance(call.score, Softmax):
+        return
+    if call.score.order not in (1, 2):
+        raise ValueError(f"p must be 1 or 2, got {call.score.order}")
+    validation.check_drop_noise(call.drop_noise, call.dropout, q, v.shape[-1])
+    validation.check_rpe(call.rpe_matrix, q, k)
+    validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
+
+
+def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:
+    """The forward's results and gradients of them: o and grad_o like the output, the others with a number per query."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        is_output = name in ("o", "grad_o")
+        shape = (*q.shape[:3], v.shape[3]) if is_output else q.shape[:3]
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+        if is_output and x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")

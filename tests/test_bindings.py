@@ -1,0 +1,301 @@
+"""Direct calls of `torch.ops.fastmax`, on the CPU and through the CUDA library.
+
+What would be unsafe or silently wrong is refused by name; what fails inside the library comes as the exception that it is.
+"""
+
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+from test_kernels import WHY_NOT
+
+import fastmax
+from fastmax import extension
+
+B, H, HK, N, M, D, DV = 2, 4, 2, 6, 9, 16, 24
+_CUDA = [pytest.mark.cuda, pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}")]
+DEVICES = ["cpu", pytest.param("cuda", marks=_CUDA)]
+
+
+def on_cuda(test):
+    for mark in _CUDA:
+        test = mark(test)
+    return test
+
+
+# The library's errors are RuntimeErrors: more does not pass its interface.
+REFUSED = (ValueError, TypeError, RuntimeError)
+
+
+def arguments(operator, device):
+    """By name, in the order of the schema, all of them valid."""
+
+    def tensor(*shape, dtype=torch.float32):
+        return torch.rand(shape, device=device).to(dtype)
+
+    q, k, v = tensor(B, H, N, D), tensor(B, HK, M, D), tensor(B, HK, M, DV)
+    o, per_query = tensor(B, H, N, DV), tensor(B, H, N) + 1.0
+    mask = torch.ones(B, M, dtype=torch.bool, device=device)
+    if operator == "softmax":
+        return {"x": q, "algorithm": "safe"}
+    operands, results = {"q": q, "k": k, "v": v}, {}
+    if operator.startswith("flash"):
+        if operator == "flash_backward":
+            results = {"grad_o": tensor(B, H, N, DV), "grad_lse": tensor(B, H, N)}
+            operands |= {"o": o, "lse": per_query}
+        return results | operands | {"key_padding_mask": mask, "scale": 0.25, "causal": True, "allow_tf32": False}
+    if operator == "backward":
+        results = {"grad_o": tensor(B, H, N, DV)}
+        operands |= {"o": o, "z": per_query}
+    polynomial = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2}
+    last = {"causal": True, "dropout": 0.1, "algorithm": "auto", "allow_tf32": False}
+    noise = {"key_padding_mask": mask, "drop_noise": tensor(B, H, N, DV), "rpe_matrix": None}
+    return results | operands | noise | polynomial | last
+
+
+def call(operator, given):
+    return getattr(torch.ops.fastmax, operator).default(*given.values())
+
+
+def halves(x):
+    return x.half()
+
+
+def swapped(x):
+    """As many numbers, in another shape."""
+    return x.transpose(-1, -2).contiguous()
+
+
+def longer(x):
+    return torch.cat((x, x), dim=-1)
+
+
+FORWARD = [
+    ("q", lambda x: x[0], "q.*4-d|4-dimensional"),
+    ("k", lambda x: x[:1], "k|batch"),
+    ("k", halves, "dtype"),
+    ("v", lambda x: x[:, :, :-1], "v must have"),
+    ("v", lambda x: x[:, :1], "v must have"),
+    ("k", lambda x: x[..., :8], "k must have"),
+    ("key_padding_mask", lambda x: x[:, :-1], "key_padding_mask must have shape"),
+    ("key_padding_mask", lambda x: x[:1], "key_padding_mask must have shape"),
+    ("key_padding_mask", lambda x: x.to(torch.uint8), "key_padding_mask must be bool"),
+    ("scale", lambda _: 0.0, "scale must be finite and > 0, got 0"),
+    ("scale", lambda _: -0.25, "scale must be finite and > 0, got -0.25"),
+    ("scale", lambda _: float("inf"), "scale must be finite and > 0, got inf"),
+    ("scale", lambda _: float("nan"), "scale must be finite and > 0, got"),
+]
+POLYNOMIAL = [
+    ("drop_noise", swapped, "drop_noise must have"),
+    ("drop_noise", lambda x: x[:1], "drop_noise must have"),
+    ("p", lambda _: 3, "p must be 1 or 2, got 3"),
+    ("algorithm", lambda _: "fast", "algorithm must be .*fast"),
+]
+RESULTS = [(name, change, f"{name} must have") for name in ("o", "grad_o") for change in (swapped, halves)]
+
+
+def per_query(name):
+    return [(name, change, f"{name} must have shape") for change in (swapped, longer, lambda x: x[:, :1])]
+
+
+WRONG = {
+    "forward": FORWARD + POLYNOMIAL,
+    "flash_forward": FORWARD,
+    "backward": FORWARD + POLYNOMIAL + RESULTS + per_query("z"),
+    "flash_backward": FORWARD + RESULTS + per_query("lse") + per_query("grad_lse"),
+    "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operator", WRONG)
+def test_the_arguments_are_valid(operator, device):
+    outputs = call(operator, arguments(operator, device))
+    for x in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "operator, name, change, message",
+    [
+        pytest.param(operator, *row, id=f"{operator}-{row[0]}-{i}")
+        for operator, rows in WRONG.items()
+        for i, row in enumerate(rows)
+    ],
+)
+def test_refused_by_name(operator, name, change, message, device):
+    given = arguments(operator, device)
+    given[name] = change(given[name])
+    with pytest.raises(REFUSED, match=message):
+        call(operator, given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operator", ["forward", "backward", "flash_forward", "flash_backward"])
+def test_more_queries_than_keys_are_not_causal(operator, device):
+    given = arguments(operator, device)
+    given["k"], given["v"], given["key_padding_mask"] = given["k"][:, :, :3], given["v"][:, :, :3], None
+    with pytest.raises(REFUSED, match="causal attention .*n .= m|causal attention takes at most"):
+        call(operator, given)
+    given["causal"] = False
+    call(operator, given)
+
+
+# ---- CUDA: other devices, sizes that a kernel cannot count
+
+
+def tensors(operator):
+    return [name for name, x in arguments(operator, "cpu").items() if torch.is_tensor(x)]
+
+
+PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for name in tensors(operator)]
+PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
+
+
+@on_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("operator, name", PLACES)
+def test_a_tensor_on_the_cpu_is_named(operator, name, dtype):
+    """Also where the PyTorch implementation would compute the call (float64)."""
+    given = arguments(operator, "cuda")
+    if name == "rpe_matrix":
+        given[name] = torch.zeros(N + M - 1, D)
+    given = {n: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in given.items()}
+    given[name] = given[name].cpu()
+    # Of k, v and q, those that stayed are on the other device.
+    message = "q is on cpu, and other arguments are on CUDA" if name == "q" else f"{name} is on cpu, and q is on cuda:0"
+    with pytest.raises(RuntimeError, match=message):
+        call(operator, given)
+
+
+@on_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("operator, name", PLACES[:-2])
+def test_a_tensor_on_another_gpu_is_named(operator, name):
+    given = arguments(operator, "cuda:0")
+    given[name] = given[name].to("cuda:1")
+    with pytest.raises(RuntimeError, match="k is on cuda:0, and q is on cuda:1" if name == "q" else f"{name} is on cuda:1"):
+        call(operator, given)
+
+
+@on_cuda
+def test_too_many_heads():
+    """2^32 of them: expanded, so that nothing is that large before the output."""
+    given = arguments("flash_forward", "cuda")
+    for name in ("q", "k", "v"):
+        given[name] = torch.ones(1, 1, 1, D, device="cuda").expand(2**16, 2**16, 1, D)
+    given["key_padding_mask"] = None
+    with pytest.raises(RuntimeError, match="q has too many heads: 65536 x 65536"):
+        call("flash_forward", given)
+
+
+@on_cuda
+def test_z_of_any_strides():
+    """They are copied, not read as if they were contiguous."""
+    given = arguments("backward", "cuda")
+    expected = call("backward", given)
+    given["z"] = given["z"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert all(map(torch.equal, call("backward", given), expected))
+
+
+# ---- what fails inside the library
+
+
+@contextmanager
+def full_memory():
+    """No allocation beyond what is reserved."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def large(dtype=torch.bfloat16, **options):
+    return [torch.rand(1, 16, 2**15, 64, device="cuda", dtype=dtype, **options) for _ in range(3)]
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"algorithm": "linear"}, {"algorithm": "linear", "p": 1}, {"algorithm": "quadratic"}],
+    ids=["auto", "linear", "linear p = 1", "quadratic"],
+)
+@pytest.mark.filterwarnings("ignore:fastmax. f.s.:RuntimeWarning")
+def test_attention_out_of_memory(options):
+    q, k, v = large(requires_grad=True)
+    with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        fastmax.fastmax_attention(q, k, v, causal=True, **options)
+    with full_memory(), torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        fastmax.fastmax_attention(q, k, v, causal=True, **options)
+    o = fastmax.fastmax_attention(q, k, v, causal=True, **options)
+    grad_o = torch.ones_like(o)
+    with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        o.backward(grad_o)
+    fastmax.fastmax_attention(q, k, v, causal=True, **options).backward(grad_o)
+    assert q.grad.isfinite().all()
+
+
+@on_cuda
+def test_flash_attention_and_softmax_out_of_memory():
+    q, k, v = large()
+    with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        fastmax.flash_attention(q, k, v, causal=True)
+    with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        fastmax.softmax.online_softmax(q)
+
+
+@on_cuda
+def test_a_copy_of_an_operand_out_of_memory():
+    """Rows that do not start at multiples of 16 bytes are copied before the kernels run."""
+    q, k, v = (x[..., 1:58] for x in large())
+    with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        fastmax.fastmax_attention(q, k, v, causal=True)
+
+
+@on_cuda
+def test_the_pytorch_implementation_out_of_memory():
+    """float64 is handed on to PyTorch operations, behind the library's interface."""
+    q, k, v = large(torch.float64)
+    with full_memory(), pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        fastmax.fastmax_attention(q, k, v, causal=True)
+
+
+# ---- FASTMAX_DEBUG, info
+
+
+@on_cuda
+def test_debug_prints_the_kernels():
+    code = """
+import torch, fastmax
+q = torch.rand(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear").sum().backward()
+fastmax.fastmax_attention(q, q, q, causal=False, algorithm="linear", p=1)
+fastmax.flash_attention(q, q, q)
+fastmax.softmax.safe_softmax(q)
+fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
+"""
+    for value, lines in (("1", 6), ("0", 0), ("", 0)):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"FASTMAX_DEBUG": value}, capture_output=True, text=True, check=True
+        )
+        printed = [line for line in done.stderr.splitlines() if line.startswith("fastmax")]
+        assert len(printed) == lines, done.stderr
+        if lines:
+            forward, backward, first_order, flash, softmax, eager = printed
+            problem = ": b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_"
+            assert forward.startswith("fastmax::forward: linear, linear2_sm80" + problem)
+            assert backward.startswith("fastmax::backward: linear, linear2_sm80" + problem)
+            assert "linear1_sm80" in first_order and "order 1, sm_" in first_order
+            assert "flash_sm80" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
+            assert eager == "fastmax: fastmax::eager_forward"
+
+
+@on_cuda
+def test_info_names_the_kernels():
+    assert extension.build_info().endswith("; kernels quadratic_sm80 linear1_sm80 linear2_sm80 flash_sm80")

@@ -1,0 +1,159 @@
+"""csrc/core: who computes a call, compiled for the host from the headers and the tables of algorithms."""
+
+import subprocess
+
+import pytest
+from common import CSRC, load_build
+
+PROBE = """
+#include <cstdio>
+
+#include "core/cost_model.h"
+#include "core/device.h"
+#include "core/dispatch.h"
+#include "linear/algorithm.cpp"
+#include "quadratic/algorithm.cpp"
+
+namespace fastmax {  // in place of the kernels
+size_t linear1_fwd_workspace_bytes(const FwdParams&) { return 1; }
+size_t linear1_bwd_workspace_bytes(const BwdParams&) { return 2; }
+size_t linear2_fwd_workspace_bytes(const FwdParams&) { return 3; }
+size_t linear2_bwd_workspace_bytes(const BwdParams&) { return 4; }
+void launch_linear1_fwd(const FwdParams&, cudaStream_t) { std::puts("linear1 fwd"); }
+void launch_linear1_bwd(const BwdParams&, cudaStream_t) { std::puts("linear1 bwd"); }
+void launch_linear2_fwd(const FwdParams&, cudaStream_t) { std::puts("linear2 fwd"); }
+void launch_linear2_bwd(const BwdParams&, cudaStream_t) { std::puts("linear2 bwd"); }
+
+struct Bf16 { static constexpr const char* kName = "bf16"; };
+struct Fp16 { static constexpr const char* kName = "fp16"; };
+struct Tf32 { static constexpr const char* kName = "tf32"; };
+struct Fp32 { static constexpr const char* kName = "fp32"; };
+#define FASTMAX_STAND_IN(function, Params)            \\
+  template <class Math>                               \\
+  void function(const Params& p, cudaStream_t) {      \\
+    std::printf(#function " %s\\n", Math::kName);      \\
+  }                                                   \\
+  template void function<Bf16>(const Params&, cudaStream_t); \\
+  template void function<Fp16>(const Params&, cudaStream_t); \\
+  template void function<Tf32>(const Params&, cudaStream_t); \\
+  template void function<Fp32>(const Params&, cudaStream_t);
+FASTMAX_STAND_IN(quadratic_fwd, FwdParams)
+FASTMAX_STAND_IN(quadratic_bwd, BwdParams)
+FASTMAX_STAND_IN(flash_fwd, FwdParams)
+FASTMAX_STAND_IN(flash_bwd, BwdParams)
+}  // namespace fastmax
+
+using namespace fastmax;
+
+void run(const Algorithm& algorithm, const FwdParams& fwd, const BwdParams& bwd) {
+  const Kernels& forward = select(algorithm, fwd, Direction::kForward);
+  const Kernels& backward = select(algorithm, bwd, Direction::kBackward);
+  std::printf("%s %s %s %zu %zu\\n", algorithm.name, forward.name, backward.name, forward.fwd_workspace_bytes(fwd),
+              backward.bwd_workspace_bytes(bwd));
+  forward.fwd(fwd, nullptr);
+  backward.bwd(bwd, nullptr);
+}
+
+// A newer architecture: the forward without a mask.
+bool covers_some(const AttentionParams& p, Direction direction) {
+  return p.sm_arch >= 90 && direction == Direction::kForward && p.key_padding_mask == nullptr;
+}
+bool covers_none(const AttentionParams&, Direction) { return false; }
+constexpr Kernels kTwo[] = {{"new", covers_some}, {"old", [](const AttentionParams&, Direction) { return true; }}};
+constexpr Kernels kNone[] = {{"none", covers_none}};
+constexpr Algorithm kTwoRows("two", kTwo), kNoRow("empty", kNone);
+
+int main() {
+  FwdParams fwd{};
+  BwdParams bwd{};
+  const auto set = [&](auto member, auto value) { fwd.*member = value, bwd.*member = value; };
+  set(&Problem::b, 1), set(&Problem::h, 2), set(&Problem::n, 8), set(&Problem::dv, 32);
+  for (const int order : {1, 2}) {
+    for (const int head_dim : {128, 256}) {
+      set(&Problem::order, order), set(&Problem::head_dim, head_dim);
+      std::printf("order %d, head_dim %d: ", order, head_dim);
+      run(kLinearAlgorithm, fwd, bwd);
+    }
+  }
+  for (const MathMode math : {MathMode::kBF16, MathMode::kFP16, MathMode::kTF32, MathMode::kFP32}) {
+    set(&Problem::math, math);
+    run(kQuadraticAlgorithm, fwd, bwd);
+    run(kFlashAlgorithm, fwd, bwd);
+  }
+
+  const uint8_t mask = 1;
+  for (const int arch : {80, 90}) {
+    for (const uint8_t* pointer : {static_cast<const uint8_t*>(nullptr), &mask}) {
+      fwd.sm_arch = arch, fwd.key_padding_mask = pointer;
+      std::printf("sm_%d%s: %s %s\\n", arch, pointer == nullptr ? "" : " mask", select(kTwoRows, fwd, Direction::kForward).name,
+                  select(kTwoRows, fwd, Direction::kBackward).name);
+    }
+  }
+  try {
+    select(kNoRow, fwd, Direction::kForward);
+  } catch (const std::logic_error& error) {
+    std::puts(error.what());
+  }
+
+  using Dims = HeadDims<16, 32, 96>;
+  static_assert(Dims::at_least(1) == 16 && Dims::at_least(16) == 16 && Dims::at_least(17) == 32 && Dims::at_least(97) == 0);
+  for (const int d : {1, 16, 33, 96}) dispatch_head_dim(Dims(), d, [&](auto dim) { std::printf("%d as %d\\n", d, int{dim}); });
+  try {
+    dispatch_head_dim(Dims(), 97, [](auto) { std::puts("reached"); });
+  } catch (const std::logic_error& error) {
+    std::puts(error.what());
+  }
+  for (const int arch : {80, 86, 87, 89, 90, 100, 103, 120, 121}) std::printf("%d: %d KB\\n", arch, shared_limit(arch) / 1024);
+}
+"""
+
+EXPECTED = """\
+order 1, head_dim 128: linear linear1_sm80 linear1_sm80 1 2
+linear1 fwd
+linear1 bwd
+order 1, head_dim 256: linear linear2_sm80 linear2_sm80 3 4
+linear2 fwd
+linear2 bwd
+order 2, head_dim 128: linear linear2_sm80 linear2_sm80 3 4
+linear2 fwd
+linear2 bwd
+order 2, head_dim 256: linear linear2_sm80 linear2_sm80 3 4
+linear2 fwd
+linear2 bwd
+""" + "".join(
+    f"{name} {name}_sm80 {name}_sm80 0 256\n{name}_fwd {mode}\n{name}_bwd {mode}\n"
+    for mode in ("bf16", "fp16", "tf32", "fp32")
+    for name in ("quadratic", "flash")
+) + """\
+sm_80: old old
+sm_80 mask: old old
+sm_90: new old
+sm_90 mask: old old
+fastmax: no kernels of the algorithm empty cover this call
+1 as 16
+16 as 16
+33 as 96
+96 as 96
+fastmax: no kernel for head_dim 97; compiled: 16 32 96
+80: 163 KB
+86: 99 KB
+87: 163 KB
+89: 99 KB
+90: 227 KB
+100: 227 KB
+103: 227 KB
+120: 99 KB
+121: 99 KB
+"""  # fmt: skip
+
+
+def test_who_computes_a_call(tmp_path):
+    build = load_build()
+    try:
+        cuda = build.cuda_home()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    source, probe = tmp_path / "probe.cpp", tmp_path / "probe"
+    source.write_text(PROBE)
+    subprocess.run(["c++", "-std=c++17", "-I", CSRC, "-isystem", cuda / "include", "-o", probe, source], check=True)
+    assert subprocess.run([probe], check=True, capture_output=True, text=True).stdout == EXPECTED

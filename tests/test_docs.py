@@ -1,0 +1,99 @@
+"""README and docs: their tables are those of the CSVs, and the API page lists what the library has."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import fastmax
+from benchmarks import tables
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def tree(tmp_path) -> Path:
+    """The pages and the CSVs, to be changed."""
+    for pattern in (*tables.PAGES, "docs/figures/*.csv", "benchmarks/results/*.csv"):
+        for path in ROOT.glob(pattern):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    return tmp_path
+
+
+def test_tables_are_those_of_the_results():
+    assert tables.main(["--check"]) == 0, "run python -m benchmarks.tables"
+
+
+def test_number_that_changes_makes_every_page_that_shows_it_stale(tree, capsys):
+    path = tree / "benchmarks/results/cuda.csv"
+    old = str(tables.Results().median("cuda", heads=32, tokens=65536, provider="fastmax", mode="fwd+bwd"))
+    assert path.read_text().count(old) == 1
+    path.write_text(path.read_text().replace(old, "123.4"))
+    pages = [page.read_text() for page in sorted(tree.glob("docs/*.md"))]
+    assert tables.main(["--check"], tree) == 1
+    assert "README.md is out of date" in capsys.readouterr().err
+    assert [page.read_text() for page in sorted(tree.glob("docs/*.md"))] == pages, "--check writes nothing"
+    assert tables.main([], tree) == 0 and "4.47 / 123" in (tree / "README.md").read_text()
+    assert tables.main(["--check"], tree) == 0
+
+
+def test_every_csv_is_in_a_page(tree):
+    """A CSV without its rows is missed, one at a time. olmo2.csv has a figure alone."""
+    for path in sorted([*tree.glob("benchmarks/results/*.csv"), *tree.glob("docs/figures/*.csv")]):
+        if path.name == "olmo2.csv":
+            continue
+        whole = path.read_text()
+        path.write_text(whole.splitlines(keepends=True)[0])
+        with pytest.raises(LookupError):
+            tables.main(["--check"], tree)
+        path.write_text(whole)
+
+
+def test_every_block_is_in_a_page():
+    text = "".join(path.read_text() for pattern in tables.PAGES for path in ROOT.glob(pattern))
+    assert set(re.findall(r"<!-- (?:table|value): ([\w-]+) -->", text)) == set(tables.BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("a <!-- value: nothing -->1<!-- end -->", "no block is named 'nothing'"),
+        ("a\n<!-- value: copy-rate -->1<!-- end -->", "begins a line"),
+        ("a <!-- value: copy-rate -->1", "a mark is not of the form"),
+        ("<!-- table: train --> text", "a mark is not of the form"),
+        ("<!-- table: copy-rate --> <!-- value: copy-rate -->1<!-- end -->", "a mark is not of the form"),
+    ],
+)
+def test_wrong_marks_are_errors(text, message):
+    with pytest.raises(ValueError, match=message):
+        tables.rewritten(text, tables.Results())
+
+
+def test_numbers():
+    assert [tables.number(x) for x in (0.2559, 1.0, 9.996, 99.96, 1166.4)] == ["0.256", "1.00", "10.0", "100", "1166"]
+    assert [tables.rounded(n) for n in (2633.4, 995.0, 10625.0)] == ["2600", "1000", "11000"]
+    assert [tables.gain(x) for x in (0.656, 0.999, 2.02, 9.96, 24.3)] == ["0.66", "1.0", "2.0", "10", "24"]
+    with pytest.raises(LookupError, match="no measured row"):
+        tables.Results().row("cuda", provider="nobody")
+    with pytest.raises(LookupError, match="one is meant"):
+        tables.Results().row("cuda", provider="fastmax", mode="fwd")
+
+
+def test_states_weigh_what_their_formula_says():
+    for d in (32, 64, 128):
+        assert tables._state_bytes(d, 2) == (d * (d + 1) // 2 + d + 1) * (d + 1) * 4
+        assert tables._state_bytes(d, 1) == (d + 1) * (d + 1) * 4
+
+
+def test_api_page_lists_what_the_library_has():
+    page = (ROOT / "docs/api.md").read_text()
+    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", page, re.MULTILINE))
+    public = {f"fastmax.{name}" for name in fastmax.__all__} - {"fastmax.softmax"}
+    public |= {f"fastmax.softmax.{name}" for name in fastmax.softmax.__all__}
+    assert public <= listed, public - listed

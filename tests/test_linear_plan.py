@@ -1,0 +1,188 @@
+"""Phases of the linear kernels (csrc/linear/order2/plan.h), compiled alone: they cover a call once, in order, in bounded memory."""
+
+import itertools
+import random
+import subprocess
+from typing import NamedTuple
+
+import pytest
+from common import CSRC, load_build
+
+PROBE = """
+#include <cstdio>
+#include "linear/order2/plan.h"
+using namespace fastmax;
+
+int main() {
+  int math, causal, reversed;
+  Problem p{};
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &p.order, &causal, &math,
+                    &p.sm_count, &reversed) == 11) {
+    p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
+    const StateSizes sizes = state_sizes(p.head_dim, p.order, p.math);
+    const LinearProblem r = reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0)
+                                     : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset);
+    const StatePlan plan(r, sizes, p.sm_count);
+    const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
+    std::printf("plan %d %d %d %d %lld %lld %lld %lld %lld\\n", r.boundary, r.chunk, r.chunks, plan.segments,
+                bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats), bytes(plan.accumulators(), 4),
+                bytes(plan.parts(), 4 * sizes.part_floats), bytes(1, sizes.snapshot_bytes));
+    for (int i = 0; i < plan.phases(); ++i) {
+      const Phase phase = plan.phase(i);
+      const LinearProblem& x = phase.problem;
+      std::printf("%d %d %d %d %d %d %d %d %d %d\\n", phase.first_batch, x.batch, phase.first_head, x.state_heads, phase.first_state,
+                  phase.first_row, x.nx, x.boundary, x.chunks, phase.begin);
+    }
+  }
+}
+"""
+MIB = 2**20
+BF16, FP32 = 0, 3
+
+
+class Call(NamedTuple):
+    """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v."""
+
+    b: int
+    h: int
+    hk: int
+    n: int
+    m: int
+    head_dim: int
+    order: int = 2
+    causal: int = 1
+    math: int = BF16
+    sm_count: int = 132
+    reversed: int = 0
+
+
+class Plan(NamedTuple):
+    boundary: int
+    chunk: int
+    chunks: int
+    segments: int
+    snapshots: int
+    sums: int
+    accumulators: int
+    parts: int
+    snapshot: int
+    phases: list[tuple[int, ...]]
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory):
+    """Plans of calls: a function of a list of them."""
+    build = load_build()
+    try:
+        include = build.cuda_home() / "include"
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "probe.cpp").write_text(PROBE)
+    command = ["c++", "-std=c++20", "-I", CSRC, "-isystem", include, "-o", folder / "probe", folder / "probe.cpp"]
+    subprocess.run(command, check=True)
+
+    def run(calls):
+        lines = "\n".join(" ".join(map(str, call)) for call in calls)
+        output = subprocess.run([folder / "probe"], input=lines, check=True, capture_output=True, text=True).stdout
+        plans = []
+        for line in output.splitlines():
+            if line.startswith("plan "):
+                plans.append(Plan(*map(int, line.split()[1:]), []))
+            else:
+                plans[-1].phases.append(tuple(map(int, line.split())))
+        assert len(plans) == len(calls)
+        return plans
+
+    return run
+
+
+def check_cover(call, plan):
+    """Every x row of every head in one phase; the phases of a state in order, each walking on from where the last one ended."""
+    rows = call.m if call.reversed else call.n
+    next_row, walked = {}, {}
+    for first_batch, batches, first_head, heads, first_state, first_row, nx, boundary, chunks, begin in plan.phases:
+        assert first_state == first_batch * call.hk + first_head
+        assert batches == call.b or heads == call.hk or batches == 1, "a rectangle of states keeps the strides of batch entries"
+        assert nx > 0 and chunks > 0 and boundary == plan.boundary + first_row
+        for state in itertools.product(range(first_batch, first_batch + batches), range(first_head, first_head + heads)):
+            assert next_row.get(state, 0) == first_row
+            assert walked.get(state, 0) == begin
+            next_row[state] = first_row + nx
+            walked[state] = boundary + (chunks - 1) * plan.chunk
+    assert set(next_row) == set(itertools.product(range(call.b), range(call.hk)))
+    assert set(next_row.values()) == {rows}
+
+
+def check_memory(call, plan):
+    snapshots = plan.snapshots + plan.parts
+    whole = plan.snapshot * plan.chunks + plan.parts  # order 1 does not cut sequences
+    assert snapshots <= 832 * MIB or (call.order == 1 and snapshots <= whole)
+    assert plan.sums <= plan.snapshots // 50
+    assert plan.accumulators <= 128 * MIB
+
+
+def test_what_the_issue_measured(plan):
+    """One chunk of all 1024 states was 2.2 GiB, and as many accumulators handed on 5 GiB."""
+    call = Call(64, 16, 16, 2048, 2048, 128)
+    for p in plan([call, call._replace(reversed=1)]):
+        check_cover(call, p)
+        check_memory(call, p)
+        assert p.accumulators == 0, "whole sequences: nothing is handed on"
+        assert len(p.phases) == 6 and p.segments == 1
+
+
+def test_few_states_are_cut_as_before(plan):
+    """In time alone, and into segments: which rows are added up together decides the bits of a result."""
+    one, five = plan([Call(1, 1, 1, 420_000, 420_000, 128), Call(1, 5, 5, 90_000, 90_000, 128)])
+    assert len(one.phases) == 2 and one.segments > 1 and [x[:4] for x in one.phases] == [(0, 1, 0, 1)] * 2
+    assert len(five.phases) == 2 and five.segments == 1 and [x[:4] for x in five.phases] == [(0, 1, 0, 5)] * 2
+    small = plan([Call(1, h, h, 4096, 4096, d) for h in (1, 8, 32) for d in (32, 64, 128)])
+    assert all(len(x.phases) == 1 for x in small)
+
+
+def test_one_chunk_without_a_state_takes_nothing(plan):
+    (p,) = plan([Call(1, 70_000, 70_000, 5, 5, 256)])
+    assert len(p.phases) == 1 and p.snapshots == p.accumulators == p.parts == 0
+
+
+def test_many_states(plan):
+    """More than a grid's second dimension, wide heads, both orders; and states that a phase has to share with time."""
+    calls = [
+        Call(70_000, 1, 1, 200, 600, 32, causal=1),
+        Call(1, 70_000, 35_000, 200, 600, 64, causal=0, math=FP32),
+        Call(66_000, 1, 1, 3, 5, 256, order=1, causal=0),
+        Call(3, 40, 20, 70_000, 70_000, 256, order=1),
+        Call(16, 64, 64, 131_072, 131_072, 128),
+        Call(7, 12, 4, 300_000, 300_000, 256, math=FP32),
+    ]
+    for call, p in zip(calls, plan(calls), strict=True):
+        check_cover(call, p)
+        check_memory(call, p)
+        assert len(p.phases) > 1
+
+
+def test_random_calls(plan):
+    random.seed(5)
+    calls = []
+    for _ in range(300):
+        hk, n = random.choice([1, 2, 3, 7, 16, 33, 100]), int(2 ** random.uniform(0, 17))
+        calls.append(
+            Call(
+                b=random.choice([1, 2, 5, 64, 301]),
+                h=hk * random.choice([1, 1, 4]),
+                hk=hk,
+                n=n,
+                m=n + random.choice([0, 0, 77, 5000]),
+                head_dim=random.choice([32, 64, 96, 128, 256]),
+                causal=random.randrange(2),
+                math=random.choice([BF16, FP32]),
+                sm_count=random.choice([40, 108, 132]),
+                reversed=random.randrange(2),
+            )
+        )
+    plans = plan(calls)
+    for call, p in zip(calls, plans, strict=True):
+        check_cover(call, p)
+        check_memory(call, p)
+    assert sum(len(p.phases) > 1 for p in plans) > 30
