@@ -453,6 +453,15 @@ def test_part_with_attention_of_its_own():
     assert model.config.vision_config._attn_implementation == "fastmax"
 
 
+def test_part_that_the_choice_does_not_reach():
+    """MaskFormer makes another configuration for its backbone."""
+    kind = transformers.MaskFormerModel
+    config = tiny_config(kind.config_class)
+    config._attn_implementation = "fastmax"
+    with pytest.raises(ValueError, match="MaskFormerSwinSelfAttention"), torch.device("meta"):
+        kind(config)
+
+
 USES = {
     "add": lambda mask, x: x + mask,
     "radd": lambda mask, x: mask + x,

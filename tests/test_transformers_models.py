@@ -30,7 +30,7 @@ SOFTMAX = [
 NOT_ATTENTION = {"RfDetrMultiscaleDeformableAttention", "Ovis2VisionModel", "SuperPointInterestPointDecoder"}
 HARMLESS = {  # what reaches an attention function and does not ask for another one
     "scaling", "dropout", "is_causal", "use_cache", "position_ids", "output_attentions", "output_hidden_states",
-    "return_dict", "deterministic", "grid_thw",
+    "return_dict", "deterministic", "grid_thw", "output_router_logits",
 }  # fmt: skip
 
 
@@ -75,10 +75,10 @@ class Recorder:
         for patch in self.patches:
             patch.stop()
 
-    def attention(self, module, *args, **kwargs):
+    def attention(self, module, query, key, value, attention_mask, **kwargs):
         self.calls += 1
         self.arguments |= {name for name, value in kwargs.items() if value is not None}
-        return integration.fastmax_attention_forward(module, *args, **kwargs)
+        return integration.fastmax_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
     def recorded(self, function):
         def softmax(*args, **kwargs):

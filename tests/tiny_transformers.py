@@ -57,10 +57,12 @@ ADJUSTED = {  # what the rule above gets wrong, by the configuration's class
     "RoCBertConfig": {"pronunciation_vocab_size": 16, "shape_vocab_size": 16},
     "Nemotron3_5TranscribeAudioConfig": {"num_key_value_heads": 4},
     "Nemotron3_5TranscribeAsrAudioConfig": {"num_key_value_heads": 4},
+    "Nemotron3_5TranscribeWordTimestampConfig": {"num_key_value_heads": 4},
     "Swinv2Config": {"image_size": 32, "window_size": 2},
     "TimeSeriesTransformerConfig": {"prediction_length": 2, "context_length": 4},
     "XLMConfig": {"n_words": VOCABULARY},
     "FlaubertConfig": {"n_words": VOCABULARY},
+    "FalconH1Config": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
     "FSMTConfig": {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
     "VibeVoiceAcousticTokenizerConfig": {"downsampling_ratios": (2, 2), "depths": (1, 1, 1), "num_filters": 4},
     "VibeVoiceAcousticTokenizerEncoderConfig": {"downsampling_ratios": (2, 2), "depths": (1, 1, 1), "num_filters": 4},
@@ -188,13 +190,15 @@ def inputs(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     needed = [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name in makers]
     optional = [name for name in (model.main_input_name, "input_ids") if name in parameters and name in makers]
     decoder = [name for name in ("decoder_input_ids",) if name in parameters]
-    for names in (
+    tried = [
         {*needed, *(["input_ids"] if "input_ids" in optional else optional), *decoder},
         {*needed, *optional, *decoder, *(["pixel_values"] if "pixel_values" in parameters else [])},
         {*needed, *optional},
         {*needed, *decoder, *(["input_features"] if "input_features" in parameters else [])},
-    ):
-        yield {name: makers[name]() for name in names}
+    ]
+    for number, names in enumerate(tried):
+        if names not in tried[:number]:
+            yield {name: makers[name]() for name in names}
     if "grid_thw" in needed:
         yield {"hidden_states": noise(2 * 16, patches), "grid_thw": makers["grid_thw"]()}
         yield {"pixel_values": noise(2 * 16, patches), "grid_thw": makers["grid_thw"]()}

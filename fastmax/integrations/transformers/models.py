@@ -24,10 +24,14 @@ _INSTEAD = (
 )
 
 
-def check(model: PreTrainedModel) -> None:
+def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> None:
     """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
 
     Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand.
+
+    Args:
+        model: the model.
+        left_out: configurations of parts that were meant to run another attention; by default those that do now.
 
     Raises:
         ValueError: the parts with attention of their own, by name.
@@ -35,7 +39,7 @@ def check(model: PreTrainedModel) -> None:
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
             _check_dispatch(part)
-    own = list(_own_attention(model, model.config, ""))
+    own = list(_own_attention(model, False, _other(model.config) if left_out is None else left_out))
     if own:
         names = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
         raise ValueError(
@@ -56,12 +60,13 @@ def watch() -> None:
     def checked_accept(self, requested_attention, *args, **kwargs):
         if requested_attention == NAME:
             _check_dispatch(self)
+        self.left_out_of_fastmax = _other(self.config)
         return accept(self, requested_attention, *args, **kwargs)
 
     @functools.wraps(post_init)
     def checked_post_init(self, *args, **kwargs):
         post_init(self, *args, **kwargs)
-        check(self)
+        check(self, self.left_out_of_fastmax)
         remember_choice(self.config)
 
     @functools.wraps(set_attn_implementation)
@@ -73,12 +78,13 @@ def watch() -> None:
         before = [(config, config._attn_implementation) for config in configurations(self)]
         try:
             set_attn_implementation(self, attn_implementation, *args, **kwargs)
-            check(self)
+            check(self, [] if attn_implementation == NAME else None)
         except ValueError:
             for config, implementation in before:
                 config._attn_implementation_internal = implementation
             raise
-        remember_choice(self.config)
+        for config in configurations(self):
+            remember_choice(config)
 
     checked_post_init.watched_by_fastmax = True
     PreTrainedModel.get_correct_attn_implementation = checked_accept
@@ -95,37 +101,53 @@ def _check_dispatch(model: PreTrainedModel) -> None:
         )
 
 
-def _own_attention(module: nn.Module, config: PreTrainedConfig, name: str) -> Iterator[str]:
-    """Names of the modules whose configuration says fastmax and which compute attention by themselves."""
-    if isinstance(getattr(module, "config", None), PreTrainedConfig):
-        config = module.config
-    if config._attn_implementation == NAME and computes_attention(type(module)):
+def _other(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [part for part in configurations(config) if part._attn_implementation != NAME]
+
+
+def _own_attention(module: nn.Module, expected: bool, left_out: list[PreTrainedConfig], name: str = "") -> Iterator[str]:
+    """Names of the modules that are expected to run fastmax and would run another attention.
+
+    Some models make configurations for their parts, which the choice of fastmax does not reach (MaskFormer's backbone). There
+    what holds for the whole is expected, and attention that goes through the interface is another one too.
+    """
+    config = getattr(module, "config", None)
+    reached = True
+    if isinstance(config, PreTrainedConfig):
+        reached = config._attn_implementation == NAME
+        expected = reached or (expected and not any(config is part for part in left_out))
+    if expected and (computes_attention(type(module)) or (not reached and _asks_interface(type(module)))):
         yield f"{name} ({type(module).__name__})"
         return
     for child_name, child in module.named_children():
-        yield from _own_attention(child, config, f"{name}.{child_name}".lstrip("."))
+        yield from _own_attention(child, expected, left_out, f"{name}.{child_name}".lstrip("."))
 
 
-@functools.cache
 def computes_attention(kind: type[nn.Module]) -> bool:
     """Whether a class of modules is attention that does not ask transformers' interface for its function.
 
-    Read from the names that its methods, and the functions of the model's file that these call, refer to. Deformable attention
-    has no scores of queries and keys, and does not count.
+    Deformable attention has no scores of queries and keys, and does not count.
     """
     if issubclass(kind, nn.MultiheadAttention):
         return True
-    if "Att" not in kind.__name__ or "Deformable" in kind.__name__ or not kind.__module__.startswith("transformers"):
-        return False
+    return "Deformable" not in kind.__name__ and bool(_attention_names(kind) & _SOFTMAX) and not _asks_interface(kind)
+
+
+def _asks_interface(kind: type[nn.Module]) -> bool:
+    return bool(_attention_names(kind) & _INTERFACE)
+
+
+@functools.cache
+def _attention_names(kind: type[nn.Module]) -> set[str]:
+    """What the methods of a class called attention, and the functions of its file that they call, refer to."""
     names = set()
-    for base in inspect.getmro(kind):
-        if base.__module__.startswith("transformers"):
-            for value in vars(base).values():
-                if isinstance(value, FunctionType):
-                    names |= _names(inspect.unwrap(value), depth=2)
-            if "forward" in vars(base):
-                break
-    return bool(names & _SOFTMAX) and not names & _INTERFACE
+    for base in inspect.getmro(kind) if "Att" in kind.__name__ else ():
+        for value in vars(base).values():
+            if isinstance(value, FunctionType):
+                names |= _names(inspect.unwrap(value), depth=2)
+        if "forward" in vars(base):
+            break
+    return names
 
 
 @functools.cache
