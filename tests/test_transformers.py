@@ -453,6 +453,17 @@ def test_part_with_attention_of_its_own():
     assert model.config.vision_config._attn_implementation == "fastmax"
 
 
+def test_chosen_part_with_attention_of_its_own():
+    kind = transformers.BlipModel
+    config = tiny_config(kind.config_class)
+    with torch.device("meta"):
+        model = kind(config)
+    before = [part._attn_implementation for part in integration.options.configurations(model)]
+    with pytest.raises(ValueError, match='the blip_text_model part cannot run attn_implementation="fastmax"'):
+        model.set_attn_implementation({"text_config": "fastmax"})
+    assert [part._attn_implementation for part in integration.options.configurations(model)] == before
+
+
 def test_part_that_the_choice_does_not_reach():
     """MaskFormer makes another configuration for its backbone."""
     kind = transformers.MaskFormerModel

@@ -66,7 +66,7 @@ def watch() -> None:
     @functools.wraps(post_init)
     def checked_post_init(self, *args, **kwargs):
         post_init(self, *args, **kwargs)
-        check(self, self.left_out_of_fastmax)
+        check(self, getattr(self, "left_out_of_fastmax", None))
         remember_choice(self.config)
 
     @functools.wraps(set_attn_implementation)
@@ -78,6 +78,7 @@ def watch() -> None:
         before = [(config, config._attn_implementation) for config in configurations(self)]
         try:
             set_attn_implementation(self, attn_implementation, *args, **kwargs)
+            _check_applied(self.config, attn_implementation)
             check(self, [] if attn_implementation == NAME else None)
         except ValueError:
             for config, implementation in before:
@@ -90,6 +91,14 @@ def watch() -> None:
     PreTrainedModel.get_correct_attn_implementation = checked_accept
     PreTrainedModel.post_init = checked_post_init
     PreTrainedModel.set_attn_implementation = checked_set
+
+
+def _check_applied(config: PreTrainedConfig, requested: str | dict) -> None:
+    if isinstance(requested, dict):
+        for name, part in requested.items():
+            _check_applied(getattr(config, name) if name else config, part)
+    elif requested == NAME and config._attn_implementation != NAME:
+        raise ValueError(f'the {config.model_type} part cannot run attn_implementation="{NAME}". {_INSTEAD}')
 
 
 def _check_dispatch(model: PreTrainedModel) -> None:
