@@ -1,0 +1,32 @@
+"""`import fastmax.integrations.transformers` gives Hugging Face models `attn_implementation="fastmax"`.
+
+    import fastmax.integrations.transformers
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="fastmax")
+
+Options of `fastmax_attention` come from the model's configuration: `config.fastmax = {"p": 1}`, or `configure(model, p=1)`.
+They are saved with it, and so is the choice of fastmax. `temperature` defaults to the scale of the softmax attention that is
+replaced.
+
+What is not fastmax over all (earlier) keys raises an error: a model with attention of its own when it is made (`models`), a
+mask or an argument that asks for another function in the layer that gets it (`masks`, `forward`).
+"""
+
+from fastmax.integrations.transformers._installed import MINIMUM_VERSION
+from fastmax.integrations.transformers.forward import fastmax_attention_forward, register
+from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
+from fastmax.integrations.transformers.models import check, watch
+from fastmax.integrations.transformers.options import NAME, OPTIONS, configure
+
+__all__ = [
+    "MINIMUM_VERSION",
+    "NAME",
+    "OPTIONS",
+    "FastmaxMask",
+    "check",
+    "configure",
+    "fastmax_attention_forward",
+    "fastmax_mask",
+]
+
+register()
+watch()

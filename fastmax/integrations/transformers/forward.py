@@ -1,0 +1,124 @@
+"""fastmax as a function of transformers' attention interface."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from fastmax.functional import fastmax_attention
+from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
+from fastmax.integrations.transformers.options import NAME, options_of
+
+# Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
+_OTHER_FUNCTIONS = {
+    "sliding_window": "a sliding window; where all layers have one, as in Mistral, sliding_window=None in the configuration "
+    "takes it away",
+    "softcap": "a cap on the scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias on the scores",
+    "indices": "sparse attention",
+    "block_indices": "sparse attention",
+    "cu_seq_lens_q": "packed sequences",
+    "cu_seq_lens_k": "packed sequences",
+    "cache": "a paged cache",
+}
+
+
+def register() -> None:
+    """Give transformers the name `attn_implementation="fastmax"`."""
+    AttentionInterface.register(NAME, fastmax_attention_forward)
+    AttentionMaskInterface.register(NAME, fastmax_mask)
+
+
+def fastmax_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv) -> (b, n, h, dv).
+
+    Args:
+        module: the attention layer; its `config.fastmax` holds the options and its `is_causal` the default of the argument.
+        attention_mask: what `fastmax_mask` returns; or bool (batch, 1, 1, keys), True = takes part, of a bidirectional layer.
+        dropout: of attention weights; must be 0.
+        scaling: softmax attention's scale; the temperature is its inverse unless an option says otherwise.
+        is_causal: only asked when the model makes no mask.
+
+    Raises:
+        ValueError: the layer asks for another function than fastmax attention (sliding window, sinks, custom mask, ...).
+        TypeError: an unknown option.
+    """
+    for name, meaning in _OTHER_FUNCTIONS.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f'attn_implementation="{NAME}" does not support {name} ({meaning})')
+    if kwargs.get("output_attentions"):
+        raise ValueError(f'attn_implementation="{NAME}" has no attention weights to return: output_attentions must be False')
+    if dropout:
+        raise ValueError(_no_dropout(module, dropout))
+    if isinstance(attention_mask, FastmaxMask):
+        mask = attention_mask
+    else:
+        mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], key.shape[2])
+    if mask.refusal is not None:
+        raise ValueError(f"{type(module).__name__}: {mask.refusal}")
+    if kwargs.get("position_ids") is not None:
+        mask.refuse_packing(kwargs["position_ids"])
+    options = options_of(module.config)
+    options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
+    if not module.training:
+        options["dropout"] = 0.0
+    if mask.causal and query.shape[2] < key.shape[2] and options.get("normalize") in (True, "sequence"):
+        raise ValueError(
+            'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
+            'or normalize="token"'
+        )
+    padding = None if mask.padding is None else mask.padding.to(key.device)
+    o = fastmax_attention(query, key, value, causal=mask.causal, key_padding_mask=padding, **options)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:
+    """The mask of a layer whose model makes none, or one of its own, and not by transformers' mask functions."""
+    if attention_mask is None:
+        causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
+        if causal is None:
+            raise ValueError(
+                f'attn_implementation="{NAME}" cannot tell whether {type(module).__name__} is causal: neither a mask nor its '
+                "is_causal says so"
+            )
+        if causal and 1 < n != m:
+            raise ValueError(
+                f'attn_implementation="{NAME}" cannot tell which of {m} keys the {n} queries of {type(module).__name__} see: '
+                "it is causal and has no mask"
+            )
+        return FastmaxMask(bool(causal), None)
+    if attention_mask.dtype == torch.bool and attention_mask.dim() == 4 and attention_mask.shape[1:] == (1, 1, m):
+        return FastmaxMask(False, attention_mask[:, 0, 0])
+    raise ValueError(
+        f'attn_implementation="{NAME}" takes padding masks only ((batch, keys) in the call of the model), got attention_mask '
+        f"of shape {tuple(attention_mask.shape)} and {attention_mask.dtype} in {type(module).__name__}: a custom 4-d mask is "
+        "another function"
+    )
+
+
+def _no_dropout(module: nn.Module, dropout: float) -> str:
+    """What to set to 0 in a live model, and where the configurations have it."""
+    layer = type(module).__name__
+    found = [f"{layer}.{name}" for name, value in vars(module).items() if "drop" in name and value == dropout]
+    found += [f"{layer}.{name}.p" for name, part in module.named_children() if getattr(part, "p", None) == dropout]
+    return (
+        f'attn_implementation="{NAME}" has no attention weights to drop, got dropout = {dropout}: set '
+        f"{' or '.join(found) or 'the attention dropout'} to 0 in every layer of the live model, or in the configuration "
+        "before the model is made (attention_dropout, attention_probs_dropout_prob or attn_pdrop, whichever it has); fastmax's "
+        "own noise is the option dropout"
+    )

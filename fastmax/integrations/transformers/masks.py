@@ -1,0 +1,148 @@
+"""Masks that only fastmax's attention can read.
+
+transformers asks `fastmax_mask` for a mask per pattern and hands the result to the layers. A layer with attention of its own
+may be among them, and any tensor, or None, would mean something to it. So the result is an object that raises in every use
+but ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils.import_utils import is_tracing
+
+from fastmax.integrations.transformers.options import NAME
+
+
+class ForeignAttentionError(AttributeError, ValueError):
+    """An attention that is not fastmax used fastmax's mask. An AttributeError, so that `hasattr` says False."""
+
+
+class FastmaxMask:
+    """What the queries of a layer may see.
+
+    Attributes:
+        causal: each query sees the keys up to its own position, aligned at the end; else all keys.
+        padding: bool (batch, keys), True = takes part; None = all do.
+        refusal: why fastmax cannot run a layer with this mask; None = it can.
+        model: the kind of model, for messages.
+    """
+
+    def __init__(self, causal: bool, padding: Tensor | None, refusal: str | None = None, model: str = "this model"):
+        self.causal = causal
+        self.padding = padding
+        self.refusal = refusal
+        self.model = model
+        self.positions_are_checked = False
+
+    def refuse_packing(self, position_ids: Tensor) -> None:
+        """Raise where the positions of tokens that take part start again, once for all layers that share the mask.
+
+        transformers itself looks at the positions only where there is no cache. Under `torch.compile` the values are not known:
+        there an assertion is left in the graph, whose RuntimeError says the same.
+
+        Args:
+            position_ids: (batch or 1, queries).
+        """
+        if self.positions_are_checked or position_ids.dim() != 2 or position_ids.shape[1] < 2:
+            return
+        self.positions_are_checked = True
+        again = position_ids[:, 1:] <= position_ids[:, :-1]
+        if self.padding is not None:
+            real = self.padding[:, -position_ids.shape[1] :].to(again.device)
+            again = again & real[:, 1:] & real[:, :-1]
+        if is_tracing(position_ids):
+            torch._assert_async(~again.any(), PACKED)
+        elif again.any():
+            raise ValueError(PACKED)
+
+    def __getattr__(self, name: str):
+        raise self._foreign(name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        masks = [argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, cls)]
+        raise (masks[0] if masks else cls(True, None))._foreign(getattr(function, "__name__", str(function)))
+
+    def _foreign(self, use: str) -> ForeignAttentionError:
+        if self.refusal is not None:
+            return ForeignAttentionError(self.refusal)
+        return ForeignAttentionError(
+            f'{self.model} cannot run attn_implementation="{NAME}": a part of it computes attention of its own, and used '
+            f"fastmax's mask ({use}), which only fastmax can read"
+        )
+
+    __hash__ = object.__hash__
+
+
+def _raise_foreign(name: str) -> Callable:
+    def use(self, *args):
+        raise self._foreign(name)
+
+    use.__name__ = name
+    return use
+
+
+# What Python looks up on the class, and so passes __getattr__ by.
+_BINARY = ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor")
+_OTHER = ("bool", "int", "float", "index", "len", "iter", "contains", "getitem", "setitem", "invert", "neg", "abs", "array")
+for _name in (*_BINARY, *(f"r{_binary}" for _binary in _BINARY), *_OTHER, "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(FastmaxMask, f"__{_name}__", _raise_foreign(f"__{_name}__"))
+
+
+PACKED = (
+    f'attn_implementation="{NAME}" does not support packed sequences: position_ids start again within a row. Pad the sequences '
+    "in place of packing them (DataCollatorWithPadding, not DataCollatorWithFlattening)"
+)
+_PATTERN = (
+    f'attn_implementation="{NAME}" takes the causal and the bidirectional mask, not that of this layer in {{model}}: sliding '
+    "windows, chunks, packed sequences and mask functions of the model's own are other functions. Where all layers of a model "
+    "have one window, as in Mistral, sliding_window=None in the configuration takes it away. (Under torch.compile every call "
+    "with position_ids, no cache and no attention_mask looks like packed sequences: pass attention_mask.)"
+)
+_STATIC = (
+    f'attn_implementation="{NAME}" needs keys that end with the last query; a static cache holds more. '
+    "Use the default dynamic cache"
+)
+
+
+def fastmax_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    config: PreTrainedConfig | None = None,
+    **kwargs,
+) -> FastmaxMask:
+    """transformers' mask interface. Raises nothing: a model may make masks that none of its layers use.
+
+    Args:
+        batch_size, q_length, kv_length, q_offset, kv_offset: sizes, and positions of the first query and key.
+        mask_function: the pattern; fastmax runs the causal and the bidirectional one.
+        attention_mask: bool (batch, keys), True = takes part.
+        config: the model's, for messages.
+
+    Returns:
+        The mask; its `refusal` says what the layer that uses it will raise: for another pattern, keys past the last query
+        (a static cache), an attention_mask of another length.
+    """
+    model = getattr(config, "model_type", None) or "this model"
+    causal = mask_function is causal_mask_function
+    refusal = None
+    if not causal and mask_function is not bidirectional_mask_function:
+        refusal = _PATTERN.format(model=model)
+    elif isinstance(q_offset, Tensor) or (causal and kv_offset + kv_length != q_offset + q_length):
+        refusal = _STATIC
+    elif attention_mask is not None and attention_mask.shape[-1] != kv_offset + kv_length:
+        refusal = (
+            f'attention_mask must cover all {kv_offset + kv_length} keys with attn_implementation="{NAME}", those in the cache '
+            f"included, got shape {tuple(attention_mask.shape)}"
+        )
+    return FastmaxMask(causal, attention_mask, refusal, model)

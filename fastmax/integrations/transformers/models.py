@@ -1,0 +1,189 @@
+"""Which models fastmax can run: asked when a model is made with, or given, `attn_implementation="fastmax"`.
+
+A mask refuses most attention that does not go through transformers' interface (`masks`), but not one that reads no mask. So the
+modules themselves are looked at. transformers has no hook for that, hence the three wrapped methods of `watch`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from types import CodeType, FunctionType
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fastmax.integrations.transformers.options import NAME, configurations, remember_choice
+
+_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "_flash_attention_forward", "flex_attention"}
+_INTERFACE = {"get_interface", "ALL_ATTENTION_FUNCTIONS"}
+_INSTEAD = (
+    "In a composite model choose the parts that can, as in "
+    f'attn_implementation={{"text_config": "{NAME}"}}; an nn.MultiheadAttention is replaced by fastmax.swap_attention'
+)
+
+
+def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> None:
+    """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
+
+    Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand.
+
+    Args:
+        model: the model.
+        left_out: configurations of parts that were meant to run another attention; by default those that do now.
+
+    Raises:
+        ValueError: the parts with attention of their own, by name.
+    """
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
+            _check_dispatch(part)
+    own = list(_own_attention(model, False, _other(model.config) if left_out is None else left_out))
+    if own:
+        names = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
+        raise ValueError(
+            f'{type(model).__name__} cannot run attn_implementation="{NAME}": {names} would compute softmax attention all the '
+            f"same. {_INSTEAD}"
+        )
+
+
+def watch() -> None:
+    """Check every model that is made or set to fastmax from now on. Called on import; a second call changes nothing."""
+    if hasattr(PreTrainedModel.post_init, "watched_by_fastmax"):
+        return
+    accept = PreTrainedModel.get_correct_attn_implementation
+    post_init = PreTrainedModel.post_init
+    set_attn_implementation = PreTrainedModel.set_attn_implementation
+
+    @functools.wraps(accept)
+    def checked_accept(self, requested_attention, *args, **kwargs):
+        if requested_attention == NAME:
+            _check_dispatch(self)
+        self.left_out_of_fastmax = _other(self.config)
+        return accept(self, requested_attention, *args, **kwargs)
+
+    @functools.wraps(post_init)
+    def checked_post_init(self, *args, **kwargs):
+        post_init(self, *args, **kwargs)
+        check(self, getattr(self, "left_out_of_fastmax", None))
+        remember_choice(self.config)
+
+    @functools.wraps(set_attn_implementation)
+    def checked_set(self, attn_implementation, *args, **kwargs):
+        if attn_implementation == NAME:  # transformers skips, with a warning, the parts that cannot be set
+            for part in self.modules():
+                if isinstance(part, PreTrainedModel):
+                    _check_dispatch(part)
+        before = [(config, config._attn_implementation) for config in configurations(self)]
+        try:
+            set_attn_implementation(self, attn_implementation, *args, **kwargs)
+            _check_applied(self.config, attn_implementation)
+            check(self, [] if attn_implementation == NAME else None)
+        except ValueError:
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation
+            raise
+        for config in configurations(self):
+            remember_choice(config)
+
+    checked_post_init.watched_by_fastmax = True
+    PreTrainedModel.get_correct_attn_implementation = checked_accept
+    PreTrainedModel.post_init = checked_post_init
+    PreTrainedModel.set_attn_implementation = checked_set
+
+
+def _check_applied(config: PreTrainedConfig, requested: str | dict) -> None:
+    if isinstance(requested, dict):
+        for name, part in requested.items():
+            _check_applied(getattr(config, name) if name else config, part)
+    elif requested == NAME and config._attn_implementation != NAME:
+        raise ValueError(f'the {config.model_type} part cannot run attn_implementation="{NAME}". {_INSTEAD}')
+
+
+def _check_dispatch(model: PreTrainedModel) -> None:
+    """By the class and the file that it is from, before any part of the model is made."""
+    if not type(model)._can_set_attn_implementation() or _looks_attention_up(type(model)):
+        raise ValueError(
+            f'{type(model).__name__} cannot run attn_implementation="{NAME}": it computes attention without transformers\' '
+            f"attention interface. {_INSTEAD}"
+        )
+
+
+def _other(config: PreTrainedConfig) -> list[PreTrainedConfig]:
+    return [part for part in configurations(config) if part._attn_implementation != NAME]
+
+
+def _own_attention(module: nn.Module, expected: bool, left_out: list[PreTrainedConfig], name: str = "") -> Iterator[str]:
+    """Names of the modules that are expected to run fastmax and would run another attention.
+
+    Some models make configurations for their parts, which the choice of fastmax does not reach (MaskFormer's backbone). There
+    what holds for the whole is expected, and attention that goes through the interface is another one too.
+    """
+    config = getattr(module, "config", None)
+    reached = True
+    if isinstance(config, PreTrainedConfig):
+        reached = config._attn_implementation == NAME
+        expected = reached or (expected and not any(config is part for part in left_out))
+    if expected and (computes_attention(type(module)) or (not reached and _asks_interface(type(module)))):
+        yield f"{name} ({type(module).__name__})"
+        return
+    for child_name, child in module.named_children():
+        yield from _own_attention(child, expected, left_out, f"{name}.{child_name}".lstrip("."))
+
+
+def computes_attention(kind: type[nn.Module]) -> bool:
+    """Whether a class of modules is attention that does not ask transformers' interface for its function.
+
+    Deformable attention has no scores of queries and keys, and does not count.
+    """
+    if issubclass(kind, nn.MultiheadAttention):
+        return True
+    return "Deformable" not in kind.__name__ and bool(_attention_names(kind) & _SOFTMAX) and not _asks_interface(kind)
+
+
+def _asks_interface(kind: type[nn.Module]) -> bool:
+    return bool(_attention_names(kind) & _INTERFACE)
+
+
+@functools.cache
+def _attention_names(kind: type[nn.Module]) -> set[str]:
+    """What the methods of a class called attention, and the functions of its file that they call, refer to."""
+    names = set()
+    for base in inspect.getmro(kind) if "Att" in kind.__name__ else ():
+        for value in vars(base).values():
+            if isinstance(value, FunctionType):
+                names |= _names(inspect.unwrap(value), depth=2)
+        if "forward" in vars(base):
+            break
+    return names
+
+
+@functools.cache
+def _looks_attention_up(kind: type[nn.Module]) -> bool:
+    """Whether a part of a model takes its class from a table of the model's own, by the implementation's name."""
+    seen, waiting = {kind}, [kind]
+    while waiting:
+        make = inspect.unwrap(waiting.pop().__init__)
+        for name in _names(make, depth=0):
+            value = make.__globals__.get(name)
+            if isinstance(value, dict) and "eager" in value and NAME not in value:
+                return True
+            if inspect.isclass(value) and issubclass(value, nn.Module) and value not in seen:
+                seen.add(value)
+                waiting.append(value)
+    return False
+
+
+def _names(function: FunctionType, depth: int) -> set[str]:
+    """Every global and attribute that a function refers to, and the functions of its own file down to a depth."""
+    names, waiting = set(), [function.__code__]
+    while waiting:
+        code = waiting.pop()
+        names.update(code.co_names)
+        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    for name in tuple(names) if depth else ():
+        called = function.__globals__.get(name)
+        if isinstance(called, FunctionType) and called.__module__ == function.__module__:
+            names |= _names(called, depth - 1)
+    return names

@@ -1,0 +1,86 @@
+"""The options of fastmax attention in a model's configuration, and the choice of fastmax in what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedConfig, PreTrainedModel
+
+NAME = "fastmax"
+OPTIONS = frozenset(
+    {"normalize", "temperature", "a0", "a1", "a2", "lim", "p", "dropout", "rpe_matrix", "algorithm", "use_custom_gradient"}
+)
+
+
+def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
+    """Set the options of fastmax attention in a model's configuration, and in its sub-configurations.
+
+    Replaces what was set before. Equal to `config.fastmax = options` on each, with the names checked now.
+
+    Args:
+        model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
+            itself once it is made.
+        options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
+            `rpe_matrix` ("sinusoidal"), `algorithm`, `use_custom_gradient`, as in `fastmax_attention`.
+
+    Raises:
+        TypeError: an unknown option.
+    """
+    check_options(options)
+    for config in configurations(model):
+        config.fastmax = dict(options)
+
+
+def options_of(config: PreTrainedConfig) -> dict:
+    """A copy of the options that a configuration holds.
+
+    Raises:
+        TypeError: an unknown option.
+    """
+    options = dict(getattr(config, "fastmax", None) or {})
+    check_options(options)
+    return options
+
+
+def check_options(options: dict) -> None:
+    unknown = sorted(set(options) - OPTIONS)
+    if unknown:
+        raise TypeError(f"unknown fastmax option {', '.join(map(repr, unknown))}; known are {', '.join(sorted(OPTIONS))}")
+
+
+def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """Every configuration that a model's layers may read, once: its own, the sub-configurations, and copies of them."""
+    seen = set()
+    waiting = [model] if isinstance(model, PreTrainedConfig) else [getattr(part, "config", None) for part in model.modules()]
+    while waiting:
+        config = waiting.pop(0)
+        if isinstance(config, PreTrainedConfig) and id(config) not in seen:
+            seen.add(id(config))
+            yield config
+            waiting += [getattr(config, name, None) for name in config.sub_configs]
+
+
+def remember_choice(config: PreTrainedConfig) -> None:
+    """Let `attn_implementation` be saved with a configuration that chose fastmax, and not with one that did not.
+
+    transformers forgets the choice on saving, but reads the key `attn_implementation` of a saved configuration. So a model
+    comes back as it was saved, and where this package is not imported transformers refuses the name.
+    """
+    chosen = _chosen(config)
+    if chosen is not None:
+        config.attn_implementation = chosen
+    elif hasattr(config, "attn_implementation"):
+        del config.attn_implementation
+
+
+def _chosen(config: PreTrainedConfig) -> str | dict | None:
+    """The implementation of a configuration and its parts, as transformers takes it; None where fastmax is not among them."""
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    parts = {name: _chosen(part) or part._attn_implementation for name, part in parts.items() if part is not None}
+    if all(part == config._attn_implementation for part in parts.values()):
+        return NAME if config._attn_implementation == NAME else None
+    if NAME not in (config._attn_implementation, *parts.values()) and not any(
+        isinstance(part, dict) for part in parts.values()
+    ):
+        return None
+    return {"": config._attn_implementation, **parts}
