@@ -163,6 +163,11 @@ def break_even(results: Results) -> str:
 
 
 @block
+def state_at_64(results: Results) -> str:
+    return f"{_state_bytes(64, 2) / 1e3:.0f} kB"
+
+
+@block
 def train_break_even(results: Results) -> str:
     two, one = (_overtakes(results, "train", f"fastmax_p{p}", mode="train") for p in (2, 1))
     return f"{two} tokens for p = 2 and {one} for p = 1"
@@ -411,6 +416,15 @@ def cpu_device(results: Results) -> str:
 def cuda_device(results: Results) -> str:
     row = results.rows("cuda")[0]
     return f"{row['device'].partition(',')[0]} (PyTorch {row['torch']})"
+
+
+@block
+def auto_on_the_cpu(results: Results) -> str:
+    """The n from which on the planner takes the linear algorithm."""
+    sizes = ((2, 32), (2, 64), (2, 128), (1, 64))
+    found = (report.chosen_crossing(torch.device("cpu"), "fp32", p, 1, d, longest=2**17) for p, d in sizes)
+    *first, last = (f"above {2**17}" if n is None else rounded(n) for n in found)
+    return f"{', '.join(first)} and {last}"
 
 
 @block

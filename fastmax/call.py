@@ -51,8 +51,8 @@ class Signature(NamedTuple):
 
     def flatten(self, call: Call, allow_tf32: bool) -> tuple[tuple[Tensor | None, ...], tuple]:
         """Tensors and options, in the order of the schema."""
-        options = (getattr(call, name) for name in self.options)
-        return tuple(getattr(call, name) for name in self.tensors), (*call.score, *options, allow_tf32)
+        tensors = tuple([getattr(call, name) for name in self.tensors])  # a list: a generator costs a microsecond more
+        return tensors, (*call.score, *[getattr(call, name) for name in self.options], allow_tf32)
 
     def call(self, arguments: Sequence) -> Call:
         """The call of `arguments`, all that the schema holds."""

@@ -302,15 +302,16 @@ for _name in ("backward", "flash_backward"):
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
-    given = [x for x in tensors if x is not None]
-    if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
-        raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
-    if eager.in_functorch():
-        if any(map(_is_differentiated_by_functorch, given)):
+    if eager.is_transformed():
+        given = [x for x in tensors if x is not None]
+        if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
+        if torch.is_grad_enabled() and any(map(_is_differentiated_by_functorch, given)):
             raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
-        return operator.forward(*tensors, *options)
+        if eager.in_functorch():
+            return operator.forward(*tensors, *options)
     if not torch.is_grad_enabled():
         return extension.call(operator.forward, *tensors, *options)
     return _Fused.apply(operator, options, *tensors)

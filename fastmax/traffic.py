@@ -10,7 +10,7 @@ from fastmax import validation
 
 ALGORITHMS = ("standard", "flash", "quadratic", "linear")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_HEAD_DIMS = (16, 32, 64, 96, 128, 256)  # what other head dims are widened to
+_HEAD_DIMS = (32, 64, 96, 128, 256)  # what other head dims are widened to
 _WIDEST_IN_REGISTERS = 128  # of p = 1, whose state is kept there
 _FLOAT = 4
 
@@ -146,6 +146,6 @@ def chunk_length(head_dim: int, dtype: torch.dtype) -> int:
 
 def _state_bytes(head_dim: int, dtype: torch.dtype) -> int:
     """A state of p = 2: `state_words` and `state_sums` in csrc/linear/order2/state_format.h."""
-    width = max(32, _native(head_dim))
+    width = _native(head_dim)
     features = width * (width + 8) // 2 + 2 * width
     return features * width * (2 if dtype == torch.bfloat16 else _FLOAT) + (2 * width + 4) * _FLOAT

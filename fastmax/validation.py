@@ -51,34 +51,40 @@ def check_dense(name: str, x: Tensor) -> None:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Ranks, shapes, dtypes and devices of q, k and v."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, x, "a torch.Tensor")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() not in (3, 4) or x.dim() != q.dim():
+    named = (("q", q), ("k", k), ("v", v))
+    # Every call comes through here: each attribute of a tensor is asked for once.
+    for name, x in named:
+        if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.is_quantized:
+            _check_tensor(name, x, "a torch.Tensor")
+    dtype, device, (q_shape, k_shape, v_shape) = q.dtype, q.device, (x.shape for _, x in named)
+    rank = len(q_shape)
+    for (name, x), shape in zip(named, (q_shape, k_shape, v_shape), strict=True):
+        if rank not in (3, 4) or len(shape) != rank:
             raise ValueError(
                 f"{name} must be 4-d (batch, heads, tokens, head_dim) or 3-d (batch * heads, tokens, head_dim), "
                 f"with q, k and v alike; got q, k, v of {q.dim()}, {k.dim()}, {v.dim()} dimensions"
             )
-        if x.dtype not in DTYPES:
-            raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {x.dtype}")
-        if x.dtype != q.dtype:
-            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
-        if x.shape[-1] == 0:
-            raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(x.shape)}")
-    if q.dim() == 4 and not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]} and {v.shape[0]}")
-    if k.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k must have q's head_dim {q.shape[-1]}, got {k.shape[-1]}")
-    if k.shape[-3:-1] != v.shape[-3:-1]:
-        raise ValueError(f"v must have k's heads and tokens {tuple(k.shape[-3:-1])}, got {tuple(v.shape[-3:-1])}")
-    h, hk = q.shape[-3], k.shape[-3]
+        if x.dtype != dtype:
+            check_dtype(name, x.dtype)
+            check_dtype("q", dtype)
+            raise TypeError(f"{name} must have q's dtype {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+        if shape[-1] == 0:
+            raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(shape)}")
+    check_dtype("q", dtype)
+    if rank == 4 and not q_shape[0] == k_shape[0] == v_shape[0]:
+        raise ValueError(f"q, k and v must have one batch size, got {q_shape[0]}, {k_shape[0]} and {v_shape[0]}")
+    (h, n, d), (hk, m, k_width) = q_shape[-3:], k_shape[-3:]
+    if k_width != d:
+        raise ValueError(f"k must have q's head_dim {d}, got {k_width}")
+    if (hk, m) != v_shape[-3:-1]:
+        raise ValueError(f"v must have k's heads and tokens {(hk, m)}, got {tuple(v_shape[-3:-1])}")
     if h != hk and (hk == 0 or h % hk != 0):
         raise ValueError(f"the heads of q must be a multiple of those of k and v, got {h} and {hk}")
-    if causal and q.shape[-2] > k.shape[-2]:
+    if causal and n > m:
         raise ValueError(
-            f"causal attention takes at most as many queries as keys, got n = {q.shape[-2]} and m = {k.shape[-2]} "
+            f"causal attention takes at most as many queries as keys, got n = {n} and m = {m} "
             "(query i sees keys up to i + m - n)"
         )
 

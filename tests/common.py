@@ -158,6 +158,7 @@ def definition(
 def assert_within_contract(name: str, actual: Tensor, plain: Tensor, exact: Tensor, scale: Tensor | None = None) -> None:
     """Relative Frobenius error against `exact` (float64) at most twice that of `plain` (same formula and dtype), plus a floor.
 
+    Half precision on the CPU, where sums and weights are fp32 and plain PyTorch's are not: at most once (0.75 is reached).
     `scale` replaces `exact` in what the floor is relative to, for gradients that are zero by cancellation.
     """
     assert actual.shape == exact.shape, f"{name}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
@@ -169,7 +170,8 @@ def assert_within_contract(name: str, actual: Tensor, plain: Tensor, exact: Tens
     error = torch.linalg.vector_norm(actual.double() - exact).item()
     plain_error = torch.linalg.vector_norm(plain.double() - exact).item()
     norm = torch.linalg.vector_norm(exact if scale is None else scale).item()
-    bound = 2.0 * plain_error + FLOOR[actual.dtype] * norm
+    times = 1.0 if actual.dtype.itemsize == 2 and actual.device.type == "cpu" else 2.0
+    bound = times * plain_error + FLOOR[actual.dtype] * norm
     # Written so that a NaN fails.
     assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g}; plain PyTorch has {plain_error:.3g}, norm {norm:.3g}"
 

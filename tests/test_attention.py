@@ -24,6 +24,7 @@ from common import (
     dtype_id,
     make_inputs,
     make_options,
+    relative,
     run,
     sinusoidal_rows,
 )
@@ -90,6 +91,22 @@ def test_options(option, causal, algorithm, custom, device):
     expected(MIDDLE, torch.float32, device, causal, option).check(custom=custom, algorithm=algorithm)
 
 
+@by_gradient
+@pytest.mark.parametrize("rpe", [False, True], ids=["no rpe", "rpe"])
+def test_half_precision_is_rounded_once(rpe, custom, device):
+    """Sums over blocks and over the query heads of a kv head are formed in fp32: what is left is one rounding of each element
+    of the output and of the gradients, 1.7e-3 in all."""
+    case = Case("many blocks", n=1024 if rpe else 2048, h=8, hk=1, d=4)
+    inputs, grad_o = make_inputs(case, torch.bfloat16, device)
+    if rpe:
+        inputs["rpe_matrix"] = 0.3 * bounded(case.n + case.m - 1, case.d, dtype=torch.bfloat16, device=device)
+    options = {"causal": True, "algorithm": "quadratic"}
+    exact = run(fastmax_attention, {name: x.double() for name, x in inputs.items()}, grad_o.double(), **options)
+    for name, x in run(fastmax_attention, inputs, grad_o, use_custom_gradient=custom, **options).items():
+        # Kernels round weights and their derivatives to bfloat16 too.
+        assert relative(x, exact[name]) <= (2.5e-3 if device.type == "cpu" else 5e-3), name
+
+
 @by_option
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=dtype_id)
 @by_gradient
@@ -105,6 +122,24 @@ def test_options_in_half_precision(option, dtype, custom, device):
 def test_strides(layout, causal, algorithm, custom, device):
     inputs, grad_o = make_inputs(SQUARE, device=device, layout=layout)
     check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal)
+
+
+@by_algorithm
+@by_gradient
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("columns, first", [(18, 0), (9, 0), (32, 1), (32, 2)], ids=lambda size: str(size))
+def test_rows_that_no_vector_load_fits(columns, first, dtype, algorithm, custom, device):
+    """Rows of 8 cut from wider ones: strides and addresses that are a multiple of 16 bytes or are not."""
+    inputs, grad_o = make_inputs(SQUARE, dtype, device)
+    options = {"causal": True, "algorithm": algorithm, "use_custom_gradient": custom}
+    expected = run(fastmax_attention, inputs, grad_o, **options)
+    cut = {}
+    for name, x in inputs.items():
+        wide = x.new_full((*x.shape[:-1], columns), torch.nan)
+        cut[name] = wide[..., first : first + SQUARE.d].copy_(x)
+    actual = run(fastmax_attention, cut, grad_o, **options)
+    for name, x in expected.items():
+        assert torch.equal(actual[name], x), name
 
 
 @by_algorithm
@@ -303,6 +338,32 @@ def test_fully_masked_rows(p, causal, algorithm, custom, device):
         assert torch.equal(out["grad q"][1, :, :7], torch.zeros_like(inputs["q"][1, :, :7]))
     for name in "kv":
         assert torch.equal(out[f"grad {name}"][1, :, :7], torch.zeros_like(inputs[name][1, :, :7]))
+
+
+@by_gradient
+@by_algorithm
+@pytest.mark.parametrize("layout", ["sliced", "every other column", "transposed", "expanded"])
+def test_masks_of_any_strides(layout, algorithm, custom, device):
+    """Sliced from a wider mask, as generation does, or one row for the whole batch."""
+    inputs, grad_o = make_inputs(SMALL, device=device)
+    mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.3
+    mask[:, 0] = True
+    filled = torch.zeros(SMALL.b, 2 * SMALL.m + 3, dtype=torch.bool, device=device)
+    if layout == "sliced":
+        filled[:, 3 : SMALL.m + 3] = mask
+        view = filled[:, 3 : SMALL.m + 3]
+    elif layout == "every other column":
+        filled[:, 3::2] = mask
+        view = filled[:, 3::2]
+    elif layout == "transposed":
+        view = mask.mT.contiguous().mT
+    else:
+        view = mask[:1].expand(SMALL.b, -1)
+    options = {"causal": True, "algorithm": algorithm, "use_custom_gradient": custom}
+    expected = run(fastmax_attention, inputs, grad_o, key_padding_mask=view.contiguous(), **options)
+    actual = run(fastmax_attention, inputs, grad_o, key_padding_mask=view, **options)
+    for name, x in expected.items():
+        assert torch.equal(actual[name], x), name
 
 
 # ---- normalize

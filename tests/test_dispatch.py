@@ -17,12 +17,13 @@ PROBE = """
 namespace fastmax {  // in place of the kernels
 size_t linear1_fwd_workspace_bytes(const FwdParams&) { return 1; }
 size_t linear1_bwd_workspace_bytes(const BwdParams&) { return 2; }
-size_t linear2_fwd_workspace_bytes(const FwdParams&) { return 3; }
-size_t linear2_bwd_workspace_bytes(const BwdParams&) { return 4; }
+size_t linear2_fwd_workspace_bytes(const FwdParams&, const StatePasses&) { return 3; }
+size_t linear2_bwd_workspace_bytes(const BwdParams&, const StatePasses&) { return 4; }
+const StatePasses kStatePassesSm80{};
 void launch_linear1_fwd(const FwdParams&, cudaStream_t) { std::puts("linear1 fwd"); }
 void launch_linear1_bwd(const BwdParams&, cudaStream_t) { std::puts("linear1 bwd"); }
-void launch_linear2_fwd(const FwdParams&, cudaStream_t) { std::puts("linear2 fwd"); }
-void launch_linear2_bwd(const BwdParams&, cudaStream_t) { std::puts("linear2 bwd"); }
+void launch_linear2_fwd(const FwdParams&, const StatePasses&, cudaStream_t) { std::puts("linear2 fwd"); }
+void launch_linear2_bwd(const BwdParams&, const StatePasses&, cudaStream_t) { std::puts("linear2 bwd"); }
 
 struct Bf16 { static constexpr const char* kName = "bf16"; };
 struct Fp16 { static constexpr const char* kName = "fp16"; };

@@ -1,11 +1,13 @@
 """README and docs: their tables are those of the CSVs, and the API page lists what the library has."""
 
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.append(str(Path(__file__).parents[1]))
 
@@ -89,6 +91,37 @@ def test_states_weigh_what_their_formula_says():
     for d in (32, 64, 128):
         assert tables._state_bytes(d, 2) == (d * (d + 1) // 2 + d + 1) * (d + 1) * 4
         assert tables._state_bytes(d, 1) == (d + 1) * (d + 1) * 4
+
+
+def test_code_of_the_readme_runs():
+    """At 64 tokens: attention, the same with the (n, n) matrix, and the last token decoded after all but it."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    attention, matrix, decoding = (text.replace("4096", "64") for text in blocks)
+    names: dict = {}
+    exec(attention, names)
+    o = names["o"].detach()
+    assert o.shape == (2, 8, 64, 64) and names["q"].shape[2] == 64
+    exec(matrix, names)
+    torch.testing.assert_close(names["o"].detach(), o)
+    exec(decoding.replace("prefill(q, k, v,", "prefill(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1],"), names)
+    assert names["state"].tokens == 64
+    torch.testing.assert_close(names["o"], o[:, :, -1:])
+
+
+def test_commands_of_the_readme_are_targets_of_make():
+    commands = set(re.findall(r"\bmake (\w+)", (ROOT / "README.md").read_text())) - {"set"}
+    assert {"demo", "test", "docs"} <= commands
+    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert commands <= set(targets)
+
+
+def test_docstrings_keep_their_formulas_on_the_site():
+    """docs/conf.py puts `::` before what is indented after an empty line, and before nothing else."""
+    conf = runpy.run_path(str(ROOT / "docs/conf.py"))
+    text = "First.\n\n    o = sum\n\n    o = z\n\nArgs:\n    q: (b, h,\n        d).\n\n- item\n\n    of it\n"
+    lines = text.split("\n")
+    conf["indented_is_code"](None, "function", "f", None, None, lines)
+    assert "\n".join(lines) == text.replace("First.\n\n", "First.\n\n::\n\n")
 
 
 def test_api_page_lists_what_the_library_has():

@@ -544,6 +544,17 @@ def test_autocast(dtype, custom, device):
         assert torch.equal(x.grad, cast[f"grad {name}"].float())
 
 
+@by_causal
+def test_autocast_around_the_backward(causal, device):
+    """As where a whole training step stands inside autocast."""
+    inputs, grads, options = make(TILES, torch.bfloat16, device, padding=True)
+    expected = run(with_lse, inputs, grads, causal=causal, **options)
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = run(with_lse, inputs, grads, causal=causal, **options)
+    for name, x in expected.items():
+        assert torch.equal(actual[name], x), name
+
+
 @by_gradient
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_activation_checkpointing(reentrant, custom, device):

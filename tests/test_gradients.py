@@ -102,6 +102,28 @@ def test_torch_func_by_autograd(algorithm, device):
 
 
 @by_algorithm
+@by_causal
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # PyTorch's own: no batching rule for tril_
+def test_vmap_by_autograd(causal, algorithm, device):
+    """torch.func.vmap over a batch, and per-sample gradients, across blocks of either algorithm."""
+    case = Case("", n=2 * CHUNK + 5, b=3, h=2, hk=1, d=3, dv=2)
+    inputs, grad_o = make_inputs(case, torch.float64, device)
+    attention = partial(fastmax_attention, causal=causal, algorithm=algorithm, use_custom_gradient=False)
+    expected = run(attention, inputs, grad_o)
+
+    def sample(q, k, v):
+        return attention(q[None], k[None], v[None])[0]
+
+    def loss(q, k, v, grad_o):
+        return (sample(q, k, v) * grad_o).sum()
+
+    torch.testing.assert_close(torch.func.vmap(sample)(*inputs.values()), expected["o"])
+    grads = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*inputs.values(), grad_o)
+    for name, grad in zip("qkv", grads, strict=True):
+        torch.testing.assert_close(grad, expected[f"grad {name}"])
+
+
+@by_algorithm
 @pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
 def test_second_derivative_of_the_custom_gradient_is_refused(names, algorithm, device):
     inputs, _ = make_inputs(TINY, torch.float64, device)

@@ -230,7 +230,7 @@ def denominators(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, *rest)
 
 
 def test_the_library_registers_every_operator():
-    for name in ("forward", "backward", "decode_step"):
+    for name in ("forward", "backward", "decode_step", "decode_step_"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
 
 
@@ -269,7 +269,7 @@ def test_first_order_states_beyond_65535(states, n, m, d, causal, mode, precisio
 
 @pytest.mark.parametrize(
     "b, h, n",
-    [(1, 1, 420_000), (1, 5, 90_000), (2, 20, 40_000), (64, 16, 2048), (1, 1000, 1100)],
+    [(1, 1, 420_000), (1, 5, 90_000), (2, 13, 80_000), (64, 16, 2048), (1, 1000, 1100)],
     ids=["segments", "one walk", "states and time", "batch entries", "heads of one entry"],
 )
 def test_states_beyond_832_mib_run_in_phases(b, h, n):
@@ -291,6 +291,21 @@ def test_states_beyond_832_mib_run_in_phases(b, h, n):
         assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"]
     states, results, g_and_e = 832 + 128, 4 * q.nbytes / 2**20, 1.1 * q.nbytes / 2**20
     assert peak / 2**20 < states + results + g_and_e
+
+
+@pytest.mark.parametrize("b, h, hk, n, m", [(16, 32, 16, 2048, 2100), (1, 800, 400, 1100, 1150)], ids=["batch", "heads"])
+def test_phases_of_grouped_heads_with_mask_and_noise(b, h, hk, n, m):
+    """What accompanies the tensors is cut as they are."""
+    q, grad_o, noise = (torch.randn(b, h, n, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    k, v = (torch.randn(b, hk, m, 128, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    mask = torch.rand(b, m, device=DEVICE) > 0.3
+    mask[:, : m - n + 1] = True  # every query sees a key
+    results = []
+    for algorithm in ("linear", "quadratic"):
+        arguments = (q, k, v, mask, noise, None, 128**-0.5, 1.0, 1.0, 0.5, 2, True, 0.3, algorithm, False)
+        results.append(both(arguments, grad_o))
+    for x, y in zip(*results, strict=True):
+        assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"]
 
 
 @by_mode
@@ -622,7 +637,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
     def counted(right):
         return lambda *args, **options: calls.append(None) or right(*args, **options)
 
-    for name in ("forward", "backward", "decode_step"):
+    for name in ("forward", "backward", "decode_step", "decode_step_"):
         monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
     for mode, algorithm, d in itertools.product(MODES, (*ALGORITHMS, "auto"), (1, 16, 37, 128)):
         with verify.matmul_precision(MODES[mode][1]):
@@ -630,13 +645,15 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
         assert not calls, (mode, algorithm, d)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         token = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=dtype)
-        fastmax.step(token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
+        for step in (fastmax.step, fastmax.step_):
+            step(token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
         assert not calls, dtype
     both(*operands(size("", 50, d=300), "fp32", "auto"))
     assert len(calls) == 2, "and the rest does"
     token = token.double()
-    fastmax.step(token, token, token, fastmax.init_state(2, 4, 64, dtype=torch.float64, device=DEVICE))
-    assert len(calls) == 3
+    for step in (fastmax.step, fastmax.step_):
+        step(token, token, token, fastmax.init_state(2, 4, 64, dtype=torch.float64, device=DEVICE))
+    assert len(calls) == 4
 
 
 @by_algorithm

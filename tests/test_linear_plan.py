@@ -1,4 +1,4 @@
-"""Phases of the linear kernels (csrc/linear/order2/plan.h), compiled alone: they cover a call once, in order, in bounded memory."""
+"""Phases of the linear kernels (csrc/linear/order2/plan.h, compiled alone): each row once, in order, in bounded memory."""
 
 import itertools
 import random
@@ -20,18 +20,18 @@ int main() {
                     &p.sm_count, &reversed) == 11) {
     p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
     const StateSizes sizes = state_sizes(p.head_dim, p.order, p.math);
-    const LinearProblem r = reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0)
-                                     : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset);
+    const LinearProblem r = reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward)
+                                     : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
     const StatePlan plan(r, sizes, p.sm_count);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
     std::printf("plan %d %d %d %d %lld %lld %lld %lld %lld\\n", r.boundary, r.chunk, r.chunks, plan.segments,
-                bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats), bytes(plan.accumulators(), 4),
-                bytes(plan.parts(), 4 * sizes.part_floats), bytes(1, sizes.snapshot_bytes));
+                bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats),
+                bytes(plan.accumulators(), 4), bytes(plan.parts(), 4 * sizes.part_floats), bytes(1, sizes.snapshot_bytes));
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
       const LinearProblem& x = phase.problem;
-      std::printf("%d %d %d %d %d %d %d %d %d %d\\n", phase.first_batch, x.batch, phase.first_head, x.state_heads, phase.first_state,
-                  phase.first_row, x.nx, x.boundary, x.chunks, phase.begin);
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d\\n", phase.first_batch, x.batch, phase.first_head, x.state_heads,
+                  phase.first_state, phase.first_row, phase.first_token, x.nx, x.boundary, x.chunks, phase.begin);
     }
   }
 }
@@ -101,9 +101,11 @@ def check_cover(call, plan):
     """Every x row of every head in one phase; the phases of a state in order, each walking on from where the last one ended."""
     rows = call.m if call.reversed else call.n
     next_row, walked = {}, {}
-    for first_batch, batches, first_head, heads, first_state, first_row, nx, boundary, chunks, begin in plan.phases:
+    for phase in plan.phases:
+        first_batch, batches, first_head, heads, first_state, first_row, first_token, nx, boundary, chunks, begin = phase
         assert first_state == first_batch * call.hk + first_head
-        assert batches == call.b or heads == call.hk or batches == 1, "a rectangle of states keeps the strides of batch entries"
+        assert heads == call.hk or batches == 1, "(batch, head) flattened counts the heads of a batch entry"
+        assert first_token == (rows - first_row - nx if call.reversed else first_row)
         assert nx > 0 and chunks > 0 and boundary == plan.boundary + first_row
         for state in itertools.product(range(first_batch, first_batch + batches), range(first_head, first_head + heads)):
             assert next_row.get(state, 0) == first_row
@@ -137,6 +139,8 @@ def test_few_states_are_cut_as_before(plan):
     one, five = plan([Call(1, 1, 1, 420_000, 420_000, 128), Call(1, 5, 5, 90_000, 90_000, 128)])
     assert len(one.phases) == 2 and one.segments > 1 and [x[:4] for x in one.phases] == [(0, 1, 0, 1)] * 2
     assert len(five.phases) == 2 and five.segments == 1 and [x[:4] for x in five.phases] == [(0, 1, 0, 5)] * 2
+    (wide,) = plan([Call(1, 16, 16, 65_536, 65_536, 128)])
+    assert len(wide.phases) == 3 and wide.accumulators == 16 * 32 * 161 * 256 * 4
     small = plan([Call(1, h, h, 4096, 4096, d) for h in (1, 8, 32) for d in (32, 64, 128)])
     assert all(len(x.phases) == 1 for x in small)
 

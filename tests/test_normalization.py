@@ -8,8 +8,8 @@ from torch.autograd import gradcheck
 from fastmax.normalization import normalize_rows
 
 by_kind = pytest.mark.parametrize("kind", ["sequence", "token"])
-# Half types: 1.3 times what rounding the result alone comes to (2.1e-4 and 1.7e-3); norms in half would add as much again.
-LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2.75e-4, torch.bfloat16: 2.2e-3}
+# Half types: 1.2 times what rounding the result alone comes to (2.1e-4 and 1.7e-3); norms in half would add as much again.
+LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 2.5e-4, torch.bfloat16: 2e-3}
 
 
 @by_gradient

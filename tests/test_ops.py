@@ -19,6 +19,7 @@ from common import (
     dtype_id,
     make_inputs,
     make_options,
+    relative,
     run,
     torch_warns,
 )
@@ -28,7 +29,8 @@ from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from fastmax import FASTMultiHeadAttention, fastmax_attention
+from fastmax import FASTMultiHeadAttention, eager, fastmax_attention
+from fastmax.planner import LinearPlan
 
 CASE = Case("", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
 SQUARE = Case("", n=24, b=2, h=2, d=8)
@@ -113,6 +115,24 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
         fake = both(*(mode.from_tensor(x) for x in (*arguments[:3], grad_o)))
     for x, y in zip(real, fake, strict=True):
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+@by_algorithm
+def test_noise_of_another_dtype(algorithm, device):
+    """Of a direct call: read as what it is, forward and backward."""
+    (q, k, v, mask, noise, rpe, *rest), grad_o = operator_arguments(
+        CASE, device, torch.bfloat16, noise=True, causal=True, algorithm=algorithm
+    )
+    leaves = {"q": q, "k": k, "v": v}
+    results = []
+    for given in (noise, noise.float()):
+
+        def operator(q, k, v, given=given):
+            return torch.ops.fastmax.forward(q, k, v, mask, given, rpe, *rest)[0]
+
+        results.append(run(operator, leaves, grad_o))
+    for name, x in results[0].items():
+        assert relative(results[1][name], x.double()) <= 1e-2, name
 
 
 # ---- torch.compile, torch.export
@@ -201,6 +221,40 @@ def test_autocast(dtype, custom, device):
     o.backward(grad_o.to(dtype))
     for name, x in leaves.items():
         assert torch.equal(x.grad, expected[f"grad {name}"].float())
+
+
+@by_algorithm
+@by_causal
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=dtype_id)
+def test_autocast_reaches_no_operator(dtype, causal, algorithm, device):
+    """Called themselves and inside autocast, forward and backward work in the dtypes that they were given: the same bits."""
+    case = Case("", n=CHUNK + 13, h=4, hk=2, d=8)
+    (q, k, v, *rest), grad_o = operator_arguments(
+        case, device, dtype, mask=True, noise=True, causal=causal, algorithm=algorithm
+    )
+    leaves = {"q": q, "k": k, "v": v}
+
+    def operator(q, k, v):
+        return torch.ops.fastmax.forward(q, k, v, *rest)[0]
+
+    expected = run(operator, leaves, grad_o)
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = run(operator, leaves, grad_o)
+    for name, x in expected.items():
+        assert torch.equal(actual[name], x), name
+
+
+@by_algorithm
+@by_causal
+def test_autocast_around_the_backward(causal, algorithm, device):
+    """As where a whole training step stands inside autocast."""
+    inputs, grad_o = make_inputs(Case("", n=CHUNK + 13, h=4, hk=2, d=8), torch.bfloat16, device)
+    attention = partial(fastmax_attention, causal=causal, algorithm=algorithm)
+    expected = run(attention, inputs, grad_o)
+    with torch.autocast(device.type, torch.bfloat16):
+        actual = run(attention, inputs, grad_o)
+    for name, x in expected.items():
+        assert torch.equal(actual[name], x), name
 
 
 @by_gradient
@@ -401,3 +455,15 @@ def test_memory_is_linear_in_tokens(algorithm, p, causal, custom):
     assert whole.largest < n * d * d / 2 and whole.largest < n * n / 2
     # 4 bytes an element. Beside q, k, v, o and the four gradients a few working copies.
     assert whole.peak - half.peak < 4 * 40 * (n // 2) * d
+
+
+def test_live_states_grow_with_the_root_of_the_chunks(monkeypatch):
+    """Recorded by autograd: of 200 chunks of keys, 15 states between blocks of chunks and 15 within a block, and the features
+    of one chunk."""
+    chunk = 16
+    monkeypatch.setattr(eager, "plan_linear", lambda device, heads, *rest: LinearPlan(chunk, 1, heads))
+    inputs, grad_o = make_inputs(Case("", n=1, m=200 * chunk, h=1, d=128, dv=4))
+    with Memory() as memory:
+        run(fastmax_attention, inputs, grad_o, algorithm="linear", use_custom_gradient=False)
+    # 12.5e6 bytes. Without checkpoints of blocks 50e6 (every state), without those of chunks 18e6 (all features of a block).
+    assert memory.peak < 15e6

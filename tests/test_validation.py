@@ -56,6 +56,11 @@ BAD = {
         ValueError,
         ["heads", "multiple", "4", "3"],
     ),
+    "no kv heads": (
+        {"k": tensor(B, 0, M, D), "v": tensor(B, 0, M, DV)},
+        ValueError,
+        ["heads", "multiple", "4", "0"],
+    ),
     "more kv heads than query heads": (
         {"k": tensor(B, 8, M, D), "v": tensor(B, 8, M, DV)},
         ValueError,
@@ -276,6 +281,11 @@ def test_the_state_s_device():
     state = fastmax.init_state(B, HK, D, DV, device="meta")
     arguments = {"q": tensor(B, H, 1, D), "k": tensor(B, HK, 1, D), "v": tensor(B, HK, 1, DV), "state": state}
     assert_refused(fastmax.step, arguments, ValueError, ["device", "meta", "cpu"])
+
+
+def test_a_state_s_lim_without_normalize():
+    with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.5"):
+        fastmax.init_state(B, HK, D, lim=0.5)
 
 
 def test_numbers_of_other_kinds():

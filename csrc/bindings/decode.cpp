@@ -5,30 +5,40 @@
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
-#include <initializer_list>
+#include <cstdio>
 #include <tuple>
+#include <utility>
 
-#include "decode/decode.h"
-#include "core/device.h"
+#include "bindings/checks.h"
 #include "bindings/coverage.h"
+#include "bindings/debug.h"
 #include "bindings/layout.h"
 #include "bindings/torch_abi.h"
+#include "core/device.h"
+#include "decode/decode.h"
 
 namespace fastmax {
 namespace {
 
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
 
-bool is_state(const Tensor& x, const Tensor& q, std::initializer_list<int64_t> sizes) {
-  if (x.scalar_type() != ScalarType::Float || x.get_device_index() != q.get_device_index() || !x.is_contiguous() ||
-      x.dim() != static_cast<int64_t>(sizes.size())) {
-    return false;
+// Of a direct call, for the kernel and for the PyTorch implementation behind it.
+void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+                const OptionalTensor& key_padding_mask, double scale, int64_t order) {
+  check_attention(q, k, v, key_padding_mask, scale, /*causal=*/true);
+  FASTMAX_CHECK(q.size(1) > 0, "q must have at least one head");
+  FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
+                  k.size(2), " keys");
+  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
+  const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
+  check_shape("values", values, {b, hk, rows, v.size(3)});
+  check_shape("weights", weights, {b, hk, rows});
+  const bool wide = q.scalar_type() == ScalarType::Double;
+  for (const auto& [name, x] : {std::pair("values", &values), std::pair("weights", &weights)}) {
+    check_device(name, *x, q);
+    FASTMAX_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ",
+                    wide ? "float64" : "float32");
   }
-  int64_t i = 0;
-  for (const int64_t size : sizes) {
-    if (x.size(i++) != size) return false;
-  }
-  return true;
 }
 
 // Whether the kernel computes this call.
@@ -58,25 +68,8 @@ bool overlap(const Tensor& x, const Tensor& y) {
 Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask, double scale, double a0,
                double a1, double a2, int64_t order) {
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "fastmax: q, k and v must be 4-dimensional");
-  STD_TORCH_CHECK(k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type(), "fastmax: q, k and v differ in dtype");
-  STD_TORCH_CHECK(k.get_device_index() == q.get_device_index() && v.get_device_index() == q.get_device_index(),
-                  "fastmax: q, k and v are on different devices");
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
-  STD_TORCH_CHECK(q.size(2) == 1 && k.size(2) == 1 && v.size(2) == 1, "fastmax: q, k and v must hold one token");
-  STD_TORCH_CHECK(k.size(0) == b && v.size(0) == b && v.size(1) == hk && k.size(3) == d && hk > 0 && h > 0 && h % hk == 0,
-                  "fastmax: shapes of q, k and v do not match");
-  STD_TORCH_CHECK(order == 1 || order == 2, "fastmax: p must be 1 or 2, got ", order);
-  const int64_t rows = decode_rows(static_cast<int>(d), static_cast<int>(order));
-  STD_TORCH_CHECK(is_state(values, q, {b, hk, rows, dv}) && is_state(weights, q, {b, hk, rows}),
-                  "fastmax: values and weights must be float32 of shape (", b, ", ", hk, ", ", rows, ", ", dv, ") and (", b,
-                  ", ", hk, ", ", rows, ")");
   const bool has_mask = key_padding_mask.has_value();
-  STD_TORCH_CHECK(!has_mask || (key_padding_mask->dim() == 2 && key_padding_mask->size(0) == b && key_padding_mask->size(1) == 1 &&
-                                key_padding_mask->scalar_type() == ScalarType::Bool &&
-                                key_padding_mask->get_device_index() == q.get_device_index()),
-                  "fastmax: key_padding_mask must be bool of shape (batch, 1)");
-
   DecodeParams p{};
   p.b = static_cast<int>(b), p.h = static_cast<int>(h), p.hk = static_cast<int>(hk);
   p.d = static_cast<int>(d), p.dv = static_cast<int>(dv), p.order = static_cast<int>(order);
@@ -93,6 +86,10 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 
   const Tensor o = empty_strided({b, h, 1, dv}, {h * dv, dv, dv, 1}, q.scalar_type(), q.get_device_index());
   p.o = o.data_ptr();
+  if (is_debugging()) {
+    std::fprintf(stderr, "fastmax::decode_step: decode_sm80: b %d, h %d, hk %d, d %d, dv %d, order %d\n", p.b, p.h, p.hk, p.d, p.dv,
+                 p.order);
+  }
   if (b > 0 && d > 0 && dv > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
@@ -100,7 +97,9 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values_in,
                                                const Tensor& weights_in, const OptionalTensor& key_padding_mask, double scale,
                                                double a0, double a1, double a2, int64_t order) {
+  check_cuda_tensor("q", q);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  check_step(q, k, v, values_in, weights_in, key_padding_mask, scale, order);
   if (!is_covered(q, v)) {
     const auto [o, new_values, new_weights] = call_operator<3>("fastmax::eager_decode_step", q, k, v, values_in, weights_in,
                                                                key_padding_mask, scale, a0, a1, a2, order);
@@ -114,16 +113,18 @@ std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k,
 
 Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                             const OptionalTensor& key_padding_mask, double scale, double a0, double a1, double a2, int64_t order) {
+  check_cuda_tensor("q", q);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  check_step(q, k, v, values, weights, key_padding_mask, scale, order);
+  FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
+                  "values and weights must be contiguous to be written in place");
+  FASTMAX_CHECK(!overlap(values, weights), "values and weights must not overlap to be written in place");
+  for (const Tensor& x : {q, k, v}) {
+    FASTMAX_CHECK(!overlap(values, x) && !overlap(weights, x),
+                    "q, k and v must not overlap values and weights, which are written in place");
+  }
   if (!is_covered(q, v)) {
     return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, key_padding_mask, scale, a0, a1, a2, order)[0];
-  }
-  STD_TORCH_CHECK(values.is_contiguous() && weights.is_contiguous(),
-                  "fastmax: values and weights must be contiguous to be written in place");
-  STD_TORCH_CHECK(!overlap(values, weights), "fastmax: values and weights must not overlap to be written in place");
-  for (const Tensor& x : {q, k, v}) {
-    STD_TORCH_CHECK(!overlap(values, x) && !overlap(weights, x),
-                    "fastmax: q, k and v must not overlap values and weights, which are written in place");
   }
   return advance(q, k, v, values, weights, values, weights, key_padding_mask, scale, a0, a1, a2, order);
 }

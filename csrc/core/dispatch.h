@@ -44,12 +44,12 @@ struct HeadDims {
     (void)((d <= kDims && (found = kDims, true)) || ...);
     return found;
   }
-  // " 16 32 64 ..."
+  // " 32 64 ..."
   static std::string list() { return ((" " + std::to_string(kDims)) + ...); }
 };
 
 // Every width that some kernels have. Error texts and what `python -m fastmax.info` prints come from it.
-using NativeHeadDims = HeadDims<16, 32, 64, 96, 128, 256>;
+using NativeHeadDims = HeadDims<32, 64, 96, 128, 256>;
 
 // Calls function(std::integral_constant<int, D>()) for the smallest D of the list that holds head_dim columns.
 template <int... kDims, class Function>

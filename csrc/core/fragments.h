@@ -151,7 +151,7 @@ __device__ __forceinline__ void load_b_nk_pair(FragmentB<Math>& b0, FragmentB<Ma
 // The same operand, 8 columns at a time: kFragments B fragments of consecutive k16 blocks, columns n..n+7 with n the row that
 // base was made for (with lane_offset_b_nk_octet), summed indices from k on.
 template <class Math, int kCols>
-inline constexpr int kOctetFragments = kIs16Bit<Math> && kCols % 32 == 0 ? 2 : 1;
+inline constexpr int kOctetFragments = kIs16Bit<Math> ? 2 : 1;
 template <class Math, int kCols>
 __device__ __forceinline__ uint32_t lane_offset_b_nk_octet() {
   using Layout = TileLayout<typename Math::Element, kCols>;
@@ -165,12 +165,11 @@ __device__ __forceinline__ void load_b_nk_octet_at(FragmentB<Math> (&b)[kOctetFr
   if constexpr (!kIs16Bit<Math>) {
     ptx::ldmatrix_x4(b[0], address);
     round_to_mode<Math>(b[0]);
-  } else if constexpr (kOctetFragments<Math, kCols> == 2) {
+  } else {
+    static_assert(kCols % 32 == 0, "two fragments at a time");
     uint32_t r[4];
     ptx::ldmatrix_x4(r, address);
     b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
-  } else {
-    ptx::ldmatrix_x2(b[0], address);
   }
 }
 

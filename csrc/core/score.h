@@ -1,11 +1,12 @@
-// Score policies: what the quadratic main loops make of a dot product. And which keys a query sees.
+// Score policies: what the quadratic main loops make of a dot product.
 //
 // Forward: weight(x), the weight of a key; where kFollowsRowMax is true, weight(x, reference), relative to 2^reference, and the
 // main loop keeps a reference for each row. row_result is what the backward gets to know of a row.
 // Backward: row() packs what all pairs of a query share into a float4 (prepared once by row_score_kernel); then, for a pair with
 // x = q.k and dp = grad_o.v, p = weight(row, x) is its normalised weight and ds = slope(row, x) * centred(row, dp) the derivative
 // by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
-// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are zeros too.
+// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. A row of zeros, as behind the
+// last query, has ds = 0 where q, grad_o and v are zeros too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -82,50 +83,5 @@ struct SoftmaxScore {
     return {weight, weight * fmaf(row.z, dp, -row.w)};
   }
 };
-
-// Key j is visible to query i iff j <= last_visible_key(i) and the padding mask keeps it.
-__host__ __device__ __forceinline__ int last_visible_key(const Problem& p, int query) {
-  const int last = p.m - 1;
-  if (!p.causal) return last;
-  const int diagonal = query + p.causal_offset;
-  return diagonal < last ? diagonal : last;
-}
-
-// The first query that sees key j (0 when not causal).
-__host__ __device__ __forceinline__ int first_query(const Problem& p, int key) {
-  if (!p.causal) return 0;
-  const int diagonal = key - p.causal_offset;
-  return diagonal > 0 ? diagonal : 0;
-}
-
-// Whether the padding mask, if there is one, keeps key j (clamped to the last key) of a batch entry.
-__device__ __forceinline__ bool keeps_key(const uint8_t* key_padding_mask, int64_t batch_stride, int batch, int key, int m) {
-  return key_padding_mask == nullptr || key_padding_mask[batch * batch_stride + min(key, m - 1)] != 0;
-}
-
-// Whether a query of this block sees a key, which may lie behind the last one. Params: FwdParams or BwdParams.
-template <class Params>
-__device__ __forceinline__ bool sees_key(const Params& p, int query, int key, int blocks_per_head) {
-  const bool visible = key <= last_visible_key(p, query);
-  return visible && keeps_key(p.key_padding_mask, p.mask_batch_stride, blockIdx.x / blocks_per_head / p.h, key, p.m);
-}
-
-template <class Element>
-__device__ __forceinline__ const Element* head_of(const void* tensor, const Stride& stride, int batch, int head) {
-  return static_cast<const Element*>(tensor) + batch * stride.batch + head * stride.head;
-}
-template <class Element>
-__device__ __forceinline__ Element* head_of(void* tensor, const Stride& stride, int batch, int head) {
-  return static_cast<Element*>(tensor) + batch * stride.batch + head * stride.head;
-}
-
-// Where a (batch, query head) index points.
-struct HeadIndex {
-  int batch, head, kv_head;
-};
-__device__ __forceinline__ HeadIndex head_index(const Problem& p, int index) {
-  const int head = index % p.h;
-  return {index / p.h, head, head / (p.h / p.hk)};
-}
 
 }  // namespace fastmax

@@ -1,7 +1,7 @@
 // Recurrent decoding, bound by memory: the state streams through registers once.
 //
 // A block owns a slice of columns of the state of one (batch, key/value head) and walks all its rows, so every sum stays within
-// the block: no partial sums in memory, no second kernel, one order of summation. Each warp owns a range of rows. A lane computes
+// the block: no partial sums in memory, no reduction, one order of summation. Each warp owns a range of rows. A lane computes
 // the features of one row in 32 and hands them to the lanes that hold that row's values by shuffles.
 
 #include "decode/decode.h"

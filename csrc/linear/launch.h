@@ -1,8 +1,11 @@
 // What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them, coefficients.
 #pragma once
 
+#include <initializer_list>
+
 #include "core/dispatch.h"
 #include "linear/linear.h"
+#include "linear/order1/linear1.h"
 
 namespace fastmax {
 
@@ -29,24 +32,6 @@ inline View view(const void* data, const Stride& s) { return {data, s.batch, s.h
 
 inline View contiguous(const void* data, int heads, int tokens, int columns) {
   return {data, int64_t{heads} * tokens * columns, int64_t{tokens} * columns, columns};
-}
-
-// The same rows, last first. bytes: of an element.
-inline View reversed(View v, int tokens, int bytes) {
-  v.data = static_cast<const char*>(v.data) + (tokens - 1) * v.token * bytes;
-  v.token = -v.token;
-  return v;
-}
-
-inline RowMask reversed(RowMask m, int tokens) {
-  if (m.data != nullptr) m.data += tokens - 1;
-  m.token = -m.token;
-  return m;
-}
-inline RowScale reversed(RowScale s, int tokens) {
-  s.data += tokens - 1;
-  s.token = -s.token;
-  return s;
 }
 
 struct Inputs {
@@ -79,18 +64,66 @@ struct WidenedInputs {
 
 inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
 
+inline int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
+inline int output_bytes(const Problem& p) { return runs_as_tf32(p) ? 2 : element_bytes(p); }
+
+// The portable kernels find row r of a walk at data + r * token: a walk back in time starts at the last token with a negative step.
+// Others may want coordinates instead, so this is done here and not where passes get their arguments.
+struct BackwardSteps {
+  int bytes, out_bytes;  // of an element
+
+  static void turn(View& v, int rows, int bytes) {
+    if (v.data != nullptr) v.data = static_cast<const char*>(v.data) + (rows - 1) * v.token * bytes;
+    v.token = -v.token;
+  }
+  template <class PerRow>
+  static void turn(PerRow& x, int rows) {
+    if (x.data != nullptr) x.data += static_cast<int64_t>(rows - 1) * x.token;
+    x.token = -x.token;
+  }
+  void inputs(int rows, std::initializer_list<View*> views) const {
+    for (View* v : views) turn(*v, rows, bytes);
+  }
+  void outputs(int rows, std::initializer_list<View*> views) const {
+    for (View* v : views) turn(*v, rows, out_bytes);
+  }
+
+  void apply(StateArgs& a) const {
+    inputs(a.ny, {&a.y, &a.w});
+    turn(a.mask, a.ny), turn(a.y_scale, a.ny);
+  }
+  void apply(ReadArgs& a) const {
+    inputs(a.nx, {&a.x}), inputs(a.ny, {&a.y, &a.w}), outputs(a.nx, {&a.out, &a.noise});
+    turn(a.x_mask, a.nx), turn(a.y_mask, a.ny);
+  }
+  void apply(GradArgs& a) const {
+    inputs(a.nx, {&a.x, &a.x2}), inputs(a.ny, {&a.y, &a.y2}), outputs(a.nx, {&a.out});
+    turn(a.x_mask, a.nx), turn(a.y_mask, a.ny), turn(a.x_scale, a.nx), turn(a.y_scale, a.ny);
+  }
+  void apply(Linear1SumArgs& a) const {
+    inputs(a.ny, {&a.y, &a.w});
+    turn(a.y_mask, a.ny), turn(a.y_scale, a.ny);
+  }
+  void apply(Linear1WalkArgs& a) const {
+    inputs(a.nx, {&a.x}), inputs(a.ny, {&a.y, &a.w}), outputs(a.nx, {&a.out, &a.noise});
+    turn(a.y_mask, a.ny), turn(a.x_scale, a.nx);
+  }
+  void apply(Linear1PairWalkArgs& a) const {
+    inputs(a.nx, {&a.x, &a.x2}), inputs(a.ny, {&a.y, &a.w}), outputs(a.nx, {&a.grad_w, &a.grad_y});
+    turn(a.x_mask, a.nx), turn(a.y_scale, a.ny);
+  }
+};
+
 // The portable kernels of a pass, in the mode that they run in.
 template <class Args>
-void run_pass(const Problem& p, const Args& a, cudaStream_t stream) {
+void run_pass(const Problem& p, Args a, cudaStream_t stream) {
+  if (a.time == Time::kBackward) BackwardSteps{element_bytes(p), output_bytes(p)}.apply(a);
   switch (kernel_math(p)) {
     case MathMode::kBF16: return linear_pass<Bf16>(a, p.head_dim, stream);
     case MathMode::kFP32: return linear_pass<Fp32>(a, p.head_dim, stream);
     default: return linear_pass<Tf32>(a, p.head_dim, stream);
   }
 }
-
-inline int element_bytes(const Problem& p) { return p.math == MathMode::kBF16 ? 2 : 4; }  // of the kernels' inputs
-inline int output_bytes(const Problem& p) { return runs_as_tf32(p) ? 2 : element_bytes(p); }
 
 // Coefficients of f and of scale f' as polynomials of the unscaled dot product.
 struct Coefficients {

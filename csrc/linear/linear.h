@@ -5,9 +5,7 @@
 //   grad_q    x = q (with g), y = k (with v)      grad = sum scale f'(x.y) (g.v + e) y
 //   grad_v    x = k, y = q, values w = g          as the forward, on reversed rows
 //   grad_k    x = k (with v), y = q (with g)      as grad_q, on reversed rows
-// Reversing both sequences (negative token strides) turns "all later queries" into "all earlier rows", so there is one
-// direction of walking only. y rows are numbered from y_begin = -pad, so that chunk boundaries fall on multiples of kBoundary:
-// x row r sees the y rows with virtual index <= r + boundary, virtual index = row + pad. Not causal: boundary is past the end.
+// Reversed rows: a walk back in time (core/sequence.h, which also says what a boundary and virtual rows are).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,16 +14,12 @@
 #include <cstdint>
 
 #include "core/params.h"
+#include "core/sequence.h"
 #include "linear/algorithm.h"
 
 namespace fastmax {
 
-// y rows per step of a state walk at most; chunk boundaries are multiples of it.
-inline constexpr int kBoundary = 128;
-
-inline int round_up(int x, int multiple) { return (x + multiple - 1) / multiple * multiple; }
-
-// A (batch, head, token, column) tensor in elements; the token stride may be negative.
+// A (batch, head, token, column) tensor in elements.
 struct View {
   const void* data;
   int64_t batch, head, token;
@@ -35,37 +29,29 @@ struct View {
 struct RowMask {
   const uint8_t* data;  // null: every row takes part
   int64_t batch;
-  int token;  // 1 or -1
+  int token;
 };
 struct RowScale {
   const float* data;  // null: all ones
   int64_t head;       // of (batch, head) flattened
-  int token;          // 1 or -1
+  int token;
 };
 
-struct LinearProblem {
+struct LinearProblem : ChunkedSequence {
   int batch;
   int state_heads;  // states per batch entry: key/value heads
   int x_group;      // x heads per state
   int y_group;      // y heads summed into one state
-  int nx, ny;       // rows
   int d, dv;        // columns in memory of x/y and of the values
-  int pad;          // virtual index of y row 0
-  int boundary;     // virtual index of the first y row that belongs to chunk 0
-  int chunk;        // x rows per snapshot
-  int chunks;
   int part;         // order 1: y rows that are summed on their own; chunk where there are several chunks
-  bool causal;
   int order;
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
-  // Virtual index of the first y row that no snapshot holds.
-  __host__ __device__ int end() const { return boundary + (chunks - 1) * chunk; }
-  __host__ __device__ bool has_state(int c) const { return boundary + static_cast<int64_t>(c) * chunk > 0; }
   // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
+  __host__ __device__ int part_begin(int i) const { return boundary + (i - lead_parts()) * part; }
 };
 
 // Weights that the snapshots carry: pairs (twice that off the diagonal), first order, second moment of y.

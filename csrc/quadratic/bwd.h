@@ -12,8 +12,8 @@
 
 #include "core/dispatch.h"
 #include "core/launch.h"
-#include "quadratic/bwd_fused.h"
 #include "quadratic/bwd_pair.h"
+#include "quadratic/bwd_single.h"
 #include "quadratic/quadratic_sm80.h"
 
 namespace fastmax {

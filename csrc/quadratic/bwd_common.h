@@ -2,21 +2,13 @@
 // a finished sum.
 #pragma once
 
+#include "core/fragments.h"
+#include "core/heads.h"
 #include "core/ptx.h"
 #include "core/score.h"
-#include "core/fragments.h"
+#include "quadratic/tile_config.h"
 
 namespace fastmax {
-
-inline constexpr int kRowScoreThreads = 256;
-
-// Threads per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
-template <class Element, int kHeadDim>
-__host__ __device__ constexpr int row_score_lanes() {
-  int lanes = 2;
-  while (lanes < kWarpSize && lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
-  return lanes;
-}
 
 // What all pairs of a query share (Score::row), and grad_o with the noise in it.
 template <class Score, class Element, int kHeadDim>
@@ -70,7 +62,7 @@ __device__ __forceinline__ KvPosition kv_position(const BwdParams& p, unsigned b
 
 // Loads tiles of a stage. A block of keys streams q, grad_o and row scores, a block of queries k and v.
 template <class Tile, class Element, int kHeadDim>
-using StageLoader = TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads>;
+using StreamLoader = TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads>;
 
 // The queries of one head, as a block of keys streams them.
 template <class Element>

@@ -8,11 +8,13 @@
 
 #include <type_traits>
 
-#include "core/ptx.h"
-#include "quadratic/bwd_common.h"
-#include "core/score.h"
-#include "quadratic/tile_config.h"
 #include "core/fragments.h"
+#include "core/heads.h"
+#include "core/ptx.h"
+#include "core/score.h"
+#include "core/visibility.h"
+#include "quadratic/bwd_common.h"
+#include "quadratic/tile_config.h"
 
 namespace fastmax {
 
@@ -73,31 +75,35 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + (sums_v ? Tile::kTileBytes : 0) +
                                                       lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * Tile::kExchangeBytes;
-  const int warp_first_query = first_query(p, warp_row);                          // queries before see no key of this pair
-  const int warp_unmasked_query = first_query(p, warp_row + kRowTiles * 16 - 1);  // queries from here on see all of them
-  const int tiles = (p.n + Tile::kStream - 1) / Tile::kStream;
+  const DenseVisibility sees(p);
 
-  for (int head_in_group = 0; head_in_group < p.h / p.hk; ++head_in_group) {
+  // A block whose keys are all dropped has nothing to sum.
+  const KeptKeys<BwdParams> kept_keys(p, row_blocks * Tile::kColumnParts * p.hk);
+  const bool keeps_some = kept_keys.template tile<Tile::kRows>(in.block_row) != Kept::kNone;
+  for (int head_in_group = keeps_some ? 0 : p.h / p.hk; head_in_group < p.h / p.hk; ++head_in_group) {
     // fp32: computed again for each head, so that the inner loop need not keep it in registers.
     const KvPosition at =
         Tile::k16 ? in : kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x) / Tile::kColumnParts, row_blocks);
     const QueryStream<Element> stream(p, row_scores, grad_o_base, grad_o_stride, at.batch, at.kv_head, head_in_group);
     const auto load_stage = [&](int tile) {
       // Made again for each stage: kept, it would take the registers of the inner loop.
-      stream.template load<Tile>(StageLoader<Tile, Element, kHeadDim>(ptx::keep_in_register(threadIdx.x)), ring, tile, p);
+      stream.template load<Tile>(StreamLoader<Tile, Element, kHeadDim>(ptx::keep_in_register(threadIdx.x)), ring, tile, p);
     };
 
-    int tile = first_query(p, at.block_row) / Tile::kStream;
+    const Range tiles = query_tiles<Tile::kStream>(sees, at.block_row, at.block_row + Tile::kRows - 1).seen;
     __syncthreads();  // all are done with the stages of the head before
-    load_stage(tile);
-    for (; tile < tiles; ++tile) {
+    load_stage(tiles.begin);
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // the stage is complete for all threads, and all are done with the other one and with the slots
-      if (tile + 1 < tiles) load_stage(tile + 1);
+      if (tile + 1 < tiles.end) load_stage(tile + 1);
 
       const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
       const uint32_t scores = ring + stage + 2 * Tile::kTileBytes + t * 32;
       const int begin = tile * Tile::kStream;
+      // What these rows see is computed again for each tile where registers for its bounds would spill.
+      const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
+      const int last_row = first_row + kRowTiles * 16 - 1;
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
       const auto add_slab = [&](int slab, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
@@ -169,7 +175,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
                 const int query = begin + slab + half * 8 + t * 2 + e % 2;
-                if (query < first_query(p, warp_row + i * 16 + e / 2 * 8 + g)) x[i][half][e] = 0.f;
+                if (!sees.key_is_seen(first_row + i * 16 + e / 2 * 8 + g, query)) x[i][half][e] = 0.f;
               }
             }
           }
@@ -179,13 +185,13 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
         for (int i = 0; i < kRowTiles; ++i) weights_a_from_accumulator<Math>(weights[i], x[i][0], x[i][1]);
         accumulate_slab<Math, kHeadDim>(grad, weights, tokens + lane_b_trans);
       };
-      if (begin >= warp_unmasked_query) {
+      if (query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
 #pragma unroll(Tile::kUnroll)
         for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
       } else {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
-          if (begin + slab + 15 >= warp_first_query) {
+          if (begin + slab + 15 >= sees.queries_of(first_row).begin) {
             add_slab(slab, std::true_type{});
           } else {
             wait_for_pair(pair);  // every warp comes to as many barriers: compute-sanitizer's racecheck counts them
@@ -225,11 +231,15 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
-  const int key_end = last_visible_key(p, min(block_row + Tile::kRows, p.n) - 1) + 1;
-  const int tiles = (key_end + Tile::kStream - 1) / Tile::kStream;
-  const StageLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
-  const auto load_stage = [&](int tile) { load_key_stage<Tile>(loader, ring, tile, p, k, v); };
-  load_stage(0);
+  const DenseVisibility sees(p);
+  const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
+  const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
+  const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
+  const auto load_stage = [&](int tile) {
+    // Made again for each stage: kept, it would take the registers of the products.
+    load_key_stage<Tile>(StreamLoader<Tile, Element, kHeadDim>(ptx::keep_in_register(threadIdx.x)), ring, tile, p, k, v);
+  };
+  load_stage(tiles.begin);
 
   const Score score(p);
   FragmentA<Math> rows[kRowTiles][kHeadDim / 16];
@@ -258,20 +268,23 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
   const int first_col = role * Tile::kOutputCols;
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * 2 * Tile::kExchangeBytes;
-  const int unmasked_end = p.key_padding_mask == nullptr ? last_visible_key(p, warp_row) + 1 : 0;
-  const int warp_last_key = last_visible_key(p, warp_row + kRowTiles * 16 - 1);
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the stage is complete for all threads, and all are done with the other one and with the slots
-    if (tile + 1 < tiles) load_stage(tile + 1);
+    if (tile + 1 < tiles.end) load_stage(tile + 1);
 
     const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
     const int begin = tile * Tile::kStream;
+    const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
+    if (kept == Kept::kNone) continue;
+    const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
+    const int last_row = first_row + kRowTiles * 16 - 1;
     // One slab of 16 keys; masked: some may be invisible.
     const auto add_slab = [&](int slab, auto masked) {
       constexpr bool kMasked = decltype(masked)::value;
       const uint32_t tokens = stage + slab * Tile::kRowBytes;
+      const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
       float x[kRowTiles][2][4];
       multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
 #pragma unroll
@@ -283,9 +296,9 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
             float factor = line[i][e / 2].at(x[i][half][e]);
             if (role == 0) factor = Score::slope(factor);
             if constexpr (kMasked) {
-              const int key = begin + slab + half * 8 + t * 2 + e % 2;
-              const bool visible = sees_key(p, warp_row + i * 16 + e / 2 * 8 + g, key, row_blocks);
-              factor = visible ? factor : 0.f;
+              const int column = half * 8 + t * 2 + e % 2;
+              const bool visible = sees.query_sees(first_row + i * 16 + e / 2 * 8 + g, begin + slab + column);
+              factor = visible && (kept_bits >> column & 1u) ? factor : 0.f;
             }
             x[i][half][e] = factor;
           }
@@ -312,13 +325,13 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
       }
       accumulate_slab<Math, kHeadDim>(grad_q, derivatives, tokens + lane_b_trans);
     };
-    if (begin + Tile::kStream <= unmasked_end) {
+    if (kept == Kept::kAll && key_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
 #pragma unroll(Tile::kUnroll)
       for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
     } else {
 #pragma unroll 1
       for (int slab = 0; slab < Tile::kStream; slab += 16) {
-        if (begin + slab <= warp_last_key) {
+        if (begin + slab < sees.keys_of(last_row).end) {
           add_slab(slab, std::true_type{});
         } else {
           wait_for_pair(pair);

@@ -7,10 +7,12 @@
 
 #include "core/dispatch.h"
 #include "core/launch.h"
+#include "core/fragments.h"
+#include "core/heads.h"
 #include "core/score.h"
+#include "core/visibility.h"
 #include "quadratic/quadratic_sm80.h"
 #include "quadratic/tile_config.h"
-#include "core/fragments.h"
 
 namespace fastmax {
 
@@ -57,14 +59,18 @@ struct QuadraticFwd {
     }
   }
 
-  // Adds the 16 keys from key on, which are at k_slab and v_slab.
+  // Adds the 16 keys from key on, which are at k_slab and v_slab. kept: a bit for each of them.
   template <bool kMasked>
-  __device__ __forceinline__ void add_slab(const FwdParams& p, const Score& score, uint32_t k_slab, uint32_t v_slab, int key,
-                                           int warp_row, int blocks_per_head) {
+  __device__ __forceinline__ void add_slab(const DenseVisibility& sees, const Score& score, uint32_t k_slab, uint32_t v_slab, int key,
+                                           int warp_row, uint32_t kept) {
     float s[kRowTiles][2][4];
     multiply_slab<Math, kHeadDim, kRowTiles>(s, q, k_slab);
 
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+    const auto visible = [&](int i, int half, int e) {
+      const int column = half * 8 + t * 2 + e % 2;
+      return sees.query_sees(warp_row + i * 16 + e / 2 * 8 + g, key + column) && (kept >> column & 1u);
+    };
     if constexpr (Score::kFollowsRowMax) {
       if constexpr (kMasked) {  // hidden keys must not raise a reference
 #pragma unroll
@@ -72,11 +78,7 @@ struct QuadraticFwd {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              const int column = key + half * 8 + t * 2 + e % 2;
-              const bool visible = sees_key(p, warp_row + i * 16 + e / 2 * 8 + g, column, blocks_per_head);
-              s[i][half][e] = visible ? s[i][half][e] : -INFINITY;
-            }
+            for (int e = 0; e < 4; ++e) s[i][half][e] = visible(i, half, e) ? s[i][half][e] : -INFINITY;
           }
         }
       }
@@ -95,11 +97,7 @@ struct QuadraticFwd {
             weight = score.weight(s[i][half][e], reference[i][e / 2]);
           } else {
             weight = score.weight(s[i][half][e]);
-            if constexpr (kMasked) {
-              const int column = key + half * 8 + t * 2 + e % 2;
-              const bool visible = sees_key(p, warp_row + i * 16 + e / 2 * 8 + g, column, blocks_per_head);
-              if (!visible) weight = 0.f;
-            }
+            if (kMasked && !visible(i, half, e)) weight = 0.f;
           }
           s[i][half][e] = weight;
           z[i][e / 2] += weight;
@@ -112,13 +110,14 @@ struct QuadraticFwd {
 
   // Adds one stage of keys, those from key_begin on. k_base and v_base: the stage's tiles plus this lane's offsets.
   template <bool kMasked>
-  __device__ __forceinline__ void add_tile(const FwdParams& p, const Score& score, uint32_t k_base, uint32_t v_base, int key_begin,
-                                           int warp_row, int blocks_per_head) {
-    const int slabs = kMasked ? min(kSlabs, (last_visible_key(p, warp_row + kRowTiles * 16 - 1) - key_begin) / 16 + 1) : kSlabs;
+  __device__ __forceinline__ void add_tile(const DenseVisibility& sees, const Score& score, uint32_t k_base, uint32_t v_base,
+                                           int key_begin, int warp_row, const KeptKeys<FwdParams>& kept_keys) {
+    const int key_end = sees.keys_of(warp_row + kRowTiles * 16 - 1).end;
+    const int slabs = kMasked ? min(kSlabs, (key_end - key_begin + 15) / 16) : kSlabs;
 #pragma unroll(kMasked ? 1 : Tile::kUnroll)
     for (int slab = 0; slab < slabs; ++slab) {
-      add_slab<kMasked>(p, score, k_base + slab * kSlabBytes, v_base + slab * kSlabBytes / Tile::kColumnParts, key_begin + slab * 16,
-                        warp_row, blocks_per_head);
+      add_slab<kMasked>(sees, score, k_base + slab * kSlabBytes, v_base + slab * kSlabBytes / Tile::kColumnParts, key_begin + slab * 16,
+                        warp_row, kMasked ? kept_keys.slab(key_begin + slab * 16) : 0u);
     }
   }
 };
@@ -146,8 +145,10 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
 
-  const int key_end = last_visible_key(p, min(block_row + Tile::kRows, p.n) - 1) + 1;
-  const int tiles = (key_end + Tile::kStream - 1) / Tile::kStream;
+  const DenseVisibility sees(p);
+  const KeptKeys<FwdParams> kept_keys(p, blocks_per_head * p.h);
+  const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
+  const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
   const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> load_k(threadIdx.x);
   const TileLoader<Element, Tile::kStream, Tile::kOutputCols, Tile::kThreads> load_v(threadIdx.x);
   const auto load_stage = [&](int tile) {
@@ -157,7 +158,7 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
     load_v.load(stage + Tile::kTileBytes, v + first_col, p.v_stride.token, begin, p.m, p.dv - first_col);
     ptx::cp_async_commit();
   };
-  load_stage(0);
+  load_stage(tiles.begin);
 
   QuadraticFwd<Score, Math, kHeadDim> state;
   if constexpr (Score::kFollowsRowMax) {
@@ -175,18 +176,21 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   const Score score(p);
   const uint32_t k_lane = ptx::keep_in_register(lane_offset_b_nk<Math, kHeadDim>());
   const uint32_t v_lane = ptx::keep_in_register(lane_offset_b_kn<Math, Tile::kOutputCols>()) + Tile::kTileBytes;
-  const int unmasked_end = p.key_padding_mask == nullptr ? last_visible_key(p, warp_row) + 1 : 0;
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the stage is complete for all threads, and all are done with the other one
-    if (tile + 1 < tiles) load_stage(tile + 1);
+    if (tile + 1 < tiles.end) load_stage(tile + 1);
 
     const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
     const int key_begin = tile * Tile::kStream;
-    if (key_begin + Tile::kStream <= unmasked_end) {
-      state.template add_tile<false>(p, score, stage + k_lane, stage + v_lane, key_begin, warp_row, blocks_per_head);
+    const Kept kept = kept_keys.tile<Tile::kStream>(key_begin);
+    if (kept == Kept::kNone) continue;
+    const int row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
+    const Range whole = key_tiles<Tile::kStream>(sees, row, row + kRowTiles * 16 - 1).whole;
+    if (kept == Kept::kAll && whole.contains(tile)) {
+      state.template add_tile<false>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys);
     } else {
-      state.template add_tile<true>(p, score, stage + k_lane, stage + v_lane, key_begin, warp_row, blocks_per_head);
+      state.template add_tile<true>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys);
     }
   }
 

@@ -9,7 +9,7 @@
 
 namespace fastmax {
 
-using QuadraticHeadDims = HeadDims<16, 32, 64, 96, 128, 256>;
+using QuadraticHeadDims = HeadDims<32, 64, 96, 128, 256>;
 
 template <class Math>
 void quadratic_fwd(const FwdParams& p, cudaStream_t stream);

@@ -45,6 +45,17 @@ struct QuadraticFwdTile {
   static_assert(kSharedBytes <= kMaxSharedBytes, "key/value stages do not fit in shared memory");
 };
 
+// Row scores: threads per block.
+inline constexpr int kRowScoreThreads = 256;
+
+// And per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
+template <class Element, int kHeadDim>
+__host__ __device__ constexpr int row_score_lanes() {
+  int lanes = 2;
+  while (lanes < kWarpSize && lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
+  return lanes;
+}
+
 // Both backward kernels. kOperandsInRegisters: the two resident operands (k and v, or q and grad_o) are kept as fragments;
 // otherwise they stay in shared memory and are read again for every slab (fp32, where they would not fit beside the sums).
 // kHalvesTogether: the products of a slab's two halves are started together (2: more independent products in flight) or one
@@ -73,6 +84,7 @@ template <class Math, int kHeadDim>
 struct QuadraticBwdKvTile : QuadraticBwdTile<Math, kHeadDim> {
   using Base = QuadraticBwdTile<Math, kHeadDim>;
   static constexpr int kMinBlocks = kHeadDim <= 64 || Base::k16 ? 2 : 1;
+  static constexpr bool kKeepsBounds = !Base::k16;  // as QuadraticBwdKvPairTile
   // head_dim 64: together spills, 3.45 ms, apart 3.27.
   static constexpr int kHalvesTogether = kHeadDim == 64 || Math::kMode != MathMode::kBF16 ? 1 : 2;
   static constexpr int kUnroll = Math::kMode == MathMode::kBF16 && kHeadDim <= 32 ? 2 : 1;  // slabs: 3.42 ms, 1: 3.52
@@ -129,6 +141,8 @@ struct QuadraticBwdKvPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
   // fill the registers.
   static constexpr int kColumnParts = !Base::k16 && kHeadDim > 128 ? 2 : 1;
   static constexpr int kOutputCols = kHeadDim / kColumnParts;
+  // Spilled bytes, computed again / kept: bf16 128: 8 / 16, fp16 256: 228 / 144.
+  static constexpr bool kKeepsBounds = !Base::k16 || (kHeadDim > 128 && Math::kMode == MathMode::kFP16);
   static constexpr int kUnroll = 2;  // slabs; with softmax at head_dim 128 forward + backward 7.29 ms, 1: 7.37; 4 spills more
   static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_kn");
   static constexpr int kStageBytes = 2 * Base::kTileBytes + Base::kStream * 16;
@@ -141,6 +155,7 @@ struct QuadraticBwdKvPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
 template <class Math, int kHeadDim>
 struct QuadraticBwdQPairTile : QuadraticBwdPairTile<Math, kHeadDim> {
   using Base = QuadraticBwdPairTile<Math, kHeadDim>;
+  static constexpr int kMinBlocks = kHeadDim == 128 && !Base::k16 ? 3 : Base::kMinBlocks;  // 3 fit in 168 registers without spills
   static constexpr int kOutputCols = kHeadDim / 2;  // of a warp
   static_assert((kOutputCols & (kOutputCols - 1)) == 0, "see lane_offset_b_kn");
   static constexpr int kStageBytes = 2 * Base::kTileBytes;

@@ -92,6 +92,13 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, call: Call, batch: slice = slice(
     return Operands(*(_five(x, k.shape[1])[batch, heads] for x in (q, k, v)), call, _tiles(call))
 
 
+def _widened(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """Tensors in the dtype of their blocks, so that autograd adds up the blocks' gradients in it, and rounds them once."""
+    dtype, rpe = compute_dtype(q.dtype), call.rpe_matrix
+    call = call._replace(rpe_matrix=None if rpe is None else rpe.to(dtype))
+    return q.to(dtype), k.to(dtype), v.to(dtype), call
+
+
 class _Parts:
     """A sink that keeps the outputs and joins them at the end, as autograd wants it."""
 
@@ -157,7 +164,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -
         return (o + zero, z + zero) if differentiable else (o, z)
     module, plan = _plan(q, k, v, call, whole=differentiable)
     if differentiable:
-        ops = _operands(q, k, v, call)
+        ops = _operands(*_widened(q, k, v, call))
         parts = _Parts(ops, kind.finish)
         module.forward(ops, plan, parts, None)
         return parts.join(q)

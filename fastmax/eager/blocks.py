@@ -199,15 +199,17 @@ class Scan:
         # torch.func transforms refuse the saved-tensor hooks that checkpointing is made of.
         self.checkpointing = checkpointing and not in_functorch()
 
-    def call(self, function: Callable, *args):
+    def call(self, function: Callable, todo: Span | list[Span], state: tuple):
         if not self.checkpointing:
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+            return function(todo, state)
+        # Tensor by tensor: what hides in a tuple would outlive the checkpoint around this one.
+        make = getattr(state, "_make", tuple)
+        return checkpoint(lambda *state: function(todo, make(state)), *state, use_reentrant=False, preserve_rng_state=False)
 
     def __call__(self, step: Callable, state: tuple, todo: list[Span], sink: Callable[[Span, object], None]) -> tuple:
         block = isqrt(len(todo)) + 1 if self.checkpointing else 1
 
-        def run(state: tuple, part: list[Span]):
+        def run(part: list[Span], state: tuple):
             outputs = []
             for span in part:
                 output, state = self.call(step, span, state) if len(part) > 1 else step(span, state)
@@ -216,7 +218,7 @@ class Scan:
 
         for first in range(0, len(todo), block):
             part = todo[first : first + block]
-            outputs, state = self.call(run, state, part) if len(todo) > 1 else run(state, part)
+            outputs, state = self.call(run, part, state) if len(todo) > 1 else run(part, state)
             for span, output in zip(part, outputs, strict=True):
                 sink(span, output)
         return state

@@ -19,15 +19,14 @@ constexpr int kMinSegment = 256;
 static_assert(kMinSegment % (2 * kBoundary) == 0, "halves of a segment end at a boundary");
 
 // x rows looking at y rows; x_heads and y_heads are per batch entry.
-Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, int ny, int boundary_offset, int y_columns,
-                            int w_columns) {
+Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, int ny, int boundary_offset, Time time,
+                            int y_columns, int w_columns) {
   Linear1Problem r{};
+  static_cast<Sequence&>(r) = Sequence::dense(nx, ny, p.causal, boundary_offset, time);
   r.batch = p.b;
   r.state_heads = p.hk;
   r.x_group = x_heads / p.hk, r.y_group = y_heads / p.hk;
-  r.nx = nx, r.ny = ny;
   r.y_columns = y_columns, r.w_columns = w_columns;
-  r.causal = p.causal;
   r.sm_arch = p.sm_arch;
 
   // Rows of a piece when `rows` of them, for every head of `heads`, are cut so that the pieces fill the device once.
@@ -38,12 +37,9 @@ Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, 
   };
   const int64_t walks = int64_t{r.states()} * r.x_group;
   if (p.causal) {
-    r.pad = round_up(boundary_offset, kBoundary) - boundary_offset;
-    r.boundary = boundary_offset + r.pad;
     r.segment = piece(r.boundary + nx, walks);
     r.part = r.segment;
   } else {
-    r.boundary = round_up(ny, kBoundary);
     r.segment = piece(nx, walks);
     r.part = piece(ny, r.states());
   }
@@ -67,7 +63,7 @@ struct FwdPlan {
   size_t bytes;
 
   FwdPlan(const FwdParams& p, Workspace w)
-      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.d, p.dv)), inputs(p, w) {
+      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.d, p.dv)), inputs(p, w) {
     prefixes = w.take<float>(state_floats(p, problem));
     bytes = w.used();
   }
@@ -75,14 +71,14 @@ struct FwdPlan {
 
 struct BwdPlan {
   Linear1Problem q_problem;   // grad_q: queries looking at keys
-  Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, both reversed
+  Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, back in time
   PreparedInputs inputs;
   float* prefixes;  // of one problem, then of the other
   size_t bytes;
 
   BwdPlan(const BwdParams& p, Workspace w)
-      : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, p.dv, p.d)),
-        kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0, p.d, p.dv)),
+      : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.dv, p.d)),
+        kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0, Time::kBackward, p.d, p.dv)),
         inputs(p, w) {
     prefixes = w.take<float>(std::max(state_floats(p, q_problem), state_floats(p, kv_problem)));
     bytes = w.used();
@@ -126,7 +122,6 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   const BwdPlan plan(p, Workspace(p.workspace));
   const BwdInputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
-  const int bytes = element_bytes(p), out_bytes = output_bytes(p);
 
   // grad_q: prefixes of v^T k.
   Linear1WalkArgs grad_q{plan.q_problem};
@@ -138,22 +133,22 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   grad_q.half_out = runs_as_tf32(p);
   run_walk(p, grad_q, plan.prefixes, stream);
 
-  // grad_k and grad_v: suffixes of q^T g, as prefixes of the reversed sequences.
+  // grad_k and grad_v: suffixes of q^T g, as prefixes of a walk back in time.
   Linear1SumArgs suffix{plan.kv_problem};
-  suffix.y = reversed(in.q, p.n, bytes), suffix.w = reversed(in.g, p.n, bytes);
-  suffix.y_scale = reversed(in.e, p.n);
+  suffix.y = in.q, suffix.w = in.g;
+  suffix.y_scale = in.e;
   suffix.prefixes = plan.prefixes;
   run_pass(p, suffix, stream);
 
   Linear1PairWalkArgs grad_kv{plan.kv_problem};
-  grad_kv.x = reversed(in.k, p.m, bytes), grad_kv.x2 = reversed(in.v, p.m, bytes);
+  grad_kv.x = in.k, grad_kv.x2 = in.v;
   grad_kv.y = suffix.y, grad_kv.w = suffix.w;
-  grad_kv.x_mask = reversed(in.key_mask, p.m);
+  grad_kv.x_mask = in.key_mask;
   grad_kv.y_scale = suffix.y_scale;
   grad_kv.prefixes = plan.prefixes;
   grad_kv.c0 = f.c0, grad_kv.c1 = f.c1;
-  grad_kv.grad_w = reversed(view(p.grad_v, p.grad_v_stride), p.m, out_bytes);
-  grad_kv.grad_y = reversed(view(p.grad_k, p.grad_k_stride), p.m, out_bytes);
+  grad_kv.grad_w = view(p.grad_v, p.grad_v_stride);
+  grad_kv.grad_y = view(p.grad_k, p.grad_k_stride);
   grad_kv.half_out = runs_as_tf32(p);
   run_pass(p, grad_kv, stream);
 }

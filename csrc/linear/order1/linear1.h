@@ -1,5 +1,5 @@
 // The linear algorithm of order 1, f(s) = c0 + c1 x.y: passes over x rows that look at the y rows before them, with the notation of
-// linear/linear.h (x, y, values w; reversed rows; boundary and pad).
+// linear/linear.h (x, y, values w) and of core/sequence.h.
 //
 //   forward    x = q, y = k, w = v        o      = sum f(x.y) w / z
 //   grad_q     x = g, y = v, w = k        grad_q = sum c1 (x.y + e_x) w, the forward's sum with a constant per x row
@@ -15,20 +15,18 @@
 
 namespace fastmax {
 
-struct Linear1Problem {
+struct Linear1Problem : Sequence {
   int batch;
   int state_heads;           // states per batch entry: key/value heads
   int x_group, y_group;      // x heads per state, y heads summed into one state
-  int nx, ny;                // rows
   int y_columns, w_columns;  // columns in memory of y (and of the x that meets it), and of w
-  int pad, boundary;         // as in LinearProblem
-  bool causal;
   int sm_arch;
   int segment, segments;     // x rows that a block walks, and how many of those
   int part;                  // y rows that are summed on their own; causal, a divisor of the segment
   int lead_parts, parts;     // parts before the boundary, and all: causal, also those of every segment but the last
 
   __host__ __device__ int states() const { return batch * state_heads; }
+  __host__ __device__ int part_begin(int i) const { return boundary + (i - lead_parts) * part; }
   // The part whose inclusive prefix is the state before a segment; negative where nothing is before it.
   __host__ __device__ int part_before(int segment_index) const { return lead_parts - 1 + (causal ? segment_index * (segment / part) : 0); }
 };

@@ -8,14 +8,6 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct PairWalkTile : Linear1Tile<Math, kHeadDim> {
-  using Base = Linear1Tile<Math, kHeadDim>;
-  // Shared memory: the state, sum w and sum e y, the ring.
-  static constexpr int kSums = Base::kStateBytes, kRing = kSums + Base::kSumBytes;
-  static constexpr int kStageBytes = Base::stage_bytes(4);
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1Tile<Math, kHeadDim>::kMinBlocks)
     linear1_pair_walk_kernel(const Linear1PairWalkArgs a, const int stages) {
   using Tile = PairWalkTile<Math, kHeadDim>;

@@ -6,16 +6,6 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct SumTile : Linear1Tile<Math, kHeadDim> {
-  using Base = Linear1Tile<Math, kHeadDim>;
-  static constexpr int kStages = 3;
-  static constexpr int kStageBytes = Base::stage_bytes(2);
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
-  static constexpr int kMinBlocks = linear1_sum_blocks(kHeadDim, Base::k16);
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Math, kHeadDim>::kMinBlocks)
     linear1_sums_kernel(const Linear1SumArgs a) {
   using Tile = SumTile<Math, kHeadDim>;
@@ -25,15 +15,15 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
 
   const int state_index = blockIdx.x % a.states(), part = blockIdx.x / a.states();
   const int batch = state_index / a.state_heads, first_head = state_index % a.state_heads * a.y_group;
-  const int part_begin = a.boundary + (part - a.lead_parts) * a.part;
-  const int begin = max(part_begin, 0), end = min(part_begin + a.part, a.ny + a.pad);
+  const int part_begin = a.part_begin(part);
+  const int begin = max(part_begin, 0), end = min(part_begin + a.part, a.y_end());
   const int steps = end > begin ? (end - begin + Tile::kRows - 1) / Tile::kRows * a.y_group : 0;
   const uint8_t* mask = mask_pointer(a.y_mask, batch);
 
   const Linear1Loader<Math, kHeadDim> loader;
   const Element* y_cursor = loader.cursor(a.y, batch, first_head);
   const Element* w_cursor = loader.cursor(a.w, batch, first_head);
-  int next_row = begin - a.pad, next_head = 0;
+  int next_row = a.y_row(begin), next_head = 0;
   const auto load = [&](int step) {
     if (step < steps) {
       const uint32_t y = ring + step % Tile::kStages * Tile::kStageBytes, w = y + Tile::kTileBytes;
@@ -56,7 +46,7 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     ptx::cp_async_wait<Tile::kStages - 2>();
-    count += __syncthreads_count(counts_row<Tile::kRows>(begin - a.pad + step * Tile::kRows, a.ny, mask, a.y_mask.token));
+    count += __syncthreads_count(counts_row<Tile::kRows>(a.y_row(begin) + step * Tile::kRows, a.ny, mask, a.y_mask.token));
     load(step + Tile::kStages - 1);
     const int at = step % Tile::kStages * Tile::kStageBytes;
     const auto* scale = reinterpret_cast<const float*>(shared + at + 2 * Tile::kTileBytes);

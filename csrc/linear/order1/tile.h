@@ -7,47 +7,6 @@
 
 namespace fastmax {
 
-template <class Math, int kHeadDim>
-struct Linear1Tile {
-  using Element = typename Math::Element;
-  using Layout = TileLayout<Element, kHeadDim>;
-  static constexpr bool k16 = kIs16Bit<Math>;
-  static constexpr int kWarps = kHeadDim <= 64 ? 4 : kHeadDim / 16;
-  static constexpr int kThreads = kWarps * kWarpSize;
-
-  // Rows of x, and of y, per step; a warp owns 16 rows of x and kColumns columns of the result.
-  static constexpr int kRows = kHeadDim <= 32 ? 64 : k16 ? (kHeadDim == 96 ? 32 : 64) : (kHeadDim <= 96 ? 32 : 16);
-  static constexpr int kRowGroups = kRows / 16;
-  static constexpr int kColumns = kHeadDim * kRowGroups / kWarps;
-  static_assert(kColumns % 16 == 0 && kBoundary % kRows == 0, "warps cover a step, steps end at the boundary");
-
-  // Scores of a step are made kSlab keys at a time: more of them are more independent products, and more registers.
-  static constexpr int kSlab = Math::kMode == MathMode::kBF16 && kHeadDim == 128 ? 32 : 16;
-
-  // A warp owns 16 kStateM rows (columns of y) times 8 kStateN columns (of w) of the state; the two warps of a row take turns by 16
-  // columns, so that addresses differ in free bits of the swizzle.
-  static constexpr int kStateM = kHeadDim / (kWarps / 2) / 16;
-  static constexpr int kStateN = kHeadDim / 2 / 8;
-  static_assert(kStateN % 2 == 0 && kStateN <= 8 && kStateM <= 2 && kWarps >= 4, "pairs of columns; sums and roles below");
-
-  static constexpr int kTileBytes = Layout::bytes(kRows);
-  static constexpr int kStateBytes = Layout::bytes(kHeadDim);
-  static constexpr int kSumBytes = 2 * kHeadDim * 4;                      // sum w and sum y
-  static constexpr int kSumTileBytes = Layout::bytes(8);                  // sum y as an operand: publish_sum_y
-  static constexpr int kScaleBytes = kRows * 4 < 128 ? 128 : kRows * 4;  // e of the rows of a step
-  static_assert(kTileBytes % 128 == 0 && kSumTileBytes % 128 == 0 && kSumBytes % 128 == 0,
-                "tiles start where the swizzle may be applied to addresses");
-
-  static constexpr int stage_bytes(int tiles) { return tiles * kTileBytes + kScaleBytes; }
-
-  // Blocks per multiprocessor that a walk's registers are rationed for.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  static constexpr int kMinBlocks = 1;
-#else
-  static constexpr int kMinBlocks = linear1_blocks(kHeadDim, k16, 90);
-#endif
-};
-
 // Through a shuffle, so that the compiler knows that branches on it do not diverge.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpSize, 0); }
 

@@ -7,14 +7,6 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct WalkTile : Linear1Tile<Math, kHeadDim> {
-  using Base = Linear1Tile<Math, kHeadDim>;
-  // Shared memory: the state, sum y as an operand, sum w and sum y, the ring.
-  static constexpr int kSumTile = Base::kStateBytes, kSums = kSumTile + Base::kSumTileBytes, kRing = kSums + Base::kSumBytes;
-  static constexpr int kStageBytes = Base::stage_bytes(3);
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1Tile<Math, kHeadDim>::kMinBlocks)
     linear1_walk_kernel(const Linear1WalkArgs a, const int stages) {
   using Tile = WalkTile<Math, kHeadDim>;
@@ -38,7 +30,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
   const int batch = head_index / x_heads, x_head = head_index % x_heads, kv_head = x_head / a.x_group;
   const int first_row = segment * a.segment;
   const int steps = (min(a.segment, a.nx - first_row) + Tile::kRows - 1) / Tile::kRows;
-  const int y_shift = a.boundary - a.pad;  // from a row of x to the row of y that it sees last
+  const int y_shift = a.y_row(a.boundary);  // from a row of x to the row of y that it sees last
   const uint8_t* mask = mask_pointer(a.y_mask, batch);
   const bool normalise = a.z != nullptr;
 

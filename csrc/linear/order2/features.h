@@ -1,4 +1,4 @@
-// Second-order features on tensor-core fragments, and the layout of the states that they build.
+// Second-order features on tensor-core fragments; loads and stores of the states that they build (state_format.h).
 //
 // Columns are taken in blocks of eight. A tile is a pair of blocks (s, b), s giving the scalar and b the base: octet x of it
 // holds the eight features y[8s + x] y[8b + 0..7]. Off-diagonal tiles count twice. Star s owns the tiles (s, s), (s, s + 1),
@@ -10,18 +10,12 @@
 
 #include <type_traits>
 
-#include "linear/linear.h"
-#include "linear/order2/state_format.h"
-#include "linear/ptx.h"
 #include "core/fragments.h"
+#include "linear/linear.h"
+#include "linear/ptx.h"
+#include "linear/tile_config.h"
 
 namespace fastmax {
-
-template <class Math>
-inline constexpr bool kBf16State = Math::kMode == MathMode::kBF16;
-// fp32 mode: operands are split, and take twice the registers.
-template <class Math>
-inline constexpr bool kSplitOperands = Math::kMode == MathMode::kFP32;
 
 template <int kHeadDim>
 struct Stars {
@@ -44,26 +38,6 @@ struct Stars {
     }
     b = (s + offset) % kBlocks;
   }
-};
-
-template <class Math, int kHeadDim>
-struct StateLayout {
-  static constexpr bool kBf16 = kBf16State<Math>;
-  static constexpr int kWordBytes = kBf16 ? 4 : 8;
-  static constexpr int kBlockWords = 128;                         // 16 features x 16 values
-  static constexpr int kPairWords = kHeadDim / 16 * kBlockWords;  // two octets x all values
-  static constexpr int kPairBytes = kPairWords * kWordBytes;
-  static constexpr int kTileBytes = 4 * kPairBytes;
-  static constexpr int kLinearPairs = kHeadDim / 16;
-
-  // Positions of octet pairs: second moment of y, first order, then the tiles (absent for order 1).
-  static constexpr int kMomentPair = 0;
-  static constexpr int kLinearPair = kLinearPairs;
-  static constexpr int kTilePair = 2 * kLinearPairs;
-  static constexpr __host__ __device__ int64_t words(int order) { return state_words(kHeadDim, order); }
-
-  // sum w, sum e y, sum e
-  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim);
 };
 
 // One, as an operand register.

@@ -15,29 +15,10 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct GradTile {
-  using Stage = StreamStage<Math, kHeadDim>;
-  static constexpr int kRowTiles = kIs16Bit<Math> && kHeadDim <= 128 ? 2 : 1;
-  static constexpr int kWarpRows = kRowTiles * 16;
-  // x2's fragments stay in registers, but for head_dim 256 in fp32, where each is read when it is needed.
-  static constexpr bool kKeepX2 = kIs16Bit<Math> || kHeadDim <= 128;
-  // Where x2 and the sums of two row tiles do not fit in registers, the own chunk adds to the gradient in shared memory.
-  static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
-  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim > 128 ? 16 : 32;
-  static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
-  static constexpr int kRowSharedBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
-  // More rows share the ring's traffic; two small blocks hide each other's barriers.
-  static constexpr int kMaxWarps = kHeadDim <= 64 ? 4 : 8;
-  using Stream = RowStream<Math, kHeadDim, 2, kMaxWarps * kWarpSize>;
-
-  static constexpr int shared_bytes(int warps) { return warps * kWarpRows * kRowSharedBytes + Stream::kRingBytes; }
-  static_assert(shared_bytes(1) <= kMaxSharedBytes, "a warp does not fit on the smallest devices");
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize, 1) linear_grad_kernel(const GradArgs a, const int row_blocks) {
   using Tile = GradTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16, kBlocks = kHeadDim / 8;
@@ -45,14 +26,14 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   extern __shared__ __align__(128) char shared[];
   const int lane = lane_index(), g = lane / 4, t = lane % 4, warp = threadIdx.x / kWarpSize;
   const int rows = blockDim.x / kWarpSize * Tile::kWarpRows;
-  const uint32_t ring = ptx::smem_address(shared), x_tile = ring + Tile::Stream::kRingBytes;
+  const uint32_t ring = ptx::smem_address(shared), x_tile = ring + Tile::kRingBytes;
   const uint32_t warp_grad = x_tile + rows * Stage::kRowBytes + warp * Tile::kWarpRows * kHeadDim * 4 + lane * 16;
   const auto grad_address = [&](int m, int block) { return warp_grad + (m * kBlocks + block) * 512; };
 
   const RowBlock at(a, rows, row_blocks);
   const int warp_row = warp * Tile::kWarpRows;
   const bool has_state = a.has_state(at.chunk), tiles = a.order == 2;
-  typename Tile::Stream stream(a, a.y, a.y2, a.y_mask, a.y_scale, a.snapshots, at, tiles, ring);
+  Stream stream(a, a.y, a.y2, a.y_mask, a.y_scale, a.snapshots, at, tiles, ring);
   for (int row = 0; row < rows; row += 16) {
     load_masked_tile_async<Element, 16, kHeadDim>(x_tile + row * Stage::kRowBytes, head_pointer<Element>(a.x, at.batch, at.x_head),
                                                   a.x.token, at.row + row, a.nx, a.d, nullptr, 0);

@@ -45,18 +45,18 @@ StateBuffers take_buffers(std::initializer_list<const StatePlan*> plans, Workspa
   return buffers;
 }
 
-// What a phase sees of tensors: its states' batch entries and heads, and rows from one on. heads: of the tensor, per state.
-View of_phase(View v, const Phase& phase, int heads, int row, int bytes) {
-  const int64_t offset = phase.first_batch * v.batch + int64_t{phase.first_head} * heads * v.head + row * v.token;
+// What a phase sees of tensors: its states' batch entries and heads, and tokens from one on. heads: of the tensor, per state.
+View of_phase(View v, const Phase& phase, int heads, int token, int bytes) {
+  const int64_t offset = phase.first_batch * v.batch + int64_t{phase.first_head} * heads * v.head + token * v.token;
   if (v.data != nullptr) v.data = static_cast<const char*>(v.data) + offset * bytes;
   return v;
 }
-RowMask of_phase(RowMask m, const Phase& phase, int row) {
-  if (m.data != nullptr) m.data += phase.first_batch * m.batch + static_cast<int64_t>(row) * m.token;
+RowMask of_phase(RowMask m, const Phase& phase, int token) {
+  if (m.data != nullptr) m.data += phase.first_batch * m.batch + static_cast<int64_t>(token) * m.token;
   return m;
 }
-RowScale of_phase(RowScale s, const Phase& phase, int heads, int row) {
-  if (s.data != nullptr) s.data += int64_t{phase.first_state} * heads * s.head + static_cast<int64_t>(row) * s.token;
+RowScale of_phase(RowScale s, const Phase& phase, int heads, int token) {
+  if (s.data != nullptr) s.data += int64_t{phase.first_state} * heads * s.head + static_cast<int64_t>(token) * s.token;
   return s;
 }
 
@@ -79,22 +79,22 @@ struct Passes {
   }
 
   void read(const Phase& phase, ReadArgs a) const {
-    const int heads = phase.problem.x_group, row = phase.first_row;
+    const int heads = phase.problem.x_group;
     enter(a, phase);
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.noise = of_phase(a.noise, phase, heads, row, output_bytes(p));
-    if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + row;
+    a.noise = of_phase(a.noise, phase, heads, phase.first_token, output_bytes(p));
+    if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + phase.first_token;
     kernels.read(p, a, stream);
   }
 
   void grad(const Phase& phase, GradArgs a) const {
-    const int heads = phase.problem.x_group, row = phase.first_row;
+    const int heads = phase.problem.x_group;
     enter(a, phase);
-    a.x2 = of_phase(a.x2, phase, heads, row, element_bytes(p));
+    a.x2 = of_phase(a.x2, phase, heads, phase.first_token, element_bytes(p));
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.y2 = of_phase(a.y2, phase, phase.problem.y_group, 0, element_bytes(p));
-    a.x_scale = of_phase(a.x_scale, phase, heads, row);
+    a.x_scale = of_phase(a.x_scale, phase, heads, phase.first_token);
     a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
     kernels.grad(p, a, stream);
   }
@@ -118,9 +118,9 @@ struct Passes {
   template <class Args>
   void enter(Args& a, const Phase& phase) const {
     static_cast<LinearProblem&>(a) = phase.problem;
-    a.x = of_phase(a.x, phase, phase.problem.x_group, phase.first_row, element_bytes(p));
-    a.out = of_phase(a.out, phase, phase.problem.x_group, phase.first_row, output_bytes(p));
-    a.x_mask = of_phase(a.x_mask, phase, phase.first_row);
+    a.x = of_phase(a.x, phase, phase.problem.x_group, phase.first_token, element_bytes(p));
+    a.out = of_phase(a.out, phase, phase.problem.x_group, phase.first_token, output_bytes(p));
+    a.x_mask = of_phase(a.x_mask, phase, phase.first_token);
     a.y_mask = of_phase(a.y_mask, phase, 0);
     a.snapshots = buffers.snapshots, a.sums = buffers.sums;
   }
@@ -133,7 +133,7 @@ struct FwdPlan {
   size_t bytes;
 
   FwdPlan(const FwdParams& p, const StateSizes& sizes, Workspace w)
-      : states(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset), sizes, p.sm_count), inputs(p, w) {
+      : states(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count), inputs(p, w) {
     buffers = take_buffers({&states}, w);
     bytes = w.used();
   }
@@ -141,14 +141,14 @@ struct FwdPlan {
 
 struct BwdPlan {
   StatePlan prefixes;  // grad_q: queries looking at keys
-  StatePlan suffixes;  // grad_k, grad_v: keys looking at queries, both reversed
+  StatePlan suffixes;  // grad_k, grad_v: keys looking at queries, back in time
   PreparedInputs inputs;
   StateBuffers buffers;
   size_t bytes;
 
   BwdPlan(const BwdParams& p, const StateSizes& sizes, Workspace w)
-      : prefixes(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset), sizes, p.sm_count),
-        suffixes(make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0), sizes, p.sm_count),
+      : prefixes(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count),
+        suffixes(make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward), sizes, p.sm_count),
         inputs(p, w) {
     buffers = take_buffers({&prefixes, &suffixes}, w);
     bytes = w.used();
@@ -193,7 +193,6 @@ void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStre
   const BwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
   const BwdInputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
-  const int bytes = element_bytes(p), out_bytes = output_bytes(p);
 
   // grad_q: prefix states of (k, v).
   StateArgs prefix{};
@@ -212,30 +211,25 @@ void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStre
   const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, stream};
   over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
 
-  // grad_k and grad_v: suffix states of (q, g), as prefixes of the reversed sequences.
-  const View q = reversed(in.q, p.n, bytes), k = reversed(in.k, p.m, bytes), v = reversed(in.v, p.m, bytes);
-  const View g_reversed = reversed(in.g, p.n, bytes);
-  const RowScale e_reversed = reversed(in.e, p.n);
-  const RowMask key_mask = reversed(in.key_mask, p.m);
-
+  // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time.
   StateArgs suffix{};
-  suffix.y = q, suffix.w = g_reversed;
-  suffix.y_scale = e_reversed;
+  suffix.y = in.q, suffix.w = in.g;
+  suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
 
   ReadArgs grad_v{};
-  grad_v.x = k, grad_v.y = q, grad_v.w = g_reversed;
-  grad_v.x_mask = key_mask;
+  grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;
+  grad_v.x_mask = in.key_mask;
   grad_v.c0 = f.c0, grad_v.c1 = f.c1, grad_v.c2 = f.c2;
-  grad_v.out = reversed(view(p.grad_v, p.grad_v_stride), p.m, out_bytes);
+  grad_v.out = view(p.grad_v, p.grad_v_stride);
   grad_v.half_out = runs_as_tf32(p);
 
   GradArgs grad_k{};
-  grad_k.x = k, grad_k.x2 = v, grad_k.y = q, grad_k.y2 = g_reversed;
-  grad_k.x_mask = key_mask;
-  grad_k.y_scale = e_reversed;
+  grad_k.x = in.k, grad_k.x2 = in.v, grad_k.y = in.q, grad_k.y2 = in.g;
+  grad_k.x_mask = in.key_mask;
+  grad_k.y_scale = in.e;
   grad_k.g0 = f.g0, grad_k.g1 = f.g1;
-  grad_k.out = reversed(view(p.grad_k, p.grad_k_stride), p.m, out_bytes);
+  grad_k.out = view(p.grad_k, p.grad_k_stride);
   grad_k.half_out = runs_as_tf32(p);
 
   const Passes over_suffixes{p, kernels, plan.suffixes, plan.buffers, stream};
@@ -251,8 +245,8 @@ constexpr StatePasses kStatePassesSm80 = {
       if (p.order == 1) run_pass(p, PartStateArgs{a}, stream);
       else run_pass(p, a, stream);
     },
-    run_pass<ReadArgs>,
-    run_pass<GradArgs>,
+    [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    [](const Problem& p, const GradArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
 };
 
 }  // namespace fastmax

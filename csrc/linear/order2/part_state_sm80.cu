@@ -1,5 +1,5 @@
-// States of order 1 where they are too wide for order1/ (head dims above kLinear1HeadDim): every part of y is summed on its own in fp32, and
-// a second kernel scans the parts.
+// States of order 1 where they are too wide for order1/ (head dims above kLinear1HeadDim): every part of y is summed on its own in
+// fp32, and a second kernel scans the parts.
 
 #include "linear/dispatch.h"
 #include "linear/order2/row_walk.h"
@@ -10,27 +10,9 @@ namespace {
 using PartHeadDims = HeadDims<256>;  // those of LinearHeadDims above kLinear1HeadDim
 
 __device__ __forceinline__ Work locate_part(const PartStateArgs& a, int state, int part) {
-  const int begin = a.boundary + (part - a.lead_parts()) * a.part;
+  const int begin = a.part_begin(part);
   return {state, max(begin, 0), begin + a.part};
 }
-
-// A warp owns 16 value columns times all first-order features, a block 128.
-template <class Math, int kHeadDim>
-struct PartTile {
-  static_assert(kHeadDim > kLinear1HeadDim, "narrower ones never come here");
-  static constexpr int kValues = 128;
-  static constexpr int kGroups = kHeadDim / kValues;
-  static constexpr int kWarps = kValues / 16;
-  static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kTokens = kIs16Bit<Math> ? 32 : 16;
-  static constexpr int kElementBytes = static_cast<int>(sizeof(typename Math::Element));
-  static constexpr int kYBytes = kTokens * kHeadDim * kElementBytes, kWBytes = kTokens * kValues * kElementBytes;
-  static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;
-  static constexpr int kStages = 3;
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
-  static_assert(kThreads >= kTokens, "one thread per row loads its e");
-};
 
 template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(PartTile<Math, kHeadDim>::kThreads) linear_part_sums_kernel(const PartStateArgs a) {
@@ -132,7 +114,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
       for (int i = 0; i < kAhead; ++i) {
         const int c = p0 + i - lead;
         if (c >= 0 && c < a.chunks && a.has_state(c)) {
-          const int64_t at = (state * a.chunks + c) * words + word;
+          const int64_t at = a.slot(state, c) * words + word;
           if constexpr (kBf16State<Math>) {
             static_cast<uint32_t*>(a.snapshots)[at] = ptx::pack_bf16x2(sum.x * weight, sum.y * weight);
           } else {
@@ -147,7 +129,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
     float sum = 0.f;
     for (int p = 0; p <= parts; ++p) {
       const int c = p - lead;
-      if (c >= 0 && c < a.chunks && a.has_state(c)) a.sums[(state * a.chunks + c) * Layout::kSums + i] = sum;
+      if (c >= 0 && c < a.chunks && a.has_state(c)) a.sums[a.slot(state, c) * Layout::kSums + i] = sum;
       if (p < parts) sum += src[p * stride + 2 * words + i];
     }
   }

@@ -24,25 +24,20 @@ inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
 
 // x rows looking at y rows. x_heads and y_heads are per batch entry.
 inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,
-                                  int boundary_offset) {
+                                  int boundary_offset, Time time) {
   LinearProblem r{};
+  static_cast<Sequence&>(r) = Sequence::dense(nx, ny, p.causal, boundary_offset, time);
   r.batch = p.b;
   r.state_heads = p.hk;
   r.x_group = x_heads / p.hk;
   r.y_group = y_heads / p.hk;
-  r.nx = nx, r.ny = ny;
   r.d = p.d, r.dv = p.dv;
-  r.causal = p.causal;
   r.order = p.order;
   r.sm_arch = p.sm_arch;
   if (p.causal) {
-    r.pad = round_up(boundary_offset, kBoundary) - boundary_offset;
-    r.boundary = boundary_offset + r.pad;
     r.chunk = r.part = sizes.chunk;
     r.chunks = (nx + r.chunk - 1) / r.chunk;
   } else {
-    r.pad = 0;
-    r.boundary = round_up(ny, kBoundary);
     r.chunk = round_up(nx, 256);
     r.chunks = 1;
     const int parts = std::max(1, 2 * p.sm_count / r.states());  // enough for every multiprocessor, of at least 256 rows
@@ -57,9 +52,10 @@ struct Phase {
   int first_batch, first_head;  // of its states
   int first_state;              // (batch, head) flattened, in the whole problem
   int first_row;
+  int first_token;              // of its rows, in memory
   int begin;                    // where its state walk starts
 
-  int walk_rows() const { return problem.boundary + (problem.chunks - 1) * problem.chunk - begin; }
+  int walk_rows() const { return problem.end() - begin; }
 };
 
 struct StatePlan {
@@ -83,18 +79,19 @@ struct StatePlan {
   bool hands_on() const { return chunk_pieces() > 1; }
 
   Phase phase(int index) const {
-    const int time = index % chunk_pieces(), rectangle = index / chunk_pieces();
-    const int first_chunk = time * chunks, last_chunk = std::min(whole.chunks, first_chunk + chunks);
+    const int piece = index % chunk_pieces(), rectangle = index / chunk_pieces();
+    const int first_chunk = piece * chunks, last_chunk = std::min(whole.chunks, first_chunk + chunks);
     Phase phase{whole};
     phase.first_batch = rectangle / head_pieces() * batches, phase.first_head = rectangle % head_pieces() * heads;
     phase.first_state = phase.first_batch * whole.state_heads + phase.first_head;
     phase.first_row = first_chunk * whole.chunk;
-    phase.begin = time == 0 ? 0 : whole.boundary + (first_chunk - 1) * whole.chunk;
+    phase.begin = piece == 0 ? 0 : whole.chunk_begin(first_chunk - 1);
     phase.problem.batch = std::min(batches, whole.batch - phase.first_batch);
     phase.problem.state_heads = std::min(heads, whole.state_heads - phase.first_head);
     phase.problem.boundary += phase.first_row;
     phase.problem.chunks = last_chunk - first_chunk;
     phase.problem.nx = std::min(whole.nx - phase.first_row, phase.problem.chunks * whole.chunk);
+    phase.first_token = whole.first_token(phase.first_row, phase.problem.nx);
     return phase;
   }
 
@@ -129,14 +126,13 @@ struct StatePlan {
         whole.chunks * sizes.snapshot_bytes + (whole.order == 1 ? whole.parts() * sizes.part_floats * 4 : 0);
     if (!needs_states() || whole.states() * sequence_bytes <= kPhaseBytes) return whole.states();
 
-    // Whole sequences, if those that fit fill the device.
+    // Pieces of sequences, if all states may hand on their accumulators. Else whole sequences, if those that fit fill the device. Else
+    // pieces, of as many states as may.
     const int64_t fitting = kPhaseBytes / sequence_bytes;
     if (whole.order == 1) return std::max<int64_t>(1, fitting);
-    if (fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
-
-    // Pieces of sequences, of as many states as may hand on their accumulators.
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
-    const int64_t states = std::min<int64_t>(whole.states(), whole_waves(handing, sm_count));
+    if (handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
+    const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
     chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, kPhaseBytes / (states * sizes.snapshot_bytes)));
     return states;
   }

@@ -11,29 +11,11 @@ namespace fastmax {
 namespace {
 
 template <class Math, int kHeadDim>
-struct ReadTile {
-  using Stage = StreamStage<Math, kHeadDim>;
-  static constexpr int kWarps = kIs16Bit<Math> || kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 4 : 2;
-  static constexpr int kThreads = kWarps * kWarpSize;
-  static constexpr int kRowTiles = kHeadDim <= 128 && (kIs16Bit<Math> || (kHeadDim <= 64 && !kSplitOperands<Math>)) ? 2 : 1;
-  static constexpr bool kEarlyFactors = kHeadDim < 128;  // registers for the next tile's factors
-  static constexpr int kRows = kWarps * kRowTiles * 16;
-  // Two blocks share a multiprocessor, where it has 130 KB of shared memory: registers for 16 scores at once, not for 32.
-  static constexpr bool kTwoBlocks = kHeadDim == 32 && kIs16Bit<Math>;
-  static constexpr int kSlab = kSplitOperands<Math> || kHeadDim >= 128 || kTwoBlocks ? 16 : 32;  // keys whose scores are held at once
-  static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
-  static constexpr int kXBytes = kRows * Stage::kRowBytes;
-  static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= kMaxSharedBytes ? 3 : 2;
-  using Stream = RowStream<Math, kHeadDim, kStages, kThreads>;
-  static constexpr int kSharedBytes = kXBytes + Stream::kRingBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "x and the ring do not fit in shared memory");
-};
-
-template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<Math, kHeadDim>::kTwoBlocks ? 2 : 1)
     linear_read_kernel(const ReadArgs a, const int row_blocks) {
   using Tile = ReadTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
@@ -47,7 +29,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
   const bool has_state = a.has_state(at.chunk), normalise = a.z != nullptr;
   const bool tiles = a.order == 2;
   const RowScale no_scale{};
-  typename Tile::Stream stream(a, a.y, a.w, a.y_mask, no_scale, a.snapshots, at, normalise && tiles, x_tile + Tile::kXBytes);
+  Stream stream(a, a.y, a.w, a.y_mask, no_scale, a.snapshots, at, normalise && tiles, x_tile + Tile::kXBytes);
   load_masked_tile_async<Element, Tile::kRows, kHeadDim>(x_tile, head_pointer<Element>(a.x, at.batch, at.x_head), a.x.token, at.row,
                                                          a.nx, a.d, nullptr, 0);
   stream.begin();
@@ -193,7 +175,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
           for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(s[m][n][e], fmaf(a.c2, s[m][n][e], a.c1), a.c0);
         }
       }
-      const int source = stream.own_begin() - a.pad + key;
+      const int source = a.y_row(stream.own_begin()) + key;
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 8; ++n) {

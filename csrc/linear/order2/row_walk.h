@@ -84,7 +84,7 @@ struct RowWalk {
         stage(ring),
         first_value(first_value),
         y_head(work.state * a.y_group),
-        row(work.begin - a.pad),
+        row(a.y_row(work.begin)),
         stages((work.end - work.begin) / Tile::kTokens * a.y_group),
         y(y_rows() + row * a.y.token, a.y.token, a.ny - row, a.d),
         w(w_rows() + row * a.w.token, a.w.token, a.ny - row, a.dv - first_value) {}

@@ -34,14 +34,48 @@ constexpr __host__ __device__ int chunk_length(int head_dim, int order, bool bf1
   return head_dim <= 32 ? 256 : head_dim <= 96 ? 512 : head_dim <= 128 ? 1024 : 2048;
 }
 
-// A snapshot: features in pairs of octets (16), values in groups of 16; each 16 x 16 block is four 8 x 8 matrices
-// (octet 0 | 1) x (values 0..7 | 8..15, slower), row = value, column = feature: the order of the state kernel's accumulators,
-// and what ldmatrix takes apart in either orientation. A word is two features: bf16x2, or float2 in the fp32 modes.
+// A snapshot: octet pairs (16 features) one after the other, each a row of blocks of 16 values.
+//
+//   | second moment: D / 16 pairs | first order: D / 16 pairs | tile 0: 4 pairs | tile 1: 4 pairs | ...
+//   a pair     | values 0..15 | values 16..31 | ...
+//
+//   a block           features 0..7 (octet 0)    features 8..15 (octet 1)
+//   values 0..7       words  0..31               words 32..63
+//   values 8..15      words 64..95               words 96..127
+//
+// A quarter is an 8 x 8 matrix: a row is a value, word t of its four holds features 2t and 2t + 1 (bf16x2, or float2 in the fp32 modes).
+// That is the order of the state kernel's accumulators, and what ldmatrix takes apart in either orientation.
 constexpr __host__ __device__ int state_tiles(int head_dim) { return head_dim / 8 * (head_dim / 8 + 1) / 2; }
 constexpr __host__ __device__ int state_pairs(int head_dim, int order) { return 2 * (head_dim / 16) + (order == 2 ? 4 * state_tiles(head_dim) : 0); }
 constexpr __host__ __device__ int64_t state_words(int head_dim, int order) { return int64_t{state_pairs(head_dim, order)} * (head_dim / 16) * 128; }
 constexpr __host__ __device__ int state_sums(int head_dim) { return 2 * head_dim + 4; }
 constexpr __host__ __device__ int64_t part_floats(int head_dim, int order) { return 2 * state_words(head_dim, order) + state_sums(head_dim); }
+
+template <class Math>
+inline constexpr bool kBf16State = Math::kMode == MathMode::kBF16;
+// fp32 mode: operands are split, and take twice the registers.
+template <class Math>
+inline constexpr bool kSplitOperands = Math::kMode == MathMode::kFP32;
+
+template <class Math, int kHeadDim>
+struct StateLayout {
+  static constexpr bool kBf16 = kBf16State<Math>;
+  static constexpr int kWordBytes = kBf16 ? 4 : 8;
+  static constexpr int kBlockWords = 128;                         // 16 features x 16 values
+  static constexpr int kPairWords = kHeadDim / 16 * kBlockWords;  // two octets x all values
+  static constexpr int kPairBytes = kPairWords * kWordBytes;
+  static constexpr int kTileBytes = 4 * kPairBytes;
+  static constexpr int kLinearPairs = kHeadDim / 16;
+
+  // Positions of octet pairs: second moment of y, first order, then the tiles (absent for order 1).
+  static constexpr int kMomentPair = 0;
+  static constexpr int kLinearPair = kLinearPairs;
+  static constexpr int kTilePair = 2 * kLinearPairs;
+  static constexpr __host__ __device__ int64_t words(int order) { return state_words(kHeadDim, order); }
+
+  // sum w, sum e y, sum e
+  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim);
+};
 
 // What a plan needs to know of them.
 struct StateSizes {

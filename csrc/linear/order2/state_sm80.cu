@@ -13,41 +13,6 @@
 namespace fastmax {
 namespace {
 
-// Accumulators per thread: (8 + 2) octets x kValues / 16 x 4, at most 160; the rest of 255 registers holds operands.
-template <class Math, int kHeadDim>
-struct StateTile {
-  static constexpr int kWarps = 8;
-  static constexpr int kThreads = kWarps * kWarpSize;
-  static_assert(kThreads == kStateThreads, "the layout of accumulators in memory");
-  static constexpr int kValues = state_values(kHeadDim, kSplitOperands<Math>);
-  static constexpr int kValueGroups = kHeadDim / kValues;
-  static constexpr int kBlocks = state_blocks(kHeadDim, kSplitOperands<Math>);
-  static constexpr int kAccumulators = state_accumulators(kHeadDim, kSplitOperands<Math>);
-  static constexpr int kGroupBlocks = kBlocks / kValueGroups;
-  static_assert(kBlocks % kValueGroups == 0, "every value group takes as many blocks");
-  // Within a value group: a tile per warp, and the tiles left over cut into four octet pairs, one per warp, as are the
-  // second moment, the first order and the sums.
-  static constexpr int kTiles = Stars<kHeadDim>::kTiles;
-  static constexpr int kUnits = kGroupBlocks * kWarps;
-  static constexpr int kMainTiles = kTiles < kUnits ? kTiles : kUnits;
-  static constexpr int kLeftover = kTiles - kMainTiles;
-  static constexpr int kPlainPairs = kHeadDim / 16;
-  static_assert(4 * kLeftover + 2 * kPlainPairs + 2 <= kUnits, "an octet pair is left without a warp");
-
-  static constexpr int kTokens = kIs16Bit<Math> ? (kHeadDim <= 64 ? 128 : kHeadDim <= 128 ? 64 : 32) : kHeadDim <= 128 ? 32 : 16;
-  static_assert(kBoundary % kTokens == 0, "chunks begin at stages");
-  static constexpr int kElementBytes = static_cast<int>(sizeof(typename Math::Element));
-  static constexpr int kYBytes = kTokens * kHeadDim * kElementBytes;
-  static constexpr int kWBytes = kTokens * kValues * kElementBytes;
-  static constexpr int kStageBytes = kYBytes + kWBytes + kTokens * 4;  // y, w, e
-  static constexpr int kStages = 3;  // in use, next, and being loaded
-  static constexpr int kSharedBytes = kStages * kStageBytes;
-  static_assert(kSharedBytes <= kMaxSharedBytes, "stages do not fit in shared memory");
-  // Octets whose operands are held at once. Pipelined: half of them are in use while the other half is made.
-  static constexpr int kOctets = kSplitOperands<Math> ? 2 : 8;
-  static constexpr bool kPipelined = kIs16Bit<Math>;
-};
-
 enum class Extra { kNone, kTile, kLinear, kMoment, kSumW, kSumY };
 // What of that the inner loop is compiled for: none; a leftover tile; plain columns of y or the constant one, with values from w or
 // from e y.
@@ -308,9 +273,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const auto segment_again = [&] { return block_again() / (a.states() * Tile::kBlocks); };
 
   const Work work = locate_segment(a, blockIdx.x / Tile::kBlocks);
-  int chunk = a.boundary > 0 ? 0 : 1;  // the first whose boundary is not before the segment, and not at the first row of all
-  if (work.begin > a.boundary) chunk = (work.begin - a.boundary + a.chunk - 1) / a.chunk;
-  const int until_boundary = a.boundary + chunk * a.chunk - work.begin;
+  const int until_boundary = a.chunk_begin(a.first_snapshot(work.begin)) - work.begin;
   if (!totals && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
   int until_snapshot = totals ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages
 
@@ -362,7 +325,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const auto store_snapshot = [&](int c) {
     const int block = block_again();
     const WarpShare<Math, kHeadDim> share(a, block % Tile::kBlocks);
-    const int64_t slot = static_cast<int64_t>(block / Tile::kBlocks % a.states()) * a.chunks + c;
+    const int64_t slot = a.slot(block / Tile::kBlocks % a.states(), c);
     uint32_t* snapshot = static_cast<uint32_t*>(a.snapshots) + slot * Layout::words(2) * (Layout::kWordBytes / 4);
     constexpr int kPairStride = Layout::kPairBytes / 4, kBlockStride = Layout::kBlockWords * Layout::kWordBytes / 4;
     if (share.has_main) {
@@ -400,7 +363,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   while (loader.stages > -2) {  // two stages ahead
     if (until_snapshot-- == 0) {
       const int row = locate_segment(a, block_again() / Tile::kBlocks).end - (loader.stages + 2) / a.y_group * Tile::kTokens;
-      store_snapshot((row - a.boundary) / a.chunk);
+      store_snapshot(a.chunk_of(row));
       until_snapshot = a.chunk / Tile::kTokens * a.y_group - 1;
     }
     const uint32_t stage = stage_after<Tile>(loader.stage, ring);  // two before the loader's, in a ring of three

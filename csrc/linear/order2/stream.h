@@ -19,23 +19,8 @@ struct RowBlock {
     batch = x_head_index / x_heads, x_head = x_head_index % x_heads, kv_head = x_head / p.x_group;
     row = (row_blocks - 1 - static_cast<int>(blockIdx.x) % row_blocks) * rows;
     chunk = row / p.chunk;
-    slot = (static_cast<int64_t>(batch) * p.state_heads + kv_head) * p.chunks + chunk;
+    slot = p.slot(static_cast<int64_t>(batch) * p.state_heads + kv_head, chunk);
   }
-};
-
-// A stage holds octet pairs of a snapshot, whole tiles where they fit, or rows of y and as many of their values.
-template <class Math, int kHeadDim>
-struct StreamStage {
-  static constexpr bool k16 = kIs16Bit<Math>;
-  static constexpr int kPairs = kHeadDim == 32 ? (k16 ? 16 : 8) : kHeadDim == 64 && k16 ? 8 : kHeadDim <= 128 ? 4 : 2;
-  static constexpr int kPairBytes = StateLayout<Math, kHeadDim>::kPairBytes;
-  static constexpr int kRowBytes = kHeadDim * static_cast<int>(sizeof(typename Math::Element));
-  static constexpr int kFittingKeys = kPairs * kPairBytes / (2 * kRowBytes);
-  static constexpr int kKeys = kFittingKeys < 64 ? kFittingKeys : 64;
-  static_assert(kBoundary % kKeys == 0, "own chunks begin at stages");
-  static constexpr int kValueOffset = kKeys * kRowBytes;
-  static constexpr int kScaleOffset = kPairs * kPairBytes;  // e of the keys
-  static constexpr int kBytes = (kScaleOffset + 4 * kKeys + 127) / 128 * 128;  // swizzles are of the address
 };
 
 // Blocks n and n + 1 of the sums of every row tile += its rows a times b0 and b1.
@@ -55,7 +40,6 @@ struct RowStream {
   using Layout = StateLayout<Math, kHeadDim>;
   using Stage = StreamStage<Math, kHeadDim>;
   using Element = typename Math::Element;
-  static constexpr int kRingBytes = kStages * Stage::kBytes;
   static constexpr int kTilePairs = 4 * Stars<kHeadDim>::kTiles;
   static constexpr int kTileStages = (kTilePairs + Stage::kPairs - 1) / Stage::kPairs;
 
@@ -77,13 +61,13 @@ struct RowStream {
     snapshot = static_cast<const char*>(snapshots) + at.slot * Layout::words(p.order) * Layout::kWordBytes;
     first_pair = moment ? Layout::kMomentPair : Layout::kLinearPair;
     state_stages = p.has_state(at.chunk) ? plain_stages() + (p.order == 2 ? kTileStages : 0) : 0;
-    const int own_end = min(p.boundary + at.row + at.rows, p.ny + p.pad);
+    const int own_end = min(p.seen_end(at.row + at.rows), p.y_end());
     const int keys = p.causal ? max(own_end - own_begin(), 0) : 0;
     total_stages = state_stages + (keys + Stage::kKeys - 1) / Stage::kKeys * p.y_group;
   }
 
   // Virtual index of the own chunk's first y row.
-  __device__ __forceinline__ int own_begin() const { return p.boundary + at.chunk * p.chunk; }
+  __device__ __forceinline__ int own_begin() const { return p.chunk_begin(at.chunk); }
   __device__ __forceinline__ int plain_pairs() const { return Layout::kTilePair - first_pair; }
   __device__ __forceinline__ int moment_pairs() const { return Layout::kLinearPair - first_pair; }
   __device__ __forceinline__ int plain_stages() const { return (plain_pairs() + Stage::kPairs - 1) / Stage::kPairs; }
@@ -105,7 +89,7 @@ struct RowStream {
       const int key_stage = index - state_stages;
       const int key = first_key(key_stage);
       const int y_head = at.kv_head * p.y_group + key_stage - key / Stage::kKeys * p.y_group;
-      const int row = own_begin() + key - p.pad;
+      const int row = p.y_row(own_begin() + key);
       const Element* y_rows = head_pointer<Element>(y, at.batch, y_head);
       const Element* value_rows = head_pointer<Element>(values, at.batch, y_head);
       if (mask.data == nullptr && blockDim.x == kThreads) {

@@ -3,11 +3,13 @@
 
 #include <type_traits>
 
-#include "core/ptx.h"
-#include "quadratic/bwd_common.h"
-#include "core/score.h"
-#include "quadratic/tile_config.h"
 #include "core/fragments.h"
+#include "core/heads.h"
+#include "core/ptx.h"
+#include "core/score.h"
+#include "core/visibility.h"
+#include "quadratic/bwd_common.h"
+#include "quadratic/tile_config.h"
 
 namespace fastmax {
 
@@ -46,9 +48,8 @@ struct ResidentOperand<Math, kHeadDim, kRowTiles, false> {
   __device__ __forceinline__ ResidentOperand(const typename Math::Element* src, int64_t token_stride, int warp_row, int row_end,
                                              int cols, uint32_t tile, int block_row)
       : tile(tile), row(warp_row - block_row) {
-    constexpr int kWarps = 4;
-    load_tile_async<typename Math::Element, kWarps * kRowTiles * 16, kHeadDim, kWarps * kWarpSize>(
-        tile, src, token_stride, block_row, row_end, cols);
+    using Tile = QuadraticBwdTile<Math, kHeadDim>;
+    load_tile_async<typename Math::Element, Tile::kRows, kHeadDim, Tile::kThreads>(tile, src, token_stride, block_row, row_end, cols);
   }
   __device__ __forceinline__ void read(FragmentA<Math>& a, int i, int kk) const {
     load_a_mk<Math, kHeadDim>(a, tile, row + i * 16, kk * 16);
@@ -124,28 +125,32 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   const uint32_t lane_b =
       ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
-  const int warp_first_query = first_query(p, warp_row);                          // queries before see no key of this warp
-  const int warp_unmasked_query = first_query(p, warp_row + kRowTiles * 16 - 1);  // queries from here on see all of them
-  const int tiles = (p.n + Tile::kStream - 1) / Tile::kStream;
-  const StageLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
+  const DenseVisibility sees(p);
+  const StreamLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
 
-  for (int head_in_group = 0; head_in_group < p.h / p.hk; ++head_in_group) {
+  // A block whose keys are all dropped has nothing to sum.
+  const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.hk);
+  const bool keeps_some = kept_keys.template tile<Tile::kRows>(in.block_row) != Kept::kNone;
+  for (int head_in_group = keeps_some ? 0 : p.h / p.hk; head_in_group < p.h / p.hk; ++head_in_group) {
     // fp32: computed again for each head, or the inner loop spills. In 16 bits the kernel measured 5% faster without (H200).
     const KvPosition at = Tile::k16 ? in : kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x), row_blocks);
     const QueryStream<Element> stream(p, row_scores, grad_o_base, grad_o_stride, at.batch, at.kv_head, head_in_group);
     const auto load_stage = [&](int tile) { stream.template load<Tile>(loader, ring, tile, p); };
 
-    int tile = first_query(p, at.block_row) / Tile::kStream;
+    const Range tiles = query_tiles<Tile::kStream>(sees, at.block_row, at.block_row + Tile::kRows - 1).seen;
     __syncthreads();  // all are done with the stages of the head before
-    load_stage(tile);
-    for (; tile < tiles; ++tile) {
+    load_stage(tiles.begin);
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       ptx::cp_async_wait<0>();
       __syncthreads();  // the stage is complete for all threads, and all are done with the other one
-      if (tile + 1 < tiles) load_stage(tile + 1);
+      if (tile + 1 < tiles.end) load_stage(tile + 1);
 
       const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
       const uint32_t scores = ring + stage + 2 * Tile::kTileBytes + t * 32;
       const int begin = tile * Tile::kStream;
+      // What these rows see is computed again for each tile where registers for its bounds would spill.
+      const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
+      const int last_row = first_row + kRowTiles * 16 - 1;
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
       const auto add_slab = [&](int slab, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
@@ -169,7 +174,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
 #pragma unroll
                 for (int r = 0; r < 2; ++r) {
                   WeightAndDerivative weight = Score::weight_and_derivative(row, x[j][i][2 * r + e], dp[j][i][2 * r + e]);
-                  if (kMasked && query < first_query(p, warp_row + i * 16 + r * 8 + g)) weight = {0.f, 0.f};
+                  if (kMasked && !sees.key_is_seen(warp_row + i * 16 + r * 8 + g, query)) weight = {0.f, 0.f};
                   x[j][i][2 * r + e] = weight.p;
                   dp[j][i][2 * r + e] = weight.ds;
                 }
@@ -185,13 +190,13 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
         accumulate_slab<Math, kHeadDim>(grad_v, weights, rows_trans + Tile::kTileBytes);
         accumulate_slab<Math, kHeadDim>(grad_k, derivatives, rows_trans);
       };
-      if (begin >= warp_unmasked_query) {
+      if (query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
 #pragma unroll(Tile::kUnroll)
         for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
       } else {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
-          if (begin + slab + 15 >= warp_first_query) add_slab(slab, std::true_type{});
+          if (begin + slab + 15 >= sees.queries_of(first_row).begin) add_slab(slab, std::true_type{});
         }
       }
     }
@@ -233,11 +238,13 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   const Operand grad_o_rows(grad_o, grad_o_stride.token, warp_row, p.n, p.dv, ptx::smem_address(shared) + Tile::kResidentBytes / 2,
                             block_row);
 
-  const int key_end = last_visible_key(p, min(block_row + Tile::kRows, p.n) - 1) + 1;
-  const int tiles = (key_end + Tile::kStream - 1) / Tile::kStream;
-  const StageLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
+  const DenseVisibility sees(p);
+  const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
+  const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
+  const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared + Tile::kResidentBytes)));
+  const StreamLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
   const auto load_stage = [&](int tile) { load_key_stage<Tile>(loader, ring, tile, p, k, v); };
-  load_stage(0);
+  load_stage(tiles.begin);
 
   float4 row[kRowTiles][2];
 #pragma unroll
@@ -252,20 +259,23 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   const uint32_t lane_b =
       ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
-  const int unmasked_end = p.key_padding_mask == nullptr ? last_visible_key(p, warp_row) + 1 : 0;
-  const int warp_last_key = last_visible_key(p, warp_row + kRowTiles * 16 - 1);
 
-  for (int tile = 0; tile < tiles; ++tile) {
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
     ptx::cp_async_wait<0>();
     __syncthreads();  // the stage is complete for all threads, and all are done with the other one
-    if (tile + 1 < tiles) load_stage(tile + 1);
+    if (tile + 1 < tiles.end) load_stage(tile + 1);
 
     const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
     const int begin = tile * Tile::kStream;
+    const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
+    if (kept == Kept::kNone) continue;
+    const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
+    const int last_row = first_row + kRowTiles * 16 - 1;
     // One slab of 16 keys; masked: some may be invisible.
     const auto add_slab = [&](int slab, auto masked) {
-        constexpr bool kMasked = decltype(masked)::value;
+      constexpr bool kMasked = decltype(masked)::value;
       const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of k; v's are kTileBytes further on
+      const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
       WeightsA<Math> derivatives[kRowTiles];
 #pragma unroll
       for (int first_half = 0; first_half < 2; first_half += kHalves) {
@@ -280,9 +290,9 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
             for (int e = 0; e < 4; ++e) {
               float derivative = Score::weight_and_derivative(row[i][e / 2], x[j][i][e], dp[j][i][e]).ds;
               if (kMasked) {
-                const int key = begin + slab + (first_half + j) * 8 + t * 2 + e % 2;
-                const bool visible = sees_key(p, warp_row + i * 16 + e / 2 * 8 + g, key, row_blocks);
-                derivative = visible ? derivative : 0.f;
+                const int column = (first_half + j) * 8 + t * 2 + e % 2;
+                const bool visible = sees.query_sees(first_row + i * 16 + e / 2 * 8 + g, begin + slab + column);
+                derivative = visible && (kept_bits >> column & 1u) ? derivative : 0.f;
               }
               dp[j][i][e] = derivative;
             }
@@ -292,12 +302,12 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
       }
       accumulate_slab<Math, kHeadDim>(grad_q, derivatives, stage + slab * Tile::kRowBytes + lane_b_trans);
     };
-    if (begin + Tile::kStream <= unmasked_end) {
+    if (kept == Kept::kAll && key_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
 #pragma unroll(Tile::kUnroll)
       for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
     } else {
 #pragma unroll 1
-      for (int slab = 0; slab < Tile::kStream && begin + slab <= warp_last_key; slab += 16) add_slab(slab, std::true_type{});
+      for (int slab = 0; slab < Tile::kStream && begin + slab < sees.keys_of(last_row).end; slab += 16) add_slab(slab, std::true_type{});
     }
   }
 

@@ -1,0 +1,151 @@
+// Which tokens of the other side a block of rows sees, in one place for every kernel: rows of queries look at keys (forward, grad_q),
+// rows of keys at the queries that see them (grad_k, grad_v).
+//
+// A row sees a range of tokens, and neither of its bounds falls from row to row. So the first and the last row of a block decide for
+// all rows between them:
+//
+//     tokens      0 1 2 3 4 5 6 7 8 9
+//     first row   . x x x x x . . . .         some row sees  [first.begin, last.end)
+//      ..         . . x x x x x . . .         every row sees [last.begin, first.end)
+//     last row    . . . x x x x x . .
+//
+// and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
+// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense here, windows, packed sequences.
+#pragma once
+
+#include "core/params.h"
+#include "core/tiles.h"
+
+namespace fastmax {
+
+// [begin, end), of tokens or tiles; empty where end <= begin.
+struct Range {
+  int begin, end;
+
+  constexpr __host__ __device__ bool contains(int i) const { return i >= begin && i < end; }
+};
+
+// Tiles that hold some of these tokens, and tiles that hold nothing else. An empty range may come out as the tile that it lies in.
+template <int kTile>
+constexpr __host__ __device__ Range tiles_with(Range tokens) {
+  return {tokens.begin / kTile, (tokens.end + kTile - 1) / kTile};
+}
+template <int kTile>
+constexpr __host__ __device__ Range tiles_within(Range tokens) {
+  return {(tokens.begin + kTile - 1) / kTile, tokens.end / kTile};
+}
+
+// Tiles of a stream of tokens, as rows see them. Those of `seen` that are not in `whole` are partly visible.
+struct TileRanges {
+  Range seen, whole;
+};
+
+// Keys that queries first .. last see, and the tiles of them.
+template <class Visibility>
+constexpr __host__ __device__ Range keys_seen(const Visibility& sees, int first, int last) {
+  return {sees.keys_of(first).begin, sees.keys_of(last).end};
+}
+template <int kTile, class Visibility>
+constexpr __host__ __device__ TileRanges key_tiles(const Visibility& sees, int first, int last) {
+  return {tiles_with<kTile>(keys_seen(sees, first, last)),
+          tiles_within<kTile>({sees.keys_of(last).begin, sees.keys_of(first).end})};
+}
+
+// Tiles of queries that see keys first .. last. Queries behind the last one are zeros that add nothing, and the last tile may be
+// whole; keys behind the last one have a weight.
+template <int kTile, class Visibility>
+constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int first, int last) {
+  const Range of_first = sees.queries_of(first), of_last = sees.queries_of(last);
+  Range whole = tiles_within<kTile>({of_last.begin, of_first.end});
+  if (of_first.end == sees.n) whole.end = tiles_with<kTile>(of_first).end;
+  return {tiles_with<kTile>({of_first.begin, of_last.end}), whole};
+}
+
+// n queries, m keys. Query i sees every key or, causal, those up to i + offset; offset = m - n lets both sequences end together.
+struct DenseVisibility {
+  int n, m, offset;
+  bool causal;
+
+  constexpr __host__ __device__ DenseVisibility(int n, int m, int offset, bool causal) : n(n), m(m), offset(offset), causal(causal) {}
+  constexpr __host__ __device__ explicit DenseVisibility(const Problem& p) : DenseVisibility(p.n, p.m, p.causal_offset, p.causal) {}
+
+  // Of any query, also behind the last one; before all keys the range is empty, and its end may be negative.
+  constexpr __host__ __device__ Range keys_of(int query) const {
+    const int diagonal = query + offset + 1;
+    return {0, causal && diagonal < m ? diagonal : m};
+  }
+  constexpr __host__ __device__ Range queries_of(int key) const {
+    const int diagonal = key - offset;
+    return {causal && diagonal > 0 ? diagonal : 0, n};
+  }
+
+  // Whether a query sees a key, twice: what belongs to a row, and is the same for the tokens that stream by, is on one side.
+  constexpr __host__ __device__ bool query_sees(int query, int key) const { return key < keys_of(query).end; }
+  constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return query >= queries_of(key).begin; }
+};
+
+#ifdef __CUDACC__
+
+enum class Kept { kNone, kSome, kAll };
+
+// Which keys of a batch entry the padding mask keeps, if there is one. Blocks of a batch entry follow each other; the entry is
+// computed where a mask is looked at, and takes no register of a loop. Params: FwdParams or BwdParams.
+template <class Params>
+struct KeptKeys {
+  const Params& p;
+  unsigned blocks_per_batch;
+
+  __device__ __forceinline__ KeptKeys(const Params& p, unsigned blocks_per_batch) : p(p), blocks_per_batch(blocks_per_batch) {}
+
+  __device__ __forceinline__ bool keeps_all() const { return p.key_padding_mask == nullptr; }
+  __device__ __forceinline__ const uint8_t* mask() const {
+    return p.key_padding_mask + blockIdx.x / ptx::keep_in_register(blocks_per_batch) * p.mask_batch_stride;
+  }
+
+  // How many of keys [begin, begin + kKeys) are kept; those behind the last key are not. Called by whole warps.
+  template <int kKeys>
+  __device__ __forceinline__ Kept tile(int begin) const {
+    if (keeps_all()) return Kept::kAll;
+    const uint8_t* mask = this->mask();
+    bool some = false, all = true;
+#pragma unroll
+    for (int i = 0; i < kKeys; i += kWarpSize) {
+      const int key = begin + i + lane_index() % (kKeys < kWarpSize ? kKeys : kWarpSize);
+      const bool kept = key < p.m && mask[key] != 0;
+      some = some || kept, all = all && kept;
+    }
+    return __all_sync(0xffffffffu, all) ? Kept::kAll : __any_sync(0xffffffffu, some) ? Kept::kSome : Kept::kNone;
+  }
+
+  // A bit for each of the 16 keys from begin on, and perhaps more. Called by whole warps.
+  __device__ __forceinline__ uint32_t slab(int begin) const {
+    if (keeps_all()) return 0xffffffffu;
+    const int key = begin + lane_index() % 16;
+    return __ballot_sync(0xffffffffu, key < p.m && mask()[key] != 0);
+  }
+
+  // From the first to the last of these keys that is kept: what most masks drop is at the ends. Called by all kThreads threads of a
+  // block; scratch: 8 bytes of shared memory, free when this returns.
+  template <int kThreads>
+  __device__ __forceinline__ Range trim(Range keys, int* scratch) const {
+    if (keeps_all() || keys.end <= keys.begin) return keys;
+    const uint8_t* mask = this->mask();
+    if (threadIdx.x == 0) scratch[0] = keys.end, scratch[1] = keys.begin;
+    __syncthreads();
+    Range kept{keys.end, keys.begin};
+#pragma unroll 8
+    for (int key = keys.begin + static_cast<int>(threadIdx.x); key < keys.end; key += kThreads) {
+      if (mask[key] != 0) kept = {min(kept.begin, key), key + 1};
+    }
+    kept = {__reduce_min_sync(0xffffffffu, kept.begin), __reduce_max_sync(0xffffffffu, kept.end)};
+    if (lane_index() == 0) atomicMin(scratch, kept.begin), atomicMax(scratch + 1, kept.end);
+    __syncthreads();
+    kept = {scratch[0], scratch[1]};
+    __syncthreads();
+    return kept;
+  }
+};
+
+#endif
+
+}  // namespace fastmax

@@ -1,0 +1,111 @@
+"""Which algorithm "auto" takes, and how many heads, tokens and keys are handled together."""
+
+import pytest
+import torch
+from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, check, make_inputs, make_options, run
+
+from fastmax import eager, fastmax_attention
+from fastmax.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
+
+# n = m and d = dv where the linear algorithm begins to pay: (d, p, query heads a kv head, causal) -> tokens.
+CROSSOVERS = {
+    (16, 1, 1, False): 17,
+    (16, 1, 1, True): 288,
+    (64, 1, 1, False): 65,
+    (64, 1, 8, False): 37,
+    (64, 1, 8, True): 328,
+    (16, 2, 1, False): 273,
+    (16, 2, 8, False): 154,
+    (16, 2, 1, True): 800,
+    (64, 2, 1, False): 2625,
+    (64, 2, 8, False): 1477,
+    (64, 2, 1, True): 5504,
+    (64, 2, 8, True): 3208,
+    (128, 2, 1, True): 18944,
+}
+
+
+@pytest.mark.parametrize("d, p, group, causal", CROSSOVERS)
+def test_crossovers(d, p, group, causal):
+    n = CROSSOVERS[d, p, group, causal]
+    choices = [choose_algorithm(tokens, tokens, d, d, causal, p, group) for tokens in (n // 2, n - 1, n, 2 * n)]
+    assert choices == ["quadratic", "quadratic", "linear", "linear"]
+
+
+def test_choices_where_n_is_not_m_and_dv_not_d():
+    assert choose_algorithm(1, 10_000, 16, 16, True, 2) == "quadratic", "one query does not pay for a state"
+    assert choose_algorithm(100, 4000, 16, 16, True, 2) == "quadratic"
+    assert choose_algorithm(200, 4000, 16, 16, True, 2) == "linear"
+    assert choose_algorithm(273, 273, 16, 64, False, 2) == "quadratic", "a wide v makes the state dear"
+    assert choose_algorithm(273, 273, 16, 4, False, 2) == "linear"
+
+
+# Sizes between the crossovers of two orders, or of two groups.
+AUTO = {
+    "p=1": (Case("", n=100, h=1, d=16), {"p": 1}, "linear"),
+    "p=2": (Case("", n=100, h=1, d=16), {"p": 2}, "quadratic"),
+    "8 heads, 8 kv heads": (Case("", n=200, h=8, d=16), {}, "quadratic"),
+    "8 heads, 1 kv head": (Case("", n=200, h=8, hk=1, d=16), {}, "linear"),
+    "full": (Case("", n=500, h=1, d=16), {}, "linear"),
+    "causal": (Case("", n=500, h=1, d=16), {"causal": True}, "quadratic"),
+    "dv": (Case("", n=300, h=1, d=16, dv=64), {}, "quadratic"),
+    "m": (Case("", n=20, m=2000, h=1, d=16), {}, "quadratic"),
+}
+
+
+@by_gradient
+@pytest.mark.parametrize("name", AUTO)
+def test_auto_takes_the_planned_algorithm(name, custom, monkeypatch):
+    """Forwards and backwards, with the call's own order, group and sizes."""
+    case, options, expected = AUTO[name]
+    ran = []
+
+    def spy(module, function):
+        original = getattr(module, function)
+        name = module.__name__.rpartition(".")[2]
+        monkeypatch.setattr(module, function, lambda *args: ran.append((name, function)) or original(*args))
+
+    for module in (eager.linear, eager.quadratic):
+        spy(module, "forward")
+        spy(module, "backward")
+    inputs, grad_o = make_inputs(case)
+    run(fastmax_attention, inputs, grad_o, use_custom_gradient=custom, **options)
+    assert set(ran) == {(expected, function) for function in (("forward", "backward") if custom else ("forward",))}
+
+
+def test_block_sizes():
+    """Many heads share a block, a wide state leaves room for few; a group of queries counts as many rows."""
+    assert plan_linear(CPU, heads=1, group=1, d=64, dv=64, order=2) == (426, 2, 1)
+    assert plan_linear(CPU, heads=512, group=1, d=64, dv=64, order=2) == (426, 1, 2)
+    assert plan_linear(CPU, heads=512, group=8, d=64, dv=64, order=2) == (64, 1, 2)
+    assert plan_linear(CPU, heads=512, group=1, d=64, dv=64, order=1) == (128, 1, 64)
+    assert plan_quadratic(CPU, heads=512, group=1, n=4096, m=4096) == (256, 256, 16)
+    assert plan_quadratic(CPU, heads=512, group=8, n=4096, m=4096) == (32, 256, 16)
+    assert plan_quadratic(CPU, heads=3, group=1, n=5, m=7) == (16, 7, 3)
+    assert plan_quadratic(torch.device("meta"), heads=1, group=1, n=4096, m=8192) == (1024, 4096, 1)
+
+
+@by_algorithm
+@by_causal
+@pytest.mark.parametrize("b, h", [(32, 4), (4, 32)], ids=["batch", "heads"])
+def test_no_temporary_grows_with_the_heads(b, h, causal, algorithm):
+    """They are handled in groups, whose largest temporary keeps to the budget of 2^22 elements."""
+    case = Case("", n=256, b=b, h=h, d=4) if algorithm == "quadratic" else Case("", n=16, b=b // 2, h=h, d=64)
+    inputs, grad_o = make_inputs(case)
+    with Memory() as memory:
+        run(fastmax_attention, inputs, grad_o, causal=causal, algorithm=algorithm)
+    assert memory.largest <= 2**22
+
+
+@by_algorithm
+@by_gradient
+@by_causal
+@pytest.mark.parametrize("b, h, hk", [(20, 2, 1), (3, 6, 6)], ids=["batch", "heads"])
+def test_a_padded_batch_in_several_groups(b, h, hk, causal, custom, algorithm, monkeypatch):
+    """Each group has its own heads' part of every tensor, mask and noise too."""
+    monkeypatch.setattr(eager, "plan_linear", lambda *args: LinearPlan(16, 2, 2))
+    monkeypatch.setattr(eager, "plan_quadratic", lambda *args: QuadraticPlan(16, 16, 2))
+    case = Case("groups", n=40, m=45, b=b, h=h, hk=hk, d=5, dv=3)
+    inputs, grad_o = make_inputs(case)
+    options = make_options("everything", case)
+    check(inputs, grad_o, custom=custom, algorithm=algorithm, causal=causal, **options)

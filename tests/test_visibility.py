@@ -1,0 +1,158 @@
+"""csrc/core/visibility.h, compiled for the host: ranges of tiles against every pair of a query and a key."""
+
+import random
+import subprocess
+from itertools import pairwise
+
+import pytest
+from common import CSRC, load_build
+
+PROBE = """
+#include <cstdio>
+#include <vector>
+#include "core/visibility.h"
+using namespace fastmax;
+
+// What the header's functions work for beside the dense case. Query i sees keys i + offset - left .. i + offset + right.
+struct Window {
+  int n, m, offset, left, right;
+  Range keys_of(int i) const { return {clip(i + offset - left, m), clip(i + offset + right + 1, m)}; }
+  Range queries_of(int j) const { return {clip(j - offset - right, n), clip(j - offset + left + 1, n)}; }
+  static int clip(int x, int end) { return x < 0 ? 0 : x > end ? end : x; }
+};
+
+// Sequences behind each other; bounds of their queries and of their keys. Causal: a sequence's last query sees its last key.
+struct Packed {
+  int n, m;
+  bool causal;
+  std::vector<int> queries, keys;
+  Range keys_of(int i) const {
+    const int s = sequence(queries, i), end = i + 1 + keys[s + 1] - queries[s + 1];
+    return {keys[s], causal ? (end > keys[s] ? end : keys[s]) : keys[s + 1]};
+  }
+  Range queries_of(int j) const {
+    const int s = sequence(keys, j), begin = j - keys[s + 1] + queries[s + 1];
+    return {causal && begin > queries[s] ? begin : queries[s], queries[s + 1]};
+  }
+  static int sequence(const std::vector<int>& bounds, int i) {
+    int s = 0;
+    while (s + 2 < static_cast<int>(bounds.size()) && bounds[s + 1] <= i) ++s;
+    return s;
+  }
+};
+
+void print(const TileRanges& t) { std::printf("%d %d %d %d\\n", t.seen.begin, t.seen.end, t.whole.begin, t.whole.end); }
+template <class Visibility>
+void ranges(const Visibility& sees, int tile, bool rows_are_keys, int first, int last) {
+  switch (tile) {
+#define TILE(size) \\
+  case size: return print(rows_are_keys ? query_tiles<size>(sees, first, last) : key_tiles<size>(sees, first, last));
+    TILE(16) TILE(32) TILE(64) TILE(128)
+  }
+}
+
+constexpr DenseVisibility kConstant(5, 9, 4, true);
+static_assert(key_tiles<16>(kConstant, 0, 4).seen.end == 1, "ranges are constants where their inputs are");
+
+int main() {
+  char kind;
+  int n, m, a, b, c, tile, rows_are_keys, first, last;
+  while (std::scanf(" %c %d %d %d %d %d %d %d %d %d", &kind, &n, &m, &a, &b, &c, &tile, &rows_are_keys, &first, &last) == 10) {
+    if (kind == 'd') {
+      const DenseVisibility sees(n, m, m - n, a);
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < m; ++j) {
+          if (sees.query_sees(i, j) != (!a || j <= i + m - n) || sees.key_is_seen(j, i) != sees.query_sees(i, j)) return 1;
+        }
+      }
+      ranges(sees, tile, rows_are_keys, first, last);
+    } else if (kind == 'w') {
+      ranges(Window{n, m, a, b, c}, tile, rows_are_keys, first, last);
+    } else {
+      const Packed sees{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
+      ranges(sees, tile, rows_are_keys, first, last);
+    }
+  }
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def probe(tmp_path_factory):
+    build = load_build()
+    try:
+        nvcc = build.cuda_home() / "bin/nvcc"
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    folder = tmp_path_factory.mktemp("visibility")
+    (folder / "probe.cu").write_text(PROBE)
+    subprocess.run([nvcc, "-std=c++17", "-I", CSRC, "-o", folder / "probe", folder / "probe.cu"], check=True)
+    return folder / "probe"
+
+
+def packed(n, m, a, b):
+    """Bounds of the queries and of the keys of three sequences."""
+    return [0, n // 3, n // 3 + a, n], [0, m // 4, m // 4 + b, m]
+
+
+def sees(kind, n, m, a, b, c, i, j):
+    if kind == "d":
+        return not a or j <= i + m - n
+    if kind == "w":
+        return i + a - b <= j <= i + a + c
+    for (query, query_end), (key, key_end) in zip(*(list(pairwise(bounds)) for bounds in packed(n, m, a, b)), strict=True):
+        if query <= i < query_end and key <= j < key_end:
+            return not c or j - key_end <= i - query_end
+    return False
+
+
+def draw(kind, rng):
+    n, m = rng.randint(1, 120), rng.randint(1, 120)
+    if kind == "d":
+        return n, m, rng.randint(0, 1), 0, 0
+    if kind == "w":
+        return n, m, rng.choice([m - n, 0, rng.randint(-60, 60)]), rng.choice([0, 3, 40]), rng.choice([0, 0, 5, 200])
+    return n, m, rng.randint(0, n - n // 3), rng.randint(0, m - m // 4), rng.randint(0, 1)
+
+
+@pytest.mark.parametrize("kind", ["d", "w", "p"], ids=["dense", "window", "packed"])
+def test_ranges_of_tiles(probe, kind):
+    """Nothing visible outside of `seen`, everything visible in `whole`, and no tile in neither that could be."""
+    rng = random.Random(kind)
+    rows, lines = [], []
+    for _ in range(120):
+        problem = draw(kind, rng)
+        by_key, tile = rng.randint(0, 1), rng.choice([16, 32, 64, 128])
+        count = problem[1 if by_key else 0]
+        first = rng.randrange(count)
+        last = min(count, first + rng.choice([1, 16, 64])) - 1
+        rows.append((problem, by_key, tile, first, last))
+        lines.append(" ".join(map(str, (kind, *problem, tile, by_key, first, last))))
+    output = subprocess.run([probe], input="\n".join(lines), check=True, capture_output=True, text=True).stdout.splitlines()
+    assert len(output) == len(rows)
+
+    partial = whole = empty = 0
+    for (problem, by_key, tile, first, last), line in zip(rows, output, strict=True):
+        seen_begin, seen_end, whole_begin, whole_end = map(int, line.split())
+        tokens = problem[0 if by_key else 1]
+        for index in range(-(-tokens // tile)):
+            inside = [
+                sees(kind, *problem, *((token, row) if by_key else (row, token)))
+                for row in range(first, last + 1)
+                for token in range(index * tile, min(tokens, (index + 1) * tile))
+            ]
+            # Behind the last key is a token that must not count, behind the last query one that does no harm.
+            cut = not by_key and (index + 1) * tile > tokens
+            what = (kind, problem, by_key, tile, first, last, index, line)
+            if not seen_begin <= index < seen_end:
+                assert not any(inside), what
+                empty += 1
+            elif whole_begin <= index < whole_end:
+                assert all(inside) and not cut, what
+                whole += 1
+            else:
+                # Rows that see nothing may name a tile; between packed sequences a range may have a gap.
+                nothing = seen_end - seen_begin == 1 and not any(inside)
+                assert kind == "p" or nothing or (any(inside) and (cut or not all(inside))), what
+                partial += 1
+    assert min(partial, whole, empty) > 10
