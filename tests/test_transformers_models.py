@@ -195,9 +195,22 @@ def test_family(family):
 
 
 def test_outcomes_are_plausible():
+    """A recipe that stopped to fit would turn every outcome into "not tried"."""
     outcomes = {kind.__name__: outcome(kind) for family in families() for kind in model_classes(family)}
     counts = Counter(text.partition(":")[0] for text in outcomes.values())
-    import json
-
-    json.dump(outcomes, open("/tmp/hfx/out.json", "w"), indent=0)
-    assert counts["equal"] > 100
+    print(dict(counts))
+    assert counts["equal"] > 200 and counts["refused"] > 150 and counts["no attention"] < 40, counts
+    assert counts["not tried"] < 0.4 * len(outcomes), counts
+    for name in (
+        "LlamaModel",
+        "Qwen3Model",
+        "GPT2Model",
+        "BertModel",
+        "BartModel",
+        "ViTModel",
+        "CLIPVisionModel",
+        "MixtralModel",
+    ):
+        assert outcomes[name] == "equal"
+    for name in ("BloomModel", "FalconModel", "DebertaModel", "XLNetModel", "MistralModel", "T5Model", "SamModel", "DogeModel"):
+        assert outcomes[name] == "refused"

@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import pkgutil
+import re
 from collections.abc import Iterator
 
 import torch
@@ -36,6 +37,7 @@ NAMES = {
     "encoder_num_layers",
     1: "n_group topk_group first_k_dense_replace num_expert_group",
 }
+MROPE = re.compile("Glm46V|Glm4v(?!Moe)|GlmImage|GlmOcr|Qwen2VL|Qwen2_5_VL|Qwen2_5Omni|PaddleOCR")  # sections not in defaults
 SIZES = {name: size for size, names in NAMES.items() for name in names.split()}
 ADJUSTED = {  # what the rule above gets wrong, by the configuration's class
     "AutoformerConfig": {"prediction_length": 2, "context_length": 4},
@@ -119,7 +121,7 @@ def tiny_config(kind: type[PreTrainedConfig], default: PreTrainedConfig | None =
             changes[name] = type(value)([SIZES[name]] * len(value))
         elif name == "depths" and value:
             changes[name] = type(value)([1] * len(value))
-        elif name == "rope_parameters" and isinstance(value, dict) and "mrope_section" in value:
+        elif name == "rope_parameters" and isinstance(value, dict) and ("mrope_section" in value or MROPE.match(kind.__name__)):
             changes[name] = value | {"mrope_section": [2, 1, 1]}
         elif "drop" in name and isinstance(value, float):
             changes[name] = 0.0
@@ -197,7 +199,7 @@ def inputs(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
         {*needed, *decoder, *(["input_features"] if "input_features" in parameters else [])},
     ]
     for number, names in enumerate(tried):
-        if names not in tried[:number]:
+        if names and names not in tried[:number]:
             yield {name: makers[name]() for name in names}
     if "grid_thw" in needed:
         yield {"hidden_states": noise(2 * 16, patches), "grid_thw": makers["grid_thw"]()}
