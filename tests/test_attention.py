@@ -471,7 +471,7 @@ def test_rpe_tensor(algorithm, dtype, causal, custom, device):
 
 @by_gradient
 @by_order
-@pytest.mark.parametrize("option", ["defaults", "key padding", "noise", "normalize=token"])
+@pytest.mark.parametrize("option", ["defaults", "p=1 coefficients", "key padding", "noise", "normalize=token"])
 def test_rpe_tensor_across_tiles(option, p, custom, device):
     case = Case("ragged tiles", n=CHUNK + 13, m=CHUNK + 20, h=4, hk=2, d=7, dv=5)
     inputs, grad_o = make_inputs(case, device=device)
