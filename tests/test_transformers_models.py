@@ -150,6 +150,7 @@ def outcome(kind: type[PreTrainedModel]) -> str:
         except Exception:
             return f"not tried: {error!r}"
         raise AssertionError(f"{kind.__name__} cannot be made with fastmax, and the error does not say so") from error
+    failure = "no arguments are known for it"
     for arguments in inputs(model):
         try:
             expected = run(model, REFERENCE, arguments)

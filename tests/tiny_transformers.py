@@ -117,7 +117,7 @@ def tiny_config(kind: type[PreTrainedConfig], default: PreTrainedConfig | None =
             changes[name] = 1
         elif name in ("layer_types", "mlp_layer_types") and value:
             changes[name] = (list(dict.fromkeys(value)) * 2)[:2]
-        elif name in ("num_heads", "num_attention_heads") and isinstance(value, (list, tuple)):
+        elif name in ("num_heads", "num_attention_heads", "image_size") and isinstance(value, (list, tuple)):
             changes[name] = type(value)([SIZES[name]] * len(value))
         elif name == "depths" and value:
             changes[name] = type(value)([1] * len(value))
