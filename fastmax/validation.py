@@ -54,7 +54,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     named = (("q", q), ("k", k), ("v", v))
     # Every call comes through here: each attribute of a tensor is asked for once.
     for name, x in named:
-        if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or x.is_quantized:
+        if not isinstance(x, Tensor) or x.is_nested or x.is_quantized or x.layout != torch.strided:
             _check_tensor(name, x, "a torch.Tensor")
     dtype, device, (q_shape, k_shape, v_shape) = q.dtype, q.device, (x.shape for _, x in named)
     rank = len(q_shape)
