@@ -14,7 +14,10 @@ from fastmax.score import Score, Softmax
 
 
 class Call(NamedTuple):
-    """Checked by `fastmax.validation`; shapes for 4-d q (b, h, n, d), k (b, hk, m, d) and v (b, hk, m, dv)."""
+    """Checked by `fastmax.validation`; shapes for 4-d q (b, h, n, d), k (b, hk, m, d) and v (b, hk, m, dv).
+
+    A schema takes a run of the options and a run of the tensors: what both operators have stands next to each other.
+    """
 
     score: Score | Softmax
     causal: bool = False
@@ -40,26 +43,30 @@ class Signature(NamedTuple):
     read, since PyTorch's own matrix products obey its precision setting by themselves."""
 
     score: type[Score] | type[Softmax]
-    tensors: tuple[str, ...]  # fields of Call
-    options: tuple[str, ...]  # likewise
+    options: slice  # of the fields of Call
+    tensors: slice  # likewise
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        return Call._fields[self.tensors]
 
     @property
     def schema(self) -> str:
-        tensors = (f"Tensor? {name}" for name in self.tensors)
-        options = (f"{_OPTION_TYPES[name]} {name}" for name in self.options)
+        tensors = (f"Tensor? {name}" for name in self.tensor_names)
+        options = (f"{_OPTION_TYPES[name]} {name}" for name in Call._fields[self.options])
         return ", ".join((*tensors, _SCORE_SCHEMAS[self.score], *options, "bool allow_tf32"))
 
     def flatten(self, call: Call, allow_tf32: bool) -> tuple[tuple[Tensor | None, ...], tuple]:
         """Tensors and options, in the order of the schema."""
-        tensors = tuple([getattr(call, name) for name in self.tensors])  # a list: a generator costs a microsecond more
-        return tensors, (*call.score, *[getattr(call, name) for name in self.options], allow_tf32)
+        return call[self.tensors], (*call.score, *call[self.options], allow_tf32)
 
     def call(self, arguments: Sequence) -> Call:
         """The call of `arguments`, all that the schema holds."""
-        tensors, options = arguments[: len(self.tensors)], arguments[len(self.tensors) : -1]
+        names = (*self.tensor_names, *Call._fields[self.options])
+        tensors, options = arguments[: len(self.tensor_names)], arguments[len(self.tensor_names) : -1]
         score, options = self.score(*options[: len(self.score._fields)]), options[len(self.score._fields) :]
-        return Call(score, **dict(zip((*self.tensors, *self.options), (*tensors, *options), strict=True)))
+        return Call(score, **dict(zip(names, (*tensors, *options), strict=True)))
 
 
-FASTMAX = Signature(Score, ("key_padding_mask", "drop_noise", "rpe_matrix"), ("causal", "dropout", "algorithm"))
-FLASH = Signature(Softmax, ("key_padding_mask",), ("causal",))
+FASTMAX = Signature(Score, options=slice(1, 4), tensors=slice(4, 7))
+FLASH = Signature(Softmax, options=slice(1, 2), tensors=slice(4, 5))

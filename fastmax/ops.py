@@ -54,8 +54,6 @@ for _prefix in ("", "eager_"):
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax, the log-sum-exp."""
-    if q.is_cuda and not torch.compiler.is_compiling():
-        extension.warn_if_unused(q.device)
     operator = _FLASH if isinstance(call.score, Softmax) else _FASTMAX
     tensors, options = operator.signature.flatten(call, _allow_tf32(q))
     return _call(operator, (q, k, v, *tensors), options)
@@ -175,9 +173,12 @@ def in_autocast(x: Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+_NOTHING = nullcontext()
+
+
 def without_autocast(x: Tensor):
     """Autocast must not reach the accumulations; entering its context costs more than asking."""
-    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else nullcontext()
+    return torch.autocast(x.device.type, enabled=False) if in_autocast(x) else _NOTHING
 
 
 for _name, _implementation in {
@@ -240,7 +241,7 @@ def _softmax_fake(x, algorithm):
 
 
 def _save(ctx, inputs, output, signature: Signature) -> None:
-    last = 3 + len(signature.tensors)
+    last = 3 + len(signature.tensor_names)
     ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
     ctx.options = inputs[last:]
     ctx.set_materialize_grads(False)
@@ -254,7 +255,7 @@ def _save_fastmax(ctx, inputs, output):
 def _fastmax_gradients(ctx, grad_o, _):
     """Of q, k, v and the call's tensors."""
     if grad_o is None:
-        return (None,) * (3 + len(FASTMAX.tensors))
+        return (None,) * (3 + len(FASTMAX.tensor_names))
     saved = ctx.saved_tensors  # unpacked once, as checkpointing wants it
     *grads, grad_rpe = torch.ops.fastmax.backward.default(grad_o, *saved, *ctx.options)
     return *grads, None, None, None if saved[-1] is None else grad_rpe
@@ -267,7 +268,7 @@ def _save_flash(ctx, inputs, output):
 def _flash_gradients(ctx, grad_o, grad_lse):
     """Of q, k, v and the call's tensors."""
     if grad_o is None and grad_lse is None:
-        return (None,) * (3 + len(FLASH.tensors))
+        return (None,) * (3 + len(FLASH.tensor_names))
     q, k, v, o, *rest = ctx.saved_tensors
     if grad_o is None:
         grad_o = torch.zeros_like(o)
@@ -304,6 +305,8 @@ for _name in ("backward", "flash_backward"):
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
+    if tensors[0].is_cuda:
+        extension.warn_if_unused(tensors[0].device)
     if eager.is_transformed():
         given = [x for x in tensors if x is not None]
         if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):

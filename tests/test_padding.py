@@ -71,9 +71,11 @@ def test_every_pattern_against_float64(n, m, d, mode, causal, softmax, precision
     case, tensors = case_and_tensors(n, m, d, mode, softmax, causal)
     masks = patterns(m)
     got = results(case, tensors, masks)
+    # Where few keys are seen, the terms of softmax's gradient by a score all but cancel (autograd: 5e-6 in fp32).
+    rounding = verify.ROUNDING[case.mode] * (8 if softmax else 1)
     for entry, mask in enumerate(masks):
         alone = {name: x[entry : entry + 1] for name, x in tensors.items()} | {"key_padding_mask": mask[None]}
-        wrong = [row for row in verify.measure(alone, case.options, verify.ROUNDING[case.mode], softmax) if not row.passed]
+        wrong = [row for row in verify.measure(alone, case.options, rounding, softmax) if not row.passed]
         assert not wrong, (entry, wrong)
         for name, x in got.items():
             seen = x[entry].isfinite() | ((x[entry] == -torch.inf) if name == "lse" else torch.tensor(False, device=DEVICE))

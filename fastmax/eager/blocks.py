@@ -196,8 +196,9 @@ class Scan:
     """
 
     def __init__(self, checkpointing: bool):
-        # torch.func transforms refuse the saved-tensor hooks that checkpointing is made of.
-        self.checkpointing = checkpointing and not in_functorch()
+        # Checkpointing is made of saved-tensor hooks, which torch.func transforms refuse, and of a function that has no
+        # forward-mode derivative in PyTorch 2.11.
+        self.checkpointing = checkpointing and not is_transformed()
 
     def call(self, function: Callable, todo: Span | list[Span], state: tuple):
         if not self.checkpointing:
