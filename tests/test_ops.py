@@ -151,6 +151,15 @@ def test_denominators_have_no_gradient(device):
     assert o.requires_grad and not z.requires_grad
 
 
+def test_second_output_without_keys(device):
+    """A sum of no weights, and its logarithm."""
+    q, k = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 3, 0, 8, device=device)
+    o, z = torch.ops.fastmax.forward(q, k, k, None, None, None, 0.5, 1.0, 1.0, 0.5, 2, False, 0.0, "auto", False)
+    assert o.shape == q.shape and not o.any() and z.shape == q.shape[:3] and not z.any()
+    o, lse = torch.ops.fastmax.flash_forward(q, k, k, None, 0.5, False, False)
+    assert not o.any() and (lse == -torch.inf).all()
+
+
 # ---- torch.compile, torch.export
 
 
