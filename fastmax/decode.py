@@ -210,15 +210,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | N
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, state: DecodeState) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast q, k and v in the state's dtype, float64 excepted, as PyTorch's own operators do."""
+    """As they are, or in the state's dtype under autocast."""
     if state.dtype == torch.float64 or not ops.in_autocast(state.values):
         return q, k, v
-
-    def cast(x: Tensor) -> Tensor:
-        narrow = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(state.dtype) if narrow else x
-
-    return cast(q), cast(k), cast(v)
+    return tuple(ops.autocast_to(x, state.dtype) for x in (q, k, v))
 
 
 def _check_memory(tokens: dict[str, Tensor], state: DecodeState) -> None:

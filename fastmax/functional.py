@@ -176,10 +176,8 @@ def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tenso
 
 
 def _autocast(*tensors: object) -> tuple:
-    """Floating-point tensors in autocast's dtype when it is on, float64 excepted, as PyTorch's own operators do."""
+    """As they are, or in autocast's dtype when it is on."""
     if not isinstance(tensors[0], Tensor) or not ops.in_autocast(tensors[0]):
         return tensors
     dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(
-        x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors
-    )
+    return tuple(ops.autocast_to(x, dtype) for x in tensors)

@@ -173,6 +173,11 @@ def in_autocast(x: Tensor) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
+def autocast_to(x: object, dtype: torch.dtype) -> object:
+    """What autocast makes of an argument: floating-point tensors in its dtype, but float64, as PyTorch's own operators do."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
+
+
 _NOTHING = nullcontext()
 
 

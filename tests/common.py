@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import subprocess
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +58,20 @@ def load_build() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def compile_probe(folder, text, device_code=False):
+    """A program over headers and host sources of csrc/; skips the test without a CUDA toolkit, whose headers they take."""
+    build = load_build()
+    try:
+        cuda = build.cuda_home()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    source, probe = folder / ("probe.cu" if device_code else "probe.cpp"), folder / "probe"
+    source.write_text(text)
+    compiler = [cuda / "bin/nvcc", "-std=c++17"] if device_code else ["c++", "-std=c++20", "-isystem", cuda / "include"]
+    subprocess.run([*compiler, "-I", CSRC, "-o", probe, source], check=True)
+    return probe
 
 
 # ---- the definition

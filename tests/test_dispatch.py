@@ -2,8 +2,7 @@
 
 import subprocess
 
-import pytest
-from common import CSRC, load_build
+from common import compile_probe
 
 PROBE = """
 #include <cstdio>
@@ -149,12 +148,5 @@ fastmax: no kernel for head_dim 97; compiled: 16 32 96
 
 
 def test_who_computes_a_call(tmp_path):
-    build = load_build()
-    try:
-        cuda = build.cuda_home()
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    source, probe = tmp_path / "probe.cpp", tmp_path / "probe"
-    source.write_text(PROBE)
-    subprocess.run(["c++", "-std=c++17", "-I", CSRC, "-isystem", cuda / "include", "-o", probe, source], check=True)
+    probe = compile_probe(tmp_path, PROBE)
     assert subprocess.run([probe], check=True, capture_output=True, text=True).stdout == EXPECTED

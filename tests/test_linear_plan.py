@@ -6,7 +6,7 @@ import subprocess
 from typing import NamedTuple
 
 import pytest
-from common import CSRC, load_build
+from common import compile_probe
 
 PROBE = """
 #include <cstdio>
@@ -72,19 +72,11 @@ class Plan(NamedTuple):
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory):
     """Plans of calls: a function of a list of them."""
-    build = load_build()
-    try:
-        include = build.cuda_home() / "include"
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("plan")
-    (folder / "probe.cpp").write_text(PROBE)
-    command = ["c++", "-std=c++20", "-I", CSRC, "-isystem", include, "-o", folder / "probe", folder / "probe.cpp"]
-    subprocess.run(command, check=True)
+    probe = compile_probe(tmp_path_factory.mktemp("plan"), PROBE)
 
     def run(calls):
         lines = "\n".join(" ".join(map(str, call)) for call in calls)
-        output = subprocess.run([folder / "probe"], input=lines, check=True, capture_output=True, text=True).stdout
+        output = subprocess.run([probe], input=lines, check=True, capture_output=True, text=True).stdout
         plans = []
         for line in output.splitlines():
             if line.startswith("plan "):

@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 import torch
-from common import CSRC, load_build
+from common import compile_probe
 
 from fastmax import hbm_traffic
 from fastmax.traffic import chunk_length, tile_rows
@@ -133,14 +133,7 @@ int main() { rows<Bf16>("bfloat16"), rows<Fp16>("float16"), rows<Fp32>("float32"
 
 def test_sizes_are_those_of_the_cuda_sources(tmp_path):
     """Chunk lengths, bytes of a state and rows of a tile, compiled from csrc/."""
-    build = load_build()
-    try:
-        nvcc = build.cuda_home() / "bin/nvcc"
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    source, probe = tmp_path / "probe.cu", tmp_path / "probe"
-    source.write_text(PROBE)
-    subprocess.run([nvcc, "-std=c++17", "-I", CSRC, "-o", probe, source], check=True)
+    probe = compile_probe(tmp_path, PROBE, device_code=True)
     lines = [line.split() for line in subprocess.run([probe], check=True, capture_output=True, text=True).stdout.splitlines()]
     assert len(lines) == 15
     for name, head_dim, chunk, state, rows in lines:

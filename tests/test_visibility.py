@@ -5,7 +5,7 @@ import subprocess
 from itertools import pairwise
 
 import pytest
-from common import CSRC, load_build
+from common import compile_probe
 
 PROBE = """
 #include <cstdio>
@@ -79,15 +79,7 @@ int main() {
 
 @pytest.fixture(scope="module")
 def probe(tmp_path_factory):
-    build = load_build()
-    try:
-        nvcc = build.cuda_home() / "bin/nvcc"
-    except build.BuildError as error:
-        pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("visibility")
-    (folder / "probe.cu").write_text(PROBE)
-    subprocess.run([nvcc, "-std=c++17", "-I", CSRC, "-o", folder / "probe", folder / "probe.cu"], check=True)
-    return folder / "probe"
+    return compile_probe(tmp_path_factory.mktemp("visibility"), PROBE, device_code=True)
 
 
 def packed(n, m, a, b):
