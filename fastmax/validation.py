@@ -51,35 +51,36 @@ def check_dense(name: str, x: Tensor) -> None:
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Ranks, shapes, dtypes and devices of q, k and v."""
-    named = (("q", q), ("k", k), ("v", v))
-    # Every call comes through here: each attribute of a tensor is asked for once.
-    for name, x in named:
-        if not isinstance(x, Tensor) or x.is_nested or x.is_quantized or x.layout != torch.strided:
+    # Every call comes through here: each attribute of a tensor is asked for once, and messages are made after a fault is seen.
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.is_nested or x.is_quantized or x.layout is not torch.strided:
             _check_tensor(name, x, "a torch.Tensor")
-    dtype, device, (q_shape, k_shape, v_shape) = q.dtype, q.device, (x.shape for _, x in named)
+    q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
     rank = len(q_shape)
-    for (name, x), shape in zip(named, (q_shape, k_shape, v_shape), strict=True):
-        if rank not in (3, 4) or len(shape) != rank:
-            raise ValueError(
-                f"{name} must be 4-d (batch, heads, tokens, head_dim) or 3-d (batch * heads, tokens, head_dim), "
-                f"with q, k and v alike; got q, k, v of {q.dim()}, {k.dim()}, {v.dim()} dimensions"
-            )
-        if x.dtype != dtype:
-            check_dtype(name, x.dtype)
-            check_dtype("q", dtype)
-            raise TypeError(f"{name} must have q's dtype {dtype}, got {x.dtype}")
-        if x.device != device:
-            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
-        if shape[-1] == 0:
-            raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(shape)}")
-    check_dtype("q", dtype)
-    if rank == 4 and not q_shape[0] == k_shape[0] == v_shape[0]:
-        raise ValueError(f"q, k and v must have one batch size, got {q_shape[0]}, {k_shape[0]} and {v_shape[0]}")
-    (h, n, d), (hk, m, k_width) = q_shape[-3:], k_shape[-3:]
+    if rank not in (3, 4) or not rank == len(k_shape) == len(v_shape):
+        name = "q" if rank not in (3, 4) else "k" if len(k_shape) != rank else "v"
+        raise ValueError(
+            f"{name} must be 4-d (batch, heads, tokens, head_dim) or 3-d (batch * heads, tokens, head_dim), "
+            f"with q, k and v alike; got q, k, v of {rank}, {len(k_shape)}, {len(v_shape)} dimensions"
+        )
+    dtype = q.dtype
+    if dtype not in DTYPES or not dtype == k.dtype == v.dtype:
+        _refuse_dtypes(q, k, v)
+    if not q.device == k.device == v.device:
+        name, x = ("k", k) if k.device != q.device else ("v", v)
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    *batch, h, n, d = q_shape
+    *k_batch, hk, m, k_width = k_shape
+    *v_batch, v_heads, v_tokens, dv = v_shape
+    if d == 0 or k_width == 0 or dv == 0:
+        name, shape = next((name, x.shape) for name, x in (("q", q), ("k", k), ("v", v)) if x.shape[-1] == 0)
+        raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(shape)}")
+    if not batch == k_batch == v_batch:
+        raise ValueError(f"q, k and v must have one batch size, got {batch[0]}, {k_batch[0]} and {v_batch[0]}")
     if k_width != d:
         raise ValueError(f"k must have q's head_dim {d}, got {k_width}")
-    if (hk, m) != v_shape[-3:-1]:
-        raise ValueError(f"v must have k's heads and tokens {(hk, m)}, got {tuple(v_shape[-3:-1])}")
+    if hk != v_heads or m != v_tokens:
+        raise ValueError(f"v must have k's heads and tokens {(hk, m)}, got {(v_heads, v_tokens)}")
     if h != hk and (hk == 0 or h % hk != 0):
         raise ValueError(f"the heads of q must be a multiple of those of k and v, got {h} and {hk}")
     if causal and n > m:
@@ -87,6 +88,13 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
             f"causal attention takes at most as many queries as keys, got n = {n} and m = {m} "
             "(query i sees keys up to i + m - n)"
         )
+
+
+def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_dtype(name, x.dtype)
+    name, x = ("k", k) if k.dtype != q.dtype else ("v", v)
+    raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
 
 
 def check_flag(name: str, value: object) -> None:
