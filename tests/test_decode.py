@@ -220,6 +220,30 @@ def assert_same_states(actual, expected):
         assert torch.equal(getattr(actual, name), x), name
 
 
+def shifted(x):
+    """The same numbers one element past where allocations begin."""
+    return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
+
+
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_], ids=["step", "step_"])
+def test_a_mask_of_any_stride_and_a_state_at_any_address(function, device):
+    """Bit for bit: kernels read masks by the byte and, where they may, states by vectors."""
+    inputs, _ = make_inputs(Case("", n=2, b=3, h=4, hk=2, d=16, dv=8), torch.float32, device)
+    first, second = pieces(inputs)
+    _, state = fastmax.step(*first, fastmax.init_state(3, 2, 16, 8, dtype=torch.float32, device=device))
+    columns = torch.tensor([[True, False, True], [False, True, False], [True, False, True]], device=device)
+    results = []
+    for mask, start in (
+        (columns[:, 1:2], replace(state, values=shifted(state.values), weights=shifted(state.weights))),
+        (columns[:, 1:2].clone(memory_format=torch.contiguous_format), state.clone()),
+    ):
+        out = function(*second, start, key_padding_mask=mask)
+        o, after = (out, start) if function is fastmax.step_ else out
+        results.append((o, after.values, after.weights))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+
+
 def test_the_state_after_no_tokens_has_memory_of_its_own(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, device)

@@ -120,6 +120,15 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
 
 
+def test_one_head_whose_strides_tie_is_not_token_major(device):
+    """A view of one head may give it the stride of a token: outputs then lie as kernels and fake tensors agree."""
+    q = torch.randn(2, 5, 64, device=device).as_strided((2, 1, 5, 64), (320, 64, 64, 1))
+    o = fastmax_attention(q, q, q)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = fastmax_attention(*(mode.from_tensor(q),) * 3)
+    assert o.stride() == fake.stride() == (320, 320, 64, 1)
+
+
 @by_algorithm
 def test_noise_of_another_dtype(algorithm, device):
     """Of a direct call: read as what it is, forward and backward."""
