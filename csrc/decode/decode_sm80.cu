@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
       const Feature columns(row, p.d);
       const float coefficient = columns.b < 0 ? p.a0 : columns.a < 0 ? p.a1 : columns.a == columns.b ? p.a2 : 2.f * p.a2;
       if (joins) feature = columns.of(token[kKey]);
-      sum += feature;
+      sum = __fadd_rn(sum, feature);
       if (work.writes_weights && slice == 0) p.new_weights[first_row + chunk + lane] = sum;
 #pragma unroll
       for (int h = 0; h < kHeads; ++h) {
@@ -204,7 +204,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   }
 }
 
-// weights += features(k), a block for each state.
+// weights += features(k), a block for each state. The sums are those of decode_kernel to the bit: a product that the compiler fused
+// into the addition would not be rounded.
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_weights_kernel(const DecodeParams p) {
   __shared__ float token[kKey + 1][kMaxDecodeHeadDim];
   const int batch = blockIdx.x / p.hk, kv_head = blockIdx.x % p.hk;
@@ -213,7 +214,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_weights_kernel(const
   __syncthreads();
   const int rows = decode_rows(p.d, p.order);
   float* weights = p.new_weights + int64_t{blockIdx.x} * rows;
-  for (int row = threadIdx.x; row < rows; row += blockDim.x) weights[row] += Feature(row, p.d).of(token[kKey]);
+  for (int row = threadIdx.x; row < rows; row += blockDim.x) {
+    weights[row] = __fadd_rn(weights[row], Feature(row, p.d).of(token[kKey]));
+  }
 }
 
 struct Tiling {
