@@ -15,7 +15,9 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from fastmax import fastmax_attention, reference
 from fastmax.planner import plan_linear, plan_quadratic
@@ -298,6 +300,48 @@ def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[st
             torch.testing.assert_close(x.grad, expected[f"grad {name}"])
         else:
             assert x.grad is None
+
+
+def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options) -> None:
+    """`torch.ops.fastmax`'s forward and backward ("" or "flash_"); `options` are the arguments after q, k and v."""
+    forward, backward = (getattr(torch.ops.fastmax, f"{name}{which}") for which in ("forward", "backward"))
+
+    def leaf(x):
+        return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    torch.library.opcheck(forward.default, tuple(map(leaf, (*inputs.values(), *options))))
+    o, second = forward(*inputs.values(), *options)
+    torch.library.opcheck(backward.default, (*grads, *inputs.values(), o, second, *options))
+
+
+def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:
+    """One graph, forward and backward, gives what the call itself gives."""
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    compare(run(compiled, inputs, grads, **options), run(attention, inputs, grads, **options))
+
+
+def check_one_graph_for_all_lengths(attention, make, lengths: tuple[int, ...] = (12, 37, 200, 300)) -> None:
+    """`make(n)` gives inputs, gradients and options of a call of n tokens."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for n in lengths:
+        inputs, grads, options = make(n)
+        compare(run(compiled, inputs, grads, **options), run(attention, inputs, grads, **options))
+        graphs.append(counter.frame_count)
+    assert graphs[-1] == graphs[0] > 0  # the first call may trace twice, to find out that the options are constants
+
+
+def check_checkpointing(attention, inputs: dict[str, Tensor], grads: tuple[Tensor, ...], reentrant: bool) -> None:
+    """Outputs and gradients bit for bit; `attention` takes the inputs by position and returns o and lse."""
+    names = list(inputs)
+    plain = run(attention, inputs, grads)
+    leaves = [x.detach().requires_grad_() for x in inputs.values()]
+    o, lse = checkpoint(lambda *x: attention(**dict(zip(names, x, strict=True))), *leaves, use_reentrant=reentrant)
+    torch.autograd.backward((o, lse), grads)  # the reentrant form refuses autograd.grad
+    assert torch.equal(o, plain["o"]) and torch.equal(lse, plain["lse"])
+    for name, x in zip(names, leaves, strict=True):
+        assert torch.equal(x.grad, plain[f"grad {name}"]), name
 
 
 def check_export(block: torch.nn.Module, device: torch.device) -> None:
