@@ -40,5 +40,6 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     total = sum(weights)
     seen = total != 0
     total = torch.where(seen, total, 1.0)
-    o = sum((w / total).unsqueeze(-1) * x.to(eager.compute_dtype(x.dtype)) for w, x in zip(weights, outputs, strict=True))
+    # The output first: a product lies in memory as its first factor.
+    o = sum(x.to(eager.compute_dtype(x.dtype)) * (w / total).unsqueeze(-1) for w, x in zip(weights, outputs, strict=True))
     return o.to(outputs[0].dtype), torch.where(seen, base + total.log(), -torch.inf)

@@ -259,23 +259,22 @@ def _save_flash(ctx, inputs, output):
     _save(ctx, inputs, output, FLASH)
 
 
-def _gradients(ctx, grad_o, grad_z, signature: Signature, backward) -> tuple[Tensor | None, ...]:
-    """Of q, k, v and the call's tensors; z is the operator's second output."""
+def _gradients(saved, options, grad_o, grad_z, signature: Signature, backward) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and the call's tensors, given what `_save` saved; z is the operator's second output."""
     if grad_o is None and grad_z is None:
         return (None,) * (3 + len(signature.tensor_names))
-    saved = ctx.saved_tensors  # unpacked once, as checkpointing wants it
     if grad_o is None:
         grad_o = torch.zeros_like(saved[3])
-    grads = backward(grad_o, grad_z, *saved, *ctx.options)
+    grads = backward(grad_o, grad_z, *saved, *options)
     return *grads[:3], *signature.by_tensor(grads[3:], saved[5:])
 
 
-def _fastmax_gradients(ctx, grad_o, grad_z):
-    return _gradients(ctx, grad_o, grad_z, FASTMAX, torch.ops.fastmax.backward.default)
+def _fastmax_gradients(saved, options, grad_o, grad_z):
+    return _gradients(saved, options, grad_o, grad_z, FASTMAX, torch.ops.fastmax.backward.default)
 
 
-def _flash_gradients(ctx, grad_o, grad_lse):
-    return _gradients(ctx, grad_o, grad_lse, FLASH, torch.ops.fastmax.flash_backward.default)
+def _flash_gradients(saved, options, grad_o, grad_lse):
+    return _gradients(saved, options, grad_o, grad_lse, FLASH, torch.ops.fastmax.flash_backward.default)
 
 
 def refuse_second_derivative(ctx, *grads):
@@ -289,7 +288,7 @@ class _Differentiable(NamedTuple):
     signature: Signature
     forward: torch._ops.OpOverload
     save: Callable  # (ctx, inputs, outputs)
-    gradients: Callable  # (ctx, gradients of the outputs) -> gradients of the inputs that are tensors
+    gradients: Callable  # (saved tensors, options, gradients of the outputs) -> gradients of the inputs that are tensors
 
 
 _FASTMAX = _Differentiable(FASTMAX, torch.ops.fastmax.forward.default, _save_fastmax, _fastmax_gradients)
@@ -298,7 +297,7 @@ _FLASH = _Differentiable(FLASH, torch.ops.fastmax.flash_forward.default, _save_f
 for _operator in (_FASTMAX, _FLASH):
 
     def _differentiate(ctx, *grads, gradients=_operator.gradients):
-        return *gradients(ctx, *grads), *(None,) * len(ctx.options)
+        return *gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
 
     torch.library.register_autograd(_operator.forward, _differentiate, setup_context=_operator.save, lib=library)
 for _name in ("backward", "flash_backward"):
@@ -381,7 +380,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        saved = ctx.saved_tensors  # unpacked once, and where a checkpoint that runs its function again records it
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
-            return None, None, *extension.call(ctx.gradients, ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, saved, ctx.options, *grads)
         with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *extension.call(ctx.gradients, ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, saved, ctx.options, *grads)

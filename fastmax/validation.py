@@ -331,7 +331,7 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor) -> None:
     _check_tensor("cu_seqlens", cu_seqlens, "an int32 tensor of shape (sequences + 1,) or None")
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < (2 if q.shape[-2] > 0 else 1):
         raise ValueError(f"cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}")
