@@ -84,7 +84,6 @@ def one_by_one(attention, inputs, grads, lengths, **by_token):
             continue
         part = {name: x[:, :, begin:end] for name, x in inputs.items()}
         options = {name: x[:, begin:end] if name == "key_padding_mask" else x[:, :, begin:end] for name, x in by_token.items()}
-        options |= {} if not attention.keywords.get("exact_window") else {"exact_window": attention.keywords["exact_window"]}
         results.append(run(attention, part, tuple(x[:, :, begin:end] for x in grads), **options))
     return {name: torch.cat([x[name] for x in results], dim=2) for name in results[0]}
 
