@@ -93,8 +93,8 @@ class FASTMultiHeadAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d; with `return_lse` lse too. No noise
-        in eval mode; the module's `lim` is for calls that normalize."""
+        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d, and lse with `return_lse`. No
+        noise in eval mode; the module's `lim` is for calls that normalize."""
         given = {
             "rpe_matrix": rpe_matrix,
             "mask": mask,

@@ -202,28 +202,14 @@ def backward(
     rpe, log_decay = call.rpe_matrix, call.log_decay
     grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v))
     grad_rpe = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
-    # Of the logarithm of a key's weights; then of its decay.
-    columns = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
+    grad_decay = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
     if q.numel() > 0 and k.numel() > 0:
-        _add_gradients(grads, grad_rpe, columns, grad_o, grad_z, q, k, v, o, z, call)
-        if log_decay is not None:
-            columns = _decay_gradient(columns, grad_z, z, call)
-    return grads, {"rpe_matrix": None if rpe is None else grad_rpe.to(rpe.dtype), "log_decay": columns}
+        _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, call)
+    return grads, {"rpe_matrix": None if rpe is None else grad_rpe.to(rpe.dtype), "log_decay": grad_decay}
 
 
-def _decay_gradient(columns: Tensor, grad_z: Tensor | None, z: Tensor, call: Call) -> Tensor:
-    """From `columns` (b, hk, m). A decay is in the weights of the pairs whose key is before it and whose query is not: the sums
-    over all later queries, less those over all later keys. A normalised output makes a query's own sum zero but for grad_z."""
-    sums = -columns.double()
-    if grad_z is not None:
-        n, m = z.shape[2], columns.shape[2]
-        rows = _tiles(call).row_sums(z, grad_z).double().unflatten(1, (columns.shape[1], -1)).sum(2)
-        sums[..., m - n :] += rows
-    return sums.flip(-1).cumsum(-1).flip(-1).to(columns.dtype)
-
-
-def _add_gradients(grads, grad_rpe, columns, grad_o, grad_z, q, k, v, o, z, call: Call) -> None:
-    """Writes `grads` and `columns` and adds to `grad_rpe`, on one head group after the other."""
+def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, call: Call) -> None:
+    """Writes `grads` and `grad_decay` and adds to `grad_rpe`, on one head group after the other."""
     hk = k.shape[1]
     rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
     if grad_z is not None:
@@ -242,5 +228,5 @@ def _add_gradients(grads, grad_rpe, columns, grad_o, grad_z, q, k, v, o, z, call
         sums = Gradients(ops, tuple(_five(x, hk)[batch, heads] for x in grads), grad_rpe)
         module.backward(ops, plan, terms, sums, workspace)
         sums.write()
-        if columns is not None:
-            columns[batch, heads] = sums.columns[:, :, 0, :, 0]
+        if grad_decay is not None:
+            grad_decay[batch, heads] = sums.decay.result().to(grad_decay.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastmax.call import Call
-from fastmax.eager.decay import Decay
+from fastmax.eager.decay import Decay, DecayGradient
 from fastmax.score import Score, Softmax
 
 
@@ -153,8 +153,7 @@ class Gradients:
         self._out = out
         self._sums = [x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out]
         self._rpe = rpe
-        # (batch, kv heads, 1, m, 1): of the logarithm of a key's weights, where keys decay.
-        self.columns = None if ops.call.log_decay is None else ops.k.new_zeros(*ops.k.shape[:-1], 1, dtype=ops.dtype)
+        self.decay = None if ops.call.log_decay is None else DecayGradient(ops.call.log_decay, ops.shift)
 
     def _add(self, index: int, span: Span, x: Tensor, scale: float = 1.0) -> None:
         total = self._sums[index][:, :, :, span.start : span.stop]
@@ -170,11 +169,6 @@ class Gradients:
     def add_v(self, span: Span, x: Tensor) -> None:
         visible = self._ops.key_weights(span)
         self._add(2, span, x if visible is None else x * visible)
-
-    def add_columns(self, span: Span, x: Tensor | None) -> None:
-        if x is not None:
-            total = self.columns[:, :, :, span.start : span.stop]
-            total.add_(from_blocks(x, span, total))
 
     def add_rpe(self, rows: slice, x: Tensor) -> None:
         self._rpe[rows] += x

@@ -121,3 +121,51 @@ class Decay:
     def _blocks(x: Tensor, start: int, length: int, count: int) -> Tensor:
         """(b, hk, tokens) -> (b * hk * count, length)."""
         return rearrange(x[..., start : start + count * length], "b h (count t) -> (b h count) t", count=count)
+
+
+class DecayGradient:
+    """Sums up the gradient of log_decay over a head group.
+
+    With `p_ij = w_ij u_ij`, the gradient by the logarithm of a weight, that of the decay of token t is the sum of p_ij over
+    `j < t <= pos(i)`. Pairs of different chunks or tiles are summed by query and by key, and the difference of these sums flows
+    from token to token; pairs of one tile on the diagonal are summed as they are. The flow alone would do (that of all pairs),
+    but a pair of a token with itself, which is the largest where decays are strong, would leave its rounding in it.
+    """
+
+    def __init__(self, log_decay: Tensor, shift: int):
+        self._flow = torch.zeros_like(log_decay, dtype=torch.float64, memory_format=torch.contiguous_format)
+        self._diagonal = torch.zeros_like(self._flow)
+        self._shift = shift
+
+    def add_queries(self, start: int, x: Tensor, group: int) -> None:
+        """Sums over the keys of other chunks: x (b * hk * count, group * length, 1), of the queries from `start` on."""
+        x = rearrange(x, "b (g t) 1 -> b g t", g=group).sum(1, dtype=torch.float64)
+        self._add(self._flow, start + self._shift, x)
+
+    def add_keys(self, start: int, x: Tensor) -> None:
+        """Sums over the queries of other chunks: x (b * hk * count, length, 1), of the keys from `start` on."""
+        self._add(self._flow, start, -x.squeeze(-1))
+
+    def add_tile(self, query: int, key: int, pairs: Tensor) -> None:
+        """p (b * hk * count, rows, cols) of tiles that begin with the query and the key of these numbers, and follow each other
+        along the diagonal; those of queries before their keys are 0."""
+        cols = pairs.shape[-1]
+        before = key - query - self._shift  # so many rows of the tile see none of its keys
+        square = pairs[:, before : before + cols] if before >= 0 else pairs[:, :0]
+        if square.shape[1] > 0:
+            below = F.pad(square.cumsum(-1)[..., : square.shape[1] - 1], (1, 0))
+            self._add(self._diagonal, key, below.tril().sum(1))
+            pairs, query = pairs[:, before + cols :], query + before + cols
+        if pairs.shape[1] > 0:
+            self._add(self._flow, query + self._shift, pairs.sum(2))
+            self._add(self._flow, key, -pairs.sum(1))
+
+    def result(self) -> Tensor:
+        """(b, hk, m), float64."""
+        return self._diagonal + self._flow.flip(-1).cumsum(-1).flip(-1)
+
+    @staticmethod
+    def _add(total: Tensor, start: int, x: Tensor) -> None:
+        b, hk = total.shape[:2]
+        x = rearrange(x, "(b h count) t -> b h (count t)", b=b, h=hk)
+        total[..., start : start + x.shape[-1]] += x

@@ -32,11 +32,6 @@ def row_terms(call: Call, grad_o: Tensor, o: Tensor, z: Tensor, grad_z: Tensor |
     return grad_o, e, z
 
 
-def row_sums(z: Tensor, grad_z: Tensor) -> Tensor:
-    """As `tiles.row_sums`, with the log-sum-exp for z."""
-    return torch.where(z == NO_KEYS, 0.0, grad_z)
-
-
 def start(q: Tensor, dv: int) -> tuple[Tensor, Tensor, Tensor]:
     return *tiles.start(q, dv), q.new_full((*q.shape[:-1], 1), NO_KEYS)
 
@@ -75,8 +70,8 @@ def backward(
     """As `tiles.backward`, with lse (B, group * rows, 1)."""
     p = _scores(q, k, place, workspace).sub_(_finite(lse)).exp_()
     ds = torch.baddbmm(e, g, v.mT, out=workspace.buffer("ds", *p.shape)).mul_(p)
-    columns = ds.sum(1).unsqueeze(-1) if place.decays else None
-    return tiles.TileGradients(ds @ k, ds.mT @ q, p.mT @ g, None, columns)
+    pairs = ds.unflatten(1, (place.group, -1)).sum(1) if place.decays else None
+    return tiles.TileGradients(ds @ k, ds.mT @ q, p.mT @ g, None, pairs)
 
 
 def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace | None) -> Tensor:

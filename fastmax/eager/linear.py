@@ -310,9 +310,8 @@ def backward(
         """`v` and `weight` have the factor."""
         dk, dv = _read_gradient(state, k, v, weight, score, workspace, values=True)
         grads.add_k(span, dk)
-        if ops.call.log_decay is not None:
-            columns = (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score) * weight
-            grads.add_columns(span, columns)
+        if grads.decay is not None:
+            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score) * weight)
         grads.add_v(span, dv if factor is None else dv * factor)
 
     state = walk.state()
@@ -324,7 +323,12 @@ def backward(
         rows, keys, carry = (None,) * 3 if factors is None else factors
 
         def dq(before: State, span=span, q=q, terms=terms, rows=rows):
-            grads.add_q(span, _read_gradient(before, *_scaled((q, *terms), rows), score, workspace)[0])
+            q, g, e = _scaled((q, *terms), rows)
+            dq, numerator = _read_gradient(before, q, g, e, score, workspace, values=grads.decay is not None)
+            grads.add_q(span, dq)
+            if grads.decay is not None:
+                sums = (g * numerator).sum(-1, keepdim=True) + e * _read_weights(before, q, score)
+                grads.decay.add_queries(span.start, sums, ops.group)
 
         if ops.causal:
             _, state = walk.advance(state, _scaled(walk.k_v(walk.keys(span)), keys), span, dq, carry)
@@ -348,7 +352,8 @@ def backward(
             grads.add_q(span, tile.q)
             grads.add_k(keys, tile.k)
             grads.add_v(keys, tile.v)
-            grads.add_columns(keys, tile.columns)
+            if tile.pairs is not None:
+                grads.decay.add_tile(span.start, keys.start, tile.pairs)
         else:
             state = _absorb(state, q, g, e, workspace)
     for span in walk.alone:

@@ -91,6 +91,7 @@ def backward(
             grads.add_q(rows, tile.q)
             grads.add_k(cols, tile.k)
             grads.add_v(cols, tile.v)
-            grads.add_columns(cols, tile.columns)
+            if tile.pairs is not None:
+                grads.decay.add_tile(rows.start, cols.start, tile.pairs)
             if tile.rpe is not None:
                 grads.add_rpe(tiling.rpe_rows(rows, cols), tile.rpe)

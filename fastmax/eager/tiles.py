@@ -33,7 +33,7 @@ class TileGradients(NamedTuple):
     k: Tensor
     v: Tensor
     rpe: Tensor | None
-    columns: Tensor | None  # (B, cols, 1), of the logarithm of a key's weights; where they decay
+    pairs: Tensor | None  # (B, rows, cols), of the logarithm of the weights, summed over the group; where they decay
 
 
 def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -52,11 +52,6 @@ def row_terms(
     if noise is not None:
         grad_o = torch.addcmul(grad_o, grad_o, noise, value=call.dropout)
     return grad_o * inverse, e
-
-
-def row_sums(z: Tensor, grad_z: Tensor) -> Tensor:
-    """The gradient of the logarithm of all weights of a query: only the sum of the weights feels it."""
-    return z * torch.where(z == NO_KEYS, 0.0, grad_z)
 
 
 def start(q: Tensor, dv: int) -> tuple[Tensor, Tensor]:
@@ -96,9 +91,10 @@ def backward(
         skewed = _unskew(ds.unflatten(1, (place.group, -1))).flatten(1, 2)
         dq = dq + skewed @ place.rpe
         drpe = torch.einsum("brl,brd->ld", skewed, q)
-    dk, dv = ds.mT @ q, w.mT @ g
-    columns = (dv * v).sum(-1, keepdim=True) + w.mT @ e if place.decays else None
-    return TileGradients(dq, dk, dv, drpe, columns)
+    pairs = None
+    if place.decays:
+        pairs = torch.baddbmm(e, g, v.mT).mul_(w).unflatten(1, (place.group, -1)).sum(1)
+    return TileGradients(dq, ds.mT @ q, w.mT @ g, drpe, pairs)
 
 
 def _affine_scores(q: Tensor, k: Tensor, score: Score, place: Place, workspace: Workspace | None) -> Tensor:
