@@ -84,7 +84,6 @@ def one_by_one(attention, inputs, grads, lengths, **by_token):
             continue
         part = {name: x[:, :, begin:end] for name, x in inputs.items()}
         options = {name: x[:, begin:end] if name == "key_padding_mask" else x[:, :, begin:end] for name, x in by_token.items()}
-        options |= {} if not attention.keywords.get("exact_window") else {"exact_window": attention.keywords["exact_window"]}
         results.append(run(attention, part, tuple(x[:, :, begin:end] for x in grads), **options))
     return {name: torch.cat([x[name] for x in results], dim=2) for name in results[0]}
 
@@ -272,7 +271,7 @@ def test_order_of_the_sequences_does_not_matter(way, device):
 
 def test_no_tokens(device):
     for attention in WAYS.values():
-        for lengths in ((), (0,), (0, 0, 0)):
+        for lengths in ((0,), (0, 0, 0)):
             inputs, grads = make((0,), device=device)
             actual = run(attention, inputs, grads, cu_seqlens=bounds(lengths, device))
             assert actual["o"].shape == (1, 2, 0, 5) and actual["lse"].shape == (1, 2, 0)
@@ -404,6 +403,7 @@ REFUSED = {
     "floats": ({"cu_seqlens": cu(0, 3, 7, dtype=torch.float32)}, TypeError, "cu_seqlens must.*float32"),
     "two dimensions": ({"cu_seqlens": cu([0, 3, 7])}, ValueError, r"cu_seqlens must.*\(1, 3\)"),
     "no dimension": ({"cu_seqlens": cu(0)[0]}, ValueError, r"cu_seqlens must.*\(\)"),
+    "one number": ({"cu_seqlens": cu(0)}, ValueError, r"cu_seqlens must.*\(1,\)"),
     "no element": ({"cu_seqlens": cu()}, ValueError, r"cu_seqlens must.*\(0,\)"),
     "elsewhere": ({"cu_seqlens": cu(0, 3, 7, device="meta")}, ValueError, "cu_seqlens must.*device.*meta"),
     "a batch of two": (

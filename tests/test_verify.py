@@ -129,8 +129,8 @@ def test_random_configurations_cover_the_operator(kind):
         assert case.batch * min(case.heads * case.queries, case.kv_heads * case.keys) >= verify._MIN_ROWS
 
     modes = {"float32", "float16", "bfloat16", "float64" if kind == "cpu" else "tf32"}
-    kinds = Counter((case.mode, case.options["algorithm"], case.options["p"], case.options["causal"]) for case in cases)
-    assert {kind[0] for kind in kinds} == modes and len(kinds) == 4 * 3 * 2 * 2 and min(kinds.values()) >= 10
+    kinds = Counter((case.mode, *case.operator, case.options["causal"]) for case in cases)
+    assert {kind[0] for kind in kinds} == modes and len(kinds) == 4 * (3 * 2 + 1) * 2 and min(kinds.values()) >= 10
 
     def count(condition):
         return sum(map(condition, cases))
@@ -142,7 +142,7 @@ def test_random_configurations_cover_the_operator(kind):
     assert count(lambda case: case.heads > case.kv_heads == 1) > 100
     assert count(lambda case: case.padding) > 300
     for algorithm in ("quadratic", "linear"):  # polynomials that are not a square and a positive rest
-        drawn = [case.options for case in cases if case.positive and case.options["algorithm"] == algorithm]
+        drawn = [case.options for case in cases if case.positive and case.operator[0] == algorithm]
         assert len(drawn) > 30 and all(x["a1"] ** 2 > 3.9 * x["a0"] * x["a2"] for x in drawn)
         assert min(sum(x["a2"] == 0.0 for x in drawn), sum(x["a2"] > 0.1 for x in drawn)) > 10
     assert count(lambda case: case.head_dim % 2) > 200 and count(lambda case: case.head_dim != case.value_dim) > 400
@@ -150,6 +150,13 @@ def test_random_configurations_cover_the_operator(kind):
     assert count(lambda case: case.queries == 1) > 10 and count(lambda case: case.queries > 1000) > (
         10 if kind == "cpu" else 100
     )
+    for name in ("exact_window", "return_lse", "window"):
+        assert count(lambda case, name=name: name in case.options) > 60
+    for operator in ("quadratic", "linear", "auto", "softmax"):
+        drawn = [case for case in cases if case.operator[0] == operator]
+        assert sum(case.decay for case in drawn) > 40 and sum(case.sequences > 0 for case in drawn) > 15
+        assert sum(case.decay and case.sequences > 0 for case in drawn) > 5
+    assert count(lambda case: case.decay and case.options.get("exact_window", 0) > 1 and case.sequences > 1) > 5
     assert count(lambda case: any(abs(case.keys - chunk) == 1 for chunk in (128, 256, 512))) > 50
     if kind == "cuda":
         for d in (16, 32, 64, 96, 128):
@@ -207,6 +214,45 @@ def test_layouts_are_what_they_are_called(keys):
 def test_padding_hides_all_keys_of_the_first_sequence():
     mask = verify.random_tensors(verify.Case("", {}, padding=True), "cpu")["key_padding_mask"]
     assert mask.shape == (2, 300) and not mask[0].any() and not mask[1, :100].any() and 0.5 < mask[1, 100:].float().mean() < 0.9
+
+
+def test_decays_and_packed_sequences():
+    tensors = verify.random_tensors(verify.Case("", {}, batch=1, kv_heads=3, keys=900, decay=True, sequences=9), "cpu")
+    log_decay, cu_seqlens = tensors["log_decay"], tensors["cu_seqlens"]
+    assert log_decay.shape == (1, 3, 900) and log_decay.dtype == torch.float32 and (log_decay <= 0).all()
+    for value in (0.0, -50.0, -math.inf):
+        assert (log_decay == value).any(), value
+    assert cu_seqlens.shape == (10,) and cu_seqlens.dtype == torch.int32 and (cu_seqlens.diff() >= 0).all()
+    assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 900
+    padded = verify.random_tensors(verify.Case("", {}, decay=True, padding=True, dtype=torch.float64), "cpu")["log_decay"]
+    assert padded.dtype == torch.float64 and padded.min() == -5.0
+
+
+@pytest.mark.parametrize("wrong", ["ignored", "shifted by a token"])
+@pytest.mark.parametrize("option", ["log_decay", "cu_seqlens", "exact_window", "window"])
+def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
+    name = "flash_attention" if option == "window" else "fastmax_attention"
+    right = getattr(verify, name)
+
+    def perturbed(**arguments):
+        value = arguments[option]
+        if wrong == "ignored":
+            arguments[option] = {"log_decay": None, "exact_window": 0}.get(option)
+        elif option == "log_decay":
+            arguments[option] = value.roll(1, dims=-1)
+        elif option == "cu_seqlens":
+            arguments[option] = torch.where((value > 0) & (value < value[-1]), value - 1, value)
+        else:
+            arguments[option] = value + 1
+        return right(**arguments)
+
+    options = {"causal": True, **({"scale": 0.2} if option == "window" else {"algorithm": "auto", "p": 2, "temperature": 6.0})}
+    options |= {option: 20} if "window" in option else {}
+    case = verify.Case("", options, batch=1, queries=100, keys=100, sequences=3 if option == "cu_seqlens" else 0,
+                       decay=option == "log_decay", softmax=option == "window")  # fmt: skip
+    assert verify.check(case, "cpu", 0).wrong == []
+    monkeypatch.setattr(verify, name, perturbed)
+    assert verify.check(case, "cpu", 0).wrong != []
 
 
 # ---- what is allowed
