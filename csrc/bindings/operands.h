@@ -39,8 +39,7 @@ struct Operands {
   Tensor q, k, v;
   OptionalTensor mask;
 
-  Operands(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask)
-      : q(readable(q_in)), k(readable(k_in)), v(readable(v_in)), mask(key_padding_mask) {
+  explicit Operands(const AttentionInputs& x) : q(readable(x.q)), k(readable(x.k)), v(readable(x.v)), mask(x.key_padding_mask) {
     if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
   }
 
