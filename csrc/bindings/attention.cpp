@@ -111,13 +111,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
-  if (!has_attention_kernels(inputs, /*extras=*/grad_z.has_value())) {
+  if (!has_attention_kernels(inputs, /*extras=*/false)) {
     const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
         call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise,
                          rpe_matrix, log_decay, first_key, end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
     return {grad_q, grad_k, grad_v, grad_rpe, grad_log_decay};
   }
   check_float("z", z);
+  if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
   const Tensor grad_rpe = no_elements(q_in), grad_log_decay = no_elements(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
@@ -127,7 +128,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 
   const Operands x(inputs);
   const Noise noise(drop_noise, q_in);
-  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
   BwdParams p{};
   x.fill(p, scale, causal, allow_tf32);
   noise.fill(p, dropout);

@@ -83,15 +83,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   }
 
   const Operands x(inputs);
-  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, lse);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, lse, grad_lse);
   BwdParams p{};
   x.fill(p, scale, causal, allow_tf32);
   gradients.fill(p);
-  OptionalTensor grad_z;
-  if (grad_lse.has_value()) {
-    grad_z = dense(*grad_lse);
-    p.grad_z = static_cast<const float*>(grad_z->data_ptr());
-  }
   run("flash_backward", kFlashAlgorithm, p, q_in.get_device_index());
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_log_decay};
 }

@@ -75,21 +75,25 @@ inline Tensor empty_per_query(const Tensor& q) {
 // The gradients of q, k and v, and the forward's results and grad_o as the kernels read them.
 struct Gradients {
   Tensor o, grad_o, z;
+  OptionalTensor grad_z;
   Output grad_q, grad_k, grad_v;
 
   Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
-            const Tensor& z_in)
+            const Tensor& z_in, const OptionalTensor& grad_z_in)
       : o(readable(o_in)),
         grad_o(readable(grad_o_in)),
         z(dense(z_in)),
         grad_q(q_in, q_in.size(3), x.q.size(3)),
         grad_k(k_in, k_in.size(3), x.k.size(3)),
-        grad_v(v_in, v_in.size(3), x.v.size(3)) {}
+        grad_v(v_in, v_in.size(3), x.v.size(3)) {
+    if (grad_z_in.has_value()) grad_z = dense(*grad_z_in);
+  }
 
   void fill(BwdParams& p) const {
     p.o = o.data_ptr(), p.o_stride = stride_of(o);
     p.grad_o = grad_o.data_ptr(), p.grad_o_stride = stride_of(grad_o);
     p.z = static_cast<const float*>(z.data_ptr());
+    p.grad_z = grad_z.has_value() ? static_cast<const float*>(grad_z->data_ptr()) : nullptr;
     p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
     p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
     p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);

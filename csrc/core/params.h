@@ -72,7 +72,7 @@ struct BwdParams : AttentionParams {
   const void* o;       // noise included
   const void* grad_o;  // (b, h, n, dv)
   const float* z;      // (b, h, n) contiguous
-  const float* grad_z; // softmax: gradient of z, (b, h, n) contiguous, or null
+  const float* grad_z; // (b, h, n) contiguous, or null
   Stride o_stride, grad_o_stride;
 
   // results

@@ -1,6 +1,6 @@
 // Backward over tiles of scores, without atomics, for both score policies (score.h). With x_ij = q_i . k_j, per query the
 // normalised weight p(x), which is f(scale x) / z_i = w0 + w1 x + w2 x^2 for Fastmax and exp(scale x - lse_i) for softmax, and
-// delta_i = grad_o_i . o_i (softmax: less the gradient of lse_i):
+// delta_i = grad_o_i . o_i, less z_i times the gradient of z_i (softmax: less the gradient of lse_i):
 //   p_ij = p(x_ij)     ds_ij = p'(x_ij) (grad_o_i . v_j - delta_i)
 //   grad_v_j = sum_i p_ij grad_o_i     grad_k_j = sum_i ds_ij q_i     grad_q_i = sum_j ds_ij k_j
 // (grad_o with the noise factor in it). Three kernels: row scores (what p and delta need) of each query; grad_k and grad_v by
