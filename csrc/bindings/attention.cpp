@@ -75,7 +75,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
-  if (!has_attention_kernels(inputs, /*extras=*/false)) {
+  if (!has_attention_kernels(inputs)) {
     const auto [o, z] =
         call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, log_decay, first_key,
                          end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
@@ -91,7 +91,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   const Noise noise(drop_noise, q_in);
   const Results results(q_in, v_in, x, z);
   FwdParams p{};
-  x.fill(p, scale, causal, allow_tf32);
+  x.fill(p, scale, causal, kNoWindow, allow_tf32);
   noise.fill(p, dropout);
   Polynomial{a0, a1, a2, order}.fill(p);
   results.fill(p);
@@ -111,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
-  if (!has_attention_kernels(inputs, /*extras=*/false)) {
+  if (!has_attention_kernels(inputs)) {
     const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
         call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise,
                          rpe_matrix, log_decay, first_key, end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
@@ -130,7 +130,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Noise noise(drop_noise, q_in);
   const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
   BwdParams p{};
-  x.fill(p, scale, causal, allow_tf32);
+  x.fill(p, scale, causal, kNoWindow, allow_tf32);
   noise.fill(p, dropout);
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p);

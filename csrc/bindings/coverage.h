@@ -33,10 +33,9 @@ inline int head_dim_of(const Tensor& q, const Tensor& v) {
   return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));
 }
 
-// extras: what a call has beyond its inputs, and no kernel knows.
-inline bool has_attention_kernels(const AttentionInputs& x, bool extras) {
+inline bool has_attention_kernels(const AttentionInputs& x) {
   return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() && !x.log_decay.has_value() &&
-         !x.first_key.has_value() && !x.end_key.has_value() && !extras;
+         !x.first_key.has_value() && !x.end_key.has_value();
 }
 
 }  // namespace fastmax

@@ -4,6 +4,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
 #include "bindings/layout.h"
@@ -13,8 +15,15 @@
 
 namespace fastmax {
 
+// Keys up to so far before and behind a query; -1: no bound.
+struct Window {
+  int64_t left, right;
+};
+inline constexpr Window kNoWindow{-1, -1};
+
 // Sizes, arithmetic, scale, visibility and device of a call.
-inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, bool allow_tf32) {
+inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, Window window,
+                         bool allow_tf32) {
   p.b = static_cast<int>(q.size(0));
   p.h = static_cast<int>(q.size(1));
   p.hk = static_cast<int>(k.size(1));
@@ -28,6 +37,10 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
   p.scale = static_cast<float>(scale);
   p.causal = causal;
   p.causal_offset = p.m - p.n;
+  // No key is further than m - 1 before a query, or n - 1 behind it: wider windows are none.
+  p.left = static_cast<int>(window.left < 0 ? p.m : std::min<int64_t>(window.left, p.m));
+  p.right = causal ? 0 : static_cast<int>(window.right < 0 ? p.n : std::min<int64_t>(window.right, p.n));
+  p.window = p.left < p.m - 1 || (!causal && p.right < p.n - 1);
 
   const Device& device = get_device(q.get_device_index());
   p.sm_arch = device.arch;
@@ -43,8 +56,8 @@ struct Operands {
     if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
   }
 
-  void fill(AttentionParams& p, double scale, bool causal, bool allow_tf32) const {
-    fill_problem(p, q, k, v, scale, causal, allow_tf32);
+  void fill(AttentionParams& p, double scale, bool causal, Window window, bool allow_tf32) const {
+    fill_problem(p, q, k, v, scale, causal, window, allow_tf32);
     p.q = q.data_ptr(), p.q_stride = stride_of(q);
     p.k = k.data_ptr(), p.k_stride = stride_of(k);
     p.v = v.data_ptr(), p.v_stride = stride_of(v);

@@ -18,7 +18,7 @@
 
 namespace fastmax {
 
-template <class Score>
+template <class Score, class Visibility>
 struct LaunchQuadraticBwd {
   template <class Math, int kHeadDim>
   static void run(const BwdParams& p, cudaStream_t stream) {
@@ -36,18 +36,20 @@ struct LaunchQuadraticBwd {
                   kRowScoreThreads, 0, stream, p, row_scores, noisy_grad_o);
 
     if constexpr (kPairsForKv<Math, kHeadDim>) {
-      run_kernel<QuadraticBwdKvPairTile<Math, kHeadDim>>("quadratic_bwd_kv_pair", quadratic_bwd_kv_pair_kernel<Score, Math, kHeadDim>, p,
-                                                         p.m, p.hk, row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdKvPairTile<Math, kHeadDim>>("quadratic_bwd_kv_pair",
+                                                         quadratic_bwd_kv_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.m, p.hk,
+                                                         row_scores, grad_o, grad_o_stride, stream);
     } else {
-      run_kernel<QuadraticBwdKvTile<Math, kHeadDim>>("quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Math, kHeadDim>, p, p.m, p.hk,
-                                                     row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdKvTile<Math, kHeadDim>>("quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Visibility, Math, kHeadDim>, p,
+                                                     p.m, p.hk, row_scores, grad_o, grad_o_stride, stream);
     }
     if constexpr (kPairsForQ<Math, kHeadDim>) {
-      run_kernel<QuadraticBwdQPairTile<Math, kHeadDim>>("quadratic_bwd_q_pair", quadratic_bwd_q_pair_kernel<Score, Math, kHeadDim>, p,
-                                                        p.n, p.h, row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdQPairTile<Math, kHeadDim>>("quadratic_bwd_q_pair",
+                                                        quadratic_bwd_q_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.n, p.h,
+                                                        row_scores, grad_o, grad_o_stride, stream);
     } else {
-      run_kernel<QuadraticBwdQTile<Math, kHeadDim>>("quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Math, kHeadDim>, p, p.n, p.h,
-                                                    row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdQTile<Math, kHeadDim>>("quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Visibility, Math, kHeadDim>, p, p.n,
+                                                    p.h, row_scores, grad_o, grad_o_stride, stream);
     }
   }
 
