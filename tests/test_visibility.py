@@ -13,15 +13,8 @@ PROBE = """
 #include "core/visibility.h"
 using namespace fastmax;
 
-// What the header's functions work for beside the dense case. Query i sees keys i + offset - left .. i + offset + right.
-struct Window {
-  int n, m, offset, left, right;
-  Range keys_of(int i) const { return {clip(i + offset - left, m), clip(i + offset + right + 1, m)}; }
-  Range queries_of(int j) const { return {clip(j - offset - right, n), clip(j - offset + left + 1, n)}; }
-  static int clip(int x, int end) { return x < 0 ? 0 : x > end ? end : x; }
-};
-
-// Sequences behind each other; bounds of their queries and of their keys. Causal: a sequence's last query sees its last key.
+// What the header's functions work for beside what it has: sequences behind each other; bounds of their queries and of their
+// keys. Causal: a sequence's last query sees its last key.
 struct Packed {
   int n, m;
   bool causal;
@@ -67,7 +60,16 @@ int main() {
       }
       ranges(sees, tile, rows_are_keys, first, last);
     } else if (kind == 'w') {
-      ranges(Window{n, m, a, b, c}, tile, rows_are_keys, first, last);
+      const WindowVisibility sees(n, m, a, b, c);
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < m; ++j) {
+          const bool near = j >= i + a - b && j <= i + a + c;
+          if (sees.query_sees(i, j) != near || sees.key_is_seen(j, i) != near) return 1;
+          if (sees.keys_of(i).contains(j) != near || sees.queries_of(j).contains(i) != near) return 1;
+        }
+        if (sees.query_sees(i, m) || sees.query_sees(i, m + 15)) return 1;
+      }
+      ranges(sees, tile, rows_are_keys, first, last);
     } else {
       const Packed sees{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
       ranges(sees, tile, rows_are_keys, first, last);

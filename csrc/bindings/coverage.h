@@ -1,9 +1,10 @@
-// Which tensors there are kernels for. The PyTorch implementation computes the other calls.
+// Which calls there are kernels for. The PyTorch implementation computes the other calls.
 #pragma once
 
 #include <algorithm>
 #include <climits>
 
+#include "bindings/checks.h"
 #include "bindings/torch_abi.h"
 #include "core/device.h"
 #include "core/dispatch.h"
@@ -32,6 +33,9 @@ inline int head_dim_of(const Tensor& q, const Tensor& v) {
   return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));
 }
 
-inline bool has_attention_kernels(const Tensor& q, const Tensor& v) { return kernels_run_on(q) && head_dim_of(q, v) != 0; }
+inline bool has_attention_kernels(const AttentionInputs& x) {
+  return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() && !x.log_decay.has_value() &&
+         !x.first_key.has_value() && !x.end_key.has_value();
+}
 
 }  // namespace fastmax

@@ -34,7 +34,9 @@ struct Problem {
   float a0, a1, a2;  // f(s) = a0 + a1 s + a2 s^2; a2 = 0 when order == 1
   int order;         // 1 or 2
   bool causal;       // key j is visible to query i iff j <= i + causal_offset
+  bool window;       // softmax: and iff i + causal_offset - left <= j <= i + causal_offset + right
   int causal_offset; // m - n
+  int left, right;   // of a window; right = 0 where causal
   float dropout;     // o *= 1 + dropout * noise
 
   // device
@@ -72,7 +74,7 @@ struct BwdParams : AttentionParams {
   const void* o;       // noise included
   const void* grad_o;  // (b, h, n, dv)
   const float* z;      // (b, h, n) contiguous
-  const float* grad_z; // softmax: gradient of z, (b, h, n) contiguous, or null
+  const float* grad_z; // (b, h, n) contiguous, or null
   Stride o_stride, grad_o_stride;
 
   // results

@@ -10,7 +10,8 @@
 //     last row    . . . x x x x x . .
 //
 // and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
-// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense here, windows, packed sequences.
+// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense and windows here, packed sequences.
+// Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks.
 #pragma once
 
 #include "core/params.h"
@@ -63,6 +64,7 @@ constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int
 
 // n queries, m keys. Query i sees every key or, causal, those up to i + offset; offset = m - n lets both sequences end together.
 struct DenseVisibility {
+  static constexpr bool kBoundsBothSides = false;
   int n, m, offset;
   bool causal;
 
@@ -82,6 +84,35 @@ struct DenseVisibility {
   // Whether a query sees a key, twice: what belongs to a row, and is the same for the tokens that stream by, is on one side.
   constexpr __host__ __device__ bool query_sees(int query, int key) const { return key < keys_of(query).end; }
   constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return query >= queries_of(key).begin; }
+};
+
+// Query i sees keys i + offset - left .. i + offset + right.
+struct WindowVisibility {
+  static constexpr bool kBoundsBothSides = true;
+  int n, m, offset, left, right;
+
+  constexpr __host__ __device__ WindowVisibility(int n, int m, int offset, int left, int right)
+      : n(n), m(m), offset(offset), left(left), right(right) {}
+  constexpr __host__ __device__ explicit WindowVisibility(const Problem& p)
+      : WindowVisibility(p.n, p.m, p.causal_offset, p.left, p.right) {}
+
+  // Of any query and key; where a window is outside of the tokens, its end may be before its begin, and negative.
+  constexpr __host__ __device__ Range keys_of(int query) const {
+    const int begin = query + offset - left, end = query + offset + right + 1;
+    return {begin > 0 ? begin : 0, end < m ? end : m};
+  }
+  constexpr __host__ __device__ Range queries_of(int key) const {
+    const int begin = key - offset - right, end = key - offset + left + 1;
+    return {begin > 0 ? begin : 0, end < n ? end : n};
+  }
+
+  constexpr __host__ __device__ bool query_sees(int query, int key) const { return is_near(query, key) && key < m; }
+  constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return is_near(query, key); }
+
+ private:
+  constexpr __host__ __device__ bool is_near(int query, int key) const {
+    return static_cast<unsigned>(key - (query + offset) + left) <= static_cast<unsigned>(left + right);  // one comparison for two
+  }
 };
 
 #ifdef __CUDACC__

@@ -20,6 +20,13 @@ constexpr Kernels kQuadratic[] = {
 };
 
 constexpr Kernels kFlash[] = {
+    {"flash_window_sm80", [](const AttentionParams& p, Direction) { return p.window; }, no_workspace, quadratic_bwd_workspace_bytes,
+     [](const FwdParams& p, cudaStream_t stream) {
+       dispatch_math(p.math, [&](auto math) { flash_window_fwd<typename decltype(math)::type>(p, stream); });
+     },
+     [](const BwdParams& p, cudaStream_t stream) {
+       dispatch_math(p.math, [&](auto math) { flash_window_bwd<typename decltype(math)::type>(p, stream); });
+     }},
     {"flash_sm80", covers_all, no_workspace, quadratic_bwd_workspace_bytes,
      [](const FwdParams& p, cudaStream_t stream) {
        dispatch_math(p.math, [&](auto math) { flash_fwd<typename decltype(math)::type>(p, stream); });
