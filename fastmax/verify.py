@@ -460,7 +460,7 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
     decay = causal and chance(0.35)
     sequences = 0
     one_entry = n == m and h * n >= _MIN_ROWS <= hk * m
-    if one_entry and (causal or softmax or algorithm != "linear") and chance(0.4):
+    if one_entry and (causal or softmax or algorithm != "linear") and chance(0.6):
         b, sequences = 1, draw.choice((1, 2, 3, 8, 30, m))
     if softmax:
         options = {"causal": causal, "scale": round(1.0 / options["temperature"], 3)}
@@ -468,7 +468,7 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         if chance(0.6):
             options["window"] = draw.choice((window(), (draw.choice((-1, 0, window())), draw.choice((-1, 0, window())))))
     else:
-        if n <= m and chance(0.25):
+        if n <= m and chance(0.35):
             options["exact_window"] = window()
         if chance(0.3):
             options["return_lse"] = True

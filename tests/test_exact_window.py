@@ -15,7 +15,6 @@ from common import (
     by_algorithm,
     by_causal,
     by_gradient,
-    by_order,
     check_checkpointing,
     check_compiled,
     check_one_graph_for_all_lengths,
@@ -111,10 +110,9 @@ def test_queries_without_near_or_far_or_any_keys(algorithm, custom, causal, devi
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @by_causal
-@by_order
-@by_gradient
+@pytest.mark.parametrize("p, custom", [(1, True), (2, True), (2, False)], ids=["p1-custom", "p2-custom", "p2-autograd"])
 @by_algorithm
-def test_dtypes(algorithm, custom, p, causal, dtype, device):
+def test_dtypes(algorithm, p, custom, causal, dtype, device):
     inputs, (grad_o, _) = make(LONG, dtype, device)
     Expected(inputs, grad_o, causal=causal, p=p, exact_window=50).check(custom=custom, algorithm=algorithm)
 
@@ -252,15 +250,14 @@ def test_bitwise_repeatable(algorithm, causal, device, several_threads):
     assert all(torch.equal(x, second[name]) for name, x in first.items())
 
 
-@by_causal
-@by_algorithm
+@pytest.mark.parametrize("algorithm, causal", [("linear", True), ("quadratic", False)])
 def test_compile(algorithm, causal, device, fresh_dynamo):
     check_compiled(partial(with_lse, causal=causal, algorithm=algorithm, exact_window=6), *make(SMALL, device=device))
 
 
 def test_compile_dynamic_is_one_graph_for_all_lengths(device, fresh_dynamo):
     attention = partial(with_lse, causal=True, exact_window=10)
-    check_one_graph_for_all_lengths(attention, lambda n: (*make(Case("", n=n, d=4), device=device), {}))
+    check_one_graph_for_all_lengths(attention, lambda n: (*make(Case("", n=n, d=4), device=device), {}), (20, 37))
 
 
 @by_gradient
@@ -314,7 +311,7 @@ def test_second_derivative_of_the_custom_gradient_is_refused(device):
 def test_memory_is_linear_in_tokens(custom, causal):
     """Four times the tokens, at most five times the bytes; no (n, m) and no tensor of a window of keys for every query."""
     peaks = []
-    for n in (1000, 4000):
+    for n in (500, 2000):
         inputs, (grad_o, _) = make(Case("", n=n, h=1, d=4))
         with Memory() as memory:
             run(

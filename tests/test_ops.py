@@ -366,6 +366,19 @@ def test_activation_checkpointing(dropout, reentrant, custom, device):
         assert torch.equal(x.grad, expected[f"grad {name}"])
 
 
+@pytest.mark.parametrize("option", ["defaults", "sinusoidal", "normalize=token"])
+def test_checkpoint_that_ends_with_the_attention(option, device):
+    """The attention's backward is the first to ask for what was saved: what is before it is recorded again then."""
+    inputs, grad_o = make_inputs(SQUARE, device=device)
+
+    def attention(q, k, v):
+        return fastmax_attention(q.sin(), k.sin(), v.sin(), **make_options(option, SQUARE))
+
+    plain = run(attention, inputs, grad_o)
+    again = run(lambda q, k, v: checkpoint(attention, q, k, v, use_reentrant=False), inputs, grad_o)
+    assert all(torch.equal(x, plain[name]) for name, x in again.items())
+
+
 @by_gradient
 def test_functional_call(custom, device):
     block, other = (Block(use_custom_gradient=custom).to(device) for _ in range(2))

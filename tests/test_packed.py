@@ -14,7 +14,6 @@ from common import (
     assert_equals_definition,
     by_causal,
     by_gradient,
-    by_order,
     check_checkpointing,
     check_compiled,
     check_one_graph_for_all_lengths,
@@ -36,10 +35,8 @@ flash_with_lse = partial(flash_attention, return_lse=True)
 reference = partial(definition, return_lse=True)
 
 LENGTHS = {
-    "one": (40,),
     "none, one and two tokens": (0, 1, 2, 0, 0, 5, 1, 0),
-    "chunk +- 1": (CHUNK - 1, CHUNK, CHUNK + 1),
-    "sixty-four +- 1": (63, 64, 65, 1, 127, 128),
+    "chunk +- 1": (CHUNK - 1, CHUNK, CHUNK + 1, 63, 64, 65),
     "one long": (3, 2 * CHUNK + 30, 1),
     "many short": tuple((7 * i) % 9 for i in range(50)),
     "one token each": (1,) * 30,
@@ -100,6 +97,8 @@ def assert_close_in_float64(actual, expected):
 @by_way
 @by_gradient
 def test_every_way_and_length(custom, way, lengths, device):
+    if not custom and sum(lengths) > 3 * CHUNK:
+        pytest.skip("the autograd side is asked with the other lengths")
     inputs, grads = make(lengths, torch.float64, device)
     attention = partial(WAYS[way], use_custom_gradient=custom)
     actual = run(attention, inputs, grads, cu_seqlens=bounds(lengths, device))
@@ -195,9 +194,8 @@ def test_everything_at_once_in_float64(custom, causal, device):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("algorithm", ["quadratic", "linear"])
-@by_order
-@by_gradient
-def test_dtypes(custom, p, algorithm, dtype, device):
+@pytest.mark.parametrize("p, custom", [(1, True), (2, True), (2, False)], ids=["p1-custom", "p2-custom", "p2-autograd"])
+def test_dtypes(p, custom, algorithm, dtype, device):
     lengths = (CHUNK + 3, 1, 0, 70, 20)
     inputs, (grad_o, _) = make(lengths, dtype, device)
     inputs["log_decay"] = make_decay(
@@ -286,7 +284,7 @@ def test_three_dimensions(way, device):
     compare(flat, {name: x.flatten(0, 1) for name, x in run(attention, inputs, grads).items()})
 
 
-@by_way
+@pytest.mark.parametrize("way", ["causal, linear, exact window", "full, quadratic", "flash, causal"])
 def test_bitwise_repeatable(way, device, several_threads):
     lengths = (CHUNK + 3, 1, 0, 70, 20)
     inputs, grads = make(lengths, device=device)
@@ -318,7 +316,7 @@ def first_keys(lengths, device):
     return tuple(torch.tensor(x, dtype=torch.int32, device=device).expand(1, 2, -1) for x in (starts, ends))
 
 
-@pytest.mark.parametrize("algorithm, causal", [("quadratic", True), ("linear", True), ("quadratic", False)])
+@pytest.mark.parametrize("algorithm, causal", [("linear", True), ("quadratic", False)])
 def test_opcheck(algorithm, causal, device):
     inputs, grads = make(SHORT, device=device, h=4, hk=2)
     first, end = first_keys(SHORT, device)
@@ -326,14 +324,12 @@ def test_opcheck(algorithm, causal, device):
     opcheck("", inputs, grads, *rest)
 
 
-@by_causal
-def test_opcheck_flash(causal, device):
+def test_opcheck_flash(device):
     inputs, grads = make(SHORT, device=device, h=4, hk=2)
-    first, end = first_keys(SHORT, device)
-    opcheck("flash_", inputs, grads, None, None, first, None if causal else end, 0.5, causal, 3, -1, False)
+    opcheck("flash_", inputs, grads, None, None, *first_keys(SHORT, device), 0.5, False, 3, -1, False)
 
 
-@by_way
+@pytest.mark.parametrize("way", ["causal, linear", "full, exact window", "flash, full, window"])
 def test_compile(way, device, fresh_dynamo):
     check_compiled(WAYS[way], *make(SHORT, device=device), cu_seqlens=bounds(SHORT, device))
 
@@ -343,7 +339,7 @@ def test_compile_normalize_of_each_sequence(device, fresh_dynamo):
     check_compiled(attention, *make(SHORT, device=device), cu_seqlens=bounds(SHORT, device))
 
 
-@pytest.mark.parametrize("way", ["causal, linear", "flash, causal"])
+@pytest.mark.parametrize("way", ["causal, linear"])
 def test_compile_dynamic_is_one_graph_for_all_lengths(way, device, fresh_dynamo):
     """Whatever the number of tokens and of sequences."""
 

@@ -60,7 +60,7 @@ def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypat
 def test_a_wrong_gradient_is_caught(tensor, monkeypatch):
     right = verify.fastmax_attention
 
-    def perturbed(**arguments):
+    def changed(**arguments):
         x = arguments[tensor]
         arguments[tensor] = torch.lerp(x.detach(), x, 1.05)  # x itself, with a gradient too large by 5%
         return right(**arguments)
@@ -156,7 +156,7 @@ def test_random_configurations_cover_the_operator(kind):
         drawn = [case for case in cases if case.operator[0] == operator]
         assert sum(case.decay for case in drawn) > 40 and sum(case.sequences > 0 for case in drawn) > 15
         assert sum(case.decay and case.sequences > 0 for case in drawn) > 5
-    assert count(lambda case: case.decay and case.options.get("exact_window", 0) > 1 and case.sequences > 1) > 5
+    assert count(lambda case: case.decay and case.options.get("exact_window", 0) > 1 and case.sequences > 1) > 4
     assert count(lambda case: any(abs(case.keys - chunk) == 1 for chunk in (128, 256, 512))) > 50
     if kind == "cuda":
         for d in (16, 32, 64, 96, 128):
@@ -234,10 +234,13 @@ def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
     name = "flash_attention" if option == "window" else "fastmax_attention"
     right = getattr(verify, name)
 
-    def perturbed(**arguments):
+    def changed(**arguments):
         value = arguments[option]
         if wrong == "ignored":
-            arguments[option] = {"log_decay": None, "exact_window": 0}.get(option)
+            arguments[option] = {
+                "log_decay": 0.0 * value.clamp(min=-1.0) if option == "log_decay" else None,
+                "exact_window": 0,
+            }.get(option)
         elif option == "log_decay":
             arguments[option] = value.roll(1, dims=-1)
         elif option == "cu_seqlens":
@@ -251,7 +254,7 @@ def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
     case = verify.Case("", options, batch=1, queries=100, keys=100, sequences=3 if option == "cu_seqlens" else 0,
                        decay=option == "log_decay", softmax=option == "window")  # fmt: skip
     assert verify.check(case, "cpu", 0).wrong == []
-    monkeypatch.setattr(verify, name, perturbed)
+    monkeypatch.setattr(verify, name, changed)
     assert verify.check(case, "cpu", 0).wrong != []
 
 

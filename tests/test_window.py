@@ -129,15 +129,14 @@ def test_three_dimensions(device):
 # ---- inside PyTorch
 
 
-@pytest.mark.parametrize("causal, left, right", [(True, 4, -1), (False, 4, 4), (False, -1, 2), (False, 0, -1)])
+@pytest.mark.parametrize("causal, left, right", [(True, 4, -1), (False, 0, 3)])
 def test_opcheck(causal, left, right, device):
     inputs, grads = make(SMALL, device=device)
     opcheck("flash_", inputs, grads, None, None, None, None, 0.5, causal, left, right, False)
 
 
-@pytest.mark.parametrize("window", [5, (3, 2)], ids=str)
-def test_compile(window, device, fresh_dynamo):
-    check_compiled(with_lse, *make(SMALL, device=device), window=window)
+def test_compile(device, fresh_dynamo):
+    check_compiled(with_lse, *make(SMALL, device=device), window=(3, 2))
 
 
 def test_compile_dynamic_is_one_graph_for_all_lengths(device, fresh_dynamo):
