@@ -13,8 +13,7 @@ PROBE = """
 #include "core/visibility.h"
 using namespace fastmax;
 
-// What the header's functions work for beside what it has: sequences behind each other; bounds of their queries and of their
-// keys. Causal: a sequence's last query sees its last key.
+// Sequences behind each other; bounds of their queries and of their keys. Causal: a sequence's last query sees its last key.
 struct Packed {
   int n, m;
   bool causal;
@@ -71,7 +70,17 @@ int main() {
       }
       ranges(sees, tile, rows_are_keys, first, last);
     } else {
-      const Packed sees{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
+      const Packed packed{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
+      std::vector<Range> keys, queries;
+      for (int i = 0; i < n; ++i) keys.push_back(packed.keys_of(i));
+      for (int j = 0; j < m; ++j) queries.push_back(packed.queries_of(j));
+      const TableVisibility sees(n, m, keys.data(), queries.data());
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < m; ++j) {
+          if (sees.query_sees(i, j) != sees.key_is_seen(j, i)) return 1;
+        }
+        if (sees.query_sees(i, m) || sees.query_sees(n + 15, m + 15)) return 1;
+      }
       ranges(sees, tile, rows_are_keys, first, last);
     }
   }
