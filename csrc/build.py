@@ -36,8 +36,8 @@ SPILL_EXCEPTIONS = {
     r"sm_(80|86|89) .*quadratic_bwd_q_pair_kernel<fastmax::.*Tf32, 128>": "two words, so that three blocks share a "
     "multiprocessor",
     r"linear_state_kernel<fastmax::Tf32, (64|128)>": "resident sums fill the registers; up to 36 bytes",
-    r"quadratic_.*TableVisibility, fastmax::(Bf16, 64|Tf32, 256)>": "pointers to the tables take four registers more; three words of "
-    "the forward at bf16, so that three blocks share a multiprocessor, eight loads of grad_q at tf32",
+    r"quadratic_.*TableVisibility, fastmax::(Bf16, 64|Tf32, 256)>": "pointers to the tables take four registers more; three "
+    "words of the forward at bf16, so that three blocks share a multiprocessor, eight loads of grad_q at tf32",
     r"sm_120 .*quadratic_fwd_kernel<fastmax::.*Bf16, 64>": "one or two words, on that architecture alone",
     r"sm_(80|86|89|120) .*linear_grad_kernel<fastmax::Bf16, (128|256)>": "up to 20 bytes once per row block; none on sm_90",
     r"sm_(80|86|89) .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",

@@ -6,27 +6,32 @@
 namespace fastmax {
 namespace {
 
-__device__ __forceinline__ int bound_of(const KeyBounds& bounds, int batch, int kv_head, int query) {
+__host__ __device__ __forceinline__ int bound_of(const KeyBounds& bounds, int batch, int kv_head, int query) {
   return bounds.data[batch * bounds.stride.batch + kv_head * bounds.stride.head + query * bounds.stride.token];
 }
 
-__device__ __forceinline__ Range keys_of(const AttentionParams& p, int batch, int kv_head, int query) {
+__host__ __device__ __forceinline__ Range keys_of(const AttentionParams& p, int batch, int kv_head, int query) {
   Range keys = WindowVisibility(p, batch, kv_head).keys_of(query);
   if (p.first_key.data != nullptr) keys.begin = max(keys.begin, min(bound_of(p.first_key, batch, kv_head, query), p.m));
   if (p.end_key.data != nullptr) keys.end = min(keys.end, bound_of(p.end_key, batch, kv_head, query));
   return keys;
 }
 
-// How many queries of a head there are before the first one for which `behind` is true.
-template <class Predicate>
-__device__ __forceinline__ int queries_before(int n, const Predicate& behind) {
-  int begin = 0, end = n;
+// The first query whose keys end behind `key` (kEnds), or begin behind it; n where there is none.
+template <bool kEnds>
+__host__ __device__ __forceinline__ int first_query_behind(const AttentionParams& p, int batch, int kv_head, int key) {
+  int begin = 0, end = p.n;
   while (begin < end) {
-    const int middle = begin + (end - begin) / 2;
-    if (behind(middle)) end = middle;
-    else begin = middle + 1;
+    const int query = begin + (end - begin) / 2;
+    const Range keys = keys_of(p, batch, kv_head, query);
+    if ((kEnds ? keys.end : keys.begin) > key) end = query;
+    else begin = query + 1;
   }
   return begin;
+}
+
+__host__ __device__ __forceinline__ Range queries_of(const AttentionParams& p, int batch, int kv_head, int key) {
+  return {first_query_behind<true>(p, batch, kv_head, key), first_query_behind<false>(p, batch, kv_head, key)};
 }
 
 // A thread per query, then one per key.
@@ -43,8 +48,7 @@ __global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams 
   if (of_query) {
     keys[index] = keys_of(p, batch, kv_head, token);
   } else {
-    queries[index] = {queries_before(p.n, [&](int query) { return keys_of(p, batch, kv_head, query).end > token; }),
-                      queries_before(p.n, [&](int query) { return keys_of(p, batch, kv_head, query).begin > token; })};
+    queries[index] = queries_of(p, batch, kv_head, token);
   }
 }
 
