@@ -39,7 +39,7 @@ SPILL_EXCEPTIONS = {
     r"linear_state_kernel<fastmax::Tf32, (64|128)>": "resident sums fill the registers; up to 36 bytes",
     r"quadratic_fwd_kernel<fastmax::SoftmaxScore, fastmax::TableVisibility, fastmax::Bf16, 64>": "three words, so that three "
     "blocks share a multiprocessor",
-    r"quadratic_bwd_q_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "four words: pointers to tables beside what "
+    r"quadratic_bwd_q_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "four words: table pointers beside what "
     "fills the registers",
     r"sm_120 .*quadratic_fwd_kernel<fastmax::.*Bf16, 64>": "one or two words, on that architecture alone",
     r"sm_(80|86|89|120) .*linear_grad_kernel<fastmax::Bf16, (128|256)>": "up to 20 bytes once per row block; none on sm_90",
