@@ -18,6 +18,10 @@ pytestmark = [
 ]
 
 
+# Where a query sees one key, grad_o . v and grad_o . o cancel but for a rounding of them, which the plain formula has none of.
+FLOOR = 1e-5
+
+
 class Case(NamedTuple):
     n: int
     m: int
@@ -132,7 +136,7 @@ def test_against_float64(case, mode, precision):  # noqa: F811
     for name, x, y, z in zip(("o", "lse", "q", "k", "v"), actual, exact, plain, strict=True):
         if name == "lse":
             x, y, z = x[sees], y[sees], z[sees]
-        assert relative(x, y) <= max(2 * relative(z, y) + 2e-6, 2 * rounding), name
+        assert relative(x, y) <= max(2 * relative(z, y) + FLOOR, 2 * rounding), name
     assert all(map(torch.equal, actual, both(arguments, grads)))
 
 
