@@ -59,9 +59,12 @@ void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_
   }
 }
 
-const Algorithm& choose(const std::string& algorithm, const Problem& p) {
-  if (algorithm == "quadratic") return kQuadraticAlgorithm;
-  if (algorithm == "linear") return kLinearAlgorithm;
+const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool causal, int64_t order) {
+  if (name == "quadratic") return kQuadraticAlgorithm;
+  if (name == "linear") return kLinearAlgorithm;
+  Problem p{};
+  fill_problem(p, x.q, x.k, x.v, /*scale=*/1.0, causal, kNoWindow, /*allow_tf32=*/false);
+  p.order = static_cast<int>(order);
   return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
@@ -75,7 +78,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
-  if (!has_attention_kernels(inputs)) {
+  const Algorithm& chosen = choose(algorithm, inputs, causal, order);
+  if (!has_attention_kernels(inputs, chosen)) {
     const auto [o, z] =
         call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, log_decay, first_key,
                          end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
@@ -95,7 +99,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   noise.fill(p, dropout);
   Polynomial{a0, a1, a2, order}.fill(p);
   results.fill(p);
-  run("forward", choose(algorithm, p), p, q_in.get_device_index());
+  run("forward", chosen, p, q_in.get_device_index());
   return {results.o.result(), z};
 }
 
@@ -111,7 +115,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
-  if (!has_attention_kernels(inputs)) {
+  const Algorithm& chosen = choose(algorithm, inputs, causal, order);
+  if (!has_attention_kernels(inputs, chosen)) {
     const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
         call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise,
                          rpe_matrix, log_decay, first_key, end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
@@ -134,7 +139,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   noise.fill(p, dropout);
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p);
-  run("backward", choose(algorithm, p), p, q_in.get_device_index());
+  run("backward", chosen, p, q_in.get_device_index());
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, grad_log_decay};
 }
 

@@ -9,6 +9,7 @@
 #include "core/device.h"
 #include "core/dispatch.h"
 #include "core/params.h"
+#include "linear/algorithm.h"
 
 namespace fastmax {
 
@@ -33,9 +34,11 @@ inline int head_dim_of(const Tensor& q, const Tensor& v) {
   return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));
 }
 
-inline bool has_attention_kernels(const AttentionInputs& x) {
+// Whether there are kernels of the algorithm for a call.
+inline bool has_attention_kernels(const AttentionInputs& x, const Algorithm& algorithm) {
+  const bool has_bounds = x.first_key.has_value() || x.end_key.has_value();
   return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() && !x.log_decay.has_value() &&
-         !x.first_key.has_value() && !x.end_key.has_value();
+         (!has_bounds || &algorithm != &kLinearAlgorithm);
 }
 
 }  // namespace fastmax

@@ -50,10 +50,15 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
 // q, k, v and what accompanies their tokens.
 struct Operands {
   Tensor q, k, v;
-  OptionalTensor mask;
+  OptionalTensor mask, first_key, end_key;
 
-  explicit Operands(const AttentionInputs& x) : q(readable(x.q)), k(readable(x.k)), v(readable(x.v)), mask(x.key_padding_mask) {
+  explicit Operands(const AttentionInputs& x) : q(readable(x.q)), k(readable(x.k)), v(readable(x.v)), mask(x.key_padding_mask), first_key(x.first_key), end_key(x.end_key) {
     if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
+  }
+
+  static KeyBounds bounds(const OptionalTensor& x) {
+    if (!x.has_value()) return {};
+    return {static_cast<const int32_t*>(x->data_ptr()), stride_of(*x)};
   }
 
   void fill(AttentionParams& p, double scale, bool causal, Window window, bool allow_tf32) const {
@@ -63,6 +68,7 @@ struct Operands {
     p.v = v.data_ptr(), p.v_stride = stride_of(v);
     p.key_padding_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
     p.mask_batch_stride = mask.has_value() ? mask->stride(0) : 0;
+    p.first_key = bounds(first_key), p.end_key = bounds(end_key);
   }
 };
 

@@ -10,7 +10,7 @@
 //     last row    . . . x x x x x . .
 //
 // and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
-// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense and windows here, packed sequences.
+// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense, windows and tables here.
 // Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks.
 #pragma once
 
@@ -69,7 +69,8 @@ struct DenseVisibility {
   bool causal;
 
   constexpr __host__ __device__ DenseVisibility(int n, int m, int offset, bool causal) : n(n), m(m), offset(offset), causal(causal) {}
-  constexpr __host__ __device__ explicit DenseVisibility(const Problem& p) : DenseVisibility(p.n, p.m, p.causal_offset, p.causal) {}
+  constexpr __host__ __device__ DenseVisibility(const Problem& p, int /*batch*/, int /*kv_head*/)
+      : DenseVisibility(p.n, p.m, p.causal_offset, p.causal) {}
 
   // Of any query, also behind the last one; before all keys the range is empty, and its end may be negative.
   constexpr __host__ __device__ Range keys_of(int query) const {
@@ -93,7 +94,7 @@ struct WindowVisibility {
 
   constexpr __host__ __device__ WindowVisibility(int n, int m, int offset, int left, int right)
       : n(n), m(m), offset(offset), left(left), right(right) {}
-  constexpr __host__ __device__ explicit WindowVisibility(const Problem& p)
+  constexpr __host__ __device__ WindowVisibility(const Problem& p, int /*batch*/, int /*kv_head*/)
       : WindowVisibility(p.n, p.m, p.causal_offset, p.left, p.right) {}
 
   // Of any query and key; where a window is outside of the tokens, its end may be before its begin, and negative.
@@ -112,6 +113,36 @@ struct WindowVisibility {
  private:
   constexpr __host__ __device__ bool is_near(int query, int key) const {
     return static_cast<unsigned>(key - (query + offset) + left) <= static_cast<unsigned>(left + right);  // one comparison for two
+  }
+};
+
+// What tables say, in which bounds do not fall: packed sequences, each in a window or not.
+struct TableVisibility {
+  static constexpr bool kBoundsBothSides = true;
+  int n, m;
+  const Range* keys;     // of each query
+  const Range* queries;  // of each key; a forward asks for none
+
+  __host__ __device__ TableVisibility(int n, int m, const Range* keys, const Range* queries) : n(n), m(m), keys(keys), queries(queries) {}
+  __host__ __device__ TableVisibility(const AttentionParams& p, int batch, int kv_head)
+      : TableVisibility(p.n, p.m, p.key_table + (static_cast<int64_t>(batch) * p.hk + kv_head) * p.n,
+                        p.query_table + (static_cast<int64_t>(batch) * p.hk + kv_head) * p.m) {}
+
+  // Tokens behind the last one are as the last one.
+  __host__ __device__ Range keys_of(int query) const { return load(keys + (query < n ? query : n - 1)); }
+  __host__ __device__ Range queries_of(int key) const { return load(queries + (key < m ? key : m - 1)); }
+
+  __host__ __device__ bool query_sees(int query, int key) const { return keys_of(query).contains(key); }
+  __host__ __device__ bool key_is_seen(int key, int query) const { return queries_of(key).contains(query); }
+
+ private:
+  static __host__ __device__ Range load(const Range* range) {
+#ifdef __CUDA_ARCH__
+    const int2 x = __ldg(reinterpret_cast<const int2*>(range));
+    return {x.x, x.y};
+#else
+    return *range;
+#endif
   }
 };
 

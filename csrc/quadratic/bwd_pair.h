@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + (sums_v ? Tile::kTileBytes : 0) +
                                                       lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * Tile::kExchangeBytes;
-  const Visibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
 
   // A block whose keys are all dropped has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * Tile::kColumnParts * p.hk);
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
-  const Visibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
   const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));

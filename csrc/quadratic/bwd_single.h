@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   const uint32_t lane_b =
       ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
-  const Visibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const StreamLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
 
   // A block whose keys are all dropped has nothing to sum.
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   const Operand grad_o_rows(grad_o, grad_o_stride.token, warp_row, p.n, p.dv, ptx::smem_address(shared) + Tile::kResidentBytes / 2,
                             block_row);
 
-  const Visibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
   const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared + Tile::kResidentBytes)));

@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
 
-  const Visibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const KeptKeys<FwdParams> kept_keys(p, blocks_per_head * p.h);
   const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
