@@ -21,14 +21,19 @@ class Bounds(NamedTuple):
     end_key: Tensor | None = None
 
 
-def bounds(q: Tensor, k: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, causal: bool) -> Bounds:
-    """Of checked arguments for 4-d q (b, h, n, d) and k (b, hk, m, d). No value is copied to the host."""
+def bounds(
+    q: Tensor, k: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, causal: bool, continues: bool = False
+) -> Bounds:
+    """Of checked arguments for 4-d q (b, h, n, d) and k (b, hk, m, d). No value is copied to the host.
+
+    `continues`: there are keys in a state before the first one here, which is why queries that saw no token forget have -1.
+    """
     (b, hk, m), n = k.shape[:3], q.shape[2]
     first = end = None
     if log_decay is not None:
         dtype = eager.compute_dtype(q.dtype)
         forgets = log_decay == -torch.inf
-        first = torch.where(forgets, torch.arange(m, device=q.device), 0).cummax(-1).values
+        first = torch.where(forgets, torch.arange(m, device=q.device), -1 if continues else 0).cummax(-1).values
         log_decay = torch.where(forgets, 0.0, log_decay.to(dtype))
     if cu_seqlens is not None:
         sequence = sequence_of_token(cu_seqlens, n)

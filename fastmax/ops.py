@@ -94,7 +94,7 @@ def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tenso
         RuntimeError: a gradient would have to be recorded.
     """
     tensors = (q, k, v, values, weights)
-    _refuse_to_record(*tensors)
+    refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
         return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
     if q.is_cuda:
@@ -104,7 +104,7 @@ def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tenso
         return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
 
 
-def _refuse_to_record(*tensors: Tensor) -> None:
+def refuse_to_record(*tensors: Tensor | None) -> None:
     if eager.differentiating(*tensors):
         raise RuntimeError(
             "fastmax.step_ writes over the state that a gradient would need: use fastmax.step, or call it under torch.no_grad()"
@@ -340,7 +340,7 @@ def _is_differentiated_by_functorch(x: Tensor) -> bool:
 
 def _decode_step_autograd(keyset, *args):
     """For callers of the operator itself."""
-    _refuse_to_record(*args[:5])
+    refuse_to_record(*args[:5])
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 

@@ -42,18 +42,29 @@ def arguments(operator, device):
     if operator == "softmax":
         return {"x": q, "algorithm": "safe"}
     operands, results = {"q": q, "k": k, "v": v}, {}
+    tokens = {"log_decay": None, "first_key": None, "end_key": None}
     if operator.startswith("flash"):
         if operator == "flash_backward":
             results = {"grad_o": tensor(B, H, N, DV), "grad_lse": tensor(B, H, N)}
             operands |= {"o": o, "lse": per_query}
-        return results | operands | {"key_padding_mask": mask, "scale": 0.25, "causal": True, "allow_tf32": False}
+        options = {"scale": 0.25, "causal": True, "left": 3, "right": -1, "allow_tf32": False}
+        return results | operands | {"key_padding_mask": mask} | tokens | options
     if operator == "backward":
-        results = {"grad_o": tensor(B, H, N, DV)}
+        results = {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N)}
         operands |= {"o": o, "z": per_query}
     polynomial = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2}
     last = {"causal": True, "dropout": 0.1, "algorithm": "auto", "allow_tf32": False}
     noise = {"key_padding_mask": mask, "drop_noise": tensor(B, H, N, DV), "rpe_matrix": None}
-    return results | operands | noise | polynomial | last
+    return results | operands | noise | tokens | polynomial | last
+
+
+def with_tokens(operator, device):
+    """The same with a decay and bounds of keys."""
+    return arguments(operator, device) | {
+        "log_decay": -torch.rand(B, HK, M, device=device),
+        "first_key": torch.zeros(B, HK, N, dtype=torch.int32, device=device),
+        "end_key": torch.full((B, HK, N), M, dtype=torch.int32, device=device),
+    }
 
 
 def call(operator, given):
@@ -101,11 +112,12 @@ def per_query(name):
     return [(name, change, f"{name} must have shape") for change in (swapped, longer, lambda x: x[:, :1])]
 
 
+WINDOW = [(name, lambda _: -2, f"{name} must be at least -1 .*got -2") for name in ("left", "right")]
 WRONG = {
     "forward": FORWARD + POLYNOMIAL,
-    "flash_forward": FORWARD,
-    "backward": FORWARD + POLYNOMIAL + RESULTS + per_query("z"),
-    "flash_backward": FORWARD + RESULTS + per_query("lse") + per_query("grad_lse"),
+    "flash_forward": FORWARD + WINDOW,
+    "backward": FORWARD + POLYNOMIAL + RESULTS + per_query("z") + per_query("grad_z"),
+    "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
 }
 
@@ -134,8 +146,41 @@ def test_refused_by_name(operator, name, change, message, device):
         call(operator, given)
 
 
+ATTENTION = ["forward", "backward", "flash_forward", "flash_backward"]
+TOKENS = [
+    *((name, change, f"{name} must have shape") for name in ("log_decay", "first_key", "end_key")
+      for change in (swapped, lambda x: x[:, :1], lambda x: x[..., :-1])),
+    ("log_decay", halves, "log_decay must be (torch.)?float32"),
+    ("log_decay", lambda x: x.double(), "log_decay must be (torch.)?float32"),
+    ("first_key", lambda x: x.long(), "first_key must be (torch.)?int32"),
+    ("end_key", lambda x: x.float(), "end_key must be (torch.)?int32"),
+    ("causal", lambda _: False, "log_decay needs causal"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operator", ["forward", "backward", "flash_forward", "flash_backward"])
+@pytest.mark.parametrize("operator", ATTENTION)
+def test_decays_and_bounds_refused_by_name(operator, device):
+    for x in call(operator, with_tokens(operator, device)):
+        assert x.isfinite().all()
+    for name, change, message in TOKENS:
+        given = with_tokens(operator, device)
+        given[name] = change(given[name])
+        with pytest.raises(REFUSED, match=message):
+            call(operator, given)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operator", ["backward", "flash_backward"])
+def test_gradients_of_what_was_not_given_have_no_elements(operator, device):
+    *_, last = call(operator, arguments(operator, device))
+    assert last.shape == (0,)
+    *_, last = call(operator, with_tokens(operator, device))
+    assert last.shape == (B, HK, M) and last.dtype == torch.float32 and last.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("operator", ATTENTION)
 def test_more_queries_than_keys_are_not_causal(operator, device):
     given = arguments(operator, device)
     given["k"], given["v"], given["key_padding_mask"] = given["k"][:, :, :3], given["v"][:, :, :3], None
@@ -154,6 +199,7 @@ def tensors(operator):
 
 PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for name in tensors(operator)]
 PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
+PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "first_key", "end_key")]
 
 
 @on_cuda
@@ -161,7 +207,7 @@ PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
 @pytest.mark.parametrize("operator, name", PLACES)
 def test_a_tensor_on_the_cpu_is_named(operator, name, dtype):
     """Also where the PyTorch implementation would compute the call (float64)."""
-    given = arguments(operator, "cuda")
+    given = (arguments if name not in ("log_decay", "first_key", "end_key") else with_tokens)(operator, "cuda")
     if name == "rpe_matrix":
         given[name] = torch.zeros(N + M - 1, D)
     given = {n: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in given.items()}
@@ -174,7 +220,7 @@ def test_a_tensor_on_the_cpu_is_named(operator, name, dtype):
 
 @on_cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-@pytest.mark.parametrize("operator, name", PLACES[:-2])
+@pytest.mark.parametrize("operator, name", [place for place in PLACES if arguments(place[0], "cpu")[place[1]] is not None])
 def test_a_tensor_on_another_gpu_is_named(operator, name):
     given = arguments(operator, "cuda:0")
     given[name] = given[name].to("cuda:1")
@@ -277,25 +323,38 @@ q = torch.rand(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16, requires_grad=
 fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear").sum().backward()
 fastmax.fastmax_attention(q, q, q, causal=False, algorithm="linear", p=1)
 fastmax.flash_attention(q, q, q)
+torch.ops.fastmax.flash_forward(q, q, q, None, None, None, None, 0.1, True, 5, -1, False)
+torch.ops.fastmax.flash_forward(q, q, q, None, None, None, None, 0.1, True, 63, -1, False)
+first = torch.zeros(1, 2, 64, dtype=torch.int32, device="cuda")
+torch.ops.fastmax.flash_forward(q, q, q, None, None, first, None, 0.1, True, 5, -1, False)
+score = (0.1, 1.0, 1.0, 0.5, 2, True, 0.0)
+torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "auto", False)
+torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "linear", False)
 fastmax.softmax.safe_softmax(q)
 fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
 """
-    for value, lines in (("1", 6), ("0", 0), ("", 0)):
+    for value, lines in (("1", 11), ("0", 0), ("", 0)):
         done = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"FASTMAX_DEBUG": value}, capture_output=True, text=True, check=True
         )
         printed = [line for line in done.stderr.splitlines() if line.startswith("fastmax")]
         assert len(printed) == lines, done.stderr
         if lines:
-            forward, backward, first_order, flash, softmax, eager = printed
+            forward, backward, first_order, flash, window, wide_window, *packed, linear_packed, softmax, eager = printed
             problem = ": b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_"
             assert forward.startswith("fastmax::forward: linear, linear2_sm80" + problem)
             assert backward.startswith("fastmax::backward: linear, linear2_sm80" + problem)
             assert "linear1_sm80" in first_order and "order 1, sm_" in first_order
+            assert "flash_window_sm80" in window and "causal, window, sm_" in window
+            assert "flash_sm80" in wide_window and "window" not in wide_window, "there is nothing that it hides"
+            for name, line in zip(("flash", "quadratic"), packed, strict=True):
+                assert f"{name}, {name}_packed_sm80" in line and "bounds of keys, sm_" in line
+            assert linear_packed == "fastmax: fastmax::eager_forward"
             assert "flash_sm80" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
             assert eager == "fastmax: fastmax::eager_forward"
 
 
 @on_cuda
 def test_info_names_the_kernels():
-    assert extension.build_info().endswith("; kernels quadratic_sm80 linear1_sm80 linear2_sm80 flash_sm80")
+    kernels = "quadratic_packed quadratic linear1 linear2 flash_packed flash_window flash"
+    assert extension.build_info().endswith("; kernels " + " ".join(f"{name}_sm80" for name in kernels.split()))

@@ -41,6 +41,13 @@ FASTMAX_STAND_IN(quadratic_fwd, FwdParams)
 FASTMAX_STAND_IN(quadratic_bwd, BwdParams)
 FASTMAX_STAND_IN(flash_fwd, FwdParams)
 FASTMAX_STAND_IN(flash_bwd, BwdParams)
+FASTMAX_STAND_IN(flash_window_fwd, FwdParams)
+FASTMAX_STAND_IN(flash_window_bwd, BwdParams)
+FASTMAX_STAND_IN(quadratic_packed_fwd, FwdParams)
+FASTMAX_STAND_IN(quadratic_packed_bwd, BwdParams)
+FASTMAX_STAND_IN(flash_packed_fwd, FwdParams)
+FASTMAX_STAND_IN(flash_packed_bwd, BwdParams)
+size_t bound_table_bytes(const AttentionParams&, Direction direction) { return direction == Direction::kForward ? 5 : 6; }
 }  // namespace fastmax
 
 using namespace fastmax;
@@ -79,6 +86,18 @@ int main() {
     set(&Problem::math, math);
     run(kQuadraticAlgorithm, fwd, bwd);
     run(kFlashAlgorithm, fwd, bwd);
+  }
+
+  const int32_t bound = 0;
+  for (const bool window : {true, false}) {
+    set(&Problem::window, window);
+    run(kFlashAlgorithm, fwd, bwd);
+    for (const auto member : {&AttentionParams::first_key, &AttentionParams::end_key}) {
+      set(member, KeyBounds{&bound, {}});
+      run(kQuadraticAlgorithm, fwd, bwd);
+      run(kFlashAlgorithm, fwd, bwd);
+      set(member, KeyBounds{});
+    }
   }
 
   const uint8_t mask = 1;
@@ -124,6 +143,13 @@ linear2 bwd
     f"{name} {name}_sm80 {name}_sm80 0 256\n{name}_fwd {mode}\n{name}_bwd {mode}\n"
     for mode in ("bf16", "fp16", "tf32", "fp32")
     for name in ("quadratic", "flash")
+) + "".join(
+    f"{algorithm} {name}_sm80 {name}_sm80 {workspaces}\n{name}_fwd fp32\n{name}_bwd fp32\n"
+    for flash in ("flash_window", "flash")
+    for algorithm, name, workspaces in (
+        ("flash", flash, "0 256"),
+        *(("quadratic", "quadratic_packed", "5 262"), ("flash", "flash_packed", "5 262")) * 2,
+    )
 ) + """\
 sm_80: old old
 sm_80 mask: old old

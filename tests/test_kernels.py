@@ -195,6 +195,8 @@ def test_every_kernel_at_small_sizes(d, p, algorithm, mode, precision):
 
 # ---- the operators themselves
 
+NOTHING = (None,) * 6  # mask, noise, rpe matrix, decay, bounds of keys
+
 
 def operands(case, mode, algorithm, seed=0):
     """Arguments of torch.ops.fastmax.forward, and grad_o."""
@@ -202,23 +204,23 @@ def operands(case, mode, algorithm, seed=0):
     tensors = verify.random_tensors(case, DEVICE, seed)
     x = {"a0": 1.0, "a1": 1.0, "a2": 0.5, "dropout": 0.0} | case.options
     score = Score(1.0 / x["temperature"], x["a0"], x["a1"], x["a2"], x["p"])
-    optional = tensors.get("key_padding_mask"), tensors.get("drop_noise"), None
+    optional = tensors.get("key_padding_mask"), tensors.get("drop_noise"), *(None,) * 4
     options = (*score, x["causal"], x["dropout"], algorithm, mode == "tf32")
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=case.dtype)
     return (tensors["q"], tensors["k"], tensors["v"], *optional, *options), grad_o
 
 
-def both(arguments, grad_o):
+def both(arguments, grad_o, grad_z=None):
     """o, z and the gradients of q, k and v."""
     o, z = torch.ops.fastmax.forward(*arguments)
-    return o, z, *torch.ops.fastmax.backward(grad_o, *arguments[:3], o, z, *arguments[3:])[:3]
+    return o, z, *torch.ops.fastmax.backward(grad_o, grad_z, *arguments[:3], o, z, *arguments[3:])[:3]
 
 
 def widened(arguments):
     return [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in arguments]
 
 
-def denominators(q, k, v, mask, noise, rpe, scale, a0, a1, a2, p, causal, *rest):
+def denominators(q, k, v, mask, noise, rpe, decay, first, end, scale, a0, a1, a2, p, causal, *rest):
     """z by its definition."""
     n, m = q.shape[2], k.shape[2]
     s = scale * (q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT)
@@ -252,6 +254,33 @@ def test_denominators(p, algorithm, mode, precision):
 
 
 @by_mode
+@by_algorithm
+@by_order
+@pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
+def test_gradient_of_the_denominators(d, p, algorithm, mode, precision):
+    """Beside that of the output; where a query sees no key it is not read, and may have any strides."""
+    for case in (
+        size("", 300, 317, d=d, h=4, hk=2, p=p, mask=True, noise=True),
+        size("", 130, 90, d=d - 1, h=2, p=p, causal=False, layout="unaligned"),
+    ):
+        arguments, grad_o = operands(case, mode, algorithm)
+        _, exact_z, *exact = both(widened(arguments), grad_o.double())
+        grad_z = torch.where(exact_z == 0, torch.nan, torch.randn_like(exact_z) / exact_z)
+        q, k = (x.double().requires_grad_() for x in arguments[:2])
+        z = denominators(q, k, *widened(arguments[2:]))
+        of_z = torch.autograd.grad(z, (q, k), torch.where(exact_z == 0, 0.0, grad_z))
+        exact[:2] = [x + y for x, y in zip(exact[:2], of_z, strict=True)]
+        strided = grad_z.float().transpose(1, 2).contiguous().transpose(1, 2)
+        for given in (grad_z.float(), strided):
+            verify.poison_free_memory(DEVICE)
+            actual = both(arguments, grad_o, given)[2:]
+            for name, x, y in zip("qkv", actual, exact, strict=True):
+                assert relative(x, y) <= max(2e-5, 4 * verify.ROUNDING[in_mode(case, mode).mode]), name
+        zero = both(arguments, grad_o, torch.zeros_like(strided))
+        assert all(map(torch.equal, zero, both(arguments, grad_o)))
+
+
+@by_mode
 @pytest.mark.parametrize(
     "states, n, m, d, causal", [(70_000, 200, 600, 16, True), (66_000, 3, 5, 160, False)], ids=["d16", "d160"]
 )
@@ -260,9 +289,9 @@ def test_first_order_states_beyond_65535(states, n, m, d, causal, mode, precisio
     arguments, grad_o = operands(size("", n, m, d=d, b=1, h=states, p=1, causal=causal), mode, "linear")
     results = both(arguments, grad_o)
     some = [0, 1, 65_535, 65_536, states - 1]
-    q, k, v, mask, noise, rpe, *options = arguments
+    q, k, v, *rest = arguments
     chosen = [x[:, some].double() for x in (q, k, v)]
-    exact = both((*chosen, mask, noise, rpe, *options), grad_o[:, some].double())
+    exact = both((*chosen, *rest), grad_o[:, some].double())
     for x, y in zip(results, exact, strict=True):
         assert relative(x[:, some], y) <= max(5e-6, 2 * verify.ROUNDING[in_mode(size("", n), mode).mode])
 
@@ -281,7 +310,7 @@ def test_states_beyond_832_mib_run_in_phases(b, h, n):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        arguments = (q, k, v, None, None, None, *score, True, 0.0, algorithm, False)
+        arguments = (q, k, v, *NOTHING, *score, True, 0.0, algorithm, False)
         results = both(arguments, grad_o)
         return results, torch.cuda.max_memory_allocated() - before
 
@@ -302,7 +331,7 @@ def test_phases_of_grouped_heads_with_mask_and_noise(b, h, hk, n, m):
     mask[:, : m - n + 1] = True  # every query sees a key
     results = []
     for algorithm in ("linear", "quadratic"):
-        arguments = (q, k, v, mask, noise, None, 128**-0.5, 1.0, 1.0, 0.5, 2, True, 0.3, algorithm, False)
+        arguments = (q, k, v, mask, noise, *NOTHING[2:], 128**-0.5, 1.0, 1.0, 0.5, 2, True, 0.3, algorithm, False)
         results.append(both(arguments, grad_o))
     for x, y in zip(*results, strict=True):
         assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"]
@@ -318,7 +347,7 @@ def test_operands_are_not_written(layout, algorithm, mode, precision):
     given = [grad_o, o, z, *(x for x in arguments if isinstance(x, torch.Tensor))]
     before = [x.clone() for x in given]
     torch.ops.fastmax.forward(*arguments)
-    torch.ops.fastmax.backward(grad_o, *arguments[:3], o, z, *arguments[3:])
+    torch.ops.fastmax.backward(grad_o, None, *arguments[:3], o, z, *arguments[3:])
     for x, y in zip(given, before, strict=True):
         assert torch.equal(x, y)
 
@@ -359,7 +388,7 @@ def test_outputs_lie_in_memory_as_their_inputs_do(layout, d, dv, algorithm, mode
 def test_empty(q, k, algorithm):
     q, k = (torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) for shape in (q, k))
     grad_o = torch.randn_like(q)
-    o, z, *grads = both((q, k, k, None, None, None, 0.1, 1.0, 1.0, 0.5, 2, False, 0.0, algorithm, False), grad_o)
+    o, z, *grads = both((q, k, k, *NOTHING, 0.1, 1.0, 1.0, 0.5, 2, False, 0.0, algorithm, False), grad_o)
     assert torch.equal(o, torch.zeros_like(q)) and torch.equal(z, torch.zeros(q.shape[:3], device=DEVICE))
     for x, like in zip(grads, (q, k, k), strict=True):
         assert torch.equal(x, torch.zeros_like(like))
@@ -395,7 +424,7 @@ def test_unsafe_operands_are_refused(change, message):
     score = (0.1, 1.0, 1.0, 0.5, 2)
     with pytest.raises(RuntimeError, match=message):
         torch.ops.fastmax.forward(
-            x["q"], x["k"], x["v"], x["mask"], x["noise"], None, *score, x["causal"], 0.3, x["algorithm"], False
+            x["q"], x["k"], x["v"], x["mask"], x["noise"], *NOTHING[2:], *score, x["causal"], 0.3, x["algorithm"], False
         )
 
 
@@ -409,7 +438,7 @@ def sampled(arguments, grad_o, rows, keys):
     float64, which must agree with the definition on the rows.
     """
     q, k, v, grad_o = (x[0, 0].double() for x in (*arguments[:3], grad_o))
-    scale, a0, a1, a2, p = arguments[6:11]
+    scale, a0, a1, a2, p = arguments[9:14]
     positions = torch.arange(len(q), device=q.device)
 
     def weights(q, k, visible):
@@ -657,7 +686,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
 
 
 @by_algorithm
-@pytest.mark.parametrize("what", ["float64", "head dim 300", "value dim 300", "rpe tensor"])
+@pytest.mark.parametrize("what", ["float64", "head dim 300", "value dim 300", "rpe tensor", "decay", "bounds"])
 def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
     sizes = {"head dim 300": {"d": 300}, "value dim 300": {"dv": 300}}.get(what, {})
     arguments, grad_o = operands(size("", 70, 90, h=4, hk=2, mask=True, noise=True, **sizes), "fp32", algorithm)
@@ -666,15 +695,23 @@ def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
     if what == "rpe tensor":
         rpe = torch.randn(159, 64, device=DEVICE)
         arguments = (*arguments[:5], rpe, *arguments[6:])
+    if what == "decay":
+        arguments = (*arguments[:6], -torch.rand(2, 2, 90, device=DEVICE), *arguments[7:])
+    if what == "bounds" and algorithm == "quadratic":
+        pytest.skip("the quadratic kernels know them: tests/test_packed_kernels.py")
+    if what == "bounds":
+        first = torch.arange(70, dtype=torch.int32, device=DEVICE) // 20 * 20
+        arguments = (*arguments[:7], first.expand(2, 2, 70), None, *arguments[9:])
     q, k, v, *rest = arguments
     o, z = torch.ops.fastmax.forward(*arguments)
     expected = torch.ops.fastmax.eager_forward(*arguments)
     assert torch.equal(o, expected[0]) and torch.equal(z, expected[1])
-    assert relative(z, denominators(*widened(arguments))) < 1e-5 or what == "rpe tensor"
-    grads = torch.ops.fastmax.backward(grad_o, q, k, v, o, z, *rest)
-    for x, y in zip(grads, torch.ops.fastmax.eager_backward(grad_o, q, k, v, o, z, *rest), strict=True):
+    assert what in ("rpe tensor", "decay", "bounds") or relative(z, denominators(*widened(arguments))) < 1e-5
+    grads = torch.ops.fastmax.backward(grad_o, None, q, k, v, o, z, *rest)
+    for x, y in zip(grads, torch.ops.fastmax.eager_backward(grad_o, None, q, k, v, o, z, *rest), strict=True):
         assert torch.equal(x, y)
     assert grads[3].shape == ((159, 64) if what == "rpe tensor" else (0,))
+    assert grads[4].shape == ((2, 2, 90) if what == "decay" else (0,))
 
 
 # ---- memory

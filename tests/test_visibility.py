@@ -13,14 +13,6 @@ PROBE = """
 #include "core/visibility.h"
 using namespace fastmax;
 
-// What the header's functions work for beside the dense case. Query i sees keys i + offset - left .. i + offset + right.
-struct Window {
-  int n, m, offset, left, right;
-  Range keys_of(int i) const { return {clip(i + offset - left, m), clip(i + offset + right + 1, m)}; }
-  Range queries_of(int j) const { return {clip(j - offset - right, n), clip(j - offset + left + 1, n)}; }
-  static int clip(int x, int end) { return x < 0 ? 0 : x > end ? end : x; }
-};
-
 // Sequences behind each other; bounds of their queries and of their keys. Causal: a sequence's last query sees its last key.
 struct Packed {
   int n, m;
@@ -67,9 +59,28 @@ int main() {
       }
       ranges(sees, tile, rows_are_keys, first, last);
     } else if (kind == 'w') {
-      ranges(Window{n, m, a, b, c}, tile, rows_are_keys, first, last);
+      const WindowVisibility sees(n, m, a, b, c);
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < m; ++j) {
+          const bool near = j >= i + a - b && j <= i + a + c;
+          if (sees.query_sees(i, j) != near || sees.key_is_seen(j, i) != near) return 1;
+          if (sees.keys_of(i).contains(j) != near || sees.queries_of(j).contains(i) != near) return 1;
+        }
+        if (sees.query_sees(i, m) || sees.query_sees(i, m + 15)) return 1;
+      }
+      ranges(sees, tile, rows_are_keys, first, last);
     } else {
-      const Packed sees{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
+      const Packed packed{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
+      std::vector<Range> keys, queries;
+      for (int i = 0; i < n; ++i) keys.push_back(packed.keys_of(i));
+      for (int j = 0; j < m; ++j) queries.push_back(packed.queries_of(j));
+      const TableVisibility sees(n, m, keys.data(), queries.data());
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < m; ++j) {
+          if (sees.query_sees(i, j) != sees.key_is_seen(j, i)) return 1;
+        }
+        if (sees.query_sees(i, m) || sees.query_sees(n + 15, m + 15)) return 1;
+      }
       ranges(sees, tile, rows_are_keys, first, last);
     }
   }
@@ -148,3 +159,70 @@ def test_ranges_of_tiles(probe, kind):
                 assert kind == "p" or nothing or (any(inside) and (cut or not all(inside))), what
                 partial += 1
     assert min(partial, whole, empty) > 10
+
+
+TABLES = """
+#include <cstdio>
+#include <vector>
+#include "quadratic/bounds_sm80.cu"
+using namespace fastmax;
+
+namespace fastmax {
+void allow_shared_memory(const char*, const void*, int) {}
+}
+
+int main() {
+  int b = 2, hk, n, m, causal, left, right, has_first, has_end;
+  while (std::scanf("%d %d %d %d %d %d %d %d", &hk, &n, &m, &causal, &left, &right, &has_first, &has_end) == 8) {
+    // (n, b, hk) in memory, and one pair of bounds a query.
+    std::vector<int> first(n * b * hk), end(n * b * hk);
+    for (std::vector<int>* x : {&first, &end}) {
+      for (int& value : *x) std::scanf("%d", &value);
+    }
+    AttentionParams p{};
+    p.b = b, p.hk = hk, p.n = n, p.m = m, p.causal_offset = m - n, p.left = left, p.right = right, p.causal = causal != 0;
+    const Stride stride{hk, 1, int64_t{b} * hk};
+    if (has_first) p.first_key = {first.data(), stride};
+    if (has_end) p.end_key = {end.data(), stride};
+    for (int batch = 0; batch < b; ++batch) {
+      for (int head = 0; head < hk; ++head) {
+        std::vector<Range> keys, queries;
+        for (int i = 0; i < n; ++i) keys.push_back(keys_of(p, batch, head, i));
+        for (int j = 0; j < m; ++j) queries.push_back(queries_of(p, batch, head, j));
+        const TableVisibility sees(n, m, keys.data(), queries.data());
+        for (int i = 0; i < n; ++i) {
+          for (int j = 0; j < m; ++j) {
+            std::putchar(sees.query_sees(i, j) == sees.key_is_seen(j, i) ? '0' + sees.query_sees(i, j) : 'x');
+          }
+        }
+      }
+    }
+    std::putchar('\\n');
+  }
+}
+"""
+
+
+def test_tables_of_bounds(tmp_path):
+    """What csrc/quadratic/bounds_sm80.cu makes of bounds (beyond the keys too), causality and a window, against every pair."""
+    probe = compile_probe(tmp_path, TABLES, device_code=True)
+    rng = random.Random(0)
+    lines, expected = [], []
+    for index in range(60):
+        n, m, hk, b = rng.randint(1, 40), rng.randint(1, 40), rng.randint(1, 2), 2
+        causal, has_first, has_end = index % 2 and n <= m, index % 3 > 0, index % 3 != 1
+        left, right = rng.choice([m, 0, 5]), 0 if causal else rng.choice([n, 0, 7])
+        heads = [[sorted(rng.choices(range(-5, m + 9), k=n)) for _ in range(b * hk)] for _ in range(2)]
+        values = [str(head[i]) for bound in heads for i in range(n) for head in bound]
+        lines.append(
+            " ".join(map(str, (hk, n, m, int(causal), left, right, int(has_first), int(has_end)))) + " " + " ".join(values)
+        )
+
+        def visible(head, i, j, heads=heads, n=n, m=m, left=left, right=right, has_first=has_first, has_end=has_end):
+            near = i + m - n - left <= j <= i + m - n + right
+            return near and (not has_first or j >= heads[0][head][i]) and (not has_end or j < heads[1][head][i])
+
+        expected.append("".join(str(int(visible(head, i, j))) for head in range(b * hk) for i in range(n) for j in range(m)))
+    output = subprocess.run([probe], input="\n".join(lines), check=True, capture_output=True, text=True).stdout.splitlines()
+    assert output == expected
+    assert sum(row.count("1") for row in expected) > 1000

@@ -48,9 +48,8 @@ struct Noise {
   }
 };
 
-// What both directions take, beyond what check_attention looks at.
-void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, int64_t order,
-                   const std::string& algorithm) {
+// What both directions take, beyond what check_inputs looks at.
+void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_noise, int64_t order, const std::string& algorithm) {
   FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
   FASTMAX_CHECK(algorithm == "auto" || algorithm == "quadratic" || algorithm == "linear",
                 "algorithm must be auto, quadratic or linear, got ", algorithm);
@@ -58,26 +57,32 @@ void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_
     check_device("drop_noise", *drop_noise, q);
     check_shape("drop_noise", *drop_noise, {q.size(0), q.size(1), q.size(2), v.size(3)});
   }
-  if (rpe_matrix.has_value()) check_device("rpe_matrix", *rpe_matrix, q);
 }
 
-const Algorithm& choose(const std::string& algorithm, const Problem& p) {
-  if (algorithm == "quadratic") return kQuadraticAlgorithm;
-  if (algorithm == "linear") return kLinearAlgorithm;
+const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool causal, int64_t order) {
+  if (name == "quadratic") return kQuadraticAlgorithm;
+  if (name == "linear") return kLinearAlgorithm;
+  Problem p{};
+  fill_problem(p, x.q, x.k, x.v, /*scale=*/1.0, causal, kNoWindow, /*allow_tf32=*/false);
+  p.order = static_cast<int>(order);
   return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
-                                   const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale, double a0,
-                                   double a1, double a2, int64_t order, bool causal, double dropout, const std::string& algorithm,
-                                   bool allow_tf32) {
+                                   const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
+                                   const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key,
+                                   double scale, double a0, double a1, double a2, int64_t order, bool causal, double dropout,
+                                   const std::string& algorithm, bool allow_tf32) {
   check_cuda_tensor("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
-  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
-  check_options(q_in, v_in, drop_noise, rpe_matrix, order, algorithm);
-  if (rpe_matrix.has_value() || !has_attention_kernels(q_in, v_in)) {
-    const auto [o, z] = call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, scale,
-                                         a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
+  check_inputs(inputs, scale, causal);
+  check_options(q_in, v_in, drop_noise, order, algorithm);
+  const Algorithm& chosen = choose(algorithm, inputs, causal, order);
+  if (!has_attention_kernels(inputs, chosen)) {
+    const auto [o, z] =
+        call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, log_decay, first_key,
+                         end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
     return {o, z};
   }
 
@@ -86,52 +91,56 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
     return {zeros_like_layout(q_in, v_in.size(3)), torch::stable::zero_(z)};
   }
 
-  const Operands x(q_in, k_in, v_in, key_padding_mask);
+  const Operands x(inputs);
   const Noise noise(drop_noise, q_in);
   const Results results(q_in, v_in, x, z);
   FwdParams p{};
-  x.fill(p, scale, causal, allow_tf32);
+  x.fill(p, scale, causal, kNoWindow, allow_tf32);
   noise.fill(p, dropout);
   Polynomial{a0, a1, a2, order}.fill(p);
   results.fill(p);
-  run("forward", choose(algorithm, p), p, q_in.get_device_index());
+  run("forward", chosen, p, q_in.get_device_index());
   return {results.o.result(), z};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& grad_o_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                                    const Tensor& o_in, const Tensor& z, const OptionalTensor& key_padding_mask,
-                                                    const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix, double scale,
-                                                    double a0, double a1, double a2, int64_t order, bool causal, double dropout,
-                                                    const std::string& algorithm, bool allow_tf32) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+    const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
+    const Tensor& z, const OptionalTensor& key_padding_mask, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
+    const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, double a0, double a1,
+    double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
   check_cuda_tensor("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
-  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
-  check_options(q_in, v_in, drop_noise, rpe_matrix, order, algorithm);
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
+  check_inputs(inputs, scale, causal);
+  check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
-  if (rpe_matrix.has_value() || !has_attention_kernels(q_in, v_in)) {
-    const auto [grad_q, grad_k, grad_v, grad_rpe] =
-        call_operator<4>("fastmax::eager_backward", grad_o_in, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise, rpe_matrix,
-                         scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
-    return {grad_q, grad_k, grad_v, grad_rpe};
+  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
+  const Algorithm& chosen = choose(algorithm, inputs, causal, order);
+  if (!has_attention_kernels(inputs, chosen)) {
+    const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
+        call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise,
+                         rpe_matrix, log_decay, first_key, end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+    return {grad_q, grad_k, grad_v, grad_rpe, grad_log_decay};
   }
   check_float("z", z);
+  if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
-  Tensor grad_rpe = empty_strided({0}, {1}, q_in.scalar_type(), q_in.get_device_index());
+  const Tensor grad_rpe = no_elements(q_in), grad_log_decay = no_elements(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
     return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
-            grad_rpe};
+            grad_rpe, grad_log_decay};
   }
 
-  const Operands x(q_in, k_in, v_in, key_padding_mask);
+  const Operands x(inputs);
   const Noise noise(drop_noise, q_in);
-  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
   BwdParams p{};
-  x.fill(p, scale, causal, allow_tf32);
+  x.fill(p, scale, causal, kNoWindow, allow_tf32);
   noise.fill(p, dropout);
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p);
-  run("backward", choose(algorithm, p), p, q_in.get_device_index());
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe};
+  run("backward", chosen, p, q_in.get_device_index());
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, grad_log_decay};
 }
 
 }  // namespace

@@ -25,6 +25,12 @@ std::string shape_text(const Sizes& sizes) {
   return "(" + text + ")";
 }
 
+// What an attention operator is asked about, but for options, results and their gradients.
+struct AttentionInputs {
+  const Tensor &q, &k, &v;
+  const OptionalTensor &key_padding_mask, &rpe_matrix, &log_decay, &first_key, &end_key;
+};
+
 // Before a device guard takes its index: the operator is called on CUDA when any tensor is there.
 inline void check_cuda_tensor(const char* name, const Tensor& x) {
   FASTMAX_CHECK(x.is_cuda(), name, " is on ", device_name(x), ", and other arguments are on CUDA");
@@ -66,7 +72,29 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   }
 }
 
-// A number per query: z, lse and its gradient.
+// A number for every token of every head.
+inline void check_per_token(const char* name, const OptionalTensor& x, ScalarType dtype, const char* dtype_name, int64_t heads,
+                            int64_t tokens, const Tensor& q) {
+  if (!x.has_value()) return;
+  check_device(name, *x, q);
+  check_shape(name, *x, {q.size(0), heads, tokens});
+  FASTMAX_CHECK(x->scalar_type() == dtype, name, " must be ", dtype_name);
+}
+
+// All of the inputs. The values of decays and bounds stay on the device: that decays are finite and <= 0 and that bounds do not fall
+// is up to the caller.
+inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
+  check_attention(x.q, x.k, x.v, x.key_padding_mask, scale, causal);
+  if (x.rpe_matrix.has_value()) check_device("rpe_matrix", *x.rpe_matrix, x.q);
+  const int64_t hk = x.k.size(1), n = x.q.size(2), m = x.k.size(2);
+  const bool wide = x.q.scalar_type() == ScalarType::Double;
+  check_per_token("log_decay", x.log_decay, wide ? ScalarType::Double : ScalarType::Float, wide ? "float64" : "float32", hk, m, x.q);
+  FASTMAX_CHECK(causal || !x.log_decay.has_value(), "log_decay needs causal = True");
+  check_per_token("first_key", x.first_key, ScalarType::Int, "int32", hk, n, x.q);
+  check_per_token("end_key", x.end_key, ScalarType::Int, "int32", hk, n, x.q);
+}
+
+// A number per query: z, lse and their gradients.
 inline void check_per_query(const char* name, const Tensor& x, const Tensor& q) {
   check_device(name, x, q);
   check_shape(name, x, {q.size(0), q.size(1), q.size(2)});

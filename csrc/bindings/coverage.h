@@ -1,13 +1,15 @@
-// Which tensors there are kernels for. The PyTorch implementation computes the other calls.
+// Which calls there are kernels for. The PyTorch implementation computes the other calls.
 #pragma once
 
 #include <algorithm>
 #include <climits>
 
+#include "bindings/checks.h"
 #include "bindings/torch_abi.h"
 #include "core/device.h"
 #include "core/dispatch.h"
 #include "core/params.h"
+#include "linear/algorithm.h"
 
 namespace fastmax {
 
@@ -32,6 +34,11 @@ inline int head_dim_of(const Tensor& q, const Tensor& v) {
   return widest > INT_MAX ? 0 : NativeHeadDims::at_least(static_cast<int>(widest));
 }
 
-inline bool has_attention_kernels(const Tensor& q, const Tensor& v) { return kernels_run_on(q) && head_dim_of(q, v) != 0; }
+// Whether there are kernels of the algorithm for a call.
+inline bool has_attention_kernels(const AttentionInputs& x, const Algorithm& algorithm) {
+  const bool has_bounds = x.first_key.has_value() || x.end_key.has_value();
+  return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() && !x.log_decay.has_value() &&
+         (!has_bounds || &algorithm != &kLinearAlgorithm);
+}
 
 }  // namespace fastmax

@@ -6,6 +6,7 @@
 
 #include <limits>
 #include <tuple>
+#include <utility>
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
@@ -18,14 +19,26 @@
 namespace fastmax {
 namespace {
 
+const OptionalTensor kNotGiven;
+
+void check_window(int64_t left, int64_t right) {
+  for (const auto& [name, bound] : {std::pair("left", left), std::pair("right", right)}) {
+    FASTMAX_CHECK(bound >= -1, name, " must be at least -1 (no bound), got ", bound);
+  }
+}
+
 std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                         const OptionalTensor& key_padding_mask, double scale, bool causal, bool allow_tf32) {
+                                         const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+                                         const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal,
+                                         int64_t left, int64_t right, bool allow_tf32) {
   check_cuda_tensor("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
-  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
-  if (!has_attention_kernels(q_in, v_in)) {
-    const auto [o, lse] =
-        call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, key_padding_mask, scale, causal, allow_tf32);
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, end_key};
+  check_inputs(inputs, scale, causal);
+  check_window(left, right);
+  if (!has_attention_kernels(inputs, kFlashAlgorithm)) {
+    const auto [o, lse] = call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, key_padding_mask, log_decay, first_key,
+                                           end_key, scale, causal, left, right, allow_tf32);
     return {o, lse};
   }
 
@@ -34,46 +47,48 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
     return {zeros_like_layout(q_in, v_in.size(3)), torch::stable::fill_(lse, -std::numeric_limits<double>::infinity())};
   }
 
-  const Operands x(q_in, k_in, v_in, key_padding_mask);
+  const Operands x(inputs);
   const Results results(q_in, v_in, x, lse);
   FwdParams p{};
-  x.fill(p, scale, causal, allow_tf32);
+  x.fill(p, scale, causal, {left, right}, allow_tf32);
   results.fill(p);
   run("flash_forward", kFlashAlgorithm, p, q_in.get_device_index());
   return {results.o.result(), lse};
 }
 
-std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& grad_o_in, const OptionalTensor& grad_lse, const Tensor& q_in,
-                                                  const Tensor& k_in, const Tensor& v_in, const Tensor& o_in, const Tensor& lse,
-                                                  const OptionalTensor& key_padding_mask, double scale, bool causal, bool allow_tf32) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
+    const Tensor& grad_o_in, const OptionalTensor& grad_lse, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+    const Tensor& o_in, const Tensor& lse, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+    const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal, int64_t left, int64_t right,
+    bool allow_tf32) {
   check_cuda_tensor("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
-  check_attention(q_in, k_in, v_in, key_padding_mask, scale, causal);
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, end_key};
+  check_inputs(inputs, scale, causal);
+  check_window(left, right);
   check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);
   if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q_in);
-  if (!has_attention_kernels(q_in, v_in)) {
-    const auto [grad_q, grad_k, grad_v] = call_operator<3>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in,
-                                                           lse, key_padding_mask, scale, causal, allow_tf32);
-    return {grad_q, grad_k, grad_v};
+  if (!has_attention_kernels(inputs, kFlashAlgorithm)) {
+    const auto [grad_q, grad_k, grad_v, grad_log_decay] =
+        call_operator<4>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in, lse, key_padding_mask, log_decay,
+                         first_key, end_key, scale, causal, left, right, allow_tf32);
+    return {grad_q, grad_k, grad_v, grad_log_decay};
   }
   check_float("lse", lse);
   if (grad_lse.has_value()) check_float("grad_lse", *grad_lse);
+  const Tensor grad_log_decay = no_elements(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
-    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3))};
+    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
+            grad_log_decay};
   }
 
-  const Operands x(q_in, k_in, v_in, key_padding_mask);
-  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, lse);
+  const Operands x(inputs);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, lse, grad_lse);
   BwdParams p{};
-  x.fill(p, scale, causal, allow_tf32);
+  x.fill(p, scale, causal, {left, right}, allow_tf32);
   gradients.fill(p);
-  OptionalTensor grad_z;
-  if (grad_lse.has_value()) {
-    grad_z = dense(*grad_lse);
-    p.grad_z = static_cast<const float*>(grad_z->data_ptr());
-  }
   run("flash_backward", kFlashAlgorithm, p, q_in.get_device_index());
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result()};
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_log_decay};
 }
 
 }  // namespace

@@ -86,6 +86,9 @@ struct Output {
   }
 };
 
+// A gradient of what was not given.
+inline Tensor no_elements(const Tensor& like) { return empty_strided({0}, {1}, like.scalar_type(), like.get_device_index()); }
+
 inline bool is_empty(const Tensor& x) { return x.numel() == 0; }
 
 }  // namespace fastmax

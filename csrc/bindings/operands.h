@@ -4,6 +4,8 @@
 
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
+
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
 #include "bindings/layout.h"
@@ -13,8 +15,15 @@
 
 namespace fastmax {
 
+// Keys up to so far before and behind a query; -1: no bound.
+struct Window {
+  int64_t left, right;
+};
+inline constexpr Window kNoWindow{-1, -1};
+
 // Sizes, arithmetic, scale, visibility and device of a call.
-inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, bool allow_tf32) {
+inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, double scale, bool causal, Window window,
+                         bool allow_tf32) {
   p.b = static_cast<int>(q.size(0));
   p.h = static_cast<int>(q.size(1));
   p.hk = static_cast<int>(k.size(1));
@@ -28,6 +37,10 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
   p.scale = static_cast<float>(scale);
   p.causal = causal;
   p.causal_offset = p.m - p.n;
+  // No key is further than m - 1 before a query, or n - 1 behind it: wider windows are none.
+  p.left = static_cast<int>(window.left < 0 ? p.m : std::min<int64_t>(window.left, p.m));
+  p.right = causal ? 0 : static_cast<int>(window.right < 0 ? p.n : std::min<int64_t>(window.right, p.n));
+  p.window = p.left < p.m - 1 || (!causal && p.right < p.n - 1);
 
   const Device& device = get_device(q.get_device_index());
   p.sm_arch = device.arch;
@@ -37,20 +50,25 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
 // q, k, v and what accompanies their tokens.
 struct Operands {
   Tensor q, k, v;
-  OptionalTensor mask;
+  OptionalTensor mask, first_key, end_key;
 
-  Operands(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask)
-      : q(readable(q_in)), k(readable(k_in)), v(readable(v_in)), mask(key_padding_mask) {
+  explicit Operands(const AttentionInputs& x) : q(readable(x.q)), k(readable(x.k)), v(readable(x.v)), mask(x.key_padding_mask), first_key(x.first_key), end_key(x.end_key) {
     if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
   }
 
-  void fill(AttentionParams& p, double scale, bool causal, bool allow_tf32) const {
-    fill_problem(p, q, k, v, scale, causal, allow_tf32);
+  static KeyBounds bounds(const OptionalTensor& x) {
+    if (!x.has_value()) return {};
+    return {static_cast<const int32_t*>(x->data_ptr()), stride_of(*x)};
+  }
+
+  void fill(AttentionParams& p, double scale, bool causal, Window window, bool allow_tf32) const {
+    fill_problem(p, q, k, v, scale, causal, window, allow_tf32);
     p.q = q.data_ptr(), p.q_stride = stride_of(q);
     p.k = k.data_ptr(), p.k_stride = stride_of(k);
     p.v = v.data_ptr(), p.v_stride = stride_of(v);
     p.key_padding_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
     p.mask_batch_stride = mask.has_value() ? mask->stride(0) : 0;
+    p.first_key = bounds(first_key), p.end_key = bounds(end_key);
   }
 };
 
@@ -76,21 +94,25 @@ inline Tensor empty_per_query(const Tensor& q) {
 // The gradients of q, k and v, and the forward's results and grad_o as the kernels read them.
 struct Gradients {
   Tensor o, grad_o, z;
+  OptionalTensor grad_z;
   Output grad_q, grad_k, grad_v;
 
   Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
-            const Tensor& z_in)
+            const Tensor& z_in, const OptionalTensor& grad_z_in)
       : o(readable(o_in)),
         grad_o(readable(grad_o_in)),
         z(dense(z_in)),
         grad_q(q_in, q_in.size(3), x.q.size(3)),
         grad_k(k_in, k_in.size(3), x.k.size(3)),
-        grad_v(v_in, v_in.size(3), x.v.size(3)) {}
+        grad_v(v_in, v_in.size(3), x.v.size(3)) {
+    if (grad_z_in.has_value()) grad_z = dense(*grad_z_in);
+  }
 
   void fill(BwdParams& p) const {
     p.o = o.data_ptr(), p.o_stride = stride_of(o);
     p.grad_o = grad_o.data_ptr(), p.grad_o_stride = stride_of(grad_o);
     p.z = static_cast<const float*>(z.data_ptr());
+    p.grad_z = grad_z.has_value() ? static_cast<const float*>(grad_z->data_ptr()) : nullptr;
     p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
     p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
     p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);

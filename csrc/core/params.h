@@ -16,6 +16,14 @@ struct Stride {
   int64_t token;
 };
 
+struct Range;  // visibility.h
+
+// A bound on keys for each query of a key/value head, (b, hk, n) of any strides.
+struct KeyBounds {
+  const int32_t* data;  // null: none
+  Stride stride;
+};
+
 // Sizes, formula and device of a call. An option that changes the formula or what is visible (a window, decay) is added here.
 struct Problem {
   // sizes
@@ -34,7 +42,9 @@ struct Problem {
   float a0, a1, a2;  // f(s) = a0 + a1 s + a2 s^2; a2 = 0 when order == 1
   int order;         // 1 or 2
   bool causal;       // key j is visible to query i iff j <= i + causal_offset
+  bool window;       // softmax: and iff i + causal_offset - left <= j <= i + causal_offset + right
   int causal_offset; // m - n
+  int left, right;   // of a window; right = 0 where causal
   float dropout;     // o *= 1 + dropout * noise
 
   // device
@@ -50,12 +60,17 @@ struct AttentionParams : Problem {
   const void* v;  // (b, hk, m, dv)
   Stride q_stride, k_stride, v_stride;
 
-  // what accompanies the tokens, null where it is absent. A per-token input (decay, bounds of sequences) is added here and in
-  // Operands of bindings/operands.h.
+  // what accompanies the tokens, null where it is absent. A per-token input (decay) is added here and in Operands of
+  // bindings/operands.h.
   const uint8_t* key_padding_mask;  // (b, m), nonzero = the key takes part; null: all do
   int64_t mask_batch_stride;
   const void* noise;  // (b, h, n, dv) in q's dtype, or null
   Stride noise_stride;
+  KeyBounds first_key, end_key;  // a query sees keys [first_key, end_key); neither falls from query to query
+
+  // tables of what these bounds, causality and a window come to, which the quadratic kernels make for themselves (quadratic/bounds.h)
+  const Range* key_table;    // (b, hk, n): the keys that a query sees
+  const Range* query_table;  // (b, hk, m): the queries that see a key
 };
 
 struct FwdParams : AttentionParams {
@@ -72,7 +87,7 @@ struct BwdParams : AttentionParams {
   const void* o;       // noise included
   const void* grad_o;  // (b, h, n, dv)
   const float* z;      // (b, h, n) contiguous
-  const float* grad_z; // softmax: gradient of z, (b, h, n) contiguous, or null
+  const float* grad_z; // (b, h, n) contiguous, or null
   Stride o_stride, grad_o_stride;
 
   // results

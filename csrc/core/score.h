@@ -43,6 +43,8 @@ struct PolynomialScore {
     const float inverse = z == 0.f ? 0.f : 1.f / z;
     return make_float4(c0 * inverse, c1 * inverse, c2 * inverse, delta);
   }
+  // What a gradient of z takes from delta; of a row that sees no key it is not read.
+  __device__ __forceinline__ static float delta_of_z(float z, const float* grad_z) { return z == 0.f ? 0.f : z * *grad_z; }
   __device__ __forceinline__ static float weight(const float4& row, float x) { return fmaf(fmaf(row.z, x, row.y), x, row.x); }
   __device__ __forceinline__ static Line slope_line(const float4& row) { return {2.f * row.z, row.y}; }
   __device__ __forceinline__ static float slope(float line) { return line; }
@@ -74,6 +76,7 @@ struct SoftmaxScore {
   __device__ __forceinline__ float4 row(float z, float delta) const {
     return make_float4(c, z == -INFINITY ? -INFINITY : -1.4426950408889634f * z, scale, scale * delta);
   }
+  __device__ __forceinline__ static float delta_of_z(float, const float* grad_z) { return *grad_z; }
   __device__ __forceinline__ static float weight(const float4& row, float x) { return ptx::exp2_approx(fmaf(row.x, x, row.y)); }
   __device__ __forceinline__ static Line slope_line(const float4& row) { return {row.x, row.y}; }
   __device__ __forceinline__ static float slope(float line) { return ptx::exp2_approx(line); }

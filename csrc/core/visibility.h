@@ -10,7 +10,8 @@
 //     last row    . . . x x x x x . .
 //
 // and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
-// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense here, windows, packed sequences.
+// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense, windows and tables here.
+// Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks.
 #pragma once
 
 #include "core/params.h"
@@ -63,11 +64,13 @@ constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int
 
 // n queries, m keys. Query i sees every key or, causal, those up to i + offset; offset = m - n lets both sequences end together.
 struct DenseVisibility {
+  static constexpr bool kBoundsBothSides = false;
   int n, m, offset;
   bool causal;
 
   constexpr __host__ __device__ DenseVisibility(int n, int m, int offset, bool causal) : n(n), m(m), offset(offset), causal(causal) {}
-  constexpr __host__ __device__ explicit DenseVisibility(const Problem& p) : DenseVisibility(p.n, p.m, p.causal_offset, p.causal) {}
+  constexpr __host__ __device__ DenseVisibility(const Problem& p, int /*batch*/, int /*kv_head*/)
+      : DenseVisibility(p.n, p.m, p.causal_offset, p.causal) {}
 
   // Of any query, also behind the last one; before all keys the range is empty, and its end may be negative.
   constexpr __host__ __device__ Range keys_of(int query) const {
@@ -82,6 +85,65 @@ struct DenseVisibility {
   // Whether a query sees a key, twice: what belongs to a row, and is the same for the tokens that stream by, is on one side.
   constexpr __host__ __device__ bool query_sees(int query, int key) const { return key < keys_of(query).end; }
   constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return query >= queries_of(key).begin; }
+};
+
+// Query i sees keys i + offset - left .. i + offset + right.
+struct WindowVisibility {
+  static constexpr bool kBoundsBothSides = true;
+  int n, m, offset, left, right;
+
+  constexpr __host__ __device__ WindowVisibility(int n, int m, int offset, int left, int right)
+      : n(n), m(m), offset(offset), left(left), right(right) {}
+  constexpr __host__ __device__ WindowVisibility(const Problem& p, int /*batch*/, int /*kv_head*/)
+      : WindowVisibility(p.n, p.m, p.causal_offset, p.left, p.right) {}
+
+  // Of any query and key; where a window is outside of the tokens, its end may be before its begin, and negative.
+  constexpr __host__ __device__ Range keys_of(int query) const {
+    const int begin = query + offset - left, end = query + offset + right + 1;
+    return {begin > 0 ? begin : 0, end < m ? end : m};
+  }
+  constexpr __host__ __device__ Range queries_of(int key) const {
+    const int begin = key - offset - right, end = key - offset + left + 1;
+    return {begin > 0 ? begin : 0, end < n ? end : n};
+  }
+
+  constexpr __host__ __device__ bool query_sees(int query, int key) const { return is_near(query, key) && key < m; }
+  constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return is_near(query, key); }
+
+ private:
+  constexpr __host__ __device__ bool is_near(int query, int key) const {
+    return static_cast<unsigned>(key - (query + offset) + left) <= static_cast<unsigned>(left + right);  // one comparison for two
+  }
+};
+
+// What tables say, in which bounds do not fall: packed sequences, each in a window or not.
+struct TableVisibility {
+  static constexpr bool kBoundsBothSides = true;
+  int n, m;
+  const Range* keys;     // of each query
+  const Range* queries;  // of each key; a forward asks for none
+
+  __host__ __device__ TableVisibility(int n, int m, const Range* keys, const Range* queries) : n(n), m(m), keys(keys), queries(queries) {}
+  __host__ __device__ TableVisibility(const AttentionParams& p, int batch, int kv_head)
+      : TableVisibility(p.n, p.m, p.key_table + (static_cast<int64_t>(batch) * p.hk + kv_head) * p.n,
+                        p.query_table + (static_cast<int64_t>(batch) * p.hk + kv_head) * p.m) {}
+
+  // Tokens behind the last one are as the last one.
+  __host__ __device__ Range keys_of(int query) const { return load(keys + (query < n ? query : n - 1)); }
+  __host__ __device__ Range queries_of(int key) const { return load(queries + (key < m ? key : m - 1)); }
+
+  __host__ __device__ bool query_sees(int query, int key) const { return keys_of(query).contains(key); }
+  __host__ __device__ bool key_is_seen(int key, int query) const { return queries_of(key).contains(query); }
+
+ private:
+  static __host__ __device__ Range load(const Range* range) {
+#ifdef __CUDA_ARCH__
+    const int2 x = __ldg(reinterpret_cast<const int2*>(range));
+    return {x.x, x.y};
+#else
+    return *range;
+#endif
+  }
 };
 
 #ifdef __CUDACC__

@@ -160,7 +160,7 @@ struct PreparedInputs {
     prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
     prepare.noise = view(p.noise, p.noise_stride);
     prepare.dropout = p.dropout;
-    prepare.z = p.z;
+    prepare.z = p.z, prepare.grad_z = p.grad_z;
     prepare.g = g, prepare.e = e;
     dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
     return {in, contiguous(g, p.h, p.n, p.dv), {e, p.n, 1}};

@@ -109,14 +109,15 @@ struct GradArgs : LinearProblem {
   bool half_out;
 };
 
-// g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z
+// g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is
 struct PrepareArgs {
   int batch, heads, n, dv;
   View grad_o, o, noise;
   float dropout;
   const float* z;
-  void* g;   // [batch][head][n][dv]
-  float* e;  // [batch][head][n]
+  const float* grad_z;  // [batch][head][n], or null
+  void* g;              // [batch][head][n][dv]
+  float* e;             // [batch][head][n]
 };
 
 // One pass; its arguments, from here or from order1/linear1.h, say which.

@@ -53,7 +53,10 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
   }
 #pragma unroll
   for (int lanes = kPrepareLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
-  if (i < a.n && lane == 0) a.e[row] = e;
+  if (i < a.n && lane == 0) {
+    if (a.grad_z != nullptr && a.z[row] != 0.f) e += a.grad_z[row];
+    a.e[row] = e;
+  }
 }
 
 // A row per 16 lanes.

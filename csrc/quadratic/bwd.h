@@ -1,6 +1,6 @@
 // Backward over tiles of scores, without atomics, for both score policies (score.h). With x_ij = q_i . k_j, per query the
 // normalised weight p(x), which is f(scale x) / z_i = w0 + w1 x + w2 x^2 for Fastmax and exp(scale x - lse_i) for softmax, and
-// delta_i = grad_o_i . o_i (softmax: less the gradient of lse_i):
+// delta_i = grad_o_i . o_i, less z_i times the gradient of z_i (softmax: less the gradient of lse_i):
 //   p_ij = p(x_ij)     ds_ij = p'(x_ij) (grad_o_i . v_j - delta_i)
 //   grad_v_j = sum_i p_ij grad_o_i     grad_k_j = sum_i ds_ij q_i     grad_q_i = sum_j ds_ij k_j
 // (grad_o with the noise factor in it). Three kernels: row scores (what p and delta need) of each query; grad_k and grad_v by
@@ -18,7 +18,7 @@
 
 namespace fastmax {
 
-template <class Score>
+template <class Score, class Visibility>
 struct LaunchQuadraticBwd {
   template <class Math, int kHeadDim>
   static void run(const BwdParams& p, cudaStream_t stream) {
@@ -36,18 +36,20 @@ struct LaunchQuadraticBwd {
                   kRowScoreThreads, 0, stream, p, row_scores, noisy_grad_o);
 
     if constexpr (kPairsForKv<Math, kHeadDim>) {
-      run_kernel<QuadraticBwdKvPairTile<Math, kHeadDim>>("quadratic_bwd_kv_pair", quadratic_bwd_kv_pair_kernel<Score, Math, kHeadDim>, p,
-                                                         p.m, p.hk, row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdKvPairTile<Math, kHeadDim>>("quadratic_bwd_kv_pair",
+                                                         quadratic_bwd_kv_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.m, p.hk,
+                                                         row_scores, grad_o, grad_o_stride, stream);
     } else {
-      run_kernel<QuadraticBwdKvTile<Math, kHeadDim>>("quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Math, kHeadDim>, p, p.m, p.hk,
-                                                     row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdKvTile<Math, kHeadDim>>("quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Visibility, Math, kHeadDim>, p,
+                                                     p.m, p.hk, row_scores, grad_o, grad_o_stride, stream);
     }
     if constexpr (kPairsForQ<Math, kHeadDim>) {
-      run_kernel<QuadraticBwdQPairTile<Math, kHeadDim>>("quadratic_bwd_q_pair", quadratic_bwd_q_pair_kernel<Score, Math, kHeadDim>, p,
-                                                        p.n, p.h, row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdQPairTile<Math, kHeadDim>>("quadratic_bwd_q_pair",
+                                                        quadratic_bwd_q_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.n, p.h,
+                                                        row_scores, grad_o, grad_o_stride, stream);
     } else {
-      run_kernel<QuadraticBwdQTile<Math, kHeadDim>>("quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Math, kHeadDim>, p, p.n, p.h,
-                                                    row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QuadraticBwdQTile<Math, kHeadDim>>("quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Visibility, Math, kHeadDim>, p, p.n,
+                                                    p.h, row_scores, grad_o, grad_o_stride, stream);
     }
   }
 

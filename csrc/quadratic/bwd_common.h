@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kRowScoreThreads) row_score_kernel(const BwdPa
 #pragma unroll
   for (int lane = kLanes / 2; lane > 0; lane /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, lane);
   if (row < rows && threadIdx.x % kLanes == 0) {
-    if (p.grad_z != nullptr) delta -= p.grad_z[row];
+    if (p.grad_z != nullptr) delta -= Score::delta_of_z(p.z[row], p.grad_z + row);
     row_scores[row] = Score(p).row(p.z[row], delta);
   }
 }

@@ -35,7 +35,7 @@ __device__ __forceinline__ void take_over(float (&x)[4], uint32_t lane_slot) {
 }
 
 // grad_k, grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThreads,
                                   QuadraticBwdKvPairTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_kv_pair_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + (sums_v ? Tile::kTileBytes : 0) +
                                                       lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * Tile::kExchangeBytes;
-  const DenseVisibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
 
   // A block whose keys are all dropped has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * Tile::kColumnParts * p.hk);
@@ -191,7 +191,9 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
       } else {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
-          if (begin + slab + 15 >= sees.queries_of(first_row).begin) {
+          bool sees_some = begin + slab + 15 >= sees.queries_of(first_row).begin;
+          if constexpr (Visibility::kBoundsBothSides) sees_some = sees_some && begin + slab < sees.queries_of(last_row).end;
+          if (sees_some) {
             add_slab(slab, std::true_type{});
           } else {
             wait_for_pair(pair);  // every warp comes to as many barriers: compute-sanitizer's racecheck counts them
@@ -211,7 +213,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
 }
 
 // grad_q: a block owns kRows queries of one head and streams the keys they see.
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThreads, QuadraticBwdQPairTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_q_pair_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
                                 const int row_blocks) {
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
-  const DenseVisibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
   const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
@@ -331,7 +333,9 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
     } else {
 #pragma unroll 1
       for (int slab = 0; slab < Tile::kStream; slab += 16) {
-        if (begin + slab < sees.keys_of(last_row).end) {
+        bool sees_some = begin + slab < sees.keys_of(last_row).end;
+        if constexpr (Visibility::kBoundsBothSides) sees_some = sees_some && begin + slab + 15 >= sees.keys_of(first_row).begin;
+        if (sees_some) {
           add_slab(slab, std::true_type{});
         } else {
           wait_for_pair(pair);

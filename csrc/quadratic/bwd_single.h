@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4
 }
 
 // grad_k, grad_v: a block owns kRows keys of one key/value head and streams the queries of its group's heads.
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, QuadraticBwdKvTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_kv_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
                             const int row_blocks) {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   const uint32_t lane_b =
       ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
-  const DenseVisibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const StreamLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
 
   // A block whose keys are all dropped has nothing to sum.
@@ -196,6 +196,9 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
       } else {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
+          if constexpr (Visibility::kBoundsBothSides) {
+            if (sees.queries_of(last_row).end <= begin + slab) break;
+          }
           if (begin + slab + 15 >= sees.queries_of(first_row).begin) add_slab(slab, std::true_type{});
         }
       }
@@ -212,7 +215,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
 }
 
 // grad_q: a block owns kRows queries of one head and streams the keys they see.
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, QuadraticBwdQTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_q_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
                            const int row_blocks) {
@@ -238,7 +241,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   const Operand grad_o_rows(grad_o, grad_o_stride.token, warp_row, p.n, p.dv, ptx::smem_address(shared) + Tile::kResidentBytes / 2,
                             block_row);
 
-  const DenseVisibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
   const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared + Tile::kResidentBytes)));
@@ -307,7 +310,12 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
       for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
     } else {
 #pragma unroll 1
-      for (int slab = 0; slab < Tile::kStream && begin + slab < sees.keys_of(last_row).end; slab += 16) add_slab(slab, std::true_type{});
+      for (int slab = 0; slab < Tile::kStream && begin + slab < sees.keys_of(last_row).end; slab += 16) {
+        if constexpr (Visibility::kBoundsBothSides) {
+          if (sees.keys_of(first_row).begin >= begin + slab + 16) continue;
+        }
+        add_slab(slab, std::true_type{});
+      }
     }
   }
 

@@ -16,7 +16,7 @@
 
 namespace fastmax {
 
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 struct QuadraticFwd {
   using Tile = QuadraticFwdTile<Math, kHeadDim>;
   static constexpr int kRowTiles = Tile::kRowTiles;
@@ -61,7 +61,7 @@ struct QuadraticFwd {
 
   // Adds the 16 keys from key on, which are at k_slab and v_slab. kept: a bit for each of them.
   template <bool kMasked>
-  __device__ __forceinline__ void add_slab(const DenseVisibility& sees, const Score& score, uint32_t k_slab, uint32_t v_slab, int key,
+  __device__ __forceinline__ void add_slab(const Visibility& sees, const Score& score, uint32_t k_slab, uint32_t v_slab, int key,
                                            int warp_row, uint32_t kept) {
     float s[kRowTiles][2][4];
     multiply_slab<Math, kHeadDim, kRowTiles>(s, q, k_slab);
@@ -110,19 +110,21 @@ struct QuadraticFwd {
 
   // Adds one stage of keys, those from key_begin on. k_base and v_base: the stage's tiles plus this lane's offsets.
   template <bool kMasked>
-  __device__ __forceinline__ void add_tile(const DenseVisibility& sees, const Score& score, uint32_t k_base, uint32_t v_base,
+  __device__ __forceinline__ void add_tile(const Visibility& sees, const Score& score, uint32_t k_base, uint32_t v_base,
                                            int key_begin, int warp_row, const KeptKeys<FwdParams>& kept_keys) {
     const int key_end = sees.keys_of(warp_row + kRowTiles * 16 - 1).end;
     const int slabs = kMasked ? min(kSlabs, (key_end - key_begin + 15) / 16) : kSlabs;
+    int first = 0;
+    if constexpr (kMasked && Visibility::kBoundsBothSides) first = max(0, (sees.keys_of(warp_row).begin - key_begin) / 16);
 #pragma unroll(kMasked ? 1 : Tile::kUnroll)
-    for (int slab = 0; slab < slabs; ++slab) {
+    for (int slab = first; slab < slabs; ++slab) {
       add_slab<kMasked>(sees, score, k_base + slab * kSlabBytes, v_base + slab * kSlabBytes / Tile::kColumnParts, key_begin + slab * 16,
                         warp_row, kMasked ? kept_keys.slab(key_begin + slab * 16) : 0u);
     }
   }
 };
 
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, QuadraticFwdTile<Math, kHeadDim>::kMinBlocks)
     quadratic_fwd_kernel(const FwdParams p, const int row_blocks) {
   using Tile = QuadraticFwdTile<Math, kHeadDim>;
@@ -145,7 +147,7 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
 
-  const DenseVisibility sees(p);
+  const Visibility sees(p, in.batch, in.kv_head);
   const KeptKeys<FwdParams> kept_keys(p, blocks_per_head * p.h);
   const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   };
   load_stage(tiles.begin);
 
-  QuadraticFwd<Score, Math, kHeadDim> state;
+  QuadraticFwd<Score, Visibility, Math, kHeadDim> state;
   if constexpr (Score::kFollowsRowMax) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) state.reference[i][0] = state.reference[i][1] = Score::kNoReference;
@@ -226,13 +228,13 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   });
 }
 
-template <class Score>
+template <class Score, class Visibility>
 struct LaunchQuadraticFwd {
   template <class Math, int kHeadDim>
   static void run(const FwdParams& p, cudaStream_t stream) {
     using Tile = QuadraticFwdTile<Math, kHeadDim>;
     const int row_blocks = (p.n + Tile::kRows - 1) / Tile::kRows;
-    launch_kernel("quadratic_fwd", quadratic_fwd_kernel<Score, Math, kHeadDim>,
+    launch_kernel("quadratic_fwd", quadratic_fwd_kernel<Score, Visibility, Math, kHeadDim>,
                   grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * p.h), Tile::kThreads, Tile::kSharedBytes, stream, p,
                   row_blocks);
   }

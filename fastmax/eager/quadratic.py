@@ -33,7 +33,8 @@ class _Tiling:
         end = ops.m if ops.right is None else min(ops.m, last + ops.right + 1)
         if self.reads_values:
             first_key, end_key = ops.decay.key_range(rows.start, rows.stop, ops.m)
-            begin, end = max(begin, first_key), min(end, end_key)
+            cols = self.plan.cols  # whole tiles are skipped, which leaves the others, and all sums, as they are
+            begin, end = max(begin, first_key // cols * cols), min(end, -(-end_key // cols) * cols)
         if not ops.causal:
             return spans(begin, end, self.plan.cols)
         return spans(begin, first, self.plan.cols) + spans(max(begin, first), end, self.plan.cols)

@@ -1,0 +1,19 @@
+// Tables of the keys that queries see, made from bounds on the device before the kernels that walk by them (TableVisibility in
+// core/visibility.h).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/algorithm.h"
+#include "core/params.h"
+
+namespace fastmax {
+
+inline bool has_bounds(const AttentionParams& p) { return p.first_key.data != nullptr || p.end_key.data != nullptr; }
+
+size_t bound_table_bytes(const AttentionParams& p, Direction direction);
+
+// Fills the tables and says where they are. table: bound_table_bytes, 8-byte aligned. The forward has no table of queries.
+void fill_bound_tables(AttentionParams& p, void* table, Direction direction, cudaStream_t stream);
+
+}  // namespace fastmax

@@ -1,0 +1,13 @@
+// Softmax attention in a window: the forward.
+
+#include "quadratic/fwd.h"
+
+namespace fastmax {
+
+template <>
+void flash_window_fwd<FASTMAX_MATH>(const FwdParams& p, cudaStream_t stream) {
+  using Launch = LaunchQuadraticFwd<SoftmaxScore, WindowVisibility>;
+  dispatch_head_dim(QuadraticHeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream); });
+}
+
+}  // namespace fastmax
