@@ -247,7 +247,10 @@ def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
     def perturbed(**arguments):
         value = arguments[option]
         if wrong == "ignored":
-            arguments[option] = {"log_decay": None, "exact_window": 0}.get(option)
+            arguments[option] = {
+                "log_decay": 0.0 * value.clamp(min=-1.0) if option == "log_decay" else None,
+                "exact_window": 0,
+            }.get(option)
         elif option == "log_decay":
             arguments[option] = value.roll(1, dims=-1)
         elif option == "cu_seqlens":
