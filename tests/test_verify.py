@@ -65,7 +65,7 @@ def test_a_wrong_gradient_is_caught(tensor, monkeypatch):
         arguments[tensor] = torch.lerp(x.detach(), x, 1.05)  # x itself, with a gradient too large by 5%
         return right(**arguments)
 
-    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    monkeypatch.setattr(verify, "fastmax_attention", changed)
     wrong = verify.check(verify.random_case(5, 3, "cpu"), "cpu", 8).wrong
     assert len(wrong) == 1 and wrong[0].startswith(f"grad of {tensor}: custom gradient ")
 
