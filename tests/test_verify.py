@@ -33,16 +33,23 @@ WRONG = {
 }
 
 
+def turned_wrong(attention, wrong, custom):
+    """`attention` whose output is `wrong` on one side of the toggle."""
+
+    def changed(**arguments):
+        outputs = attention(**arguments)
+        if arguments["use_custom_gradient"] is not custom:
+            return outputs
+        return (wrong(outputs[0]), outputs[1]) if isinstance(outputs, tuple) else wrong(outputs)
+
+    return changed
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
 def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypatch, capsys):
-    right = verify.fastmax_attention
-
-    def perturbed(*, use_custom_gradient, **arguments):
-        o = right(use_custom_gradient=use_custom_gradient, **arguments)
-        return WRONG[wrong](o) if use_custom_gradient is custom else o
-
-    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    right = verify.implementation
+    monkeypatch.setattr(verify, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG[wrong], custom))
     assert verify.main(["--device", "cpu", "--seed", "3", "--random", "8"]) == 1
     printed = capsys.readouterr().out
     case = verify.random_case(5, 3, "cpu")
@@ -51,21 +58,24 @@ def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypat
     assert re.search(r"\n0 of 8 random configurations", printed)
 
     assert verify.main(ONE) == 1
-    monkeypatch.setattr(verify, "fastmax_attention", right)
+    monkeypatch.setattr(verify, "implementation", right)
     assert verify.main(ONE) == 0
     assert "1 of 1 random configurations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tensor", ["q", "k", "v"])
 def test_a_wrong_gradient_is_caught(tensor, monkeypatch):
-    right = verify.fastmax_attention
+    right = verify.implementation
 
-    def changed(**arguments):
-        x = arguments[tensor]
-        arguments[tensor] = torch.lerp(x.detach(), x, 1.05)  # x itself, with a gradient too large by 5%
-        return right(**arguments)
+    def steeper(softmax):
+        def attention(**arguments):
+            x = arguments[tensor]
+            arguments[tensor] = torch.lerp(x.detach(), x, 1.05)  # x itself, with a gradient too large by 5%
+            return right(softmax)(**arguments)
 
-    monkeypatch.setattr(verify, "fastmax_attention", changed)
+        return attention
+
+    monkeypatch.setattr(verify, "implementation", steeper)
     wrong = verify.check(verify.random_case(5, 3, "cpu"), "cpu", 8).wrong
     assert len(wrong) == 1 and wrong[0].startswith(f"grad of {tensor}: custom gradient ")
 
@@ -81,8 +91,8 @@ def test_the_worst_share_of_each_kind_is_shown(monkeypatch, capsys):
 
 
 def test_nan_is_the_worst_share(monkeypatch):
-    right = verify.fastmax_attention
-    monkeypatch.setattr(verify, "fastmax_attention", lambda **arguments: math.nan * right(**arguments))
+    right = verify.implementation
+    monkeypatch.setattr(verify, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG["nan"], True))
     assert verify.check(verify.random_case(5, 3, "cpu"), "cpu", 8).share == math.inf
 
 
@@ -234,7 +244,7 @@ def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
     name = "flash_attention" if option == "window" else "fastmax_attention"
     right = getattr(verify, name)
 
-    def changed(**arguments):
+    def perturbed(**arguments):
         value = arguments[option]
         if wrong == "ignored":
             arguments[option] = {
@@ -254,7 +264,7 @@ def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
     case = verify.Case("", options, batch=1, queries=100, keys=100, sequences=3 if option == "cu_seqlens" else 0,
                        decay=option == "log_decay", softmax=option == "window")  # fmt: skip
     assert verify.check(case, "cpu", 0).wrong == []
-    monkeypatch.setattr(verify, name, changed)
+    monkeypatch.setattr(verify, name, perturbed)
     assert verify.check(case, "cpu", 0).wrong != []
 
 
