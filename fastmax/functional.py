@@ -10,8 +10,9 @@ from fastmax.bounds import bounds
 from fastmax.call import Call
 from fastmax.exact_window import attention_with_exact_window
 from fastmax.normalization import normalize_rows
+from fastmax.planner import choose_algorithm
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
-from fastmax.score import Softmax
+from fastmax.score import Score, Softmax
 
 
 def fastmax_attention(
@@ -108,8 +109,8 @@ def fastmax_attention(
     validation.check_exact_window(exact_window)
     validation.check_exact_window_of(exact_window, q, k, rpe_matrix)
     validation.check_cu_seqlens(cu_seqlens, q, k)
-    if cu_seqlens is not None and not causal and exact_window == 0:
-        algorithm = validation.algorithm_without_state(algorithm)
+    if cu_seqlens is not None:
+        algorithm = _algorithm_of_packed(algorithm, causal or exact_window > 0, q, k, v, cu_seqlens, score)
     if not torch.compiler.is_compiling():
         validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
         validation.warn_if_leaking(causal, kind)
@@ -234,6 +235,18 @@ def _attend_exactly(
     with ops.without_autocast(q):
         o, lse = attention_with_exact_window(q, k, v, call._replace(dropout=0.0, drop_noise=None), window, attend)
         return o if noise is None else torch.addcmul(o, o, noise, value=call.dropout), lse
+
+
+def _algorithm_of_packed(
+    algorithm: str, has_linear: bool, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, score: Score
+) -> str:
+    """ "auto" by the mean length of a sequence, which is known without looking at values."""
+    if not has_linear:
+        return validation.algorithm_without_state(algorithm)
+    if algorithm != "auto" or torch.compiler.is_compiling() or q.numel() == 0:  # no choice by size in a compiled graph's guards
+        return algorithm
+    length = max(1, q.shape[-2] // (cu_seqlens.shape[0] - 1))
+    return choose_algorithm(length, length, q.shape[-1], v.shape[-1], True, score.order, q.shape[-3] // k.shape[-3])
 
 
 def _log_of_sums(z: Tensor) -> Tensor:
