@@ -4,6 +4,7 @@ from fastmax import softmax
 from fastmax.decode import init_state, prefill, step, step_
 from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
+from fastmax.merge import merge_attention
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.positional import rpe_matrix_creator
 from fastmax.swap import swap_attention
@@ -18,6 +19,7 @@ __all__ = [
     "flash_attention",
     "hbm_traffic",
     "init_state",
+    "merge_attention",
     "prefill",
     "rpe_matrix_creator",
     "softmax",

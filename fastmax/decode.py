@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
+from fastmax.bounds import bounds
 from fastmax.call import Call
 from fastmax.decode_state import DecodeState
 from fastmax.normalization import normalize_rows
@@ -76,7 +77,13 @@ def _feature_count(head_dim: int, order: int, sinusoidal: bool) -> int:
 
 
 def step(
-    q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    *,
+    key_padding_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """Attend one token to itself and all before it.
 
@@ -85,6 +92,8 @@ def step(
         k, v: (b, hk, 1, d) and (b, hk, 1, dv); k and v join the state first, so the token sees itself.
         state: from `init_state`, `step` or `prefill`. It is not modified.
         key_padding_mask: bool (b, 1), True = the token joins the state.
+        log_decay: (b, hk, 1), of the token, as in `fastmax_attention`: what is in the state fades before the token joins,
+            whether or not it does.
 
     Returns:
         The output (b, h, 1, dv) in q's dtype and layout, and the new state. Differentiable.
@@ -95,14 +104,26 @@ def step(
     Under autocast q, k and v of any dtype but float64 are cast to the state's, in which the output comes; nothing else is
     rounded, so that tokens which have that dtype already give the same numbers as without autocast.
     """
-    q, k, v = _check_token(q, k, v, state, key_padding_mask)
+    q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
-        o, values, weights = ops.decode_step(q, k, v, state.values, state.weights, key_padding_mask, state.score)
+        values, weights = state.values, state.weights
+        if log_decay is not None:
+            factor = _factor(log_decay, state)
+            values, weights = values * factor.unsqueeze(-1), weights * factor
+        o, values, weights = ops.decode_step(q, k, v, values, weights, key_padding_mask, state.score)
     return o, _advanced(state, 1, values, weights)
 
 
-def step_(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_mask: Tensor | None = None) -> Tensor:
+def step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    *,
+    key_padding_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+) -> Tensor:
     """`step` in place: the state itself takes the token, and only the output is allocated.
 
     The same numbers as `step`. For generation, where the state before the token is not needed again: half the memory of
@@ -110,7 +131,7 @@ def step_(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_ma
     calls of this function only). A state that shares its tensors, from `detach`, `map` or `to`, sees the change too.
 
     Args:
-        q, k, v, key_padding_mask: as in `step`.
+        q, k, v, key_padding_mask, log_decay: as in `step`.
         state: its tensors must be contiguous and overlap neither each other nor q, k and v, as those of the functions here do.
 
     Returns:
@@ -120,10 +141,15 @@ def step_(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_ma
         TypeError, ValueError: naming the argument.
         RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`.
     """
-    q, k, v = _check_token(q, k, v, state, key_padding_mask)
+    q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
     _check_memory({"q": q, "k": k, "v": v}, state)
+    ops.refuse_to_record(q, k, v, state.values, state.weights, log_decay)
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
+        if log_decay is not None:
+            factor = _factor(log_decay, state)
+            state.values.mul_(factor.unsqueeze(-1))
+            state.weights.mul_(factor)
         o = ops.decode_step_(q, k, v, state.values, state.weights, key_padding_mask, state.score)
     if state.positions is not None:
         state.positions.add_(1)
@@ -132,7 +158,13 @@ def step_(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_ma
 
 
 def prefill(
-    q: Tensor, k: Tensor, v: Tensor, state: DecodeState, *, key_padding_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    *,
+    key_padding_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """Attend n tokens, causally, to themselves and all before them: n calls of `step` in one.
 
@@ -141,6 +173,7 @@ def prefill(
         k, v: (b, hk, n, d) and (b, hk, n, dv).
         state: from `init_state`, `step` or `prefill`. It is not modified.
         key_padding_mask: bool (b, n), True = the token joins the state.
+        log_decay: (b, hk, n), as in `fastmax_attention`.
 
     Returns:
         The output (b, h, n, dv) in q's dtype and layout, and the state after n tokens. Differentiable.
@@ -150,13 +183,15 @@ def prefill(
 
     Under autocast as `step`.
     """
-    q, k, v = _check(q, k, v, state, key_padding_mask)
+    q, k, v = _check(q, k, v, state, key_padding_mask, log_decay)
     n = q.shape[2]
     if k.shape[2] != n:
         raise ValueError(f"k and v must have q's number of tokens {n}, got {k.shape[2]}")
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
         call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
+        if log_decay is not None:
+            call = call._replace(**bounds(q, k, log_decay, None, causal=True, continues=True)._asdict())
         o, values, weights = eager.forward_from_state(q, k, v, call, state.values, state.weights)
     if n == 0:  # the state that is returned may be changed in place, the given one not with it
         return o, state.clone()
@@ -168,8 +203,15 @@ def _advanced(state: DecodeState, tokens: int, values: Tensor, weights: Tensor) 
     return replace(state, values=values, weights=weights, positions=positions, tokens=state.tokens + tokens)
 
 
-def _check_token(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = _check(q, k, v, state, mask)
+def _factor(log_decay: Tensor, state: DecodeState) -> Tensor:
+    """(b, hk, 1), of the sums."""
+    return log_decay.to(state.values.dtype).exp()
+
+
+def _check_token(
+    q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = _check(q, k, v, state, mask, log_decay)
     if q.shape[2] != 1 or k.shape[2] != 1:
         raise ValueError(
             f"q, k and v must hold one token, (b, h, 1, d), got {q.shape[2]} in q and {k.shape[2]} in k; "
@@ -178,13 +220,16 @@ def _check_token(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tens
     return q, k, v
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as they are, or in the state's dtype under autocast."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.init_state, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v, state)
     validation.check_qkv(q, k, v, causal=True)
     validation.check_key_padding_mask(mask, q, k)
+    validation.check_log_decay(log_decay, q, k, causal=True)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
     if q.shape[1] == 0:

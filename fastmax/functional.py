@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
+from fastmax.bounds import bounds
 from fastmax.call import Call
+from fastmax.exact_window import attention_with_exact_window
 from fastmax.normalization import normalize_rows
+from fastmax.planner import choose_algorithm
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
-from fastmax.score import Softmax
+from fastmax.score import Score, Softmax
 
 
 def fastmax_attention(
@@ -31,11 +34,18 @@ def fastmax_attention(
     key_padding_mask: Tensor | None = None,
     use_custom_gradient: bool = True,
     algorithm: str = "auto",
-) -> Tensor:
+    log_decay: Tensor | None = None,
+    exact_window: int = 0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Polynomial-kernel attention: softmax attention with `f(s) = a0 + a1 s + a2 s^2` in place of `exp(s)`.
 
         s_ij = q_i . k_j / temperature
         o_i  = sum_j f(s_ij) v_j / sum_j f(s_ij)         over the keys j that query i sees
+
+    With `log_decay` every weight f(s_ij) fades, with `exact_window` those of near keys are exp(s_ij). Query i is at position
+    pos(i) = i + m - n among the keys.
 
     There is no hidden `1 / sqrt(head_dim)`: pass `temperature=math.sqrt(head_dim)` for the usual scale.
 
@@ -61,16 +71,27 @@ def fastmax_attention(
         use_custom_gradient: True: one fused operator with an analytic backward. False: the same forward in PyTorch
             operations that autograd records (higher derivatives, forward mode, torch.func).
         algorithm: "quadratic", "linear" or "auto" (cost model in `fastmax.planner`).
+        log_decay: (b, hk, m), for 3-d k (b * hk, m): floating point, <= 0 (values are not looked at), any strides; needs
+            `causal`. The weight of key j is multiplied by the exponential of the sum over `j + 1 .. pos(i)`: a key fades by the
+            decays of the tokens after it. -inf forgets all before the token. Summed in float64; gets a gradient.
+        exact_window: keys with `|pos(i) - j| < exact_window` are weighed by `exp(s_ij)`, at O(n * exact_window) beside the
+            rest; n <= m. From m on this is softmax attention.
+        cu_seqlens: int32 (s + 1,), from 0 to n without falling: the n tokens of a batch of one are s sequences end to end, none
+            of which sees another (for `normalize="sequence"` either); n = m. Without `causal` on the quadratic algorithm, but
+            for the far keys of an exact window.
+        return_lse: also return the logarithms of the sums of weights, for `fastmax.merge_attention`.
 
     Returns:
-        (b, h, n, dv), or 3-d like q, in q's dtype and memory layout.
+        o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout; with `return_lse` also lse (b, h, n), or (b * h, n), in
+        float32 (float64 for float64 q), differentiable too: -inf where a query sees no key, NaN where the sum is negative.
 
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is accepted.
         RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
-    Under autocast q, k, v are cast to autocast's dtype, as `scaled_dot_product_attention` does. Method: Gerami et al.,
-    "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901).
+    Under autocast q, k, v are cast to autocast's dtype, as `scaled_dot_product_attention` does; decays are not. Method: Gerami
+    et al., "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901); decays as in Lin et al.,
+    "Forgetting Transformer", 2025 (arXiv:2503.02130).
     """
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
@@ -83,13 +104,20 @@ def fastmax_attention(
     validation.check_rpe(rpe_matrix, q, k)
     validation.check_key_padding_mask(key_padding_mask, q, k)
     validation.check_algorithm(algorithm, rpe_matrix)
+    validation.check_bool("return_lse", return_lse)
+    validation.check_log_decay(log_decay, q, k, causal)
+    validation.check_exact_window(exact_window)
+    validation.check_exact_window_of(exact_window, q, k, rpe_matrix)
+    validation.check_cu_seqlens(cu_seqlens, q, k)
+    if cu_seqlens is not None:
+        algorithm = _algorithm_of_packed(algorithm, causal or exact_window > 0, q, k, v, cu_seqlens, score)
     if not torch.compiler.is_compiling():
         validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
         validation.warn_if_leaking(causal, kind)
 
     if kind is not None:
-        q = normalize_rows(q, kind, lim, use_custom_gradient)
-        k = normalize_rows(k, kind, lim, use_custom_gradient, key_padding_mask)
+        q = normalize_rows(q, kind, lim, use_custom_gradient, cu_seqlens=cu_seqlens)
+        k = normalize_rows(k, kind, lim, use_custom_gradient, key_padding_mask, cu_seqlens)
     if isinstance(rpe_matrix, str):
         q, k = append_sinusoidal_query(q, k.shape[-2] - q.shape[-2]), append_sinusoidal_key(k, 0)
         rpe_matrix = None
@@ -103,8 +131,18 @@ def fastmax_attention(
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
-    o, _ = _attend(q, k, v, Call(score, causal, dropout, algorithm, key_padding_mask, noise, rpe_matrix), use_custom_gradient)
-    return o.flatten(0, 1) if three_d else o
+        log_decay = log_decay if log_decay is None else log_decay.view(*k.shape[:-1])
+    call = Call(score, causal, dropout, algorithm, key_padding_mask=key_padding_mask, drop_noise=noise, rpe_matrix=rpe_matrix)
+    if log_decay is not None or cu_seqlens is not None:
+        call = call._replace(**bounds(q, k, log_decay, cu_seqlens, causal)._asdict())
+    if exact_window == 0:
+        o, z = _attend(q, k, v, call, use_custom_gradient)
+        lse = _log_of_sums(z) if return_lse else None
+    else:
+        o, lse = _attend_exactly(q, k, v, call, exact_window, use_custom_gradient)
+    if three_d:
+        o, lse = o.flatten(0, 1), lse if lse is None else lse.flatten(0, 1)
+    return (o, lse) if return_lse else o
 
 
 def flash_attention(
@@ -116,6 +154,9 @@ def flash_attention(
     key_padding_mask: Tensor | None = None,
     return_lse: bool = False,
     use_custom_gradient: bool = True,
+    log_decay: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, exact, in O(n) memory: the baseline to compare `fastmax_attention` with.
 
@@ -132,6 +173,10 @@ def flash_attention(
         key_padding_mask: bool (b, m), True = the key takes part.
         return_lse: also return `log sum_j exp(s_ij)`.
         use_custom_gradient: as in `fastmax_attention`.
+        log_decay: as in `fastmax_attention`; it is added to the scores.
+        window: keys with `|pos(i) - j| < window` only, pos(i) = i + m - n; or (left, right): keys from `pos(i) - left` to
+            `pos(i) + right`, -1 for no bound, as FlashAttention counts. Tiles outside are not visited.
+        cu_seqlens: as in `fastmax_attention`.
 
     Returns:
         o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout; with `return_lse` also lse (b, h, n), or (b * h, n), in
@@ -142,7 +187,8 @@ def flash_attention(
         RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
     Under autocast q, k, v are cast to autocast's dtype. Method: online normaliser (Milakov and Gimelshein, 2018,
-    arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691).
+    arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691); decays as in Lin et al., "Forgetting
+    Transformer", 2025 (arXiv:2503.02130).
     """
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
@@ -151,11 +197,18 @@ def flash_attention(
     validation.check_qkv(q, k, v, causal)
     score = Softmax(validation.check_scale(scale, q.shape[-1]))
     validation.check_key_padding_mask(key_padding_mask, q, k)
+    validation.check_log_decay(log_decay, q, k, causal)
+    left, right = validation.check_window(window)
+    validation.check_cu_seqlens(cu_seqlens, q, k)
 
     three_d = q.dim() == 3
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
-    o, lse = _attend(q, k, v, Call(score, causal, key_padding_mask=key_padding_mask), use_custom_gradient)
+        log_decay = log_decay if log_decay is None else log_decay.view(*k.shape[:-1])
+    call = Call(score, causal, left=left, right=right, key_padding_mask=key_padding_mask)
+    if log_decay is not None or cu_seqlens is not None:
+        call = call._replace(**bounds(q, k, log_decay, cu_seqlens, causal)._asdict())
+    o, lse = _attend(q, k, v, call, use_custom_gradient)
     if three_d:
         o, lse = o.flatten(0, 1), lse.flatten(0, 1)
     return (o, lse) if return_lse else o
@@ -167,6 +220,38 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bo
         return ops.attention(q, k, v, call)
     with ops.without_autocast(q):
         return eager.forward(q, k, v, call, differentiable=eager.recording(q, k, v, *call.differentiable))
+
+
+def _attend_exactly(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, window: int, use_custom_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Output and log of the sums of weights, near keys weighed exactly."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        o, z = _attend(q, k, v, call, use_custom_gradient)
+        return o, z if isinstance(call.score, Softmax) else _log_of_sums(z)
+
+    noise = call.drop_noise
+    with ops.without_autocast(q):
+        o, lse = attention_with_exact_window(q, k, v, call._replace(dropout=0.0, drop_noise=None), window, attend)
+        return o if noise is None else torch.addcmul(o, o, noise, value=call.dropout), lse
+
+
+def _algorithm_of_packed(
+    algorithm: str, has_linear: bool, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, score: Score
+) -> str:
+    """ "auto" by the mean length of a sequence, which is known without looking at values."""
+    if not has_linear:
+        return validation.algorithm_without_state(algorithm)
+    if algorithm != "auto" or torch.compiler.is_compiling() or q.numel() == 0:  # no choice by size in a compiled graph's guards
+        return algorithm
+    length = max(1, q.shape[-2] // (cu_seqlens.shape[0] - 1))
+    return choose_algorithm(length, length, q.shape[-1], v.shape[-1], True, score.order, q.shape[-3] // k.shape[-3])
+
+
+def _log_of_sums(z: Tensor) -> Tensor:
+    seen = z != 0
+    return torch.where(seen, torch.where(seen, z, 1.0).log(), -torch.inf)
 
 
 def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:

@@ -34,6 +34,7 @@ class FASTMultiHeadAttention(nn.Module):
         lim: float = 1.0,
         p: int = 2,
         algorithm: str = "auto",
+        exact_window: int = 0,
     ):
         super().__init__()
         if dimensions or not isinstance(use_custom_gradient, bool):
@@ -51,6 +52,7 @@ class FASTMultiHeadAttention(nn.Module):
         validation.check_lim(lim)
         validation.check_score(temperature, a0, a1, a2, p)
         validation.check_algorithm(algorithm, rpe_matrix)
+        validation.check_exact_window(exact_window)
         self.use_custom_gradient = use_custom_gradient
         self.defaults = {
             "rpe_matrix": rpe_matrix,
@@ -64,6 +66,7 @@ class FASTMultiHeadAttention(nn.Module):
             "lim": lim,
             "p": p,
             "algorithm": algorithm,
+            "exact_window": exact_window,
         }
 
     def forward(
@@ -85,9 +88,13 @@ class FASTMultiHeadAttention(nn.Module):
         *,
         key_padding_mask: Tensor | None = None,
         algorithm: str | None = None,
-    ) -> Tensor:
-        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d. No noise in eval mode; the
-        module's `lim` is for calls that normalize."""
+        log_decay: Tensor | None = None,
+        exact_window: int | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d, and lse with `return_lse`. No
+        noise in eval mode; the module's `lim` is for calls that normalize."""
         given = {
             "rpe_matrix": rpe_matrix,
             "mask": mask,
@@ -100,6 +107,7 @@ class FASTMultiHeadAttention(nn.Module):
             "lim": lim,
             "p": p,
             "algorithm": algorithm,
+            "exact_window": exact_window,
         }
         options = {name: self.defaults[name] if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
@@ -116,6 +124,9 @@ class FASTMultiHeadAttention(nn.Module):
             drop_noise=drop_noise,
             key_padding_mask=key_padding_mask,
             use_custom_gradient=self.use_custom_gradient,
+            log_decay=log_decay,
+            cu_seqlens=cu_seqlens,
+            return_lse=return_lse,
             **options,
         )
 

@@ -6,17 +6,24 @@ import torch
 from torch import Tensor
 
 from fastmax import eager
+from fastmax.bounds import sequence_of_token
 from fastmax.ops import refuse_second_derivative
 
 
 def normalize_rows(
-    x: Tensor, kind: str, lim: float, use_custom_gradient: bool = False, takes_part: Tensor | None = None
+    x: Tensor,
+    kind: str,
+    lim: float,
+    use_custom_gradient: bool = False,
+    takes_part: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """Scale the rows of x (b, h, tokens, d), or (b * h, tokens, d), into the ball of radius `lim`.
 
     `"sequence"`: all rows of a head by the one factor `lim / max_i |x_i|`; it looks at every row, future ones too. Rows that
     `takes_part`, bool (b, tokens), leaves out do not count and come out as zeros, so that none leaves the ball.
     `"token"`: each row longer than `lim` back onto the sphere, shorter rows as they are; causal.
+    With `cu_seqlens` the rows are several sequences, each with its own longest row.
     Zero stays zero. Differentiable, the factor included. Computed in fp32 for half precision; squares neither overflow nor
     underflow, because rows are first divided by their largest element (a constant to autograd: it cancels).
 
@@ -29,6 +36,8 @@ def normalize_rows(
         heads = x.shape[0] // takes_part.shape[0]  # of a 3-d x
         rows = takes_part[:, None] if x.dim() == 4 else takes_part.repeat_interleave(heads, dim=0)
         x = torch.where(rows.unsqueeze(-1), x, 0.0)
+    if kind == "sequence" and cu_seqlens is not None:
+        return _normalize_sequences(x, lim, cu_seqlens)
     recording = use_custom_gradient and x.requires_grad and torch.is_grad_enabled()
     # Compilers fuse the operations themselves; transforms and forward mode are told by the attention that follows.
     if recording and not torch.compiler.is_compiling() and not eager.is_transformed():
@@ -36,6 +45,17 @@ def normalize_rows(
     # Widened first, so that autograd adds up the gradient's parts before they are rounded.
     rows, factor, _, _ = _factors(x.to(eager.compute_dtype(x.dtype)), kind, lim)
     return (rows * factor).to(x.dtype)
+
+
+def _normalize_sequences(x: Tensor, lim: float, cu_seqlens: Tensor) -> Tensor:
+    sequence = sequence_of_token(cu_seqlens, x.shape[-2])
+    rows = x.to(eager.compute_dtype(x.dtype))
+    size = torch.linalg.vector_norm(rows.detach(), float("inf"), -1, keepdim=True)
+    unit = rows / torch.where(size == 0, 1.0, size)
+    norm = torch.linalg.vector_norm(unit, dim=-1) * size.squeeze(-1)
+    longest = norm.new_zeros(*norm.shape[:-1], cu_seqlens.shape[0] - 1)
+    longest = longest.scatter_reduce(-1, sequence.expand_as(norm), norm, "amax")[..., sequence]
+    return (rows * (lim / torch.where(longest == 0, 1.0, longest)).unsqueeze(-1)).to(x.dtype)
 
 
 def _factors(x: Tensor, kind: str, lim: float) -> tuple[Tensor, Tensor, Tensor | float, Tensor]:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from fastmax import validation
 from fastmax.call import Call
+from fastmax.eager.blocks import compute_dtype
 from fastmax.score import Softmax
 
 
@@ -22,6 +24,14 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     validation.check_key_padding_mask(call.key_padding_mask, q, k)
     if not 0.0 < call.score.scale < math.inf:
         raise ValueError(f"scale must be finite and > 0, got {call.score.scale}")
+    _check_tokens("log_decay", call.log_decay, k.shape[:3], compute_dtype(q.dtype), q)
+    if call.log_decay is not None and not call.causal:
+        raise ValueError("log_decay needs causal = True")
+    for name in ("first_key", "end_key"):
+        _check_tokens(name, getattr(call, name), (*k.shape[:2], q.shape[2]), torch.int32, q)
+    for name in ("left", "right"):
+        if getattr(call, name) < -1:
+            raise ValueError(f"{name} must be at least -1 (no bound), got {getattr(call, name)}")
     if isinstance(call.score, Softmax):
         return
     if call.score.order not in (1, 2):
@@ -29,6 +39,18 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     validation.check_drop_noise(call.drop_noise, call.dropout, q, v.shape[-1])
     validation.check_rpe(call.rpe_matrix, q, k)
     validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
+
+
+def _check_tokens(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
+    """Of a tensor with a number for every token of every head."""
+    if x is None:
+        return
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
 
 
 def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:

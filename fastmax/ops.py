@@ -6,8 +6,8 @@ The compiled library (`fastmax.extension`) adds kernels under the key CUDA, whic
 (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
 implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema.
 
-Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp) and the caller's mask, noise and rpe matrix are saved
-for the backward.
+Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp) and what accompanies the call (`fastmax.call.Call`) are
+saved for the backward.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ library = torch.library.Library("fastmax", "DEF")
 for _prefix in ("", "eager_"):
     library.define(f"{_prefix}forward(Tensor q, Tensor k, Tensor v, {FASTMAX.schema}) -> (Tensor o, Tensor z)")
     library.define(
-        f"{_prefix}backward(Tensor grad_o, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FASTMAX.schema}) "
-        "-> (Tensor, Tensor, Tensor, Tensor)"
+        f"{_prefix}backward(Tensor grad_o, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FASTMAX.schema}) "
+        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
     library.define(f"{_prefix}flash_forward(Tensor q, Tensor k, Tensor v, {FLASH.schema}) -> (Tensor o, Tensor lse)")
     library.define(
         f"{_prefix}flash_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-        f"{FLASH.schema}) -> (Tensor, Tensor, Tensor)"
+        f"{FLASH.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
     )
     library.define(
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
@@ -94,7 +94,7 @@ def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tenso
         RuntimeError: a gradient would have to be recorded.
     """
     tensors = (q, k, v, values, weights)
-    _refuse_to_record(*tensors)
+    refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
         return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
     if q.is_cuda:
@@ -104,7 +104,7 @@ def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tenso
         return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
 
 
-def _refuse_to_record(*tensors: Tensor) -> None:
+def refuse_to_record(*tensors: Tensor | None) -> None:
     if eager.differentiating(*tensors):
         raise RuntimeError(
             "fastmax.step_ writes over the state that a gradient would need: use fastmax.step, or call it under torch.no_grad()"
@@ -131,13 +131,14 @@ def _forward(q, k, v, *arguments, signature=FASTMAX):
         return eager.forward(q, k, v, call, differentiable=False)
 
 
-def _backward(grad_o, q, k, v, o, z, *arguments):
-    call = FASTMAX.call(arguments)
+def _backward(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FASTMAX, statistic="z"):
+    """Gradients of q, k, v and of the call's differentiable tensors, of no elements for those that it has not."""
+    call = signature.call(arguments)
     operator_checks.check_call(q, k, v, call)
-    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, **{statistic: z, f"grad_{statistic}": grad_z})
     with without_autocast(q):
-        *grads, grad_rpe = eager.backward(grad_o, None, q, k, v, o, z, call)
-    return (*grads, q.new_empty(0) if grad_rpe is None else grad_rpe)
+        grads, of_tensors = eager.backward(grad_o, grad_z, q, k, v, o, z, call)
+    return *grads, *(q.new_empty(0) if x is None else x for x in (of_tensors[name] for name in signature.differentiable))
 
 
 def _flash_forward(q, k, v, *arguments):
@@ -145,11 +146,7 @@ def _flash_forward(q, k, v, *arguments):
 
 
 def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
-    call = FLASH.call(arguments)
-    operator_checks.check_call(q, k, v, call)
-    operator_checks.check_results(q, v, o=o, grad_o=grad_o, lse=lse, grad_lse=grad_lse)
-    with without_autocast(q):
-        return eager.backward(grad_o, grad_lse, q, k, v, o, lse, call)[:3]
+    return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH, statistic="lse")
 
 
 def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
@@ -217,18 +214,18 @@ def _forward_fake(q, k, v, *arguments):
 
 
 @torch.library.register_fake("fastmax::backward", lib=library)
-def _backward_fake(grad_o, q, k, v, o, z, *arguments):
-    rpe = FASTMAX.call(arguments).rpe_matrix
-    return (*_fake_gradients(q, k, v), q.new_empty(0) if rpe is None else torch.empty_like(rpe))
+def _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FASTMAX):
+    call = signature.call(arguments)
+    of_tensors = (getattr(call, name) for name in signature.differentiable)
+    return (
+        *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)),
+        *(q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in of_tensors),
+    )
 
 
 @torch.library.register_fake("fastmax::flash_backward", lib=library)
 def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
-    return _fake_gradients(q, k, v)
-
-
-def _fake_gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(eager.empty_like_layout(x, x.shape[-1]) for x in tensors)
+    return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH)
 
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
@@ -255,31 +252,29 @@ def _save(ctx, inputs, output, signature: Signature) -> None:
 
 
 def _save_fastmax(ctx, inputs, output):
-    ctx.mark_non_differentiable(output[1])
     _save(ctx, inputs, output, FASTMAX)
-
-
-def _fastmax_gradients(ctx, grad_o, _):
-    """Of q, k, v and the call's tensors."""
-    if grad_o is None:
-        return (None,) * (3 + len(FASTMAX.tensor_names))
-    saved = ctx.saved_tensors  # unpacked once, as checkpointing wants it
-    *grads, grad_rpe = torch.ops.fastmax.backward.default(grad_o, *saved, *ctx.options)
-    return *grads, None, None, None if saved[-1] is None else grad_rpe
 
 
 def _save_flash(ctx, inputs, output):
     _save(ctx, inputs, output, FLASH)
 
 
-def _flash_gradients(ctx, grad_o, grad_lse):
-    """Of q, k, v and the call's tensors."""
-    if grad_o is None and grad_lse is None:
-        return (None,) * (3 + len(FLASH.tensor_names))
-    q, k, v, o, *rest = ctx.saved_tensors
+def _gradients(saved, options, grad_o, grad_z, signature: Signature, backward) -> tuple[Tensor | None, ...]:
+    """Of q, k, v and the call's tensors, given what `_save` saved; z is the operator's second output."""
+    if grad_o is None and grad_z is None:
+        return (None,) * (3 + len(signature.tensor_names))
     if grad_o is None:
-        grad_o = torch.zeros_like(o)
-    return *torch.ops.fastmax.flash_backward.default(grad_o, grad_lse, q, k, v, o, *rest, *ctx.options), None
+        grad_o = torch.zeros_like(saved[3])
+    grads = backward(grad_o, grad_z, *saved, *options)
+    return *grads[:3], *signature.by_tensor(grads[3:], saved[5:])
+
+
+def _fastmax_gradients(saved, options, grad_o, grad_z):
+    return _gradients(saved, options, grad_o, grad_z, FASTMAX, torch.ops.fastmax.backward.default)
+
+
+def _flash_gradients(saved, options, grad_o, grad_lse):
+    return _gradients(saved, options, grad_o, grad_lse, FLASH, torch.ops.fastmax.flash_backward.default)
 
 
 def refuse_second_derivative(ctx, *grads):
@@ -293,7 +288,7 @@ class _Differentiable(NamedTuple):
     signature: Signature
     forward: torch._ops.OpOverload
     save: Callable  # (ctx, inputs, outputs)
-    gradients: Callable  # (ctx, gradients of the outputs) -> gradients of the inputs that are tensors
+    gradients: Callable  # (saved tensors, options, gradients of the outputs) -> gradients of the inputs that are tensors
 
 
 _FASTMAX = _Differentiable(FASTMAX, torch.ops.fastmax.forward.default, _save_fastmax, _fastmax_gradients)
@@ -302,7 +297,7 @@ _FLASH = _Differentiable(FLASH, torch.ops.fastmax.flash_forward.default, _save_f
 for _operator in (_FASTMAX, _FLASH):
 
     def _differentiate(ctx, *grads, gradients=_operator.gradients):
-        return *gradients(ctx, *grads), *(None,) * len(ctx.options)
+        return *gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
 
     torch.library.register_autograd(_operator.forward, _differentiate, setup_context=_operator.save, lib=library)
 for _name in ("backward", "flash_backward"):
@@ -345,7 +340,7 @@ def _is_differentiated_by_functorch(x: Tensor) -> bool:
 
 def _decode_step_autograd(keyset, *args):
     """For callers of the operator itself."""
-    _refuse_to_record(*args[:5])
+    refuse_to_record(*args[:5])
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
@@ -385,7 +380,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        saved = ctx.saved_tensors  # unpacked once, and where a checkpoint that runs its function again records it
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
-            return None, None, *extension.call(ctx.gradients, ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, saved, ctx.options, *grads)
         with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *extension.call(ctx.gradients, ctx, *grads)
+            return None, None, *extension.call(ctx.gradients, saved, ctx.options, *grads)

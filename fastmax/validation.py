@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import reprlib
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -259,6 +260,118 @@ def check_algorithm(algorithm: object, rpe_matrix: object) -> None:
         raise ValueError(
             'an rpe_matrix tensor has no linear algorithm: use algorithm="auto" or "quadratic", or rpe_matrix="sinusoidal"'
         )
+
+
+def algorithm_without_state(algorithm: str) -> str:
+    """Of a call in which the keys that a query sees end at its sequence, so that no state of all keys serves it."""
+    if algorithm == "linear":
+        raise ValueError(
+            'cu_seqlens without causal has no linear algorithm: use algorithm="auto" or "quadratic", or causal=True'
+        )
+    return "quadratic"
+
+
+def check_log_decay(log_decay: object, q: Tensor, k: Tensor, causal: bool) -> None:
+    """None or a floating-point tensor with a number for every key of every key/value head."""
+    if log_decay is None:
+        return
+    accepted = tuple(k.shape[:-1])
+    _check_tensor("log_decay", log_decay, f"a tensor of shape {accepted} or None")
+    if tuple(log_decay.shape) != accepted:
+        raise ValueError(f"log_decay must have shape {accepted}, k's without the head_dim, got {tuple(log_decay.shape)}")
+    if log_decay.dtype not in DTYPES:
+        raise TypeError(f"log_decay must be float64, float32, float16 or bfloat16, got {log_decay.dtype}")
+    if log_decay.device != q.device:
+        raise ValueError(f"log_decay must be on q's device {q.device}, got {log_decay.device}")
+    if not causal:
+        raise ValueError("log_decay needs causal=True: keys fade with the tokens after them, got causal = False")
+
+
+def check_exact_window(window: object) -> None:
+    """A number of tokens."""
+    if isinstance(window, bool) or not isinstance(window, int):
+        raise TypeError(f"exact_window must be an int, got {describe(window)}")
+    if window < 0:
+        raise ValueError(f"exact_window must be at least 0, got {window}")
+
+
+def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: object) -> None:
+    """What a call with an exact window cannot have."""
+    if window == 0:
+        return
+    if isinstance(rpe_matrix, Tensor):
+        raise ValueError(
+            'exact_window takes no rpe_matrix tensor, which softmax attention has no place for: use rpe_matrix="sinusoidal"'
+        )
+    if q.shape[-2] > k.shape[-2]:
+        raise ValueError(f"exact_window takes at most as many queries as keys, got n = {q.shape[-2]} and m = {k.shape[-2]}")
+
+
+def check_window(window: object) -> tuple[int, int]:
+    """The bounds on either side, -1 for none."""
+    accepted = "an int of at least 1, a tuple (left, right) of ints of at least -1 (no bound), or None"
+    if window is None:
+        return -1, -1
+    sides = (window,) if isinstance(window, int) else window
+    if not isinstance(sides, tuple) or any(isinstance(x, bool) or not isinstance(x, int) for x in sides):
+        raise TypeError(f"window must be {accepted}, got {describe(window)}")
+    if isinstance(window, int):
+        if window < 1:
+            raise ValueError(f"window must be {accepted}, got {window}")
+        return window - 1, window - 1
+    if len(sides) != 2 or min(sides) < -1:
+        raise ValueError(f"window must be {accepted}, got {describe(window)}")
+    return sides
+
+
+def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor) -> None:
+    """None or an int32 (sequences + 1,) tensor. Its values are looked at where that does not make a device wait."""
+    if cu_seqlens is None:
+        return
+    _check_tensor("cu_seqlens", cu_seqlens, "an int32 tensor of shape (sequences + 1,) or None")
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < (2 if q.shape[-2] > 0 else 1):
+        raise ValueError(f"cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}")
+    if q.dim() == 4 and q.shape[0] != 1:
+        raise ValueError(f"cu_seqlens takes a batch of one, whose tokens are all sequences end to end, got q of {q.shape[0]}")
+    n, m = q.shape[-2], k.shape[-2]
+    if n != m:
+        raise ValueError(f"cu_seqlens takes as many queries as keys, got n = {n} and m = {m}")
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return
+    if isinstance(cu_seqlens, torch._subclasses.FakeTensor):
+        return
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != n or (cu_seqlens.diff() < 0).any():
+        raise ValueError(f"cu_seqlens must go from 0 to n = {n} without falling, got {_SHORT.repr(cu_seqlens.tolist())}")
+
+
+def check_parts(outputs: object, lses: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Of `merge_attention`, as tuples."""
+    for name, parts in (("outputs", outputs), ("lses", lses)):
+        if isinstance(parts, Tensor) or not isinstance(parts, Sequence):
+            raise TypeError(f"{name} must be a sequence of tensors, got {describe(parts)}")
+        for i, x in enumerate(parts):
+            _check_tensor(f"{name}[{i}]", x, "a tensor")
+    if len(outputs) == 0 or len(outputs) != len(lses):
+        raise ValueError(f"outputs and lses must be as many, at least one, got {len(outputs)} and {len(lses)}")
+    first = outputs[0]
+    check_dtype("outputs[0]", first.dtype)
+    lse_dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+    for name, parts, shape, dtype in (
+        ("outputs", outputs, first.shape, first.dtype),
+        ("lses", lses, first.shape[:-1], lse_dtype),
+    ):
+        for i, x in enumerate(parts):
+            if x.shape != shape:
+                raise ValueError(f"{name}[{i}] must have shape {tuple(shape)}, got {tuple(x.shape)}")
+            if x.dtype != dtype:
+                raise TypeError(f"{name}[{i}] must be {dtype}, got {x.dtype}")
+            if x.device != first.device:
+                raise ValueError(f"{name}[{i}] must be on the device of outputs[0] {first.device}, got {x.device}")
+    return tuple(outputs), tuple(lses)
 
 
 _warned: set[tuple] = set()

@@ -48,9 +48,11 @@ class Case(NamedTuple):
     `softmax=True` checks `flash_attention` and its log-sum-exp in its place.
 
     `padding=True` hides some keys of every sequence, and all keys of the first; `noise=True` passes a `drop_noise`;
-    `rpe=True` passes a random `rpe_matrix`. `layout` is a key of `LAYOUTS`. `magnitude` multiplies q and k; None scales their
-    rows to lengths below 0.9 instead, so that |q.k| < 1. `positive=True` takes the absolute values of q and k, so that scores
-    are positive. `precision` is what `torch.set_float32_matmul_precision` takes.
+    `rpe=True` passes a random `rpe_matrix`; `decay=True` a `log_decay` with heads that forget fast and slowly and tokens that
+    forget nothing or everything; `sequences` is the number of packed sequences (0: no `cu_seqlens`), some without a token.
+    `layout` is a key of `LAYOUTS`. `magnitude` multiplies q and k; None scales their rows to lengths below 0.9 instead, so
+    that |q.k| < 1. `positive=True` takes the absolute values of q and k, so that scores are positive. `precision` is what
+    `torch.set_float32_matmul_precision` takes.
     """
 
     name: str
@@ -67,6 +69,8 @@ class Case(NamedTuple):
     padding: bool = False
     noise: bool = False
     rpe: bool = False
+    decay: bool = False
+    sequences: int = 0
     magnitude: float | None = 1.0
     precision: str = "highest"
     softmax: bool = False
@@ -78,6 +82,11 @@ class Case(NamedTuple):
         if self.dtype == torch.float32 and self.precision != "highest":
             return "tf32"
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def operator(self) -> tuple[str, str]:
+        """What the table of random configurations tells apart."""
+        return ("softmax", "") if self.softmax else (self.options["algorithm"], f"p={self.options['p']}")
 
 
 class Errors(NamedTuple):
@@ -127,7 +136,14 @@ def cases() -> list[Case]:
             Case(f"a0, a1, a2 = 2, 0.5, 0.3, {algorithm}", {**here, "a0": 2.0, "a1": 0.5, "a2": 0.3}),
             Case(f"sinusoidal rpe, {algorithm}", {**here, "rpe_matrix": "sinusoidal"}),
             Case(f"one query, {algorithm}", here, queries=1),
+            Case(f"decay, {algorithm}", {**here, "return_lse": True}, decay=True),
+            Case(f"decay, grouped, fewer queries, {algorithm}", here, queries=70, heads=6, decay=True),
+            Case(f"exact window, {algorithm}", {**here, "exact_window": 50, "return_lse": True}),
+            Case(f"exact window, full, {algorithm}", {**here, "exact_window": 50, "causal": False}),
+            Case(f"packed sequences, {algorithm}", here, batch=1, sequences=7),
+            Case(f"packed, decay, exact window, {algorithm}", {**here, "exact_window": 9}, batch=1, decay=True, sequences=7),
         ]
+    table.append(Case("packed sequences, full", {**options, "causal": False}, batch=1, sequences=7))
     table += [Case("rpe matrix", options, rpe=True), Case("rpe matrix, fewer queries", options, queries=70, rpe=True)]
     softmax = {"causal": True, "scale": 0.2}
     table += [
@@ -138,25 +154,37 @@ def cases() -> list[Case]:
         Case("softmax, full, more queries than keys", {}, keys=70, softmax=True),
         Case("softmax, grouped, fewer queries", softmax, queries=70, heads=6, value_dim=48, softmax=True),
         Case("softmax, padding, causal", softmax, padding=True, softmax=True),
+        Case("softmax, window", {**softmax, "window": 50}, softmax=True),
+        Case("softmax, window of two bounds, full", {"window": (20, 5)}, softmax=True),
+        Case("softmax, decay", softmax, decay=True, softmax=True),
+        Case("softmax, packed sequences", softmax, batch=1, sequences=7, softmax=True),
     ]
     return table
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, *, normalize=False, lim=1.0, rpe_matrix=None, **options) -> Tensor:
+def definition(q: Tensor, k: Tensor, v: Tensor, *, normalize=False, lim=1.0, rpe_matrix=None, **options):
     """`fastmax_attention` (4-d) by its definition: the whole matrix of weights, in the dtype of its arguments."""
     n, m, d = q.shape[-2], k.shape[-2], q.shape[-1]
     if normalize == "token":
         q, k = (x * (lim / x.norm(dim=-1, keepdim=True)).clamp(max=1.0) for x in (q, k))
     elif normalize:
-        mask = options.get("key_padding_mask")
+        mask, cu_seqlens = options.get("key_padding_mask"), options.get("cu_seqlens")
         hidden = k if mask is None else torch.where(mask[:, None, :, None], k, 0.0)  # keys that count for the longest
-        longest = (x.norm(dim=-1, keepdim=True).amax(-2, keepdim=True) for x in (q, hidden))
-        q, k = (x * (lim / torch.where(length > 0, length, 1.0)) for x, length in zip((q, hidden), longest, strict=True))
+        lengths = None if cu_seqlens is None else cu_seqlens.diff().tolist()
+        q, k = (_in_ball(x, lim, lengths) for x in (q, hidden))
     if isinstance(rpe_matrix, str):
         longest = max(n, m)
         rows = rpe_matrix_creator(longest, d, q.device, q.dtype, structured=True)
         rpe_matrix = rows[longest - m : longest + n - 1]
     return naive_attention(q, k, v, rpe_matrix=rpe_matrix, **options)
+
+
+def _in_ball(x: Tensor, lim: float, lengths: list[int] | None) -> Tensor:
+    """Rows scaled so that each sequence's longest has length lim; `lengths` are those of packed sequences."""
+    if lengths is not None:
+        return torch.cat([_in_ball(part, lim, None) for part in x.split(lengths, dim=-2) if part.shape[-2]], dim=-2)
+    longest = x.norm(dim=-1, keepdim=True).amax(-2, keepdim=True)
+    return x * (lim / torch.where(longest > 0, longest, 1.0))
 
 
 def run(
@@ -170,8 +198,10 @@ def run(
     dtype = dtype or q.dtype
     generator = torch.Generator(q.device).manual_seed(0)
     grad_o = torch.randn(*q.shape[:-1], v.shape[-1], generator=generator, dtype=torch.float64, device=q.device).to(q.dtype)
-    variables = [name for name in ("q", "k", "v", "rpe_matrix") if name in tensors]
-    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
+    variables = [name for name in ("q", "k", "v", "rpe_matrix", "log_decay") if name in tensors]
+    inputs = {name: x.to(dtype) if x.dtype == q.dtype else x for name, x in tensors.items()}
+    if "log_decay" in tensors:  # never narrower than float32
+        inputs["log_decay"] = tensors["log_decay"].to(torch.promote_types(dtype, torch.float32))
     inputs |= {name: inputs[name].detach().requires_grad_() for name in variables}
     grad_o = grad_o.to(dtype)
     if poison:
@@ -197,9 +227,9 @@ def implementation(softmax: bool) -> Callable[..., Tensor | tuple[Tensor, Tensor
 def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = None, softmax: bool = False) -> list[Errors]:
     """Errors of the outputs and of the gradient of each floating-point input.
 
-    `tensors` holds q, k, v (4-d) and, when wanted, `rpe_matrix`, `drop_noise`, `key_padding_mask`; `options` the other
-    arguments of `fastmax_attention` (or `flash_attention`), `use_custom_gradient` excepted. `rounding` is the least that is
-    allowed, and what replaces a plain error that is no standard (see ROUNDING).
+    `tensors` holds q, k, v (4-d) and, when wanted, `rpe_matrix`, `drop_noise`, `key_padding_mask`, `log_decay`, `cu_seqlens`;
+    `options` the other arguments of `fastmax_attention` (or `flash_attention`), `use_custom_gradient` excepted. `rounding` is
+    the least that is allowed, and what replaces a plain error that is no standard (see ROUNDING).
     """
     q = tensors["q"]
     plain_options = {name: value for name, value in options.items() if name != "algorithm"}
@@ -294,7 +324,29 @@ def random_tensors(case: Case, device: torch.device | str, seed: int = 0) -> dic
         if case.batch > 1:
             mask[0] = False
         tensors["key_padding_mask"] = mask
+    if case.decay:
+        tensors["log_decay"] = _random_decay(case, generator)
+    if case.sequences:
+        cuts = torch.randint(0, case.keys + 1, (case.sequences - 1,), generator=generator, device=device).sort().values
+        cuts = torch.nn.functional.pad(cuts, (1, 1))
+        cuts[-1] = case.keys
+        tensors["cu_seqlens"] = cuts.int()
     return tensors
+
+
+def _random_decay(case: Case, generator: torch.Generator) -> Tensor:
+    """(batch, kv heads, keys) of half-lives from one token to 10,000, among them tokens that forget nothing or everything.
+
+    Beside a padding mask none forgets more than exp(-5), so that no query is left with keys whose weights are all 0 in float32.
+    """
+    shape, device = (case.batch, case.kv_heads, case.keys), generator.device
+    rate = math.log(2.0) * 10.0 ** (-4.0 * torch.rand(*shape[:2], 1, generator=generator, dtype=torch.float64, device=device))
+    gate, kind = (torch.rand(shape, generator=generator, dtype=torch.float64, device=device) for _ in range(2))
+    log_decay = -rate * 2.0 * gate
+    for begin, end, value in ((0.0, 0.1, 0.0), (0.1, 0.11, -5.0 if case.padding else -50.0), (0.11, 0.12, -math.inf)):
+        if not (case.padding and value == -math.inf):
+            log_decay = torch.where((kind >= begin) & (kind < end), value, log_decay)
+    return log_decay.to(torch.promote_types(case.dtype, torch.float32))
 
 
 # ---- random configurations
@@ -400,9 +452,30 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         a0, a2 = draw.uniform(1.0, 2.0), draw.choice((0.0, draw.uniform(0.0, 0.5)))
         options |= {"a0": round(a0, 3), "a1": round(draw.uniform(1.0, 2.0) * math.sqrt(4.0 * a0 * max(a2, 0.25)), 3)}
         options["a2"] = round(a2, 3)
+
+    def window() -> int:
+        return draw.choice((1, 2, 63, 64, 65, round(between(1, 2 * m)), round(between(1, 2 * m))))
+
+    softmax = not sinusoidal and chance(0.15)
+    decay = causal and chance(0.35)
+    sequences = 0
+    one_entry = n == m and h * n >= _MIN_ROWS <= hk * m
+    if one_entry and (causal or softmax or algorithm != "linear") and chance(0.6):
+        b, sequences = 1, draw.choice((1, 2, 3, 8, 30, m))
+    if softmax:
+        options = {"causal": causal, "scale": round(1.0 / options["temperature"], 3)}
+        noise = positive = False
+        if chance(0.6):
+            options["window"] = draw.choice((window(), (draw.choice((-1, 0, window())), draw.choice((-1, 0, window())))))
+    else:
+        if n <= m and chance(0.35):
+            options["exact_window"] = window()
+        if chance(0.3):
+            options["return_lse"] = True
     return Case(
         f"random {index}", options, batch=b, heads=h, kv_heads=hk, queries=n, keys=m, head_dim=d, value_dim=dv, dtype=dtype,
-        layout=layout, padding=padding, noise=noise, magnitude=magnitude, precision=precision, positive=positive,
+        layout=layout, padding=padding, noise=noise, decay=decay, sequences=sequences, magnitude=magnitude, precision=precision,
+        softmax=softmax, positive=positive,
     )  # fmt: skip
 
 
@@ -500,7 +573,7 @@ def check(case: Case, device: torch.device | str, seed: int) -> Outcome:
 
 def run_random(indices: range, seed: int, device: str) -> int:
     """Checks configurations, prints failures as they come and a table at the end; the number of failures."""
-    worst: dict[tuple[str, str, int], tuple[float, int]] = {}
+    worst: dict[tuple[str, str, str], tuple[float, int]] = {}
     failed = 0
     for index in indices:
         case = random_case(index, seed, device)
@@ -509,12 +582,12 @@ def run_random(indices: range, seed: int, device: str) -> int:
             failed += 1
             print(f"FAILED {case}", *outcome.wrong, sep="\n    ")
             print(f"    repeat it: python -m fastmax.verify --device {device} --seed {seed} --only-index {index}", flush=True)
-        key = (case.mode, case.options["algorithm"], case.options["p"])
+        key = (case.mode, *case.operator)
         if key not in worst or outcome.share > worst[key][0]:
             worst[key] = (outcome.share, index)
     print(f"{'':<22}{'worst of allowed':>18}{'index':>8}")
     for (mode, algorithm, p), (share, index) in sorted(worst.items()):
-        print(f"{mode:<9}{algorithm:<10}p={p}{share:>18.0%}{index:>8}")
+        print(f"{mode:<9}{algorithm:<10}{p:<3}{share:>18.0%}{index:>8}")
     print(f"{len(indices) - failed} of {len(indices)} random configurations within the limit (seed {seed}, {device})")
     return failed
 
@@ -551,7 +624,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows = measure(random_tensors(case, args.device, args.seed), case.options, softmax=case.softmax)
         passed = all(row.passed for row in rows)
         failed += not passed
-        shown = [row for row in rows if row.tensor not in ("lse", "rpe_matrix")]
+        shown = [row for row in rows if row.tensor not in ("lse", "rpe_matrix", "log_decay")]
         numbers = " ".join("".join(f"{getattr(row, which):>9.1e}" for row in shown) for which in ("custom", "autograd"))
         share = max(max(row.custom, row.autograd) / row.allowed for row in rows)
         print(f"{case.name:<38}{numbers} {share:>11.0%}{'' if passed else '  FAILED'}", flush=True)

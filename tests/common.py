@@ -8,15 +8,18 @@ import subprocess
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
-from fastmax import fastmax_attention
+from fastmax import fastmax_attention, reference
 from fastmax.planner import plan_linear, plan_quadratic
 
 CPU = torch.device("cpu")
@@ -99,13 +102,21 @@ def visible_pairs(q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor |
     return visible
 
 
-def normalized(x: Tensor, normalize: bool | str, lim: float, takes_part: Tensor | None = None) -> Tensor:
-    """x (b, h, tokens, d); `takes_part` (b, tokens) says which rows count for the longest."""
+def normalized(
+    x: Tensor, normalize: bool | str, lim: float, takes_part: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """x (b, h, tokens, d); `takes_part` (b, tokens) says which rows count for the longest of each sequence."""
     length = (x * x).sum(-1, keepdim=True).sqrt()
     if normalize is False:
         return x
     if normalize == "token":
         return torch.where(length > lim, x * lim / torch.where(length > lim, length, 1.0), x)
+    if cu_seqlens is not None:
+        bounds = list(pairwise(cu_seqlens.tolist()))
+        masks = [None if takes_part is None else takes_part[:, begin:end] for begin, end in bounds]
+        parts = [normalized(x[:, :, begin:end], normalize, lim, mask)
+                 for (begin, end), mask in zip(bounds, masks, strict=True) if begin < end]  # fmt: skip
+        return torch.cat(parts, dim=2)
     if takes_part is not None:
         length = torch.where(takes_part[:, None, :, None], length, 0.0)
     longest = length.amax(-2, keepdim=True)
@@ -129,23 +140,31 @@ def definition(
     lim: float = 1.0,
     p: int = 2,
     key_padding_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    exact_window: int = 0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
     hold_denominator: bool = False,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """The operator from its definition, every weight spelled out, in the dtype of q; 4-d or 3-d.
 
     `hold_denominator` treats the denominators as constants, which changes only the gradients (see `Expected`).
     """
     if q.dim() == 3:
         batch = 1 if key_padding_mask is None else key_padding_mask.shape[0]
-        q, k, v = (x.unflatten(0, (batch, -1)) for x in (q, k, v))
-        noise = None if drop_noise is None else drop_noise.unflatten(0, (batch, -1))
-        return definition(
+        q, k, v, noise, log_decay = (
+            None if x is None else x.unflatten(0, (batch, -1)) for x in (q, k, v, drop_noise, log_decay)
+        )
+        out = definition(
             q, k, v, causal=causal, drop_noise=noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
             temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, key_padding_mask=key_padding_mask,
+            log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
             hold_denominator=hold_denominator,
-        ).flatten(0, 1)  # fmt: skip
+        )  # fmt: skip
+        return tuple(x.flatten(0, 1) for x in out) if return_lse else out.flatten(0, 1)
     (_, h, n, d), m = q.shape, k.shape[2]
-    q, k = normalized(q, normalize, lim), normalized(k, normalize, lim, key_padding_mask)
+    q = normalized(q, normalize, lim, None, cu_seqlens)
+    k = normalized(k, normalize, lim, key_padding_mask, cu_seqlens)
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     if isinstance(rpe_matrix, str):
         rpe_matrix = sinusoidal_rows(n, m, d).to(q)
@@ -158,13 +177,14 @@ def definition(
     if p == 2:
         f = f + a2 * s * s
     visible = visible_pairs(q, k, causal, key_padding_mask)
-    w = torch.where(visible, f, 0.0)
+    visible = visible & reference.visible_pairs(q, k, log_decay=log_decay, cu_seqlens=cu_seqlens)
+    near = reference.in_window(q, k, exact_window) if exact_window else None
+    w, shift = reference.weights(s, f, visible, near=near, decay=reference.decay_between(q, log_decay))
     z = w.sum(-1, keepdim=True)
-    if hold_denominator:
-        z = z.detach()
     seen = visible.any(-1, keepdim=True)
-    o = torch.where(seen, (w @ v) / torch.where(seen, z, 1.0), 0.0)
-    return o if dropout == 0.0 else o * (1.0 + dropout * drop_noise)
+    o = torch.where(seen, (w @ v) / torch.where(seen, z.detach() if hold_denominator else z, 1.0), 0.0)
+    o = o if dropout == 0.0 else o * (1.0 + dropout * drop_noise)
+    return (o, reference.log_of_sums(torch.where(seen, z, 0.0), shift)) if return_lse else o
 
 
 # ---- the numerical contract
@@ -246,6 +266,28 @@ def check(inputs: dict[str, Tensor], grad_o: Tensor, *, custom: bool, algorithm:
     return Expected(inputs, grad_o, **options).check(custom=custom, algorithm=algorithm)
 
 
+def assert_equals_definition(
+    attention, definition, inputs: dict[str, Tensor], grads: Tensor | tuple[Tensor, ...], tolerance: float = 1e-9, **options
+) -> dict[str, Tensor]:
+    """Outputs and gradients of `attention` in float64 against those of `definition`; returns them.
+
+    The error is relative to the tensor, or to the incoming gradient where that is larger: gradients vanish by cancellation.
+    """
+    exact = run(definition, inputs, grads, **options)
+    actual = run(attention, inputs, grads, **options)
+    incoming = (grads[0] if isinstance(grads, tuple) else grads).norm().item()
+    assert actual.keys() == exact.keys()
+    for name, x in exact.items():
+        y = actual[name]
+        assert y.shape == x.shape and y.dtype == x.dtype == torch.float64, name
+        assert torch.equal(y.isinf(), x.isinf()), f"{name}: infinite elsewhere"
+        error = torch.where(x.isinf(), 0.0, y - x).norm().item()
+        # Written so that a NaN fails.
+        bound = tolerance * max(torch.where(x.isinf(), 0.0, x).norm().item(), incoming)
+        assert error <= bound, f"{name}: error {error:.3g} > {bound:.3g}"
+    return actual
+
+
 def compare(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, x in expected.items():
         torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
@@ -258,6 +300,51 @@ def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[st
             torch.testing.assert_close(x.grad, expected[f"grad {name}"])
         else:
             assert x.grad is None
+
+
+def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options) -> None:
+    """`torch.ops.fastmax`'s forward and backward ("" or "flash_"); `options` are the arguments after q, k and v."""
+    forward, backward = (getattr(torch.ops.fastmax, f"{name}{which}") for which in ("forward", "backward"))
+
+    def leaf(x):
+        return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+    torch.library.opcheck(forward.default, tuple(map(leaf, (*inputs.values(), *options))))
+    o, second = forward(*inputs.values(), *options)
+    torch.library.opcheck(backward.default, (*grads, *inputs.values(), o, second, *options))
+
+
+def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:
+    """One graph, forward and backward, gives what the call itself gives."""
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    compare(run(compiled, inputs, grads, **options), run(attention, inputs, grads, **options))
+
+
+def check_one_graph_for_all_lengths(attention, make, lengths: tuple[int, ...] = (12, 37, 300)) -> None:
+    """`make(n)` gives inputs, gradients and options of a call of n tokens."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for n in lengths:
+        inputs, grads, options = make(n)
+        compare(run(compiled, inputs, grads, **options), run(attention, inputs, grads, **options))
+        graphs.append(counter.frame_count)
+    assert graphs[-1] == graphs[0] > 0  # the first call may trace twice, to find out that the options are constants
+
+
+def check_checkpointing(attention, inputs: dict[str, Tensor], grads: tuple[Tensor, ...], reentrant: bool) -> None:
+    """Outputs and gradients of an `attention` that returns o and lse.
+
+    Bit for bit but in the reentrant form, whose forward does not record and may add up in another order.
+    """
+    names = list(inputs)
+    plain = run(attention, inputs, grads)
+    leaves = [x.detach().requires_grad_() for x in inputs.values()]
+    o, lse = checkpoint(lambda *x: attention(**dict(zip(names, x, strict=True))), *leaves, use_reentrant=reentrant)
+    torch.autograd.backward((o, lse), grads)  # the reentrant form refuses autograd.grad
+    actual = {"o": o.detach(), "lse": lse.detach()} | {f"grad {name}": x.grad for name, x in zip(names, leaves, strict=True)}
+    compare(actual, plain)
+    assert reentrant or all(torch.equal(x, plain[name]) for name, x in actual.items())
 
 
 def check_export(block: torch.nn.Module, device: torch.device) -> None:
@@ -417,6 +504,28 @@ def make_inputs(
     else:
         assert layout == "contiguous"
     return inputs, grad_o
+
+
+def make_decay(kind: str, *shape: int, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Tensor:
+    """log_decay (b, hk, m) of the `kind` called so in DECAYS."""
+    log_decay = DECAYS[kind](torch.rand(shape, dtype=torch.float64))
+    if kind == "-inf at the first token":
+        log_decay[..., 0] = -math.inf
+    return log_decay.to(device, dtype)
+
+
+# Of uniform random numbers. An ordinary gate keeps a half in 1 to 100 tokens; strong ones leave nothing of the token before.
+DECAYS = {
+    "none": lambda x: 0.0 * x,
+    "weak": lambda x: -1e-3 * x,
+    "ordinary": lambda x: -0.7 * x**3,
+    "strong": lambda x: torch.full_like(x, -50.0),
+    "none, ordinary or strong": lambda x: torch.where(x < 0.4, 0.0, torch.where(x < 0.8, -x, -50.0)),
+    "-inf at places": lambda x: torch.where(x < 0.04, -math.inf, -0.1 * x),
+    "-inf at the first token": lambda x: -0.1 * x,
+    "-inf everywhere": lambda x: torch.full_like(x, -math.inf),
+}
+by_decay = pytest.mark.parametrize("decay", DECAYS)
 
 
 def make_options(name: str, case: Case, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> dict:

@@ -1,10 +1,25 @@
 """The tools of this suite can fail: the definition against loops, the contract against a perturbed tensor, the poison."""
 
 import math
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
-from common import Case, assert_within_contract, by_causal, definition, make_inputs, make_options, sinusoidal_rows
+from common import (
+    Case,
+    assert_within_contract,
+    by_causal,
+    compare,
+    definition,
+    make_decay,
+    make_inputs,
+    make_options,
+    run,
+    sinusoidal_rows,
+)
+
+from fastmax.reference import naive_attention, naive_softmax_attention
 
 
 def test_uninitialised_memory_is_poisoned():
@@ -73,3 +88,97 @@ def test_contract_fails_on_a_wrong_shape_or_dtype():
         assert_within_contract("x", torch.zeros(5, 5), exact.float(), exact)
     with pytest.raises(AssertionError, match="dtype"):
         assert_within_contract("x", exact.clone(), exact.float(), exact)
+
+
+# ---- decay, windows and packed sequences
+
+
+def loops(inputs, weight, options, b, h, i):
+    """Output row and logarithm of the sum of weights of one query; `weight` of a score, `near` or not."""
+    n, m, group = inputs["q"].shape[2], inputs["k"].shape[2], inputs["q"].shape[1] // inputs["k"].shape[1]
+    at, hk = i + m - n, h // group
+    cu_seqlens, mask = options.get("cu_seqlens", torch.tensor([0, m])), options["key_padding_mask"]
+    begin, end = next((x, y) for x, y in pairwise(cu_seqlens.tolist()) if x <= at < y)
+    decays = inputs["log_decay"][b, hk].tolist() if "log_decay" in inputs else [0.0] * m
+    left, right = options.get("window", (m, m))
+    numerator, z = [0.0] * inputs["v"].shape[3], 0.0
+    for j in range(begin, end):
+        if not mask[b, j] or (options["causal"] and j > at) or at - j > left or j - at > right:
+            continue
+        s = sum(x * y for x, y in zip(inputs["q"][b, h, i].tolist(), inputs["k"][b, hk, j].tolist(), strict=True))
+        w = weight(s, abs(at - j) < options.get("exact_window", 0)) * math.prod(math.exp(x) for x in decays[j + 1 : at + 1])
+        z += w
+        numerator = [x + w * y for x, y in zip(numerator, inputs["v"][b, hk, j].tolist(), strict=True)]
+    return [x / z if z else 0.0 for x in numerator], math.log(z) if z else -math.inf
+
+
+PLACES = {
+    "causal": {"causal": True},
+    "full": {"causal": False},
+    "causal, packed": {"causal": True, "cu_seqlens": torch.tensor([0, 3, 3, 4, 9], dtype=torch.int32)},
+    "full, packed": {"causal": False, "cu_seqlens": torch.tensor([0, 0, 5, 9], dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
+@pytest.mark.parametrize("places", PLACES)
+def test_definitions_equal_loops_with_everything(places, softmax):
+    packed = "packed" in places
+    case = Case("loops", n=9 if packed else 7, m=9, b=1 if packed else 2, h=2, hk=1, d=3, dv=2)
+    inputs, _ = make_inputs(case, torch.float64)
+    options = PLACES[places] | {"key_padding_mask": torch.rand(case.b, case.m) > 0.2}
+    options["key_padding_mask"][0, :3] = False  # the first query sees no key where it is causal
+    if options["causal"]:
+        inputs["log_decay"] = make_decay("ordinary", case.b, 1, case.m, dtype=torch.float64)
+        inputs["log_decay"][:, :, 5] = -math.inf
+    if softmax:
+        options["window"] = (4, 2)
+        o, lse = naive_softmax_attention(**inputs, **options, scale=0.7)
+    else:
+        options["exact_window"] = 2
+        polynomial = {"temperature": 1.3, "a0": 1.5, "a1": 0.9, "a2": 0.4}
+        o, lse = naive_attention(**inputs, **options, **polynomial, return_lse=True)
+        theirs = definition(**inputs, **options, **polynomial, return_lse=True)
+        torch.testing.assert_close(theirs, (o, lse), rtol=1e-13, atol=1e-13)
+
+    def weight(s, near):
+        s = s * 0.7 if softmax else s / 1.3
+        return math.exp(s) if softmax or near else 1.5 + 0.9 * s + 0.4 * s * s
+
+    for b in range(case.b):
+        for h in range(case.h):
+            for i in range(case.n):
+                row, logarithm = loops(inputs, weight, options, b, h, i)
+                torch.testing.assert_close(o[b, h, i], torch.tensor(row, dtype=torch.float64), rtol=1e-12, atol=1e-13)
+                assert math.isclose(lse[b, h, i].item(), logarithm, rel_tol=1e-12, abs_tol=1e-13)
+
+
+@pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
+@pytest.mark.parametrize("exact_window", [0, 4])
+def test_definitions_at_minus_infinity_are_the_limit(exact_window, softmax):
+    """exp(-800) is 0 in float64: outputs and gradients as with -inf, and gradients of 0 there."""
+    case = Case("", n=20, m=23, b=2, h=4, hk=2, d=3, dv=2)
+    inputs, grad_o = make_inputs(case, torch.float64)
+    inputs["log_decay"] = make_decay("-inf at places", case.b, case.hk, case.m, dtype=torch.float64)
+    infinite = inputs["log_decay"].isinf()
+    assert infinite.any() and not infinite.all()
+    grads = grad_o, grad_o[..., 0]
+    attention = partial(naive_softmax_attention, causal=True)
+    if not softmax:
+        attention = partial(naive_attention, causal=True, exact_window=exact_window, return_lse=True)
+    actual = run(attention, inputs, grads)
+    compare(actual, run(attention, inputs | {"log_decay": inputs["log_decay"].clamp(min=-800.0)}, grads))
+    assert not actual["grad log_decay"][infinite].any() and actual["grad log_decay"].any()
+
+
+@pytest.mark.parametrize("score", [300.0, -300.0])
+def test_definition_with_large_scores_in_the_exact_window(score):
+    """In float32 exp(300) is infinite and exp(-300) is 0."""
+    case = Case("", n=20, h=1, d=1, dv=2)
+    inputs, grad_o = make_inputs(case, torch.float32)
+    inputs |= {"q": torch.ones_like(inputs["q"]), "k": torch.full_like(inputs["k"], score)}
+    attention = partial(naive_attention, causal=True, exact_window=20, return_lse=True)
+    actual = run(attention, inputs, (grad_o, grad_o[..., 0]))
+    expected = score + torch.arange(1.0, 21.0).log()
+    torch.testing.assert_close(actual["lse"], expected.expand(1, 1, -1))
+    assert all(x.isfinite().all() for x in actual.values())

@@ -220,6 +220,74 @@ def assert_same_states(actual, expected):
         assert torch.equal(getattr(actual, name), x), name
 
 
+def decays(case, device, dtype=torch.float64, seed=0):
+    """(b, hk, n), with tokens that forget all before them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = -torch.rand(case.b, case.hk, case.n, generator=generator, dtype=dtype)
+    return x.masked_fill(torch.rand(x.shape, generator=generator) < 0.1, -torch.inf).to(device)
+
+
+@by_order
+@pytest.mark.parametrize("in_place", [False, True], ids=["step", "step_"])
+@pytest.mark.parametrize("padded", [False, True], ids=["no mask", "mask"])
+@pytest.mark.parametrize("sizes", [(1,) * 12, (5, 0, 1, 6), (CHUNK + 3, 1, 2 * CHUNK)], ids=str)
+def test_decay_in_any_split_equals_one_call(sizes, padded, in_place, p, device):
+    """What is in the state fades with every token that follows, padding or not."""
+    case = Case("", n=sum(sizes), b=2, h=4, hk=2, d=5, dv=7)
+    inputs, _ = make_inputs(case, torch.float64, device)
+    log_decay = decays(case, device)
+    mask = torch.rand(2, case.n, device=device) > 0.3 if padded else None
+    state, start, outputs = new_state(case, device, p=p), 0, []
+    for size in sizes:
+        part = slice(start, start + size)
+        tokens = [x[:, :, part] for x in inputs.values()]
+        options = {"key_padding_mask": None if mask is None else mask[:, part], "log_decay": log_decay[:, :, part]}
+        if size == 1 and in_place:
+            outputs.append(fastmax.step_(*tokens, state, **options))
+        else:
+            o, state = (fastmax.step if size == 1 else fastmax.prefill)(*tokens, state, **options)
+            outputs.append(o)
+        start += size
+    expected = fastmax_attention(**inputs, causal=True, log_decay=log_decay, key_padding_mask=mask, p=p)
+    torch.testing.assert_close(torch.cat(outputs, dim=2), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_of_decays_flow_through_the_state(device):
+    inputs, grad_o = make_inputs(CASE, torch.float64, device)
+    log_decay = decays(CASE, device).clamp(min=-3.0).requires_grad_()
+    leaves = [x.requires_grad_() for x in (*inputs.values(), log_decay)]
+
+    def split(q, k, v, log_decay):
+        state, outputs = new_state(CASE, device), []
+        for tokens in zip(*(x.split((7, 1, 4), dim=2) for x in (q, k, v, log_decay)), strict=True):
+            function = fastmax.step if tokens[0].shape[2] == 1 else fastmax.prefill
+            o, state = function(*tokens[:3], state, log_decay=tokens[3])
+            outputs.append(o)
+        return torch.cat(outputs, dim=2)
+
+    def whole(q, k, v, log_decay):
+        return fastmax_attention(q, k, v, causal=True, log_decay=log_decay)
+
+    actual, expected = (torch.autograd.grad(f(*leaves), leaves, grad_o) for f in (split, whole))
+    for x, y in zip(actual, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
+
+
+def test_step_in_place_refuses_to_record_a_decay(device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    log_decay = decays(CASE, device)[:, :, :1].requires_grad_()
+    state = new_state(CASE, device)
+    with pytest.raises(RuntimeError, match="use fastmax.step"):
+        fastmax.step_(*first_token(inputs), state, log_decay=log_decay)
+
+
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=["step", "step_", "prefill"])
+def test_bad_decays(function):
+    inputs, _ = make_inputs(CASE, torch.float64)
+    with pytest.raises(ValueError, match=r"log_decay must have shape \(2, 2, 1\)"):
+        function(*first_token(inputs), new_state(CASE), log_decay=torch.zeros(2, 4, 1))
+
+
 def shifted(x):
     """The same numbers one element past where allocations begin."""
     return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)

@@ -1,5 +1,6 @@
 """The registered operators inside PyTorch: opcheck, compile, export, autocast, checkpointing, DDP; repeatability; memory."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,6 @@ from common import (
     CHUNK,
     Case,
     Memory,
-    assert_gradients_of,
     by_algorithm,
     by_causal,
     by_gradient,
@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from fastmax import FASTMultiHeadAttention, eager, fastmax_attention, ops
 from fastmax.call import Call
 from fastmax.planner import LinearPlan
+from fastmax.reference import naive_attention
 from fastmax.score import Score
 
 CASE = Case("", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
@@ -66,7 +67,7 @@ def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *
     noise = torch.randn(case.b, case.h, case.n, case.dv, device=device, dtype=dtype) if noise else None
     rpe = torch.randn(case.n + case.m - 1, case.d, device=device, dtype=dtype, requires_grad=True) if rpe else None
     dropout = 0.2 if noise is not None else 0.0
-    return (*leaves, mask, noise, rpe, 0.5, 1.0, 1.0, 0.5, p, causal, dropout, algorithm, False), grad_o
+    return (*leaves, mask, noise, rpe, None, None, None, 0.5, 1.0, 1.0, 0.5, p, causal, dropout, algorithm, False), grad_o
 
 
 OPERATOR_CALLS = {
@@ -99,7 +100,7 @@ def test_opcheck_backward(call, device):
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     o, z = torch.ops.fastmax.forward(*arguments)
     q, k, v, *rest = arguments
-    torch.library.opcheck(torch.ops.fastmax.backward.default, (grad_o, q, k, v, o, z, *rest))
+    torch.library.opcheck(torch.ops.fastmax.backward.default, (grad_o, torch.randn_like(z), q, k, v, o, z, *rest))
 
 
 @by_layout
@@ -111,7 +112,7 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
 
     def both(q, k, v, grad_o):
         o, z = torch.ops.fastmax.forward(q, k, v, *arguments[3:])
-        return o, z, *torch.ops.fastmax.backward(grad_o, q, k, v, o, z, *arguments[3:])
+        return o, z, *torch.ops.fastmax.backward(grad_o, None, q, k, v, o, z, *arguments[3:])
 
     real = both(*arguments[:3], grad_o)
     with torch._subclasses.FakeTensorMode() as mode:
@@ -147,25 +148,30 @@ def test_noise_of_another_dtype(algorithm, device):
         assert relative(results[1][name], x.double()) <= 1e-2, name
 
 
-def test_denominators_have_no_gradient(device):
-    """Of what the backward is not told, nothing may be asked."""
-    arguments, grad_o = operator_arguments(CASE, device)
+@by_algorithm
+def test_denominators_have_a_gradient(algorithm, device):
+    """That of the definition: `return_lse` and merging stand on it."""
+    case = replace(CASE, n=9, m=11)
+    arguments, grad_o = operator_arguments(case, device, torch.float64, causal=True, algorithm=algorithm)
     o, z = torch.ops.fastmax.forward(*arguments)
-    assert o.requires_grad and not z.requires_grad
-    (o.mul(grad_o).sum() + z.sum()).backward()
-    leaves = {"q": arguments[0], "k": arguments[1], "v": arguments[2]}
-    expected = run(lambda **qkv: torch.ops.fastmax.forward(*qkv.values(), *arguments[3:])[0], leaves, grad_o)
-    assert_gradients_of("qkv", leaves, expected)
-    o, z = ops.attention(*leaves.values(), Call(Score(0.5, 1.0, 1.0, 0.5, 2)))
-    assert o.requires_grad and not z.requires_grad
+    grad_z = torch.randn_like(z)
+    actual = torch.autograd.grad((o, z), arguments[:3], (grad_o, grad_z))
+    o, z = ops.attention(*arguments[:3], Call(Score(0.5, 1.0, 1.0, 0.5, 2), causal=True, algorithm=algorithm))
+    through_function = torch.autograd.grad((o, z), arguments[:3], (grad_o, grad_z))
+    q, k, v = arguments[:3]
+    o, lse = naive_attention(q, k, v, causal=True, temperature=2.0, return_lse=True)
+    expected = torch.autograd.grad((o, lse.exp()), arguments[:3], (grad_o, grad_z))
+    for x, y, z in zip(actual, through_function, expected, strict=True):
+        assert torch.equal(x, y)
+        torch.testing.assert_close(x, z, rtol=1e-10, atol=1e-10)
 
 
 def test_second_output_without_keys(device):
     """A sum of no weights, and its logarithm."""
     q, k = torch.randn(2, 3, 5, 8, device=device), torch.randn(2, 3, 0, 8, device=device)
-    o, z = torch.ops.fastmax.forward(q, k, k, None, None, None, 0.5, 1.0, 1.0, 0.5, 2, False, 0.0, "auto", False)
+    o, z = torch.ops.fastmax.forward(q, k, k, *[None] * 6, 0.5, 1.0, 1.0, 0.5, 2, False, 0.0, "auto", False)
     assert o.shape == q.shape and not o.any() and z.shape == q.shape[:3] and not z.any()
-    o, lse = torch.ops.fastmax.flash_forward(q, k, k, None, 0.5, False, False)
+    o, lse = torch.ops.fastmax.flash_forward(q, k, k, *[None] * 4, 0.5, False, -1, -1, False)
     assert not o.any() and (lse == -torch.inf).all()
 
 
@@ -358,6 +364,19 @@ def test_activation_checkpointing(dropout, reentrant, custom, device):
     assert torch.equal(o, expected["o"])
     for name, x in leaves.items():
         assert torch.equal(x.grad, expected[f"grad {name}"])
+
+
+@pytest.mark.parametrize("option", ["defaults", "sinusoidal", "normalize=token"])
+def test_checkpoint_that_ends_with_the_attention(option, device):
+    """The attention's backward is the first to ask for what was saved: what is before it is recorded again then."""
+    inputs, grad_o = make_inputs(SQUARE, device=device)
+
+    def attention(q, k, v):
+        return fastmax_attention(q.sin(), k.sin(), v.sin(), **make_options(option, SQUARE))
+
+    plain = run(attention, inputs, grad_o)
+    again = run(lambda q, k, v: checkpoint(attention, q, k, v, use_reentrant=False), inputs, grad_o)
+    assert all(torch.equal(x, plain[name]) for name, x in again.items())
 
 
 @by_gradient

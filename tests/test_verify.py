@@ -33,16 +33,23 @@ WRONG = {
 }
 
 
+def turned_wrong(attention, wrong, custom):
+    """`attention` whose output is `wrong` on one side of the toggle."""
+
+    def changed(**arguments):
+        outputs = attention(**arguments)
+        if arguments["use_custom_gradient"] is not custom:
+            return outputs
+        return (wrong(outputs[0]), outputs[1]) if isinstance(outputs, tuple) else wrong(outputs)
+
+    return changed
+
+
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("custom", [True, False], ids=["custom", "autograd"])
 def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypatch, capsys):
-    right = verify.fastmax_attention
-
-    def perturbed(*, use_custom_gradient, **arguments):
-        o = right(use_custom_gradient=use_custom_gradient, **arguments)
-        return WRONG[wrong](o) if use_custom_gradient is custom else o
-
-    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+    right = verify.implementation
+    monkeypatch.setattr(verify, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG[wrong], custom))
     assert verify.main(["--device", "cpu", "--seed", "3", "--random", "8"]) == 1
     printed = capsys.readouterr().out
     case = verify.random_case(5, 3, "cpu")
@@ -51,21 +58,24 @@ def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypat
     assert re.search(r"\n0 of 8 random configurations", printed)
 
     assert verify.main(ONE) == 1
-    monkeypatch.setattr(verify, "fastmax_attention", right)
+    monkeypatch.setattr(verify, "implementation", right)
     assert verify.main(ONE) == 0
     assert "1 of 1 random configurations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tensor", ["q", "k", "v"])
 def test_a_wrong_gradient_is_caught(tensor, monkeypatch):
-    right = verify.fastmax_attention
+    right = verify.implementation
 
-    def perturbed(**arguments):
-        x = arguments[tensor]
-        arguments[tensor] = torch.lerp(x.detach(), x, 1.05)  # x itself, with a gradient too large by 5%
-        return right(**arguments)
+    def steeper(softmax):
+        def attention(**arguments):
+            x = arguments[tensor]
+            arguments[tensor] = torch.lerp(x.detach(), x, 1.05)  # x itself, with a gradient too large by 5%
+            return right(softmax)(**arguments)
 
-    monkeypatch.setattr(verify, "fastmax_attention", perturbed)
+        return attention
+
+    monkeypatch.setattr(verify, "implementation", steeper)
     wrong = verify.check(verify.random_case(5, 3, "cpu"), "cpu", 8).wrong
     assert len(wrong) == 1 and wrong[0].startswith(f"grad of {tensor}: custom gradient ")
 
@@ -81,8 +91,8 @@ def test_the_worst_share_of_each_kind_is_shown(monkeypatch, capsys):
 
 
 def test_nan_is_the_worst_share(monkeypatch):
-    right = verify.fastmax_attention
-    monkeypatch.setattr(verify, "fastmax_attention", lambda **arguments: math.nan * right(**arguments))
+    right = verify.implementation
+    monkeypatch.setattr(verify, "implementation", lambda softmax: turned_wrong(right(softmax), WRONG["nan"], True))
     assert verify.check(verify.random_case(5, 3, "cpu"), "cpu", 8).share == math.inf
 
 
@@ -129,8 +139,8 @@ def test_random_configurations_cover_the_operator(kind):
         assert case.batch * min(case.heads * case.queries, case.kv_heads * case.keys) >= verify._MIN_ROWS
 
     modes = {"float32", "float16", "bfloat16", "float64" if kind == "cpu" else "tf32"}
-    kinds = Counter((case.mode, case.options["algorithm"], case.options["p"], case.options["causal"]) for case in cases)
-    assert {kind[0] for kind in kinds} == modes and len(kinds) == 4 * 3 * 2 * 2 and min(kinds.values()) >= 10
+    kinds = Counter((case.mode, *case.operator, case.options["causal"]) for case in cases)
+    assert {kind[0] for kind in kinds} == modes and len(kinds) == 4 * (3 * 2 + 1) * 2 and min(kinds.values()) >= 10
 
     def count(condition):
         return sum(map(condition, cases))
@@ -142,7 +152,7 @@ def test_random_configurations_cover_the_operator(kind):
     assert count(lambda case: case.heads > case.kv_heads == 1) > 100
     assert count(lambda case: case.padding) > 300
     for algorithm in ("quadratic", "linear"):  # polynomials that are not a square and a positive rest
-        drawn = [case.options for case in cases if case.positive and case.options["algorithm"] == algorithm]
+        drawn = [case.options for case in cases if case.positive and case.operator[0] == algorithm]
         assert len(drawn) > 30 and all(x["a1"] ** 2 > 3.9 * x["a0"] * x["a2"] for x in drawn)
         assert min(sum(x["a2"] == 0.0 for x in drawn), sum(x["a2"] > 0.1 for x in drawn)) > 10
     assert count(lambda case: case.head_dim % 2) > 200 and count(lambda case: case.head_dim != case.value_dim) > 400
@@ -150,6 +160,13 @@ def test_random_configurations_cover_the_operator(kind):
     assert count(lambda case: case.queries == 1) > 10 and count(lambda case: case.queries > 1000) > (
         10 if kind == "cpu" else 100
     )
+    for name in ("exact_window", "return_lse", "window"):
+        assert count(lambda case, name=name: name in case.options) > 60
+    for operator in ("quadratic", "linear", "auto", "softmax"):
+        drawn = [case for case in cases if case.operator[0] == operator]
+        assert sum(case.decay for case in drawn) > 40 and sum(case.sequences > 0 for case in drawn) > 15
+        assert sum(case.decay and case.sequences > 0 for case in drawn) > 5
+    assert count(lambda case: case.decay and case.options.get("exact_window", 0) > 1 and case.sequences > 1) > 4
     assert count(lambda case: any(abs(case.keys - chunk) == 1 for chunk in (128, 256, 512))) > 50
     if kind == "cuda":
         for d in (16, 32, 64, 96, 128):
@@ -207,6 +224,48 @@ def test_layouts_are_what_they_are_called(keys):
 def test_padding_hides_all_keys_of_the_first_sequence():
     mask = verify.random_tensors(verify.Case("", {}, padding=True), "cpu")["key_padding_mask"]
     assert mask.shape == (2, 300) and not mask[0].any() and not mask[1, :100].any() and 0.5 < mask[1, 100:].float().mean() < 0.9
+
+
+def test_decays_and_packed_sequences():
+    tensors = verify.random_tensors(verify.Case("", {}, batch=1, kv_heads=3, keys=900, decay=True, sequences=9), "cpu")
+    log_decay, cu_seqlens = tensors["log_decay"], tensors["cu_seqlens"]
+    assert log_decay.shape == (1, 3, 900) and log_decay.dtype == torch.float32 and (log_decay <= 0).all()
+    for value in (0.0, -50.0, -math.inf):
+        assert (log_decay == value).any(), value
+    assert cu_seqlens.shape == (10,) and cu_seqlens.dtype == torch.int32 and (cu_seqlens.diff() >= 0).all()
+    assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 900
+    padded = verify.random_tensors(verify.Case("", {}, decay=True, padding=True, dtype=torch.float64), "cpu")["log_decay"]
+    assert padded.dtype == torch.float64 and padded.min() == -5.0
+
+
+@pytest.mark.parametrize("wrong", ["ignored", "shifted by a token"])
+@pytest.mark.parametrize("option", ["log_decay", "cu_seqlens", "exact_window", "window"])
+def test_wrong_visibility_or_decay_is_caught(option, wrong, monkeypatch):
+    name = "flash_attention" if option == "window" else "fastmax_attention"
+    right = getattr(verify, name)
+
+    def perturbed(**arguments):
+        value = arguments[option]
+        if wrong == "ignored":
+            arguments[option] = {
+                "log_decay": 0.0 * value.clamp(min=-1.0) if option == "log_decay" else None,
+                "exact_window": 0,
+            }.get(option)
+        elif option == "log_decay":
+            arguments[option] = value.roll(1, dims=-1)
+        elif option == "cu_seqlens":
+            arguments[option] = torch.where((value > 0) & (value < value[-1]), value - 1, value)
+        else:
+            arguments[option] = value + 1
+        return right(**arguments)
+
+    options = {"causal": True, **({"scale": 0.2} if option == "window" else {"algorithm": "auto", "p": 2, "temperature": 6.0})}
+    options |= {option: 20} if "window" in option else {}
+    case = verify.Case("", options, batch=1, queries=100, keys=100, sequences=3 if option == "cu_seqlens" else 0,
+                       decay=option == "log_decay", softmax=option == "window")  # fmt: skip
+    assert verify.check(case, "cpu", 0).wrong == []
+    monkeypatch.setattr(verify, name, perturbed)
+    assert verify.check(case, "cpu", 0).wrong != []
 
 
 # ---- what is allowed

@@ -22,6 +22,7 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
+from fastmax.eager.decay import Decay
 from fastmax.eager.recurrent import decode_step, decode_step_
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
@@ -64,7 +65,8 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call, whole: bool):
     (b, _, n, d), (_, hk, m, _), dv = q.shape, k.shape, v.shape[3]
     group = _group_size(q, k)
     algorithm = call.algorithm
-    if isinstance(call.score, Softmax) or call.rpe_matrix is not None:
+    bounded = not call.causal and (call.first_key is not None or call.end_key is not None)
+    if isinstance(call.score, Softmax) or call.rpe_matrix is not None or bounded:
         algorithm = "quadratic"
     elif algorithm == "auto":
         algorithm = choose_algorithm(n, m, d, dv, call.causal, call.score.order, group)
@@ -88,8 +90,13 @@ def _five(x: Tensor, kv_heads: int) -> Tensor:
 def _operands(q: Tensor, k: Tensor, v: Tensor, call: Call, batch: slice = slice(None), heads: slice = slice(None)) -> Operands:
     """Those of a group of heads."""
     mask = call.key_padding_mask
-    call = call._replace(key_padding_mask=None if mask is None else mask[batch])
-    return Operands(*(_five(x, k.shape[1])[batch, heads] for x in (q, k, v)), call, _tiles(call))
+    per_head = {name: getattr(call, name) for name in ("log_decay", "first_key", "end_key")}
+    per_head = {name: None if x is None else x[batch, heads] for name, x in per_head.items()}
+    call = call._replace(key_padding_mask=None if mask is None else mask[batch], **per_head)
+    decay = None
+    if any(x is not None for x in per_head.values()):
+        decay = Decay(**per_head, shift=k.shape[2] - q.shape[2], dtype=compute_dtype(q.dtype))
+    return Operands(*(_five(x, k.shape[1])[batch, heads] for x in (q, k, v)), call, _tiles(call), decay)
 
 
 def _widened(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
@@ -185,23 +192,24 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -
 
 def backward(
     grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v in their dtypes and layouts, and of the rpe matrix where there is one.
+) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Tensor | None]]:
+    """Gradients of q, k, v in their dtypes and layouts, and of the call's differentiable tensors, None where there is none.
 
     With g_i and e_i of `tiles.row_terms` the derivative of the loss by the weight w_ij is `u_ij = g_i . v_j + e_i` (for
-    softmax: by the normalised weight); everything else follows from `w_ij = f(s_ij)`. `grad_z`, of a log-sum-exp, is not read
-    where a query sees no key.
+    softmax: by the normalised weight); everything else follows from `w_ij = f(s_ij)`. `grad_z`, of the denominator or the
+    log-sum-exp, is not read where a query sees no key.
     """
-    rpe = call.rpe_matrix
+    rpe, log_decay = call.rpe_matrix, call.log_decay
     grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v))
     grad_rpe = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
+    grad_decay = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
     if q.numel() > 0 and k.numel() > 0:
-        _add_gradients(grads, grad_rpe, grad_o, grad_z, q, k, v, o, z, call)
-    return (*grads, None if rpe is None else grad_rpe.to(rpe.dtype))
+        _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, call)
+    return grads, {"rpe_matrix": None if rpe is None else grad_rpe.to(rpe.dtype), "log_decay": grad_decay}
 
 
-def _add_gradients(grads, grad_rpe, grad_o, grad_z, q, k, v, o, z, call: Call) -> None:
-    """Writes `grads` and adds to `grad_rpe`, on one head group after the other."""
+def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, call: Call) -> None:
+    """Writes `grads` and `grad_decay` and adds to `grad_rpe`, on one head group after the other."""
     hk = k.shape[1]
     rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
     if grad_z is not None:
@@ -220,3 +228,5 @@ def _add_gradients(grads, grad_rpe, grad_o, grad_z, q, k, v, o, z, call: Call) -
         sums = Gradients(ops, tuple(_five(x, hk)[batch, heads] for x in grads), grad_rpe)
         module.backward(ops, plan, terms, sums, workspace)
         sums.write()
+        if grad_decay is not None:
+            grad_decay[batch, heads] = sums.decay.result().to(grad_decay.dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fastmax.call import Call
+from fastmax.eager.decay import Decay, DecayGradient
 from fastmax.score import Score, Softmax
 
 
@@ -83,6 +84,7 @@ class Operands:
     v: Tensor
     call: Call  # its tensors are the group's
     tiles: ModuleType  # `fastmax.eager.tiles` or, for softmax, `fastmax.eager.flash`
+    decay: Decay | None = None  # of the call's log_decay, first_key and end_key
 
     @property
     def score(self) -> Score | Softmax:
@@ -123,6 +125,16 @@ class Operands:
     def v_block(self, span: Span) -> Tensor:
         return to_blocks(self.v, span)
 
+    @property
+    def right(self) -> int | None:
+        """Key `i + shift + right` is the last one that query i sees; None: it sees all."""
+        return 0 if self.causal else None if self.call.right < 0 else self.call.right
+
+    @property
+    def left(self) -> int | None:
+        """Key `i + shift - left` is the first one that query i sees; None: it sees all."""
+        return None if self.call.left < 0 else self.call.left
+
     def key_weights(self, span: Span) -> Tensor | None:
         """The key padding mask as a factor, (blocks, span.length, 1)."""
         mask = self.call.key_padding_mask
@@ -141,6 +153,7 @@ class Gradients:
         self._out = out
         self._sums = [x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out]
         self._rpe = rpe
+        self.decay = None if ops.call.log_decay is None else DecayGradient(ops.call.log_decay, ops.shift)
 
     def _add(self, index: int, span: Span, x: Tensor, scale: float = 1.0) -> None:
         total = self._sums[index][:, :, :, span.start : span.stop]

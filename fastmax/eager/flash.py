@@ -70,17 +70,24 @@ def backward(
     """As `tiles.backward`, with lse (B, group * rows, 1)."""
     p = _scores(q, k, place, workspace).sub_(_finite(lse)).exp_()
     ds = torch.baddbmm(e, g, v.mT, out=workspace.buffer("ds", *p.shape)).mul_(p)
-    return tiles.TileGradients(ds @ k, ds.mT @ q, p.mT @ g, None)
+    pairs = ds.unflatten(1, (place.group, -1)).sum(1) if place.decays else None
+    return tiles.TileGradients(ds @ k, ds.mT @ q, p.mT @ g, None, pairs)
 
 
 def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace | None) -> Tensor:
     """q.k where visible, else -inf: (B, group * rows, d), (B, cols, d) -> (B, group * rows, cols)."""
     s = torch.bmm(q, k.mT, out=buffer(workspace, "scores", *q.shape[:2], k.shape[1]))
-    cols = s.shape[-1]
-    if place.diagonal is not None and place.diagonal < cols - 1:
-        rows = s.shape[1] // place.group
-        hidden = torch.ones(rows, cols, dtype=torch.bool, device=s.device).triu_(place.diagonal + 1)
-        s.unflatten(1, (place.group, -1)).masked_fill_(hidden, NO_KEYS)
+    heads = s.unflatten(1, (place.group, -1))
+    rows, cols = heads.shape[2:]
+    above = place.diagonal is not None and place.diagonal < cols - 1
+    below = place.lower is not None and place.lower > 1 - rows
+    if above or below:
+        visible = torch.ones(rows, cols, dtype=torch.bool, device=s.device)
+        visible = visible.tril_(place.diagonal) if above else visible
+        visible = visible.triu_(place.lower) if below else visible
+        heads.masked_fill_(~visible, NO_KEYS)
+    if place.exponent is not None:
+        heads.add_(place.exponent.unsqueeze(1))
     return s if place.visible is None else s.masked_fill_(place.visible.mT == 0, NO_KEYS)
 
 

@@ -4,7 +4,8 @@
 
 so `sum_j f(q_i.k_j) v_j` needs of the keys only `sum_j v_j`, `sum_j k_j v_j^T` and `sum_j (k_j (x) k_j) v_j^T`, and the
 denominator the same sums without v. Causal attention walks the sequence in chunks: earlier chunks through the state, the
-chunk itself through a tile of the quadratic algorithm. The backward walks forwards once for dq (the same states,
+chunk itself through a tile of the quadratic algorithm. Decays and sequences that begin anew are factors of what a chunk reads
+of the state, adds to it and leaves of it (`fastmax.eager.decay`). The backward walks forwards once for dq (the same states,
 rebuilt) and backwards once for dk and dv, with states of q, g and e in place of k, v and 1.
 """
 
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 
 from fastmax.eager import tiles
 from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
+from fastmax.eager.decay import Factors
 from fastmax.eager.features import (
     feature_count,
     fold_pairs,
@@ -146,17 +148,35 @@ def _read_gradient(
     return dx, out
 
 
-def _exclusive(state: State, sums: State, count: int, reverse: bool) -> tuple[State, State]:
-    """States before each of `count` chunks, given their sums side by side, and the state after all of them."""
+def _faded(state: State, factor: Tensor, workspace: Workspace | None) -> State:
+    """The state times a factor (B, 1, 1); in place when nothing is recorded."""
+    # A product with 0 would keep what is not finite.
+    keep = factor != 0
+    return State(
+        *(
+            None
+            if x is None
+            else torch.where(keep, x * factor, 0.0)
+            if workspace is None
+            else x.mul_(factor).masked_fill_(~keep, 0.0)
+            for x in state
+        )
+    )
+
+
+def _exclusive(state: State, sums: State, count: int, reverse: bool, factors: Tensor | None) -> tuple[State, State]:
+    """States before each of `count` chunks, given their sums side by side, and the state after all of them; `factors`
+    (B * count, 1, 1), of the state before a chunk in the one after it."""
+    fades = (None,) * count if factors is None else factors.unflatten(0, (-1, count)).unbind(1)
 
     def scan(carry: Tensor | None, x: Tensor | None):
         if carry is None:
             return None, None
-        chunks = x.unflatten(0, (-1, count)).unbind(1)
+        chunks = list(zip(x.unflatten(0, (-1, count)).unbind(1), fades, strict=True))
         before = []
-        for chunk in reversed(chunks) if reverse else chunks:
+        for chunk, fade in reversed(chunks) if reverse else chunks:
             before.append(carry)
-            carry = carry + chunk
+            carry = chunk + (carry if fade is None else torch.where(fade == 0, 0.0, carry * fade))
         return torch.stack(before[::-1] if reverse else before, dim=1).flatten(0, 1), carry
 
     before, after = zip(*(scan(carry, x) for carry, x in zip(state, sums, strict=True)), strict=True)
@@ -191,19 +211,56 @@ class _Walk:
         k, v, weight = pad_head_dim(self.ops.k_block(span)), self.ops.v_block(span), self.ops.key_weights(span)
         return k, v if weight is None else v * weight, weight
 
-    def place(self, weight: Tensor | None) -> tiles.Place:
-        """Of the tile that a chunk forms with itself."""
-        return tiles.Place(self.ops.group, diagonal=0, visible=weight)
+    def alone_k_v(self, span: Span) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """k, v and the weights of keys as the state holds them, and the factor in these; the keys are before all queries."""
+        k, v, weight = self.k_v(span)
+        if self.ops.decay is None:
+            return k, v, weight, None
+        factor = self.ops.decay.factors_alone(span.start, span.stop)
+        return *_scaled((k, v, weight), factor), factor
 
-    def advance(self, state: State, tokens: tuple, span: Span, use: Callable[[State], object], reverse: bool = False):
-        """Use the state before each chunk of the span, then add the span's tokens (x, y, weight) to it."""
+    def factors(self, span: Span) -> Factors | None:
+        """What decays and bounds make of the state around each chunk of the span."""
+        if self.ops.decay is None:
+            return None
+        return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group)
+
+    def place(self, span: Span, weight: Tensor | None) -> tiles.Place:
+        """Of the tile that a chunk forms with itself."""
+        exponent = None
+        if self.ops.decay is not None:
+            keys = self.keys(span)
+            exponent = self.ops.decay.exponent(span.start, keys.start, span.length, span.length, span.count)
+        decays = self.ops.call.log_decay is not None
+        return tiles.Place(self.ops.group, diagonal=0, visible=weight, exponent=exponent, decays=decays)
+
+    def advance(
+        self,
+        state: State,
+        tokens: tuple,
+        span: Span,
+        use: Callable[[State], object],
+        carry: Tensor | None,
+        reverse: bool = False,
+    ):
+        """Use the state before each chunk of the span, then add the span's tokens (x, y, weight) to what `carry` leaves of
+        it."""
         if span.count == 1:
             used = use(state)
+            state = state if carry is None else _faded(state, carry, self.workspace)
             return used, _absorb(state, *tokens, self.workspace)
         x, y, _ = tokens
         sums = empty_state(x.shape[0], x.shape[-1], y.shape[-1], self.ops.score.order, x)
-        before, after = _exclusive(state, _absorb(sums, *tokens, self.workspace), span.count, reverse)
+        before, after = _exclusive(state, _absorb(sums, *tokens, self.workspace), span.count, reverse, carry)
         return use(before), after
+
+
+def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens (x, y, weight) whose y and weight are multiplied by a factor."""
+    if factor is None:
+        return tokens
+    x, y, weight = tokens
+    return x, y * factor, factor if weight is None else weight * factor
 
 
 def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | None, state: State | None = None) -> State:
@@ -219,13 +276,17 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
         return _read_values(state, q, score, workspace), _read_weights(state, q, score)
 
     def absorb(span: Span, state: State):
-        return None, _absorb(state, *walk.k_v(span), workspace)
+        return None, _absorb(state, *walk.alone_k_v(span)[:3], workspace)
 
     def causal(span: Span, state: State):
-        keys = walk.keys(span)
-        q, (k, v, weight) = walk.q(span), walk.k_v(keys)
-        sums, state = walk.advance(state, (k, v, weight), span, lambda before: read(before, q))
-        return tiles.forward(q, k, v, sums, score, walk.place(weight), workspace), state
+        q, (k, v, weight), factors = walk.q(span), walk.k_v(walk.keys(span)), walk.factors(span)
+        rows, keys, carry = (None,) * 3 if factors is None else factors
+
+        def use(before: State) -> tuple[Tensor, Tensor]:
+            return read(before, q) if rows is None else tuple(x * rows for x in read(before, q))
+
+        sums, state = walk.advance(state, _scaled((k, v, weight), keys), span, use, carry)
+        return tiles.forward(q, k, v, sums, score, walk.place(span, weight), workspace), state
 
     def full(span: Span, state: State):
         return read(state, walk.q(span)), state
@@ -245,22 +306,32 @@ def backward(
     walk = _Walk(ops, plan, workspace)
     score = ops.score
 
-    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor | None, span: Span):
+    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor | None, factor: Tensor | None, span: Span):
+        """`v` and `weight` have the factor."""
         dk, dv = _read_gradient(state, k, v, weight, score, workspace, values=True)
         grads.add_k(span, dk)
-        grads.add_v(span, dv)
+        if grads.decay is not None:
+            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score) * weight)
+        grads.add_v(span, dv if factor is None else dv * factor)
 
     state = walk.state()
     for span in walk.alone:
-        state = _absorb(state, *walk.k_v(span), workspace)
+        state = _absorb(state, *walk.alone_k_v(span)[:3], workspace)
     for span in walk.queries:
-        q, (g, e) = walk.q(span), g_e(span)
+        q, terms = walk.q(span), g_e(span)
+        factors = walk.factors(span) if ops.causal else None
+        rows, keys, carry = (None,) * 3 if factors is None else factors
 
-        def dq(before: State, span=span, q=q, g=g, e=e):
-            grads.add_q(span, _read_gradient(before, q, g, e, score, workspace)[0])
+        def dq(before: State, span=span, q=q, terms=terms, rows=rows):
+            q, g, e = _scaled((q, *terms), rows)
+            dq, numerator = _read_gradient(before, q, g, e, score, workspace, values=grads.decay is not None)
+            grads.add_q(span, dq)
+            if grads.decay is not None:
+                sums = (g * numerator).sum(-1, keepdim=True) + e * _read_weights(before, q, score)
+                grads.decay.add_queries(span.start, sums, ops.group)
 
         if ops.causal:
-            _, state = walk.advance(state, walk.k_v(walk.keys(span)), span, dq)
+            _, state = walk.advance(state, _scaled(walk.k_v(walk.keys(span)), keys), span, dq, carry)
         else:
             dq(state)
 
@@ -270,16 +341,21 @@ def backward(
         if ops.causal:
             keys = walk.keys(span)
             k, v, weight = walk.k_v(keys)
+            factors = walk.factors(span)
+            rows, of_keys, carry = (None,) * 3 if factors is None else factors
 
-            def use(after: State, k=k, v=v, weight=weight, keys=keys):
-                dk_dv(after, k, v, weight, keys)
+            def use(after: State, tokens=(k, v, weight), factor=of_keys, keys=keys):
+                dk_dv(after, *_scaled(tokens, factor), factor, keys)
 
-            _, state = walk.advance(state, (q, g, e), span, use, reverse=True)
-            tile = tiles.backward(q, k, v, g, e, score, walk.place(weight), workspace)
+            _, state = walk.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
+            tile = tiles.backward(q, k, v, g, e, score, walk.place(span, weight), workspace)
             grads.add_q(span, tile.q)
             grads.add_k(keys, tile.k)
             grads.add_v(keys, tile.v)
+            if tile.pairs is not None:
+                grads.decay.add_tile(span.start, keys.start, tile.pairs)
         else:
             state = _absorb(state, q, g, e, workspace)
     for span in walk.alone:
-        dk_dv(state, *walk.k_v(span), span)
+        k, v, weight, factor = walk.alone_k_v(span)
+        dk_dv(state, k, v, weight, factor, span)

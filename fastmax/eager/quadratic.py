@@ -18,32 +18,49 @@ from fastmax.planner import QuadraticPlan
 class _Tiling:
     """Which tiles hold visible pairs, and what a tile needs to know of its place."""
 
-    def __init__(self, ops: Operands, plan: QuadraticPlan):
+    def __init__(self, ops: Operands, plan: QuadraticPlan, recording: bool):
         self.ops = ops
         self.plan = plan
+        # Tiles of other sequences are skipped where looking at the bounds is free.
+        self.reads_values = ops.decay is not None and not recording and ops.q.device.type == "cpu"
         self.queries = spans(0, ops.n, plan.rows)
 
     def keys(self, rows: Span) -> list[Span]:
         """Blocks of the keys that some query in `rows` sees; causal: first those that all of them see."""
-        if not self.ops.causal:
-            return spans(0, self.ops.m, self.plan.cols)
-        diagonal = rows.start + self.ops.shift
-        return spans(0, diagonal, self.plan.cols) + spans(diagonal, rows.stop + self.ops.shift, self.plan.cols)
+        ops = self.ops
+        first, last = rows.start + ops.shift, rows.stop - 1 + ops.shift  # where the queries are among the keys
+        begin = 0 if ops.left is None else max(0, first - ops.left)
+        end = ops.m if ops.right is None else min(ops.m, last + ops.right + 1)
+        if self.reads_values:
+            first_key, end_key = ops.decay.key_range(rows.start, rows.stop, ops.m)
+            cols = self.plan.cols  # whole tiles are skipped, which leaves the others, and all sums, as they are
+            begin, end = max(begin, first_key // cols * cols), min(end, -(-end_key // cols) * cols)
+        if not ops.causal:
+            return spans(begin, end, self.plan.cols)
+        return spans(begin, first, self.plan.cols) + spans(max(begin, first), end, self.plan.cols)
 
     def rpe_rows(self, rows: Span, cols: Span) -> slice:
         """Rows `j - i + n - 1` of the rpe matrix for the queries i and keys j of a tile."""
         return slice(cols.start - rows.stop + self.ops.n, cols.stop - rows.start + self.ops.n - 1)
 
     def place(self, rows: Span, cols: Span) -> tiles.Place:
-        diagonal = rows.start + self.ops.shift - cols.start if self.ops.causal else None
-        rpe = self.ops.call.rpe_matrix
-        rpe = None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(self.ops.dtype)
-        return tiles.Place(self.ops.group, diagonal, self.ops.key_weights(cols), rpe)
+        ops = self.ops
+        offset = rows.start + ops.shift - cols.start
+        rpe = ops.call.rpe_matrix
+        return tiles.Place(
+            ops.group,
+            diagonal=None if ops.right is None else offset + ops.right,
+            lower=None if ops.left is None else offset - ops.left,
+            visible=ops.key_weights(cols),
+            rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
+            exponent=None if ops.decay is None else ops.decay.exponent(rows.start, cols.start, rows.length, cols.length),
+            decays=ops.call.log_decay is not None,
+        )
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
     """Hand the sums of every block of queries to `sink`."""
-    tiling = _Tiling(ops, plan)
+    tiling = _Tiling(ops, plan, recording=workspace is None)
     scan = Scan(checkpointing=workspace is None)
 
     def block(rows: Span, _):
@@ -66,7 +83,7 @@ def backward(
     workspace: Workspace,
 ) -> None:
     """Add the gradients of the head group to `grads`; `row_terms(span)` is what the tiles take of a span of queries."""
-    tiling = _Tiling(ops, plan)
+    tiling = _Tiling(ops, plan, recording=False)
     for rows in tiling.queries:
         q, terms = ops.q_block(rows), row_terms(rows)
         for cols in tiling.keys(rows):
@@ -75,5 +92,7 @@ def backward(
             grads.add_q(rows, tile.q)
             grads.add_k(cols, tile.k)
             grads.add_v(cols, tile.v)
+            if tile.pairs is not None:
+                grads.decay.add_tile(rows.start, cols.start, tile.pairs)
             if tile.rpe is not None:
                 grads.add_rpe(tiling.rpe_rows(rows, cols), tile.rpe)

@@ -20,9 +20,12 @@ class Place(NamedTuple):
     """Where the tile lies, and what hides or shifts its scores."""
 
     group: int  # query heads a kv head; their rows lie one after the other
-    diagonal: int | None = None  # causal: column j is visible to row i when `j <= i + diagonal`
+    diagonal: int | None = None  # column j is visible to row i when `j <= i + diagonal`
+    lower: int | None = None  # and when `j >= i + lower`
     visible: Tensor | None = None  # (B, cols, 1), 0 where a key is masked
     rpe: Tensor | None = None  # (rows + cols - 1, d), the tile's part of the rpe matrix
+    exponent: Tensor | None = None  # (B, rows, cols) of the weights, -inf where a key is hidden: `fastmax.eager.decay`
+    decays: bool = False  # whether the exponent has a gradient
 
 
 class TileGradients(NamedTuple):
@@ -30,6 +33,7 @@ class TileGradients(NamedTuple):
     k: Tensor
     v: Tensor
     rpe: Tensor | None
+    pairs: Tensor | None  # (B, rows, cols), of the logarithm of the weights, summed over the group; where they decay
 
 
 def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -37,10 +41,14 @@ def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Ten
     return torch.mul(numerator, reciprocal(z), out=out), z
 
 
-def row_terms(call: Call, grad_o: Tensor, o: Tensor, z: Tensor, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`g_i = grad_i / z_i` and `e_i = -(grad_o_i . o_i) / z_i` of a block of queries; zero where a query sees no key."""
+def row_terms(
+    call: Call, grad_o: Tensor, o: Tensor, z: Tensor, noise: Tensor | None = None, grad_z: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`g_i = grad_i / z_i` and `e_i = -(grad_o_i . o_i) / z_i + grad_z_i` of a block of queries; zero where one sees no key."""
     inverse = reciprocal(z)
     e = -(grad_o * o).sum(-1, keepdim=True) * inverse
+    if grad_z is not None:
+        e += torch.where(z == NO_KEYS, 0.0, grad_z)
     if noise is not None:
         grad_o = torch.addcmul(grad_o, grad_o, noise, value=call.dropout)
     return grad_o * inverse, e
@@ -83,7 +91,10 @@ def backward(
         skewed = _unskew(ds.unflatten(1, (place.group, -1))).flatten(1, 2)
         dq = dq + skewed @ place.rpe
         drpe = torch.einsum("brl,brd->ld", skewed, q)
-    return TileGradients(dq, ds.mT @ q, w.mT @ g, drpe)
+    pairs = None
+    if place.decays:
+        pairs = torch.baddbmm(e, g, v.mT).mul_(w).unflatten(1, (place.group, -1)).sum(1)
+    return TileGradients(dq, ds.mT @ q, w.mT @ g, drpe, pairs)
 
 
 def _affine_scores(q: Tensor, k: Tensor, score: Score, place: Place, workspace: Workspace | None) -> Tensor:
@@ -104,9 +115,12 @@ def _weights(y: Tensor, score: Score, place: Place, workspace: Workspace | None)
 
 
 def _hide(x: Tensor, place: Place) -> Tensor:
-    """Zero, in place, what is masked or above the diagonal."""
+    """Weights, or gradients of the scores, as the place leaves them: in place, zero where a key is hidden, and faded."""
+    rows = x.unflatten(1, (place.group, -1))
     if place.diagonal is not None and place.diagonal < x.shape[-1] - 1:
-        x.unflatten(1, (place.group, -1)).tril_(place.diagonal)
+        rows.tril_(place.diagonal)
+    if place.exponent is not None:
+        rows.mul_(place.exponent.exp().unsqueeze(1))
     return x if place.visible is None else x.mul_(place.visible.mT)
 
 

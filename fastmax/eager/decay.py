@@ -1,0 +1,171 @@
+"""Keys that fade and sequences that begin anew: factors of the weights, a number a token instead of one a pair.
+
+Query i gives key j the weight `exp(G_pos(i) - G_j) w_ij`, where G is the running sum of `log_decay` over the keys and pos(i)
+the place of query i among them, and sees no key before `first_key[i]` and none from `end_key[i]` on. G is summed in float64,
+and differences are taken before anything is rounded, so that no length costs digits. All exponents here are <= 0.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.nn import functional as F
+
+
+class Factors(NamedTuple):
+    """What a chunk of the linear algorithm is multiplied with; B: blocks, as of `fastmax.eager.blocks.to_blocks`."""
+
+    rows: Tensor  # (B, group * length, 1), of what a query reads from the state before the chunk; 0: it sees nothing of it
+    keys: Tensor  # (B, length, 1), of what a key adds to the state after the chunk
+    carry: Tensor  # (B, 1, 1), of the state before the chunk in the one after it
+
+
+class Decay:
+    """Of a head group: log_decay (b, hk, m) or None, first_key and end_key (b, hk, n) or None."""
+
+    def __init__(
+        self, log_decay: Tensor | None, first_key: Tensor | None, end_key: Tensor | None, shift: int, dtype: torch.dtype
+    ):
+        """`shift` = m - n; `dtype`, of the factors."""
+        # With a 0 in front: sums[j + 1] is G_j.
+        self._sums = None if log_decay is None else F.pad(log_decay.double().cumsum(-1), (1, 0))
+        self._first, self._end = first_key, end_key
+        self._shift = shift
+        self._dtype = dtype
+
+    def key_range(self, start: int, stop: int, m: int) -> tuple[int, int]:
+        """Keys that some query in `start .. stop` may see. Reads values, for which a GPU would have to be waited for."""
+        first = 0 if self._first is None else int(self._first[..., start].min())
+        return first, m if self._end is None else int(self._end[..., stop - 1].max())
+
+    def exponent(self, query: int, key: int, rows: int, cols: int, count: int = 1) -> Tensor:
+        """Of the weights of a tile, -inf where a key is hidden: (b * hk * count, rows, cols), or with 1 for b * hk.
+
+        The tile begins with the query and the key of these numbers; `count` tiles follow each other along the diagonal. Above
+        the diagonal of a causal call it is 0.
+        """
+        first_row = self._shift + query
+        x = None
+        if self._sums is not None:
+            at_rows = self._blocks(self._sums[..., 1:], first_row, rows, count).unsqueeze(-1)
+            at_cols = self._blocks(self._sums[..., 1:], key, cols, count).unsqueeze(-2)
+            if key + cols <= first_row and count == 1:  # both parts are <= 0: no difference of large numbers
+                last = at_cols[..., -1:]
+                x = (at_rows - last).to(self._dtype) + (last - at_cols).to(self._dtype)
+            else:
+                x = (at_rows - at_cols).to(self._dtype).clamp(max=0.0)
+        return self._hide(x, query, key, rows, cols, count)
+
+    def _hide(self, x: Tensor | None, query: int, key: int, rows: int, cols: int, count: int) -> Tensor:
+        """`x` (0 for None) with -inf where a key is before the first or behind the last one that a query sees."""
+        like = self._sums if self._first is None and self._end is None else self._end if self._first is None else self._first
+        keys = torch.arange(key, key + cols * count, device=like.device).view(count, 1, cols)
+        for bound, hides in ((self._first, torch.lt), (self._end, torch.ge)):
+            if bound is None:
+                continue
+            bounds = self._blocks(bound, query, rows, count).unflatten(0, (-1, count)).unsqueeze(-1)
+            hidden = hides(keys, bounds).flatten(0, 1)
+            x = torch.where(hidden, -torch.inf, torch.zeros((), dtype=self._dtype, device=like.device) if x is None else x)
+        return x
+
+    def factors(self, query: int, length: int, count: int, group: int) -> Factors:
+        """Of `count` chunks of `length` queries, and their keys, from this query on; causal."""
+        key = query + self._shift
+        if self._sums is None:
+            rows = keys = self._first.new_zeros((), dtype=self._dtype)
+            carry = rows
+        else:
+            at = self._blocks(self._sums[..., 1:], key, length, count)
+            base = self._blocks(self._sums, key, length, count)[:, :1]
+            rows, keys, carry = at - base, at[:, -1:] - at, at[:, -1:] - base
+        rows, keys, carry = (x.to(self._dtype).exp() for x in (rows, keys, carry))
+        if self._first is not None:
+            # A state holds keys of the sequence that the query behind it belongs to: see `Factors`.
+            first = self._blocks(self._first, query, length, count)
+            following = self._following(query, length, count)
+            begin = torch.arange(key, key + length * count, device=first.device).view(count, length)
+            begin, first, following = (x.unflatten(0, (-1, count)) for x in (begin, first, following))
+            begin_of_chunk = begin[..., :1]
+            rows = self._keep(first < begin_of_chunk, rows)
+            keys = self._keep(begin >= following, keys)
+            carry = self._keep(following < begin_of_chunk, carry)
+        return Factors(rows.repeat(1, group).unsqueeze(-1), keys.unsqueeze(-1), carry.unsqueeze(-1))
+
+    @staticmethod
+    def _keep(visible: Tensor, x: Tensor) -> Tensor:
+        visible = visible.flatten(0, 1)
+        return torch.where(visible, x, 0.0)
+
+    def factors_alone(self, start: int, stop: int) -> Tensor:
+        """(b * hk, stop - start, 1): of keys before all queries, relative to the last of those."""
+        last = self._shift
+        x = None
+        if self._sums is not None:
+            x = (self._sums[..., last : last + 1] - self._sums[..., start + 1 : stop + 1]).to(self._dtype).exp()
+        if self._first is not None:
+            keys = torch.arange(start, stop, device=self._first.device)
+            ones = torch.ones((), dtype=self._dtype, device=self._first.device)
+            x = torch.where(keys >= self._first[..., :1], ones if x is None else x, 0.0)
+        return x.flatten(0, 1).unsqueeze(-1)
+
+    def _following(self, query: int, length: int, count: int) -> Tensor:
+        """(b * hk * count, 1): the first key of the query behind each chunk; of the last one, behind the last chunk."""
+        behind = self._first[..., query + length :: length][..., :count]
+        following = torch.cat((behind, self._first[..., -1:]), dim=-1)[..., :count]
+        return following.flatten().unsqueeze(-1)
+
+    @staticmethod
+    def _blocks(x: Tensor, start: int, length: int, count: int) -> Tensor:
+        """(b, hk, tokens) -> (b * hk * count, length)."""
+        return rearrange(x[..., start : start + count * length], "b h (count t) -> (b h count) t", count=count)
+
+
+class DecayGradient:
+    """Sums up the gradient of log_decay over a head group.
+
+    With `p_ij = w_ij u_ij`, the gradient by the logarithm of a weight, that of the decay of token t is the sum of p_ij over
+    `j < t <= pos(i)`. Pairs of different chunks or tiles are summed by query and by key, and the difference of these sums flows
+    from token to token; pairs of one tile on the diagonal are summed as they are. The flow alone would do (that of all pairs),
+    but a pair of a token with itself, which is the largest where decays are strong, would leave its rounding in it.
+    """
+
+    def __init__(self, log_decay: Tensor, shift: int):
+        self._flow = torch.zeros_like(log_decay, dtype=torch.float64, memory_format=torch.contiguous_format)
+        self._diagonal = torch.zeros_like(self._flow)
+        self._shift = shift
+
+    def add_queries(self, start: int, x: Tensor, group: int) -> None:
+        """Sums over the keys of other chunks: x (b * hk * count, group * length, 1), of the queries from `start` on."""
+        x = rearrange(x, "b (g t) 1 -> b g t", g=group).sum(1, dtype=torch.float64)
+        self._add(self._flow, start + self._shift, x)
+
+    def add_keys(self, start: int, x: Tensor) -> None:
+        """Sums over the queries of other chunks: x (b * hk * count, length, 1), of the keys from `start` on."""
+        self._add(self._flow, start, -x.squeeze(-1))
+
+    def add_tile(self, query: int, key: int, pairs: Tensor) -> None:
+        """p (b * hk * count, rows, cols) of tiles that begin with the query and the key of these numbers, and follow each other
+        along the diagonal; those of queries before their keys are 0."""
+        cols = pairs.shape[-1]
+        before = key - query - self._shift  # so many rows of the tile see none of its keys
+        square = pairs[:, before : before + cols] if before >= 0 else pairs[:, :0]
+        if square.shape[1] > 0:
+            below = F.pad(square.cumsum(-1)[..., : square.shape[1] - 1], (1, 0))
+            self._add(self._diagonal, key, below.tril().sum(1))
+            pairs, query = pairs[:, before + cols :], query + before + cols
+        if pairs.shape[1] > 0:
+            self._add(self._flow, query + self._shift, pairs.sum(2))
+            self._add(self._flow, key, -pairs.sum(1))
+
+    def result(self) -> Tensor:
+        """(b, hk, m), float64."""
+        return self._diagonal + self._flow.flip(-1).cumsum(-1).flip(-1)
+
+    @staticmethod
+    def _add(total: Tensor, start: int, x: Tensor) -> None:
+        b, hk = total.shape[:2]
+        x = rearrange(x, "(b h count) t -> b h (count t)", b=b, h=hk)
+        total[..., start : start + x.shape[-1]] += x

@@ -1,0 +1,462 @@
+"""`log_decay` of `fastmax_attention` and `flash_attention`: against the definition, at its extremes, inside PyTorch."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from common import (
+    CHUNK,
+    DTYPES,
+    Case,
+    Expected,
+    assert_equals_definition,
+    by_algorithm,
+    by_decay,
+    by_gradient,
+    by_order,
+    check_checkpointing,
+    check_compiled,
+    check_one_graph_for_all_lengths,
+    compare,
+    definition,
+    dtype_id,
+    make_decay,
+    make_inputs,
+    make_options,
+    opcheck,
+    relative,
+    run,
+)
+from test_flash import ExpectedFlash
+from test_validation import good
+from torch.autograd import gradgradcheck
+
+from fastmax import fastmax_attention, flash_attention
+from fastmax.reference import naive_softmax_attention
+
+SMALL = Case("small", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
+TINY = Case("tiny", n=5, m=6, b=1, h=2, hk=1, d=3, dv=2)
+SIZES = {
+    "GQA, n < m": SMALL,
+    "GQA, a chunk of keys and more before the queries": Case("", n=70, m=70 + CHUNK + 5, b=2, h=4, hk=2, d=8, dv=6),
+    "chunks and a ragged one": Case("", n=CHUNK + 67, h=1, d=8),
+    "one query, as in decoding": Case("", n=1, m=CHUNK + 1, h=2, hk=1, d=8),
+}
+
+with_lse = partial(fastmax_attention, causal=True, return_lse=True)
+flash_with_lse = partial(flash_attention, causal=True, return_lse=True)
+by_reentrant = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+
+
+def make(case, decay="ordinary", dtype=torch.float32, device="cpu", decay_dtype=None):
+    """q, k, v and log_decay; gradients of o and lse. log_decay is at least float32."""
+    inputs, grad_o = make_inputs(case, dtype, device)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    inputs["log_decay"] = make_decay(decay, case.b, case.hk, case.m, device=device, dtype=decay_dtype or wide)
+    return inputs, (grad_o, torch.randn(case.b, case.h, case.n).to(device, wide))
+
+
+# ---- against the definition
+
+
+@by_decay
+@pytest.mark.parametrize("p, custom", [(1, True), (2, True), (2, False)], ids=["p1-custom", "p2-custom", "p2-autograd"])
+@by_algorithm
+def test_every_decay_in_float64(algorithm, p, custom, decay, device):
+    """Two chunks, so that the strong ones cross their boundary too."""
+    inputs, grads = make(Case("", n=CHUNK + 20, h=2, hk=1, d=4, dv=3), decay, torch.float64, device)
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm, p=p)
+    actual = assert_equals_definition(attention, partial(definition, causal=True, return_lse=True, p=p), inputs, grads)
+    assert not actual["grad log_decay"][inputs["log_decay"].isinf()].any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@by_gradient
+@by_algorithm
+def test_sizes_in_float64(algorithm, custom, size, device):
+    inputs, grads = make(SIZES[size], "none, ordinary or strong", torch.float64, device)
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+    assert_equals_definition(attention, partial(definition, causal=True, return_lse=True), inputs, grads)
+
+
+OPTIONS = (
+    "temperature",
+    "coefficients",
+    "p=1 coefficients",
+    "normalize=token",
+    "key padding",
+    "noise",
+    "sinusoidal",
+    "everything",
+)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@by_gradient
+@by_algorithm
+def test_options_in_float64(algorithm, custom, option, device):
+    inputs, grads = make(SMALL, "-inf at places", torch.float64, device)
+    options = make_options(option, SMALL, torch.float64, device)
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+    assert_equals_definition(attention, partial(definition, causal=True, return_lse=True), inputs, grads, **options)
+
+
+@by_gradient
+def test_rpe_tensor_in_float64(custom, device):
+    inputs, grads = make(SMALL, "-inf at places", torch.float64, device)
+    inputs["rpe_matrix"] = torch.randn(SMALL.n + SMALL.m - 1, SMALL.d, dtype=torch.float64).to(device)
+    attention = partial(with_lse, use_custom_gradient=custom)
+    assert_equals_definition(attention, partial(definition, causal=True, return_lse=True), inputs, grads)
+
+
+@by_gradient
+def test_queries_without_keys(custom, device):
+    """A sequence padded throughout, and one whose first keys are: output and gradients 0 there, never NaN."""
+    inputs, grads = make(SMALL, "-inf at places", torch.float64, device)
+    mask = torch.ones(SMALL.b, SMALL.m, dtype=torch.bool, device=device)
+    mask[0] = False
+    mask[1, : SMALL.m - SMALL.n + 3] = False
+    reference = partial(definition, causal=True, return_lse=True)
+    for algorithm in ("quadratic", "linear"):
+        attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+        actual = assert_equals_definition(attention, reference, inputs, grads, key_padding_mask=mask)
+        assert actual["lse"][0].isneginf().all() and not actual["o"][0].any() and not actual["grad log_decay"][0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@by_order
+@by_gradient
+@by_algorithm
+def test_dtypes(algorithm, custom, p, dtype, device):
+    case = SIZES["GQA, a chunk of keys and more before the queries"]
+    inputs, (grad_o, _) = make(case, "ordinary", dtype, device)
+    Expected(inputs, grad_o, causal=True, p=p).check(custom=custom, algorithm=algorithm)
+
+
+@by_decay
+@by_algorithm
+def test_every_decay_in_float32(algorithm, decay, device):
+    inputs, (grad_o, _) = make(Case("", n=CHUNK + 20, h=2, hk=1, d=8), decay, torch.float32, device)
+    Expected(inputs, grad_o, causal=True).check(custom=True, algorithm=algorithm)
+
+
+@by_decay
+@by_gradient
+def test_flash_in_float64(custom, decay, device):
+    inputs, grads = make(SIZES["GQA, a chunk of keys and more before the queries"], decay, torch.float64, device)
+    mask = torch.rand(2, inputs["k"].shape[2], device=device) > 0.3
+    attention = partial(flash_with_lse, use_custom_gradient=custom)
+    assert_equals_definition(attention, partial(naive_softmax_attention, causal=True), inputs, grads)
+    assert_equals_definition(
+        attention, partial(naive_softmax_attention, causal=True), inputs, grads, key_padding_mask=mask, scale=0.7
+    )
+
+
+class ExpectedDecayedFlash(ExpectedFlash):
+    definition = staticmethod(lambda *args, hold_denominator=False, **options: naive_softmax_attention(*args, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@by_gradient
+def test_flash_dtypes(custom, dtype, device):
+    ExpectedDecayedFlash(*make(SMALL, "ordinary", dtype, device), causal=True).check(custom=custom)
+
+
+# ---- what it means
+
+
+@by_gradient
+@pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
+def test_no_decay_is_no_decay(attention, custom, device):
+    inputs, grads = make(SMALL, "none", torch.float32, device)
+    attention = partial(attention, use_custom_gradient=custom)
+    actual = run(attention, inputs, grads)
+    del inputs["log_decay"]
+    compare(actual, run(attention, inputs, grads))
+
+
+@by_gradient
+@by_algorithm
+@pytest.mark.parametrize("flash", [False, True], ids=["fastmax", "flash"])
+def test_minus_infinity_starts_anew(flash, algorithm, custom, device):
+    """Tokens before -inf might as well be gone; their gradients are 0."""
+    if flash and algorithm == "linear":
+        pytest.skip("softmax has one algorithm")
+    inputs, grads = make(Case("", n=60, h=2, hk=1, d=8), "ordinary", torch.float64, device)
+    inputs["log_decay"][:, :, 23] = -math.inf
+    attention = partial(flash_with_lse if flash else partial(with_lse, algorithm=algorithm), use_custom_gradient=custom)
+    whole = run(attention, inputs, grads)
+    for rows in (slice(0, 23), slice(23, 60)):
+        part = {name: x[:, :, rows] for name, x in inputs.items()}
+        part["log_decay"] = part["log_decay"].clamp(min=-1.0)  # of the first token: decays nothing that is there
+        expected = run(attention, part, tuple(x[:, :, rows] for x in grads))
+        compare({name: x[:, :, rows] for name, x in whole.items()}, expected)
+
+
+@by_algorithm
+def test_equal_scores_leave_the_decays(algorithm, device):
+    """q = 0: the weights are a0 times the decays, a plain forgetting mean."""
+    inputs, grads = make(Case("", n=CHUNK + 30, h=2, hk=1, d=4), "ordinary", torch.float64, device)
+    inputs["q"] = torch.zeros_like(inputs["q"])
+    actual = assert_equals_definition(
+        partial(with_lse, algorithm=algorithm), partial(definition, causal=True, return_lse=True), inputs, grads
+    )
+    total, rows = 0.0, []
+    for x in inputs["log_decay"][0, 0].exp().tolist():
+        total = total * x + 1.0
+        rows.append(math.log(total))
+    torch.testing.assert_close(actual["lse"][0, 0].cpu(), torch.tensor(rows, dtype=torch.float64))
+
+
+def last_rows_exactly(inputs, rows, log_weight):
+    """The last `rows` queries of one head in float64, each key's weight from its own decay sum."""
+    q, k, v, log_decay = (inputs[name].double() for name in ("q", "k", "v", "log_decay"))
+    s = q[:, :, -rows:] @ k.mT
+    sums = log_decay.cumsum(-1)
+    at = sums.shape[-1] - rows + torch.arange(rows, device=q.device)
+    ahead = torch.arange(sums.shape[-1], device=q.device) > at[:, None]
+    exponent = (sums[..., -rows:, None] - sums[..., None, :]).masked_fill(ahead, -math.inf)
+    w = exponent.exp() * log_weight(s)
+    z = w.sum(-1, keepdim=True)
+    return (w @ v) / z, z.log().squeeze(-1)
+
+
+def check_long(n, attention, log_weight, device, decay=-1e-6, tolerance=1e-5):
+    """Values rise along the tokens, so that the output tells how much each of them counts."""
+    case = Case("", n=n, h=1, d=4, dv=2)
+    inputs, grad_o = make_inputs(case, torch.float32, device)
+    inputs["v"] = torch.linspace(0.0, 1.0, n, device=device)[None, None, :, None] + 0.1 * inputs["v"]
+    inputs["log_decay"] = torch.full((1, 1, n), decay, device=device)
+    rows, grad_lse = 5, torch.zeros(1, 1, n, device=device)
+    grad_o[:, :, :-rows] = 0.0
+    grad_lse[:, :, -rows:] = 1.0
+    actual = run(attention, inputs, (grad_o, grad_lse))
+    leaves = {name: x.double().requires_grad_() for name, x in inputs.items()}
+    exact = last_rows_exactly(leaves, rows, log_weight)
+    last = grad_o[:, :, -rows:].double(), grad_lse[:, :, -rows:].double()
+    gradients = torch.autograd.grad(exact, list(leaves.values()), last)
+    for name, x in zip(("o", "lse"), exact, strict=True):
+        assert relative(actual[name][:, :, -rows:], x.detach()) <= tolerance, name
+    for name, x in zip(leaves, gradients, strict=True):
+        assert relative(actual[f"grad {name}"], x) <= 10 * tolerance, name
+
+
+def taylor(s):
+    return 1.0 + s + 0.5 * s * s
+
+
+@by_gradient
+def test_many_tokens_lose_no_digits(custom, device):
+    check_long(2**14, partial(with_lse, algorithm="linear", use_custom_gradient=custom), taylor, device, decay=-1e-4)
+
+
+def test_many_tokens_lose_no_digits_quadratic(device):
+    check_long(3000, partial(with_lse, algorithm="quadratic"), taylor, device, decay=-1e-6)
+    check_long(3000, partial(flash_with_lse, scale=1.0), torch.exp, device, decay=-1e-6)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("decay", [-1e-6, -1e-3])
+def test_a_million_tokens_lose_no_digits(decay):
+    check_long(2**20, partial(with_lse, algorithm="linear"), taylor, torch.device("cuda"), decay)
+
+
+# ---- shapes, dtypes and strides of log_decay
+
+
+@by_gradient
+@by_algorithm
+@pytest.mark.parametrize("layout", ["expanded over heads", "expanded over tokens", "token-major", "sliced"])
+def test_strides(layout, algorithm, custom, device):
+    case = Case("", n=40, b=2, h=4, hk=2, d=8)
+    inputs, grads = make(case, device=device)
+    dense = inputs["log_decay"]
+    inputs["log_decay"] = {
+        "expanded over heads": dense[:, :1].expand_as(dense),
+        "expanded over tokens": dense[:, :, :1].expand_as(dense),
+        "token-major": dense.mT.contiguous().mT,
+        "sliced": torch.stack([dense, dense], dim=-1)[..., 1],
+    }[layout]
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+    actual = run(attention, inputs, grads)
+    compare(actual, run(attention, inputs | {"log_decay": inputs["log_decay"].contiguous()}, grads))
+    flash = partial(flash_with_lse, use_custom_gradient=custom)
+    compare(run(flash, inputs, grads), run(flash, inputs | {"log_decay": inputs["log_decay"].contiguous()}, grads))
+
+
+@by_gradient
+@pytest.mark.parametrize("decay_dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
+def test_any_float_dtype(attention, decay_dtype, custom, device):
+    """Widened before anything is done with it; the gradient comes in its own dtype."""
+    inputs, grads = make(SMALL, device=device, decay_dtype=decay_dtype)
+    attention = partial(attention, use_custom_gradient=custom)
+    actual = run(attention, inputs, grads)
+    assert actual["grad log_decay"].dtype == decay_dtype
+    wide = run(attention, inputs | {"log_decay": inputs["log_decay"].float()}, grads)
+    wide["grad log_decay"] = wide["grad log_decay"].to(decay_dtype)
+    compare(actual, wide)
+
+
+@by_gradient
+@pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
+def test_three_dimensions(attention, custom, device):
+    inputs, grads = make(SMALL, device=device)
+    mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.2
+    attention = partial(attention, use_custom_gradient=custom, key_padding_mask=mask)
+    flat = run(attention, {name: x.flatten(0, 1) for name, x in inputs.items()}, tuple(x.flatten(0, 1) for x in grads))
+    compare(flat, {name: x.flatten(0, 1) for name, x in run(attention, inputs, grads).items()})
+
+
+@by_gradient
+@by_algorithm
+def test_only_log_decay_needs_a_gradient(algorithm, custom, device):
+    inputs, grads = make(SMALL, device=device)
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+    expected = run(attention, inputs, grads)
+    leaf = inputs["log_decay"].requires_grad_()
+    o, lse = attention(**inputs)
+    torch.autograd.backward((o, lse), grads)
+    torch.testing.assert_close(leaf.grad, expected["grad log_decay"])
+    q = inputs["q"].requires_grad_()
+    o, lse = attention(**inputs | {"log_decay": leaf.detach()})
+    torch.testing.assert_close(torch.autograd.grad((o, lse), q, grads)[0], expected["grad q"])
+
+
+def test_inputs_are_never_written(device):
+    inputs, grads = make(SMALL, "-inf at places", device=device)
+    before = {name: x.clone() for name, x in inputs.items()}
+    for attention in (with_lse, flash_with_lse):
+        run(attention, inputs, grads)
+    assert all(torch.equal(x, before[name]) for name, x in inputs.items())
+
+
+@pytest.mark.parametrize("case", [Case("", n=0, b=2), Case("", n=5, b=0)], ids=["no tokens", "no batch"])
+def test_empty(case, device):
+    if case.n == 0:
+        object.__setattr__(case, "m", 0)
+    inputs, grads = make(case, device=device)
+    for attention in (with_lse, flash_with_lse):
+        actual = run(attention, inputs, grads)
+        assert all(actual[f"grad {name}"].shape == x.shape for name, x in inputs.items())
+
+
+@by_algorithm
+def test_bitwise_repeatable(algorithm, device, several_threads):
+    inputs, grads = make(Case("", n=CHUNK + 40, b=2, h=4, hk=2, d=16), device=device)
+    first, second = (run(partial(with_lse, algorithm=algorithm), inputs, grads) for _ in range(2))
+    assert all(torch.equal(x, second[name]) for name, x in first.items())
+
+
+# ---- inside PyTorch
+
+
+@pytest.mark.parametrize("algorithm, p", [("quadratic", 2), ("linear", 1)])
+def test_opcheck(algorithm, p, device):
+    inputs, grads = make(SMALL, device=device)
+    log_decay = inputs.pop("log_decay")
+    mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.3
+    rest = (mask, None, None, log_decay, None, None, 0.5, 1.0, 1.0, 0.5, p, True, 0.0, algorithm, False)
+    opcheck("", inputs, grads, *rest)
+
+
+def test_opcheck_flash(device):
+    inputs, grads = make(SMALL, device=device)
+    log_decay = inputs.pop("log_decay")
+    opcheck("flash_", inputs, grads, None, log_decay, None, None, 0.5, True, -1, -1, False)
+
+
+@pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
+def test_compile(attention, device, fresh_dynamo):
+    check_compiled(attention, *make(SMALL, "-inf at places", device=device))
+
+
+def test_compile_dynamic_is_one_graph_for_all_lengths(device, fresh_dynamo):
+    check_one_graph_for_all_lengths(with_lse, lambda n: (*make(Case("", n=n, d=4), device=device), {}))
+
+
+@by_gradient
+@pytest.mark.parametrize("attention", [with_lse, flash_with_lse], ids=["fastmax", "flash"])
+def test_autocast_leaves_log_decay(attention, custom, device):
+    """q, k, v in bfloat16, log_decay as it is."""
+    inputs, (grad_o, grad_lse) = make(SMALL, device=device)
+    inputs["log_decay"] *= 1.001  # no number of bfloat16
+    grads = grad_o.bfloat16(), grad_lse
+    attention = partial(attention, use_custom_gradient=custom)
+    half = {name: x.bfloat16() if name in "qkv" else x for name, x in inputs.items()}
+    expected = run(attention, half, grads)
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+    with torch.autocast(device.type, torch.bfloat16):
+        o, lse = attention(**leaves)
+    assert torch.equal(o, expected["o"]) and torch.equal(lse, expected["lse"])
+    torch.autograd.backward((o, lse), grads)
+    for name, x in leaves.items():
+        assert torch.equal(x.grad, expected[f"grad {name}"].float()), name
+
+
+@by_gradient
+@by_reentrant
+def test_activation_checkpointing(reentrant, custom, device):
+    inputs, grads = make(SMALL, "-inf at places", device=device)
+    for attention in (with_lse, flash_with_lse):
+        check_checkpointing(partial(attention, use_custom_gradient=custom), inputs, grads, reentrant)
+
+
+@by_algorithm
+def test_torch_func_and_second_derivatives_by_autograd(algorithm, device):
+    inputs, _ = make(TINY, "ordinary", torch.float64, device)
+    attention = partial(fastmax_attention, causal=True, algorithm=algorithm, use_custom_gradient=False)
+
+    def loss(log_decay):
+        return attention(**inputs | {"log_decay": log_decay}).square().sum()
+
+    leaf = inputs["log_decay"].clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(leaf.detach()), torch.autograd.grad(loss(leaf), leaf)[0])
+    assert gradgradcheck(lambda log_decay: attention(**inputs | {"log_decay": log_decay}), leaf)
+
+
+def test_second_derivative_of_the_custom_gradient_is_refused(device):
+    inputs, _ = make(TINY, "ordinary", torch.float64, device)
+    leaf = inputs["log_decay"].requires_grad_()
+    grad = torch.autograd.grad(fastmax_attention(**inputs, causal=True).square().sum(), leaf, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="use_custom_gradient=False"):
+        torch.autograd.grad(grad.sum(), leaf)
+
+
+# ---- refused
+
+
+def log_decay(*shape, **options):
+    return torch.zeros(*shape, **options)
+
+
+REFUSED = {
+    "without causal": (log_decay(2, 2, 7), {"causal": False}, ValueError, "log_decay.*causal"),
+    "no tensor": (0.5, {}, TypeError, "log_decay must.*0.5"),
+    "of query heads": (log_decay(2, 4, 7), {}, ValueError, r"log_decay must.*\(2, 2, 7\).*\(2, 4, 7\)"),
+    "of queries": (log_decay(2, 2, 5), {}, ValueError, r"log_decay must.*\(2, 2, 7\).*\(2, 2, 5\)"),
+    "per channel": (log_decay(2, 2, 7, 8), {}, ValueError, r"log_decay must.*\(2, 2, 7\).*\(2, 2, 7, 8\)"),
+    "to be broadcast": (log_decay(1, 1, 7), {}, ValueError, r"log_decay must.*\(2, 2, 7\).*\(1, 1, 7\)"),
+    "of integers": (log_decay(2, 2, 7, dtype=torch.int32), {}, TypeError, "log_decay must.*int32"),
+    "of bools": (log_decay(2, 2, 7, dtype=torch.bool), {}, TypeError, "log_decay must.*bool"),
+    "complex": (log_decay(2, 2, 7, dtype=torch.complex64), {}, TypeError, "log_decay must.*complex64"),
+    "elsewhere": (log_decay(2, 2, 7, device="meta"), {}, ValueError, "log_decay must.*device.*meta"),
+    "sparse": (log_decay(2, 2, 7).to_sparse(), {}, TypeError, "log_decay must.*dense"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("attention", [fastmax_attention, flash_attention], ids=["fastmax", "flash"])
+@by_gradient
+def test_refused(attention, custom, name):
+    value, options, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        attention(**good(), **{"causal": True, "log_decay": value, "use_custom_gradient": custom} | options)
+
+
+def test_three_dimensions_take_a_decay_of_two():
+    flat = {name: x.flatten(0, 1) for name, x in good().items()}
+    assert fastmax_attention(**flat, causal=True, log_decay=log_decay(4, 7)).shape == (8, 5, 6)
+    with pytest.raises(ValueError, match=r"log_decay must.*\(4, 7\).*\(2, 2, 7\)"):
+        fastmax_attention(**flat, causal=True, log_decay=log_decay(2, 2, 7))
