@@ -15,12 +15,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
+class Factor(NamedTuple):
+    """`whole + part`, exact where it is near 1: thousands of products with it leave what one rounding of each leaves."""
+
+    whole: Tensor  # 0 or 1
+    part: Tensor
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The product; 0 where the factor is 0, even if x is not finite."""
+        product = torch.addcmul(x * self.whole, x, self.part, out=out)
+        nothing = (self.whole == 0) & (self.part == 0)
+        return torch.where(nothing, 0.0, product) if out is None else product.masked_fill_(nothing, 0.0)
+
+    def chunks(self, count: int) -> list[Factor]:
+        return [Factor(*x) for x in zip(*(x.unflatten(0, (-1, count)).unbind(1) for x in self), strict=True)]
+
+
 class Factors(NamedTuple):
     """What a chunk of the linear algorithm is multiplied with; B: blocks, as of `fastmax.eager.blocks.to_blocks`."""
 
     rows: Tensor  # (B, group * length, 1), of what a query reads from the state before the chunk; 0: it sees nothing of it
     keys: Tensor  # (B, length, 1), of what a key adds to the state after the chunk
-    carry: Tensor  # (B, 1, 1), of the state before the chunk in the one after it
+    carry: Factor  # (B, 1, 1), of the state before the chunk in the one after it
 
 
 class Decay:
@@ -56,7 +72,8 @@ class Decay:
                 last = at_cols[..., -1:]
                 x = (at_rows - last).to(self._dtype) + (last - at_cols).to(self._dtype)
             else:
-                x = (at_rows - at_cols).to(self._dtype).clamp(max=0.0)
+                below = torch.ones(rows, cols, dtype=torch.bool, device=at_rows.device).tril(first_row - key)
+                x = torch.where(below, (at_rows - at_cols).to(self._dtype), 0.0)
         return self._hide(x, query, key, rows, cols, count)
 
     def _hide(self, x: Tensor | None, query: int, key: int, rows: int, cols: int, count: int) -> Tensor:
@@ -75,15 +92,18 @@ class Decay:
         """Of `count` chunks of `length` queries, and their keys, from this query on; causal."""
         key = query + self._shift
         if self._sums is None:
-            rows = keys = self._first.new_zeros((), dtype=self._dtype)
-            carry = rows
+            rows = keys = whole = self._first.new_ones((), dtype=self._dtype)
+            part = torch.zeros_like(whole)
         else:
             at = self._blocks(self._sums[..., 1:], key, length, count)
             base = self._blocks(self._sums, key, length, count)[:, :1]
-            rows, keys, carry = at - base, at[:, -1:] - at, at[:, -1:] - base
-        rows, keys, carry = (x.to(self._dtype).exp() for x in (rows, keys, carry))
+            rows, keys = (x.to(self._dtype).exp() for x in (at - base, at[:, -1:] - at))
+            through = at[:, -1:] - base
+            near = through > -0.5
+            whole = near.to(self._dtype)
+            part = torch.where(near, through.expm1(), through.exp()).to(self._dtype)
         if self._first is not None:
-            # A state holds keys of the sequence that the query behind it belongs to: see `Factors`.
+            # A state holds keys of the sequence that the query behind it belongs to.
             first = self._blocks(self._first, query, length, count)
             following = self._following(query, length, count)
             begin = torch.arange(key, key + length * count, device=first.device).view(count, length)
@@ -91,8 +111,9 @@ class Decay:
             begin_of_chunk = begin[..., :1]
             rows = self._keep(first < begin_of_chunk, rows)
             keys = self._keep(begin >= following, keys)
-            carry = self._keep(following < begin_of_chunk, carry)
-        return Factors(rows.repeat(1, group).unsqueeze(-1), keys.unsqueeze(-1), carry.unsqueeze(-1))
+            whole, part = (self._keep(following < begin_of_chunk, x) for x in (whole, part))
+        carry = Factor(whole.unsqueeze(-1), part.unsqueeze(-1))
+        return Factors(rows.repeat(1, group).unsqueeze(-1), keys.unsqueeze(-1), carry)
 
     @staticmethod
     def _keep(visible: Tensor, x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fastmax.eager import tiles
 from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
-from fastmax.eager.decay import Factors
+from fastmax.eager.decay import Factor, Factors
 from fastmax.eager.features import (
     feature_count,
     fold_pairs,
@@ -148,35 +148,24 @@ def _read_gradient(
     return dx, out
 
 
-def _faded(state: State, factor: Tensor, workspace: Workspace | None) -> State:
+def _faded(state: State, factor: Factor, workspace: Workspace | None) -> State:
     """The state times a factor (B, 1, 1); in place when nothing is recorded."""
-    # A product with 0 would keep what is not finite.
-    keep = factor != 0
-    return State(
-        *(
-            None
-            if x is None
-            else torch.where(keep, x * factor, 0.0)
-            if workspace is None
-            else x.mul_(factor).masked_fill_(~keep, 0.0)
-            for x in state
-        )
-    )
+    return State(*(None if x is None else factor(x, out=None if workspace is None else x) for x in state))
 
 
-def _exclusive(state: State, sums: State, count: int, reverse: bool, factors: Tensor | None) -> tuple[State, State]:
-    """States before each of `count` chunks, given their sums side by side, and the state after all of them; `factors`
+def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Factor | None) -> tuple[State, State]:
+    """States before each of `count` chunks, given their sums side by side, and the state after all of them; `factor`
     (B * count, 1, 1), of the state before a chunk in the one after it."""
-    fades = (None,) * count if factors is None else factors.unflatten(0, (-1, count)).unbind(1)
+    factors = (None,) * count if factor is None else factor.chunks(count)
 
     def scan(carry: Tensor | None, x: Tensor | None):
         if carry is None:
             return None, None
-        chunks = list(zip(x.unflatten(0, (-1, count)).unbind(1), fades, strict=True))
+        chunks = list(zip(x.unflatten(0, (-1, count)).unbind(1), factors, strict=True))
         before = []
         for chunk, fade in reversed(chunks) if reverse else chunks:
             before.append(carry)
-            carry = chunk + (carry if fade is None else torch.where(fade == 0, 0.0, carry * fade))
+            carry = (carry if fade is None else fade(carry)) + chunk
         return torch.stack(before[::-1] if reverse else before, dim=1).flatten(0, 1), carry
 
     before, after = zip(*(scan(carry, x) for carry, x in zip(state, sums, strict=True)), strict=True)
@@ -240,7 +229,7 @@ class _Walk:
         tokens: tuple,
         span: Span,
         use: Callable[[State], object],
-        carry: Tensor | None,
+        carry: Factor | None,
         reverse: bool = False,
     ):
         """Use the state before each chunk of the span, then add the span's tokens (x, y, weight) to what `carry` leaves of
