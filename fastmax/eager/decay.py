@@ -24,8 +24,17 @@ class Factor(NamedTuple):
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """The product; 0 where the factor is 0, even if x is not finite."""
         product = torch.addcmul(x * self.whole, x, self.part, out=out)
-        nothing = (self.whole == 0) & (self.part == 0)
-        return torch.where(nothing, 0.0, product) if out is None else product.masked_fill_(nothing, 0.0)
+        return torch.where(self._is_zero, 0.0, product) if out is None else product.masked_fill_(self._is_zero, 0.0)
+
+    def times_plus(self, x: Tensor, y: Tensor) -> Tensor:
+        """The product and y, which is added to the small part of it first: where y is the same in every chunk, so would be the
+        rounding of its sum with a large one."""
+        x = torch.where(self._is_zero, 0.0, x)
+        return x * self.whole + torch.addcmul(y, x, self.part)
+
+    @property
+    def _is_zero(self) -> Tensor:
+        return (self.whole == 0) & (self.part == 0)
 
     def chunks(self, count: int) -> list[Factor]:
         return [Factor(*x) for x in zip(*(x.unflatten(0, (-1, count)).unbind(1) for x in self), strict=True)]

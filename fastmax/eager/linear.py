@@ -165,7 +165,7 @@ def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Fac
         before = []
         for chunk, fade in reversed(chunks) if reverse else chunks:
             before.append(carry)
-            carry = (carry if fade is None else fade(carry)) + chunk
+            carry = carry + chunk if fade is None else fade.times_plus(carry, chunk)
         return torch.stack(before[::-1] if reverse else before, dim=1).flatten(0, 1), carry
 
     before, after = zip(*(scan(carry, x) for carry, x in zip(state, sums, strict=True)), strict=True)
