@@ -41,12 +41,14 @@ SPILL_EXCEPTIONS = {
     "blocks share a multiprocessor",
     r"quadratic_bwd_q_pair_kernel<fastmax::.*(TableVisibility|WindowVisibility), fastmax::Tf32, 256>": "a few words: bounds "
     "beside what fills the registers",
-    r"quadratic_bwd_kv_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "the same, up to 24 bytes",
-    r"sm_(80|86|89|100) .*quadratic_bwd_kv_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 32>": "the "
-    "same; none on sm_90",
-    r"sm_120 .*quadratic_bwd_kv_kernel<fastmax::SoftmaxScore, fastmax::WindowVisibility, fastmax::Bf16, 96>": "the same, on "
+    r"quadratic_bwd_kv_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "table pointers likewise, up to 24 bytes",
+    r"sm_(80|86|89|100) .*quadratic_bwd_kv_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 32>": (
+        "a word or two: table pointers; none on sm_90"
+    ),
+    r"sm_120 .*quadratic_bwd_kv_kernel<fastmax::SoftmaxScore, fastmax::WindowVisibility, fastmax::Bf16, 96>": "one word, on "
     "that architecture alone",
-    r"sm_120 .*quadratic_fwd_kernel<fastmax::SoftmaxScore, fastmax::WindowVisibility, fastmax::Bf16, 32>": "likewise",
+    r"sm_120 .*quadratic_fwd_kernel<fastmax::SoftmaxScore, fastmax::WindowVisibility, fastmax::Bf16, 32>": "three words, on "
+    "that architecture alone",
     r"sm_120 .*quadratic_fwd_kernel<fastmax::.*Bf16, 64>": "one or two words, on that architecture alone",
     r"sm_(80|86|89|120) .*linear_grad_kernel<fastmax::Bf16, (128|256)>": "up to 20 bytes once per row block; none on sm_90",
     r"sm_(80|86|89) .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
