@@ -240,7 +240,7 @@ def _attend_exactly(
 def _algorithm_of_packed(
     algorithm: str, has_linear: bool, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, score: Score
 ) -> str:
-    """ "auto" by the mean length of a sequence, which is known without looking at values."""
+    """The choice of "auto" goes by the mean length of a sequence, which is known without looking at values."""
     if not has_linear:
         return validation.algorithm_without_state(algorithm)
     if algorithm != "auto" or torch.compiler.is_compiling() or q.numel() == 0:  # no choice by size in a compiled graph's guards
