@@ -5,33 +5,28 @@ Both are of the same kind. A sequence that begins is a token that forgets all be
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from fastmax import eager
+from fastmax.call import Call
 
 
-class Bounds(NamedTuple):
-    """Fields of `fastmax.call.Call`."""
-
-    log_decay: Tensor | None = None
-    first_key: Tensor | None = None
-    end_key: Tensor | None = None
-
-
-def bounds(
-    q: Tensor, k: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None, causal: bool, continues: bool = False
-) -> Bounds:
-    """Of checked arguments for 4-d q (b, h, n, d) and k (b, hk, m, d). No value is copied to the host.
+def with_bounds(
+    call: Call, q: Tensor, k: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None, continues: bool = False
+) -> Call:
+    """The call with checked arguments for 4-d q (b, h, n, d) and k (b, hk, m, d); log_decay (b, hk, m), or as of 3-d k. No
+    value is copied to the host.
 
     `continues`: there are keys in a state before the first one here, which is why queries that saw no token forget have -1.
     """
+    if log_decay is None and cu_seqlens is None:
+        return call
     (b, hk, m), n = k.shape[:3], q.shape[2]
     first = end = None
     if log_decay is not None:
         dtype = eager.compute_dtype(q.dtype)
+        log_decay = log_decay.view(b, hk, m)
         forgets = log_decay == -torch.inf
         first = torch.where(forgets, torch.arange(m, device=q.device), -1 if continues else 0).cummax(-1).values
         log_decay = torch.where(forgets, 0.0, log_decay.to(dtype))
@@ -39,8 +34,8 @@ def bounds(
         sequence = sequence_of_token(cu_seqlens, n)
         begin = cu_seqlens[sequence].expand(b, hk, n)
         first = begin if first is None else torch.maximum(first, begin)
-        end = None if causal else cu_seqlens[sequence + 1].expand(b, hk, n)
-    return Bounds(log_decay, None if first is None else first[..., m - n :].to(torch.int32), end)
+        end = None if call.causal else cu_seqlens[sequence + 1].expand(b, hk, n)
+    return call._replace(log_decay=log_decay, first_key=first[..., m - n :].to(torch.int32), end_key=end)
 
 
 def sequence_of_token(cu_seqlens: Tensor, n: int) -> Tensor:

@@ -29,7 +29,7 @@ class Call(NamedTuple):
     key_padding_mask: Tensor | None = None  # bool (b, m), True = the key takes part
     drop_noise: Tensor | None = None  # (b, h, n, dv), a constant
     rpe_matrix: Tensor | None = None  # (n + m - 1, d)
-    log_decay: Tensor | None = None  # (b, hk, m), finite, <= 0, in the compute dtype: see `fastmax.decay`
+    log_decay: Tensor | None = None  # (b, hk, m), finite, <= 0, in the compute dtype: see `fastmax.bounds`
     first_key: Tensor | None = None  # int32 (b, hk, n), keys before it are hidden; does not fall from query to query
     end_key: Tensor | None = None  # int32 (b, hk, n), keys from it on are hidden; likewise
 
@@ -79,6 +79,7 @@ class Signature:
         return tuple([None if x is None else given.get(name) for name, x in zip(self.tensor_names, tensors, strict=True)])
 
 
-_VISIBILITY = ("log_decay", "first_key", "end_key")
-FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("key_padding_mask", "drop_noise", "rpe_matrix", *_VISIBILITY))
-FLASH = Signature(Softmax, ("causal", "left", "right"), ("key_padding_mask", *_VISIBILITY))
+# Tensors with a number for every token of every key/value head.
+PER_HEAD = ("log_decay", "first_key", "end_key")
+FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("key_padding_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
+FLASH = Signature(Softmax, ("causal", "left", "right"), ("key_padding_mask", *PER_HEAD))

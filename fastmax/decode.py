@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
-from fastmax.bounds import bounds
+from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.decode_state import DecodeState
 from fastmax.normalization import normalize_rows
@@ -143,10 +143,10 @@ def step_(
     """
     q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
     _check_memory({"q": q, "k": k, "v": v}, state)
-    ops.refuse_to_record(q, k, v, state.values, state.weights, log_decay)
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
         if log_decay is not None:
+            ops.refuse_to_record(q, k, v, state.values, state.weights, log_decay)
             factor = _factor(log_decay, state)
             state.values.mul_(factor.unsqueeze(-1))
             state.weights.mul_(factor)
@@ -190,8 +190,7 @@ def prefill(
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
         call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
-        if log_decay is not None:
-            call = call._replace(**bounds(q, k, log_decay, None, causal=True, continues=True)._asdict())
+        call = with_bounds(call, q, k, log_decay, continues=True)
         o, values, weights = eager.forward_from_state(q, k, v, call, state.values, state.weights)
     if n == 0:  # the state that is returned may be changed in place, the given one not with it
         return o, state.clone()

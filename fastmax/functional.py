@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager, ops, validation
-from fastmax.bounds import bounds
+from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.exact_window import attention_with_exact_window
 from fastmax.normalization import normalize_rows
@@ -131,10 +131,8 @@ def fastmax_attention(
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
-        log_decay = log_decay if log_decay is None else log_decay.view(*k.shape[:-1])
     call = Call(score, causal, dropout, algorithm, key_padding_mask=key_padding_mask, drop_noise=noise, rpe_matrix=rpe_matrix)
-    if log_decay is not None or cu_seqlens is not None:
-        call = call._replace(**bounds(q, k, log_decay, cu_seqlens, causal)._asdict())
+    call = with_bounds(call, q, k, log_decay, cu_seqlens)
     if exact_window == 0:
         o, z = _attend(q, k, v, call, use_custom_gradient)
         lse = _log_of_sums(z) if return_lse else None
@@ -204,10 +202,8 @@ def flash_attention(
     three_d = q.dim() == 3
     if three_d:
         q, k, v = _four_d(q, k, v, key_padding_mask)
-        log_decay = log_decay if log_decay is None else log_decay.view(*k.shape[:-1])
     call = Call(score, causal, left=left, right=right, key_padding_mask=key_padding_mask)
-    if log_decay is not None or cu_seqlens is not None:
-        call = call._replace(**bounds(q, k, log_decay, cu_seqlens, causal)._asdict())
+    call = with_bounds(call, q, k, log_decay, cu_seqlens)
     o, lse = _attend(q, k, v, call, use_custom_gradient)
     if three_d:
         o, lse = o.flatten(0, 1), lse.flatten(0, 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from fastmax.call import Call
+from fastmax.call import PER_HEAD, Call
 from fastmax.eager import flash, linear, quadratic, tiles
 from fastmax.eager.blocks import (
     Gradients,
@@ -90,7 +90,7 @@ def _five(x: Tensor, kv_heads: int) -> Tensor:
 def _operands(q: Tensor, k: Tensor, v: Tensor, call: Call, batch: slice = slice(None), heads: slice = slice(None)) -> Operands:
     """Those of a group of heads."""
     mask = call.key_padding_mask
-    per_head = {name: getattr(call, name) for name in ("log_decay", "first_key", "end_key")}
+    per_head = {name: getattr(call, name) for name in PER_HEAD}
     per_head = {name: None if x is None else x[batch, heads] for name, x in per_head.items()}
     call = call._replace(key_padding_mask=None if mask is None else mask[batch], **per_head)
     decay = None

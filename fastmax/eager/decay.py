@@ -43,9 +43,11 @@ class Factor(NamedTuple):
 class Factors(NamedTuple):
     """What a chunk of the linear algorithm is multiplied with; B: blocks, as of `fastmax.eager.blocks.to_blocks`."""
 
-    rows: Tensor  # (B, group * length, 1), of what a query reads from the state before the chunk; 0: it sees nothing of it
-    keys: Tensor  # (B, length, 1), of what a key adds to the state after the chunk
-    carry: Factor  # (B, 1, 1), of the state before the chunk in the one after it
+    rows: (
+        Tensor | None
+    )  # (B, group * length, 1), of what a query reads from the state before the chunk; 0: it sees nothing of it
+    keys: Tensor | None  # (B, length, 1), of what a key adds to the state after the chunk
+    carry: Factor | None  # (B, 1, 1), of the state before the chunk in the one after it
 
 
 class Decay:

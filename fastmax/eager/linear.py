@@ -208,10 +208,10 @@ class _Walk:
         factor = self.ops.decay.factors_alone(span.start, span.stop)
         return *_scaled((k, v, weight), factor), factor
 
-    def factors(self, span: Span) -> Factors | None:
-        """What decays and bounds make of the state around each chunk of the span."""
+    def factors(self, span: Span) -> Factors:
+        """What decays and bounds make of the state around each chunk of the span; None for 1."""
         if self.ops.decay is None:
-            return None
+            return Factors(None, None, None)
         return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group)
 
     def place(self, span: Span, weight: Tensor | None) -> tiles.Place:
@@ -268,8 +268,8 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
         return None, _absorb(state, *walk.alone_k_v(span)[:3], workspace)
 
     def causal(span: Span, state: State):
-        q, (k, v, weight), factors = walk.q(span), walk.k_v(walk.keys(span)), walk.factors(span)
-        rows, keys, carry = (None,) * 3 if factors is None else factors
+        q, (k, v, weight) = walk.q(span), walk.k_v(walk.keys(span))
+        rows, keys, carry = walk.factors(span)
 
         def use(before: State) -> tuple[Tensor, Tensor]:
             return read(before, q) if rows is None else tuple(x * rows for x in read(before, q))
@@ -308,8 +308,7 @@ def backward(
         state = _absorb(state, *walk.alone_k_v(span)[:3], workspace)
     for span in walk.queries:
         q, terms = walk.q(span), g_e(span)
-        factors = walk.factors(span) if ops.causal else None
-        rows, keys, carry = (None,) * 3 if factors is None else factors
+        rows, keys, carry = walk.factors(span)
 
         def dq(before: State, span=span, q=q, terms=terms, rows=rows):
             q, g, e = _scaled((q, *terms), rows)
@@ -330,8 +329,7 @@ def backward(
         if ops.causal:
             keys = walk.keys(span)
             k, v, weight = walk.k_v(keys)
-            factors = walk.factors(span)
-            rows, of_keys, carry = (None,) * 3 if factors is None else factors
+            rows, of_keys, carry = walk.factors(span)
 
             def use(after: State, tokens=(k, v, weight), factor=of_keys, keys=keys):
                 dk_dv(after, *_scaled(tokens, factor), factor, keys)
