@@ -330,7 +330,8 @@ torch.ops.fastmax.flash_forward(q, q, q, None, None, first, None, 0.1, True, 5, 
 score = (0.1, 1.0, 1.0, 0.5, 2, True, 0.0)
 torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "auto", False)
 torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "linear", False)
-torch.ops.fastmax.forward(q, q, q, None, None, None, -torch.rand(1, 2, 64, device="cuda"), None, None, *score, "quadratic", False)
+decay = -torch.rand(1, 2, 64, device="cuda")
+torch.ops.fastmax.forward(q, q, q, None, None, None, decay, None, None, *score, "quadratic", False)
 fastmax.softmax.safe_softmax(q)
 fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
 """

@@ -63,8 +63,13 @@ int main() {
       const Packed packed{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
       std::vector<Range> keys, queries;
       // kind w: from b keys before a query's position, which is i + a, to c keys behind it.
-      for (int i = 0; i < n; ++i) keys.push_back(kind == 'w' ? Range{std::max(0, i + a - b), std::min(m, i + a + c + 1)} : packed.keys_of(i));
-      for (int j = 0; j < m; ++j) queries.push_back(kind == 'w' ? Range{std::max(0, j - a - c), std::min(n, j - a + b + 1)} : packed.queries_of(j));
+      const bool window = kind == 'w';
+      for (int i = 0; i < n; ++i) {
+        keys.push_back(window ? Range{std::max(0, i + a - b), std::min(m, i + a + c + 1)} : packed.keys_of(i));
+      }
+      for (int j = 0; j < m; ++j) {
+        queries.push_back(window ? Range{std::max(0, j - a - c), std::min(n, j - a + b + 1)} : packed.queries_of(j));
+      }
       AttentionParams p{};
       p.n = n, p.m = m, p.key_table = keys.data(), p.query_table = queries.data();
       const TableVisibility sees(p, 0);
