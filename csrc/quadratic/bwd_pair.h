@@ -223,7 +223,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
         }
       };
       const bool whole = query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
-      add_query_tile<Score, Visibility>(p, state, scratch, ring + stage + 2 * Tile::kTileBytes, whole, tile, first_row, add_whole_tile, add_masked_tile);
+      add_query_tile<Score, Visibility>(p, state, scratch, ring + stage + 2 * Tile::kTileBytes, whole, tile, first_row, add_whole_tile,
+                                        add_masked_tile);
     }
   }
 
@@ -274,8 +275,8 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   const Score score(p);
   FragmentA<Math> rows[kRowTiles][kHeadDim / 16];
-  Line line[kRowTiles][2];    // this warp's factor of ds, but for Score::slope
-  float at_zero[kRowTiles][2];  // and the weight at x = 0, of which sums of pairs are made where the slope is not the weight
+  Line line[kRowTiles][2];      // this warp's factor of ds, but for Score::slope
+  float at_zero[kRowTiles][2];  // Fastmax: the weight at x = 0; with the line it makes other weights, for sums of pairs
   {
     const Element* q = head_of<Element>(p.q, p.q_stride, in.batch, in.head);
     const Element* grad_o = head_of<Element>(grad_o_base, grad_o_stride, in.batch, in.head);
@@ -331,7 +332,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
       const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
       float x[kRowTiles][2][4];
       multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
-      float weight[kRowTiles][2][4];  // where the slope is not the weight
+      float weight[kRowTiles][2][4];  // where keys fade and the slope is not the weight
       maybe_fading.visit([&](auto&& fading) {
         constexpr bool kFades = std::decay_t<decltype(fading)>::kFades;
 #pragma unroll

@@ -217,7 +217,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
         }
       };
       const bool whole = query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
-      add_query_tile<Score, Visibility>(p, state, scratch, ring + stage + 2 * Tile::kTileBytes, whole, tile, first_row, add_whole_tile, add_masked_tile);
+      add_query_tile<Score, Visibility>(p, state, scratch, ring + stage + 2 * Tile::kTileBytes, whole, tile, first_row, add_whole_tile,
+                                        add_masked_tile);
     }
   }
 

@@ -34,7 +34,8 @@ struct DecaySums {
   const AttentionParams& p;
   const float2* sums;
 
-  __device__ __forceinline__ DecaySums(const AttentionParams& p, int state) : p(p), sums(p.decay_sums + static_cast<int64_t>(state) * p.m) {}
+  __device__ __forceinline__ DecaySums(const AttentionParams& p, int state)
+      : p(p), sums(p.decay_sums + static_cast<int64_t>(state) * p.m) {}
 
   __device__ __forceinline__ bool fade() const { return p.decay_sums != nullptr; }
   __device__ __forceinline__ int position(int query) const { return max(0, min(query + p.causal_offset, p.m - 1)); }
@@ -167,7 +168,7 @@ struct FadingPairs {
   __device__ __forceinline__ const Self& self() const { return static_cast<const Self&>(*this); }
 };
 
-// Of far tiles. kOwnsQueries: the rows' part is not here but in what the loop keeps of a row.
+// Of far tiles. kOwnsQueries: the rows' part is not here but in what the loop keeps of a row; else a streamed query's is in its score.
 template <class Score, int kRowTiles, bool kOwnsQueries>
 struct FarFading : FadingPairs<Score, FarFading<Score, kRowTiles, kOwnsQueries>> {
   struct None {};
@@ -194,6 +195,7 @@ struct FarFading : FadingPairs<Score, FarFading<Score, kRowTiles, kOwnsQueries>>
   __device__ __forceinline__ void finish_slab(const Scratch&) const {}
 };
 
+// Of near tiles: from differences of running sums.
 template <class Score, int kRowTiles, bool kOwnsQueries>
 struct NearFading : FadingPairs<Score, NearFading<Score, kRowTiles, kOwnsQueries>> {
   struct Pair {
@@ -307,7 +309,8 @@ __device__ __forceinline__ void add_key_tile(const AttentionParams& p, int state
 }
 template <class Score, class Visibility, class Scratch, class AddWhole, class AddMasked>
 __device__ __forceinline__ void add_query_tile(const AttentionParams& p, int state, const Scratch& scratch, uint32_t row_scores,
-                                               bool whole, int tile, int first_row, const AddWhole& add_whole, const AddMasked& add_masked) {
+                                               bool whole, int tile, int first_row, const AddWhole& add_whole,
+                                               const AddMasked& add_masked) {
   using Tile = typename Scratch::Tile;
   if constexpr (!Visibility::kMayFade) {
     if (whole) add_whole(NoFading<Score>{});
@@ -342,16 +345,16 @@ __device__ __forceinline__ void add_query_tile(const AttentionParams& p, int sta
 
 // Sums of pairs of a warp's rows, by their owner.
 template <class Score, class Scratch>
-__device__ __forceinline__ void store_sums_by_query(const BwdParams& p, const PairSums& sums, const Scratch& scratch, int batch, int head,
-                                                    int warp_row) {
+__device__ __forceinline__ void store_sums_by_query(const BwdParams& p, const PairSums& sums, const Scratch& scratch, int batch,
+                                                    int head, int warp_row) {
   if (sums.by_query == nullptr) return;
   const float scale = Score(p).flow_scale();
   scratch.store_sums(sums.by_query + (static_cast<int64_t>(batch) * p.h + head) * p.n, warp_row, p.n,
                      [scale](int, float x) { return x * scale; });
 }
 template <class Score, class Scratch>
-__device__ __forceinline__ void store_sums_by_key(const BwdParams& p, const PairSums& sums, const Scratch& scratch, int batch, int kv_head,
-                                                  int warp_row) {
+__device__ __forceinline__ void store_sums_by_key(const BwdParams& p, const PairSums& sums, const Scratch& scratch, int batch,
+                                                  int kv_head, int warp_row) {
   if (sums.by_key == nullptr) return;
   const float scale = Score(p).flow_scale();
   const uint8_t* mask = p.key_padding_mask == nullptr ? nullptr : p.key_padding_mask + batch * p.mask_batch_stride;

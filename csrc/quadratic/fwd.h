@@ -64,7 +64,7 @@ struct QuadraticFwd {
     }
   }
 
-  // What was summed so far counts from the first row; from here on, from each row.
+  // After the last far tile: what was summed so far counts from the first row; from here on, from each row.
   __device__ __forceinline__ void fade_on(const DecaySums& sums, int warp_row) {
     const int g = threadIdx.x % kWarpSize / 4;
 #pragma unroll
@@ -239,10 +239,6 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
     const Kept kept = kept_keys.tile<Tile::kStream>(key_begin);
     const int row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
     const Visibility sees = visibility_of<Visibility>(p, kv_state);
-    if constexpr (Visibility::kMayFade) {
-      if (tile > tiles.begin && tile == near_tile_of<Tile::kStream>(p, sees.state, row)) state.fade_on(DecaySums(p, sees.state), row);
-    }
-    if (kept == Kept::kNone) continue;
     const auto add_whole_tile = [&](auto&& fading) {
       state.template add_tile<false>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, fading);
     };
@@ -251,11 +247,11 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
     };
     const bool whole =
         kept == Kept::kAll && key_tiles<Tile::kStream>(sees, row, row + kRowTiles * 16 - 1).whole.contains(tile);
-    add_key_tile<Score, Visibility>(p, kv_state, scratch, whole, tile, row, add_whole_tile, add_masked_tile);
-  }
-  if constexpr (Visibility::kMayFade) {
-    const DecaySums sums(p, kv_state);
-    if (sums.fade() && tiles.end <= sums.template near_tile<Tile::kStream>(warp_row)) state.fade_on(sums, warp_row);
+    if (kept != Kept::kNone) add_key_tile<Score, Visibility>(p, kv_state, scratch, whole, tile, row, add_whole_tile, add_masked_tile);
+    if constexpr (Visibility::kMayFade) {
+      const DecaySums sums(p, sees.state);
+      if (sums.fade() && tile + 1 == min(sums.template near_tile<Tile::kStream>(row), tiles.end)) state.fade_on(sums, row);
+    }
   }
 
   // Computed again, so that the main loop need not keep it in registers.
