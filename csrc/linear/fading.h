@@ -34,10 +34,11 @@ struct Fading {
 
 #ifdef __CUDACC__
   // Of the token of a row of y; rows outside of the sequence are as the nearest.
-  __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const {
+  __device__ __forceinline__ const float2* address(const Sequence& s, int64_t state, int y_row) const {
     const int token = s.time == Time::kForward ? y_row : tokens - 1 - y_row;
-    return __ldg(sums + state * tokens + min(max(token, 0), tokens - 1));
+    return sums + state * tokens + min(max(token, 0), tokens - 1);
   }
+  __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const { return __ldg(address(s, state, y_row)); }
   // Between two rows, the later one in the walk first; <= 0.
   __device__ __forceinline__ static float between(const Sequence& s, const float2& x, const float2& y) {
     return s.time == Time::kForward ? fastmax::fading(x, y) : fastmax::fading(y, x);
@@ -89,10 +90,10 @@ struct FadingRows {
     return exp2f(Fading::between(p, at(shift), p.fading.at_edge(p, state, edge)));
   }
 
-  // G of a slab of kRows rows of y, a row per lane: loaded early, for for_each_pair.
+  // G of a slab of kRows rows of y, a row per lane, from shared memory.
   template <int kRows>
-  __device__ __forceinline__ float2 slab(int y_row) const {
-    return p.fading.at_row(p, state, y_row + static_cast<int>(threadIdx.x % kRows));
+  __device__ __forceinline__ static float2 slab(uint32_t address) {
+    return ptx::load_shared_f32x2(address + static_cast<int>(threadIdx.x % kRows) * 8);
   }
 
   // Whether nothing is left of a slab of kRows rows before the rows of x.
