@@ -16,6 +16,7 @@
 #include "core/params.h"
 #include "core/sequence.h"
 #include "linear/algorithm.h"
+#include "linear/fading.h"
 
 namespace fastmax {
 
@@ -37,7 +38,23 @@ struct RowScale {
   int token;
 };
 
+struct RowOutput {
+  float* data;  // null: not wanted
+  int64_t head;
+  int token;
+};
+
+// Rows of a y head that take part in a state, in a walk that fades.
+struct KeptRows {
+  const uint8_t* data;   // null: the mask says it
+  int64_t head;
+  int token;
+  const uint8_t* whole;  // [y head][groups]: FadeArgs
+  int groups;
+};
+
 struct LinearProblem : ChunkedSequence {
+  Fading fading;
   int batch;
   int state_heads;  // states per batch entry: key/value heads
   int x_group;      // x heads per state
@@ -48,6 +65,7 @@ struct LinearProblem : ChunkedSequence {
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
+  int groups() const { return (y_end() + kBoundary - 1) / kBoundary; }
   // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
@@ -65,6 +83,7 @@ struct StateWeights {
 struct StateArgs : LinearProblem {
   View y, w;
   RowMask mask;
+  KeptRows kept;
   RowScale y_scale;  // e of the y rows, in the moments sum e y y^T, sum e y, sum e
   StateWeights weights;
   void* snapshots;   // [state][chunk][StateLayout::kWords]
@@ -79,7 +98,7 @@ struct StateArgs : LinearProblem {
   float* parts_sum;  // order 1: [state][part][part_floats()]
 };
 
-// The same for order 1 at wide head dims, from parts of y that are each summed on its own.
+// The same for order 1, from parts of y that are each summed on its own.
 struct PartStateArgs : StateArgs {};
 
 // o = sum f(x.y) w (/ z)
@@ -107,6 +126,21 @@ struct GradArgs : LinearProblem {
   float g0, g1;
   View out;
   bool half_out;
+  float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
+  RowOutput pair_sums;     // sum f(x.y) (x2.y2 + e) but of a row with its own token; in a walk that fades
+};
+
+// w and e (null: ones) of every row as a state takes them, times what is left of the row at the end of its chunk; which rows there
+// are; and what is left of states. What w holds where nothing is left, or where a row is masked, does not matter.
+struct FadeArgs : LinearProblem {
+  View w;
+  RowMask mask;
+  RowScale e;
+  void* faded_w;   // [batch][y head][ny][dv]
+  float* faded_e;  // [batch][y head][ny]
+  uint8_t* kept;   // [batch][y head][ny]
+  uint8_t* whole;  // [batch][y head][groups], of kBoundary virtual rows: whether none of them is dropped
+  float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (FadeFactor)
 };
 
 // g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is
@@ -125,6 +159,8 @@ template <class Math, class Args>
 void linear_pass(const Args& a, int head_dim, cudaStream_t stream);
 template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
+template <class Math>
+void linear_fade(const FadeArgs& a, cudaStream_t stream);
 // (batch, head, token, column) -> contiguous fp32
 template <class Math>
 void linear_widen(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream);

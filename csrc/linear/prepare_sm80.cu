@@ -1,4 +1,4 @@
-// What is made of tensors before the passes: g and e of a backward, fp32 copies of fp16.
+// What is made of tensors before the passes: g and e of a backward, fp32 copies of fp16, rows that fade.
 
 #include <type_traits>
 
@@ -73,6 +73,55 @@ __global__ void __launch_bounds__(256) linear_widen_kernel(const View src, float
   }
 }
 
+// A block has the kBoundary virtual rows of a group: their factors first, a row per thread, then w.
+template <class Element>
+__global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, const int groups) {
+  constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
+  __shared__ float factors[kBoundary];
+  const int head_index = blockIdx.x / groups, heads = a.state_heads * a.y_group;
+  const int virtual_begin = blockIdx.x % groups * kBoundary;
+  const int64_t first = static_cast<int64_t>(head_index) * a.ny;
+  const auto token_of = [&](int y_row) { return a.time == Time::kForward ? y_row : a.ny - 1 - y_row; };  // in memory
+
+  const int own_row = a.y_row(virtual_begin + static_cast<int>(threadIdx.x));
+  bool drops = false;
+  if (threadIdx.x < kBoundary && own_row >= 0 && own_row < a.ny) {
+    const int64_t state = head_index / a.y_group;
+    const int token = token_of(own_row);
+    const uint8_t* mask = mask_pointer(a.mask, head_index / heads);
+    const float2 edge = a.fading.at_edge(a, state, a.fading.edge_after(a, virtual_begin + static_cast<int>(threadIdx.x) + 1));
+    float factor = exp2f(Fading::between(a, edge, a.fading.at_row(a, state, own_row)));
+    if (mask != nullptr && mask[static_cast<int64_t>(token) * a.mask.token] == 0) factor = 0.f;
+    drops = factor == 0.f;
+    factors[threadIdx.x] = factor;
+    const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
+    a.faded_e[first + token] = drops ? 0.f : e * factor;
+    a.kept[first + token] = !drops;
+  }
+  drops = __syncthreads_or(drops);
+  if (threadIdx.x == 0) a.whole[blockIdx.x] = !drops;
+
+  const Element* w = head_pointer<Element>(a.w, head_index / heads, head_index % heads);
+  const int vectors = a.dv / kVector;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kBoundary * vectors; i += static_cast<int>(blockDim.x)) {
+    const int row = i / vectors, y_row = a.y_row(virtual_begin + row);
+    if (y_row < 0 || y_row >= a.ny || factors[row] == 0.f) continue;  // what is dropped is not read
+    const int token = token_of(y_row), column = i % vectors * kVector;
+    alignas(16) Element x[kVector];
+    *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(w + token * a.w.token + column);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) x[j] = from_float<Element>(to_float(x[j]) * factors[row]);
+    *reinterpret_cast<uint4*>(static_cast<Element*>(a.faded_w) + (first + token) * a.dv + column) = *reinterpret_cast<const uint4*>(x);
+  }
+}
+
+__global__ void __launch_bounds__(256) linear_carry_kernel(const FadeArgs a) {
+  const int index = blockIdx.x * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+  const int state = index / a.chunks, chunk = index % a.chunks;
+  if (state < a.states()) a.carries[index] = FadeFactor::of(a.fading.passing(a, state, chunk, chunk + 1)).code;
+}
+
 }  // namespace
 
 template <>
@@ -83,6 +132,16 @@ void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
   const int head_blocks = (a.n + kRows - 1) / kRows;
   launch_kernel("linear_prepare", linear_prepare_kernel<In, G>, grid_1d(int64_t{head_blocks} * a.batch * a.heads), kThreads, 0, stream,
                 a, head_blocks);
+}
+
+template <>
+void linear_fade<FASTMAX_MATH>(const FadeArgs& a, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  const int groups = a.groups();
+  launch_kernel("linear_fade", linear_fade_kernel<FASTMAX_MATH::Element>, grid_1d(int64_t{groups} * a.states() * a.y_group), kThreads, 0,
+                stream, a, groups);
+  launch_kernel("linear_carry", linear_carry_kernel, grid_1d((int64_t{a.states()} * a.chunks + kThreads - 1) / kThreads), kThreads, 0,
+                stream, a);
 }
 
 template <>

@@ -47,11 +47,10 @@ struct StateTile {
   static constexpr bool kPipelined = kIs16Bit<Math>;
 };
 
-// States of order 1 at wide head dims. A warp owns 16 value columns times all first-order features, a block 128.
+// States of order 1 that are summed in parts. A warp owns 16 value columns times all first-order features, a block up to 128.
 template <class Math, int kHeadDim>
 struct PartTile {
-  static_assert(kHeadDim > kLinear1HeadDim, "narrower ones never come here");
-  static constexpr int kValues = 128;
+  static constexpr int kValues = kHeadDim < 128 ? kHeadDim : 128;
   static constexpr int kGroups = kHeadDim / kValues;
   static constexpr int kWarps = kValues / 16;
   static constexpr int kThreads = kWarps * kWarpSize;
@@ -76,8 +75,9 @@ struct StreamStage {
   static constexpr int kKeys = kFittingKeys < 64 ? kFittingKeys : 64;
   static_assert(kBoundary % kKeys == 0, "own chunks begin at stages");
   static constexpr int kValueOffset = kKeys * kRowBytes;
-  static constexpr int kScaleOffset = kPairs * kPairBytes;  // e of the keys
-  static constexpr int kBytes = (kScaleOffset + 4 * kKeys + 127) / 128 * 128;  // swizzles are of the address
+  static constexpr int kScaleOffset = kPairs * kPairBytes;        // e of the keys
+  static constexpr int kFadingOffset = kScaleOffset + 4 * kKeys;  // and their sums of decays
+  static constexpr int kBytes = (kFadingOffset + 8 * kKeys + 127) / 128 * 128;  // swizzles are of the address
 };
 
 // The read kernel.
@@ -111,7 +111,8 @@ struct GradTile {
   static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
   static constexpr int kSlab = kSplitOperands<Math> || kHeadDim > 128 ? 16 : 32;
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
-  static constexpr int kRowSharedBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
+  static constexpr int kRowBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
+  static constexpr int kRowSharedBytes = kRowBytes + 4;              // and the sum of pairs
   // More rows share the ring's traffic; two small blocks hide each other's barriers.
   static constexpr int kMaxWarps = kHeadDim <= 64 ? 4 : 8;
   static constexpr int kStages = 2, kRingBytes = kStages * Stage::kBytes;

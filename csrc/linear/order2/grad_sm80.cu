@@ -5,7 +5,11 @@
 // The contribution of a tile T (64 features x values): W = x2 T^T on the tensor cores, then the product rule on
 // sum_xg x[8s+x] x[8b+g] W[8x+g], in fp32 on the CUDA cores:
 //   grad[8b+g] += sum_x x[8s+x] W[8x+g],  grad[8s+x] += sum_g x[8b+g] W[8x+g]
-// which is right for diagonal tiles too. Block columns come in an order known only at run time, so the gradient is kept in
+// which is right for diagonal tiles too. Where rows fade, also the sum over the pairs of a row, p = f(x.y) (x2.y2 + e), that the gradient
+// of log_decay is made of: of earlier chunks it is that of order 0, plus x . (gradient of order 1), plus half of
+// x . (gradient of order 2).
+//
+// Block columns come in an order known only at run time, so the gradient is kept in
 // shared memory, a float4 per lane and block that no other lane touches.
 
 #include "linear/dispatch.h"
@@ -14,11 +18,11 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim>
+template <class Math, int kHeadDim, bool kFades>
 __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize, 1) linear_grad_kernel(const GradArgs a, const int row_blocks) {
   using Tile = GradTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize, kFades>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16, kBlocks = kHeadDim / 8;
@@ -64,6 +68,35 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     }
   }
 
+  const auto state_again = [&] { return static_cast<int64_t>(at.x_head_index / a.x_group); };
+  const auto fading_again = [&] {
+    return FadingRows<GradArgs>{a, state_again(), static_cast<int>(ptx::keep_in_register(at.row)) + warp_row + g};
+  };
+  // Sums of the pairs of rows wait in shared memory: loops need the registers.
+  const bool wants_pairs = kFades && a.pair_sums.data != nullptr;
+  const uint32_t warp_pairs = ring + Tile::kRingBytes + rows * Tile::kRowBytes + warp_row * 4;
+  const auto pairs_address = [&](int m, int half) { return warp_pairs + (16 * m + 8 * half + g) * 4; };
+  // Adds this lane's part.
+  const auto add_pairs = [&](const float (&part)[kRowTiles][2], bool first) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float sum = quad_sum(part[m][half]) + (first ? 0.f : ptx::load_shared_f32(pairs_address(m, half)));
+        __syncwarp();
+        if (t == 0) ptx::store_shared_f32(pairs_address(m, half), sum);
+        __syncwarp();
+      }
+    }
+  };
+  // x . v of a block of columns of the gradient
+  const auto dot_x = [&](int m, int block, float (&sum)[2], const float4& v) {
+    RowBase<Math, kHeadDim> x;
+    x.load(x_tile, warp_row + 16 * m, block);
+    sum[0] = fmaf(x.value(0, 0), v.x, fmaf(x.value(0, 1), v.y, sum[0]));
+    sum[1] = fmaf(x.value(1, 0), v.z, fmaf(x.value(1, 1), v.w, sum[1]));
+  };
+
   float acc[kRowTiles][2 * kDepth][4] = {};
   if (has_state) {
     // e (moment x + g0 sum y): in grad_k, e is inside the sums.
@@ -71,6 +104,19 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     const int moments = stream.moment_pairs();
     const auto finish_moments = [&] {
       const float* sums = a.sums + at.slot * Layout::kSums + Layout::kSumY;
+      if (wants_pairs) {  // of the moments' gradient: taken from the sums of both orders below
+        float pairs[kRowTiles][2] = {};
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const float e0 = a.x_scale.data != nullptr ? e[m][0] : 1.f, e1 = a.x_scale.data != nullptr ? e[m][1] : 1.f;
+#pragma unroll
+          for (int c = 0; c < 2 * kDepth; ++c) {
+            dot_x(m, c, pairs[m], make_float4(acc[m][c][0], acc[m][c][1], acc[m][c][2], acc[m][c][3]));
+          }
+          pairs[m][0] *= -0.5f * e0, pairs[m][1] *= -0.5f * e1;
+        }
+        add_pairs(pairs, true);
+      }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         const float e0 = a.x_scale.data != nullptr ? e[m][0] : 1.f, e1 = a.x_scale.data != nullptr ? e[m][1] : 1.f;
@@ -126,6 +172,36 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         }
       }
     }
+  }
+
+  // Half of x . (the gradient so far).
+  const auto add_half_of_gradient = [&](float (&pairs)[kRowTiles][2]) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int c = 0; c < 2 * kDepth; ++c) dot_x(m, c, pairs[m], ptx::load_shared_f32x4(grad_address(m, c)));
+      pairs[m][0] *= 0.5f, pairs[m][1] *= 0.5f;
+    }
+  };
+  if (has_state && wants_pairs) {
+    // With order 0: c0 (x2 . sum w + e).
+    float pairs[kRowTiles][2] = {};
+    add_half_of_gradient(pairs);
+    const float* sums = a.sums + at.slot * Layout::kSums;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = at.row + warp_row + 16 * m + 8 * half + g;
+        float order0 = t == 0 ? sums[Layout::kSumOne] * (a.x_scale.data != nullptr ? e[m][half] : 1.f) : 0.f;
+        for (int column = 2 * t; row < a.nx && column < a.dv; column += 8) {
+          const float2 x2 = load_row_pair<Element>(a.x2, false, at.batch, at.x_head, row, column);
+          order0 = fmaf(x2.x, sums[Layout::kSumW + column], fmaf(x2.y, sums[Layout::kSumW + column + 1], order0));
+        }
+        pairs[m][half] = fmaf(a.c0, order0, pairs[m][half]);
+      }
+    }
+    add_pairs(pairs, false);
   }
 
   if (tiles && has_state) {
@@ -244,7 +320,32 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     stream.end_tiles();
   }
 
+  // What is left of earlier chunks.
+  if (kFades && has_state) {
+    float pairs[kRowTiles][2] = {};
+    if (wants_pairs) {
+      add_half_of_gradient(pairs);
+      add_pairs(pairs, false);
+    }
+    const auto fading = fading_again();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const float f0 = fading.since_chunk(16 * m), f1 = fading.since_chunk(16 * m + 8);
+#pragma unroll
+      for (int c = 0; c < 2 * kDepth; ++c) {
+        const float4 v = ptx::load_shared_f32x4(grad_address(m, c));
+        ptx::store_shared_f32x4(grad_address(m, c), make_float4(faded(v.x, f0), faded(v.y, f0), faded(v.z, f1), faded(v.w, f1)));
+      }
+      if (wants_pairs && t == 0) {
+        ptx::store_shared_f32(pairs_address(m, 0), faded(ptx::load_shared_f32(pairs_address(m, 0)), f0));
+        ptx::store_shared_f32(pairs_address(m, 1), faded(ptx::load_shared_f32(pairs_address(m, 1)), f1));
+      }
+    }
+    __syncwarp();
+  }
+
   // The own chunk, on top of the earlier ones.
+  float own_pairs[kRowTiles][2] = {};
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -266,6 +367,13 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
       const int key = first_key + slab;
       if (key > chunk_row + Tile::kWarpRows - 1) break;
+      const int source = a.y_row(stream.own_begin()) + key;
+      float2 y_sums{};
+      if constexpr (kFades) {
+        const auto fading = fading_again();
+        y_sums = fading.template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
+        if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
+      }
       float s[kRowTiles][Tile::kSlab / 8][4] = {}, u[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll kUnrollX2
       for (int kk = 0; kk < kDepth; ++kk) {
@@ -302,11 +410,29 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float& value = s[m][n][2 * half + i];
-              value = fmaf(a.g1, value, a.g0) * (u[m][n][2 * half + i] + e[m][half] + column_e);
+              const float x = value, centred = u[m][n][2 * half + i] + e[m][half] + column_e;
+              value = fmaf(a.g1, x, a.g0) * centred;
               if (diagonal && key + column > chunk_row + 16 * m + 8 * half + g) value = 0.f;
+              if constexpr (kFades) u[m][n][2 * half + i] = fmaf(fmaf(0.5f * a.g1, x, a.g0), x, a.c0) * centred;
             }
           }
         }
+      }
+      if constexpr (kFades) {
+        // A bit for each key that counts among the pairs: the kernel of the queries alone has a mask here.
+        uint32_t taken = 0xffffffffu;
+        if (const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch); y_mask != nullptr) {
+          const int token = source + lane % Tile::kSlab;
+          taken = __ballot_sync(0xffffffffu, token < a.ny && y_mask[static_cast<int64_t>(token) * a.y_mask.token] != 0);
+        }
+        const bool before = key + Tile::kSlab <= chunk_row;
+        fading_again().template for_each_pair<kRowTiles, Tile::kSlab / 8>(
+            y_sums, before, [&](int m, int half, int n, int i, float factor) {
+              s[m][n][2 * half + i] = faded(s[m][n][2 * half + i], factor);
+              const int column = 8 * n + 2 * t + i;
+              const bool counts = (taken >> column & 1u) != 0 && (before || key + column < chunk_row + 16 * m + 8 * half + g);
+              own_pairs[m][half] += counts ? faded(u[m][n][2 * half + i], factor) : 0.f;
+            });
       }
       WeightsA<Math> weights[Tile::kSlab / 16][kRowTiles];
       const auto add_columns = [&](float(&sum0)[4], float(&sum1)[4], int m, int k, const WeightsB<Math>& b0, const WeightsB<Math>& b1) {
@@ -355,6 +481,15 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   }
 
   const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
+  if (wants_pairs) {
+    add_pairs(own_pairs, !has_state);
+    const int row = at.row + warp_row + lane;
+    if (lane < Tile::kWarpRows && row < a.nx) {
+      const bool kept = x_mask == nullptr || x_mask[static_cast<int64_t>(row) * a.x_mask.token] != 0;
+      a.pair_sums.data[at.x_head_index * a.pair_sums.head + static_cast<int64_t>(row) * a.pair_sums.token] =
+          kept ? ptx::load_shared_f32(warp_pairs + lane * 4) : 0.f;
+    }
+  }
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -387,8 +522,12 @@ struct LaunchGrad {
     const int rows = warps * Tile::kWarpRows;
     static_assert(256 % (Tile::kMaxWarps * Tile::kWarpRows) == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + rows - 1) / rows;
-    launch_kernel("linear_grad", linear_grad_kernel<Math, kHeadDim>, grid_1d(int64_t{row_blocks} * a.states() * a.x_group),
-                  warps * kWarpSize, Tile::shared_bytes(warps), stream, a, row_blocks);
+    const auto launch = [&](const char* name, auto kernel) {
+      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), warps * kWarpSize, Tile::shared_bytes(warps),
+                    stream, a, row_blocks);
+    };
+    if (a.fading) launch("linear_grad_fading", linear_grad_kernel<Math, kHeadDim, true>);
+    else launch("linear_grad", linear_grad_kernel<Math, kHeadDim, false>);
   }
 };
 

@@ -10,12 +10,12 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim>
+template <class Math, int kHeadDim, bool kFades>
 __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<Math, kHeadDim>::kTwoBlocks ? 2 : 1)
     linear_read_kernel(const ReadArgs a, const int row_blocks) {
   using Tile = ReadTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads, kFades>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
@@ -139,6 +139,26 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     stream.end_tiles();
   }
 
+  const int64_t state = static_cast<int64_t>(at.batch) * a.state_heads + at.kv_head;
+  const FadingRows<ReadArgs> fading{a, state, at.row + warp_row + g};
+  float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
+  if (kFades && has_state) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = fading.since_chunk(16 * m + 8 * half);
+        if (t == 0) z[m][half] += count;
+        z[m][half] = faded(z[m][half], factor);
+#pragma unroll
+        for (int c = 0; c < 2 * kDepth; ++c) {
+          acc[m][c][2 * half] = faded(acc[m][c][2 * half], factor), acc[m][c][2 * half + 1] = faded(acc[m][c][2 * half + 1], factor);
+        }
+      }
+    }
+    count = 0.f;
+  }
+
   // The own chunk.
   const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
   const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
@@ -150,6 +170,12 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
       const int key = first_key + slab;  // within the chunk
       if (key > chunk_row + 16 * kRowTiles - 1) break;
+      const int source = a.y_row(stream.own_begin()) + key;
+      float2 y_sums{};
+      if constexpr (kFades) {
+        y_sums = fading.template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
+        if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
+      }
       float s[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll
       for (int kk = 0; kk < kDepth; ++kk) {
@@ -175,7 +201,11 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
           for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(s[m][n][e], fmaf(a.c2, s[m][n][e], a.c1), a.c0);
         }
       }
-      const int source = a.y_row(stream.own_begin()) + key;
+      if constexpr (kFades) {
+        fading.template for_each_pair<kRowTiles, Tile::kSlab / 8>(
+            y_sums, key + Tile::kSlab <= chunk_row,
+            [&](int m, int half, int n, int e, float factor) { s[m][n][2 * half + e] = faded(s[m][n][2 * half + e], factor); });
+      }
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 8; ++n) {
@@ -212,7 +242,6 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     }
   }
 
-  const float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
   const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
@@ -248,8 +277,12 @@ struct LaunchRead {
     using Tile = ReadTile<Math, kHeadDim>;
     static_assert(256 % Tile::kRows == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + Tile::kRows - 1) / Tile::kRows;
-    launch_kernel("linear_read", linear_read_kernel<Math, kHeadDim>,
-                  grid_1d(int64_t{row_blocks} * a.states() * a.x_group), Tile::kThreads, Tile::kSharedBytes, stream, a, row_blocks);
+    const auto launch = [&](const char* name, auto kernel) {
+      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), Tile::kThreads, Tile::kSharedBytes, stream, a,
+                    row_blocks);
+    };
+    if (a.fading) launch("linear_read_fading", linear_read_kernel<Math, kHeadDim, true>);
+    else launch("linear_read", linear_read_kernel<Math, kHeadDim, false>);
   }
 };
 
