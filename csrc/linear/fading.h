@@ -29,6 +29,7 @@ struct Fading {
   int origin;            // virtual row where chunk 0 of the whole sequence begins
   const float* carries;  // [state][chunk], of linear_carry
   int chunks;            // of the whole sequence
+  int first_chunk;       // of the phase
 
   __host__ __device__ explicit operator bool() const { return sums != nullptr; }
 
@@ -84,10 +85,15 @@ struct FadingRows {
   int row;  // of x, this lane's first
 
   __device__ __forceinline__ float2 at(int shift) const { return p.fading.at_row(p, state, p.y_row(p.seen_end(row + shift))); }
-  // Of what it reads from the state before its chunk.
-  __device__ __forceinline__ float since_chunk(int shift) const {
-    const int edge = p.fading.edge_at(p, p.seen_end(row + shift));
-    return exp2f(Fading::between(p, at(shift), p.fading.at_edge(p, state, edge)));
+  // Of what the rows row + 8 i read from the state before their chunk, the phase's `chunk`.
+  template <int kCount>
+  __device__ __forceinline__ void since_chunk(float (&factors)[kCount], int chunk) const {
+    const float2 edge = p.fading.at_edge(p, state, p.fading.first_chunk + chunk);
+    float2 x[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = at(8 * i);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) factors[i] = exp2f(Fading::between(p, x[i], edge));
   }
 
   // G of a slab of kRows rows of y, a row per lane, from shared memory.

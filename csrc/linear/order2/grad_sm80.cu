@@ -194,9 +194,20 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
       for (int half = 0; half < 2; ++half) {
         const int row = at.row + warp_row + 16 * m + 8 * half + g;
         float order0 = t == 0 ? sums[Layout::kSumOne] * (a.x_scale.data != nullptr ? e[m][half] : 1.f) : 0.f;
-        for (int column = 2 * t; row < a.nx && column < a.dv; column += 8) {
-          const float2 x2 = load_row_pair<Element>(a.x2, false, at.batch, at.x_head, row, column);
-          order0 = fmaf(x2.x, sums[Layout::kSumW + column], fmaf(x2.y, sums[Layout::kSumW + column + 1], order0));
+        constexpr int kAhead = kDepth < 8 ? kDepth : 8;  // loads in flight
+#pragma unroll 1
+        for (int first = 0; first < 2 * kDepth; first += kAhead) {
+          float2 x2[kAhead];
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const int column = 8 * (first + i) + 2 * t;
+            x2[i] = row < a.nx && column < a.dv ? load_row_pair<Element>(a.x2, false, at.batch, at.x_head, row, column) : float2{};
+          }
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const float2 sum = *reinterpret_cast<const float2*>(sums + Layout::kSumW + 8 * (first + i) + 2 * t);
+            order0 = fmaf(x2[i].x, sum.x, fmaf(x2[i].y, sum.y, order0));
+          }
         }
         pairs[m][half] = fmaf(a.c0, order0, pairs[m][half]);
       }
@@ -327,10 +338,11 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
       add_half_of_gradient(pairs);
       add_pairs(pairs, false);
     }
-    const auto fading = fading_again();
+    float factors[2 * kRowTiles];
+    fading_again().since_chunk(factors, at.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const float f0 = fading.since_chunk(16 * m), f1 = fading.since_chunk(16 * m + 8);
+      const float f0 = factors[2 * m], f1 = factors[2 * m + 1];
 #pragma unroll
       for (int c = 0; c < 2 * kDepth; ++c) {
         const float4 v = ptx::load_shared_f32x4(grad_address(m, c));

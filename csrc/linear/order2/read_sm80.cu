@@ -143,11 +143,13 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
   const FadingRows<ReadArgs> fading{a, state, at.row + warp_row + g};
   float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
   if (kFades && has_state) {
+    float factors[2 * kRowTiles];
+    fading.since_chunk(factors, at.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float factor = fading.since_chunk(16 * m + 8 * half);
+        const float factor = factors[2 * m + half];
         if (t == 0) z[m][half] += count;
         z[m][half] = faded(z[m][half], factor);
 #pragma unroll
