@@ -191,7 +191,7 @@ def prefill(
         q, k = _transform(q, k, state)
         call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
         call = with_bounds(call, q, k, log_decay, continues=True)
-        o, values, weights = eager.forward_from_state(q, k, v, call, state.values, state.weights)
+        o, values, weights = ops.prefill(q, k, v, call, state.values, state.weights)
     if n == 0:  # the state that is returned may be changed in place, the given one not with it
         return o, state.clone()
     return o, _advanced(state, n, values, weights)

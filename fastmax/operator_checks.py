@@ -24,11 +24,11 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     validation.check_key_padding_mask(call.key_padding_mask, q, k)
     if not 0.0 < call.score.scale < math.inf:
         raise ValueError(f"scale must be finite and > 0, got {call.score.scale}")
-    _check_tokens("log_decay", call.log_decay, k.shape[:3], compute_dtype(q.dtype), q)
+    _check_tensor("log_decay", call.log_decay, k.shape[:3], compute_dtype(q.dtype), q)
     if call.log_decay is not None and not call.causal:
         raise ValueError("log_decay needs causal = True")
     for name in ("first_key", "end_key"):
-        _check_tokens(name, getattr(call, name), (*k.shape[:2], q.shape[2]), torch.int32, q)
+        _check_tensor(name, getattr(call, name), (*k.shape[:2], q.shape[2]), torch.int32, q)
     for name in ("left", "right"):
         if getattr(call, name) < -1:
             raise ValueError(f"{name} must be at least -1 (no bound), got {getattr(call, name)}")
@@ -41,8 +41,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
 
 
-def _check_tokens(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
-    """Of a tensor with a number for every token of every head."""
+def _check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
     if x is None:
         return
     if tuple(x.shape) != tuple(shape):
@@ -51,6 +50,18 @@ def _check_tokens(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: to
         raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+
+
+def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, order: int) -> None:
+    """Of a prefill whose q, k and v were checked."""
+    if q.shape[1] == 0:
+        raise ValueError("q must have at least one head")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
+    b, hk, _, d = k.shape
+    rows = 1 + d + (d * (d + 1) // 2 if order == 2 else 0)
+    for name, x, shape in (("values", values, (b, hk, rows, v.shape[3])), ("weights", weights, (b, hk, rows))):
+        _check_tensor(name, x, shape, compute_dtype(q.dtype), q)
 
 
 def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:

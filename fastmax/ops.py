@@ -1,5 +1,5 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
-`decode_step_` and `softmax`.
+`decode_step_`, `prefill` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -48,6 +48,11 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? key_padding_mask, "
         "float scale, float a0, float a1, float a2, int p) -> Tensor"
+    )
+    library.define(
+        f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
+        "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
+        "-> (Tensor, Tensor, Tensor)"
     )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
@@ -111,6 +116,20 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
         )
 
 
+def prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, values and weights; see
+    `fastmax.decode`. The kernels have no gradient: what is recorded runs in PyTorch operations."""
+    tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
+    if eager.differentiating(*tensors):
+        return eager.forward_from_state(q, k, v, call, values, weights)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.prefill.default(*tensors, *call.score, _allow_tf32(q))
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which was asked here
+        return extension.call(torch.ops.fastmax.prefill.default, *tensors, *call.score, _allow_tf32(q))
+
+
 def softmax(x: Tensor, algorithm: str) -> Tensor:
     """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online". There are no rules for what
     `eager.is_transformed` tells of."""
@@ -159,6 +178,18 @@ def _decode_step_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
         return eager.decode_step_(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
+def _prefill(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
+    score = Score(scale, a0, a1, a2, p)
+    call = Call(score, causal=True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_state(q, k, v, values, weights, p)
+    if q.numel() == 0:  # operators return no tensor that they were given
+        state = (x.clone(memory_format=torch.contiguous_format) for x in (values, weights))
+        return eager.empty_like_layout(q, v.shape[-1]), *state
+    with without_autocast(q):
+        return eager.forward_from_state(q, k, v, call, values, weights)
+
+
 def _softmax(x, algorithm):
     with without_autocast(x):
         return row_softmax.forward(x, algorithm)
@@ -198,6 +229,8 @@ for _name, _implementation in {
     "eager_decode_step": _decode_step,
     "decode_step_": _decode_step_,
     "eager_decode_step_": _decode_step_,
+    "prefill": _prefill,
+    "eager_prefill": _prefill,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -237,6 +270,12 @@ def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
 @torch.library.register_fake("fastmax::decode_step_", lib=library)
 def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@torch.library.register_fake("fastmax::prefill", lib=library)
+def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+    return eager.empty_like_layout(q, v.shape[-1]), *state
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -350,7 +389,15 @@ def _decode_step_version(keyset, *args):
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
+def _prefill_autograd(keyset, *args):
+    """For callers of the operator itself."""
+    if eager.differentiating(*args[:8]):
+        raise RuntimeError("torch.ops.fastmax.prefill has no gradient: use fastmax.prefill, or call it under torch.no_grad()")
+    return torch.ops.fastmax.prefill.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
+library.impl("prefill", _prefill_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 
 

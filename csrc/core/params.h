@@ -79,12 +79,22 @@ struct AttentionParams : Problem {
   const float2* decay_sums;
 };
 
+// Sums over earlier tokens that a causal call continues from, and where those over all tokens go; rows of a state as in decode/decode.h.
+struct CarriedState {
+  const float* values;   // (b, hk, rows, dv) contiguous; null: the call continues from nothing, and leaves nothing
+  const float* weights;  // (b, hk, rows) contiguous
+  float* new_values;     // like values
+  float* new_weights;
+  int d, dv;             // columns of the tokens, without what pads them to 16 bytes
+};
+
 struct FwdParams : AttentionParams {
   // results
   void* o;  // (b, h, n, dv)
   Stride o_stride;
   float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
 
+  CarriedState state;  // of calls through kLinearFromState (linear/algorithm.h)
   void* workspace;  // fwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
 };
 

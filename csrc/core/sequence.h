@@ -17,8 +17,8 @@
 //   rows, kForward         0 1 2 3 4 5 6
 //   rows, kBackward        6 5 4 3 2 1 0
 //
-// What a walk meets on the way belongs here too: a state before the first row, factors of a decay from chunk to chunk, the bounds
-// of packed sequences (which leave chunks where they are).
+// What a walk meets on the way: factors of a decay from chunk to chunk (linear/fading.h), the bounds of packed sequences, which leave
+// chunks where they are.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -46,6 +46,9 @@ struct Sequence {
     const int pad = causal ? round_up(before, kBoundary) - before : 0;
     return {nx, ny, pad, causal ? before + pad : round_up(ny, kBoundary), causal, time};
   }
+
+  // As many rows of y as of x, after what a state holds: in its place a pad, so that the first chunk has something before it.
+  static Sequence after_state(int n) { return {n, n, kBoundary, kBoundary, true, Time::kForward}; }
 
   // The y row of a virtual row; negative in the pad.
   __host__ __device__ int y_row(int virtual_row) const { return virtual_row - pad; }

@@ -14,8 +14,9 @@ namespace fastmax {
 inline constexpr float kForget = -2900.f;
 
 // Where sums start anew (Resets::kAtFirstKeys) is where a sequence of first_key does; sums then say all that first_key does. The
-// linear kernels read them so, the quadratic ones look at first_key.
-enum class Resets { kNone, kAtFirstKeys };
+// linear kernels read them so, the quadratic ones look at first_key. There is nothing before the first token, unless the call
+// continues from a state (kAtFirstKeysAndFirstToken): a first_key of 0 hides that, and one of -1 does not.
+enum class Resets { kNone, kAtFirstKeys, kAtFirstKeysAndFirstToken };
 
 // Fills p.decay_sums, which lie in `workspace`: decay_sum_bytes, 256-byte aligned. Without log_decay, decays of 0.
 size_t decay_sum_bytes(const AttentionParams& p);

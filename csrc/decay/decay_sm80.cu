@@ -19,7 +19,7 @@ size_t total_bytes(const Problem& p) {
 // log_decay in units of log 2, and what forgets.
 struct DecayOf {
   const AttentionParams& p;
-  bool resets;
+  int first_reset;  // the first token that may forget; p.m: none does
 
   __device__ __forceinline__ float operator()(int batch, int kv_head, int token) const {
     float x = 0.f;
@@ -27,7 +27,7 @@ struct DecayOf {
       const Stride& s = p.log_decay_stride;
       x = fmaxf(p.log_decay[batch * s.batch + kv_head * s.head + token * s.token] * 1.4426950408889634f, kForget);
     }
-    if (resets && token > 0) {
+    if (token >= first_reset) {
       // The query of this token sees nothing before it; or the first query does not, which comes later.
       const Stride& s = p.first_key.stride;
       const int32_t* first = p.first_key.data + batch * s.batch + kv_head * s.head;
@@ -117,13 +117,13 @@ __device__ __forceinline__ void tile_sums(const Problem& p, const ValueOf& value
   }
 }
 
-__global__ void __launch_bounds__(kThreads) decay_totals_kernel(const AttentionParams p, const bool resets, double* totals, const int tiles) {
-  tile_total(p, DecayOf{p, resets}, totals, tiles);
+__global__ void __launch_bounds__(kThreads) decay_totals_kernel(const AttentionParams p, const int first_reset, double* totals, const int tiles) {
+  tile_total(p, DecayOf{p, first_reset}, totals, tiles);
 }
 
-__global__ void __launch_bounds__(kThreads) decay_sums_kernel(const AttentionParams p, const bool resets, const double* totals,
+__global__ void __launch_bounds__(kThreads) decay_sums_kernel(const AttentionParams p, const int first_reset, const double* totals,
                                                               const int tiles, float2* sums) {
-  tile_sums(p, DecayOf{p, resets}, totals, tiles, [&](int head, int token, double sum) {
+  tile_sums(p, DecayOf{p, first_reset}, totals, tiles, [&](int head, int token, double sum) {
     const float whole = static_cast<float>(sum);
     sums[static_cast<int64_t>(head) * p.m + token] = make_float2(whole, static_cast<float>(sum - whole));
   });
@@ -151,9 +151,10 @@ void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStr
   float2* sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + total_bytes(p));
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
-  const bool at_first_keys = resets == Resets::kAtFirstKeys && p.first_key.data != nullptr;
-  if (tiles > 1) launch_kernel("decay_totals", decay_totals_kernel, grid, kThreads, 0, stream, p, at_first_keys, totals, tiles);
-  launch_kernel("decay_sums", decay_sums_kernel, grid, kThreads, 0, stream, p, at_first_keys, totals, tiles, sums);
+  const int first_reset =
+      resets == Resets::kNone || p.first_key.data == nullptr ? p.m : resets == Resets::kAtFirstKeysAndFirstToken ? 0 : 1;
+  if (tiles > 1) launch_kernel("decay_totals", decay_totals_kernel, grid, kThreads, 0, stream, p, first_reset, totals, tiles);
+  launch_kernel("decay_sums", decay_sums_kernel, grid, kThreads, 0, stream, p, first_reset, totals, tiles, sums);
   p.decay_sums = sums;
 }
 

@@ -115,23 +115,25 @@ struct BackwardSteps {
   }
 };
 
-// The portable kernels of a pass, in the mode that they run in.
-template <class Args>
-void run_pass(const Problem& p, Args a, cudaStream_t stream) {
-  if (a.time == Time::kBackward) BackwardSteps{element_bytes(p), output_bytes(p)}.apply(a);
+// Calls function(Type<Math>()) for the mode that the portable kernels run in.
+template <class Function>
+void dispatch_kernel_math(const Problem& p, const Function& function) {
   switch (kernel_math(p)) {
-    case MathMode::kBF16: return linear_pass<Bf16>(a, p.head_dim, stream);
-    case MathMode::kFP32: return linear_pass<Fp32>(a, p.head_dim, stream);
-    default: return linear_pass<Tf32>(a, p.head_dim, stream);
+    case MathMode::kBF16: return function(Type<Bf16>());
+    case MathMode::kFP32: return function(Type<Fp32>());
+    default: return function(Type<Tf32>());
   }
 }
 
+// The portable kernels of a pass.
+template <class Args>
+void run_pass(const Problem& p, Args a, cudaStream_t stream) {
+  if (a.time == Time::kBackward) BackwardSteps{element_bytes(p), output_bytes(p)}.apply(a);
+  dispatch_kernel_math(p, [&](auto math) { linear_pass<typename decltype(math)::type>(a, p.head_dim, stream); });
+}
+
 inline void linear_fade(const Problem& p, const FadeArgs& a, cudaStream_t stream) {
-  switch (kernel_math(p)) {
-    case MathMode::kBF16: return linear_fade<Bf16>(a, stream);
-    case MathMode::kFP32: return linear_fade<Fp32>(a, stream);
-    default: return linear_fade<Tf32>(a, stream);
-  }
+  dispatch_kernel_math(p, [&](auto math) { linear_fade<typename decltype(math)::type>(a, stream); });
 }
 
 // Coefficients of f and of scale f' as polynomials of the unscaled dot product.

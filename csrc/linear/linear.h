@@ -10,6 +10,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 
@@ -65,7 +66,7 @@ struct LinearProblem : ChunkedSequence {
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
-  int groups() const { return (y_end() + kBoundary - 1) / kBoundary; }
+  int groups() const { return (std::max(y_end(), end()) + kBoundary - 1) / kBoundary; }
   // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
@@ -143,6 +144,13 @@ struct FadeArgs : LinearProblem {
   float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (FadeFactor)
 };
 
+// A carried state and slot 0 of StateArgs::accumulators, which holds the same sums.
+struct CarriedArgs {
+  CarriedState state;
+  int states;
+  float* accumulators;
+};
+
 // g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is
 struct PrepareArgs {
   int batch, heads, n, dv;
@@ -161,6 +169,11 @@ template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
 template <class Math>
 void linear_fade(const FadeArgs& a, cudaStream_t stream);
+// Carried state -> accumulators, and accumulators -> new carried state
+template <class Math>
+void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+template <class Math>
+void linear_store_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 // (batch, head, token, column) -> contiguous fp32
 template <class Math>
 void linear_widen(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream);

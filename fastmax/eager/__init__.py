@@ -138,7 +138,8 @@ def forward_from_state(
         return empty_like_layout(q, dv), values, weights
     order = call.score.order
     plan = plan_linear(q.device, b * hk, q.shape[1] // hk, d, dv, order)._replace(heads=b * hk)
-    workspace = None if recording(q, k, v, values, weights) else Workspace(values.dtype, q.device)
+    recorded = recording(q, k, v, values, weights, call.log_decay)
+    workspace = None if recorded else Workspace(values.dtype, q.device)
     ops = _operands(q, k, v, call)
     parts = _Parts(ops, tiles.finish)
     state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)

@@ -5,8 +5,8 @@
 // columns), for as many states and chunks as a phase has (plan.h):
 //   snapshots  chunks * F * D numbers, bf16 in bf16 mode, else fp32; in the backward one buffer serves first the prefix, then
 //              the suffix states
-//   accumulators of the state kernel, in fp32: a slot for the next phase, and one per segment where one walk per state leaves
-//              multiprocessors idle; at most about 100 MB on 132 multiprocessors
+//   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where one walk per
+//              state leaves multiprocessors idle; at most about 100 MB on 132 multiprocessors
 //   parts      order 1 (at head_dim 256): as many numbers as snapshots, in fp32
 // and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
 
@@ -14,6 +14,7 @@
 #include <initializer_list>
 
 #include "decay/decay.h"
+#include "decode/decode.h"
 #include "linear/dispatch.h"
 #include "linear/launch.h"
 #include "linear/order2/linear2.h"
@@ -66,6 +67,13 @@ KeptRows of_phase(KeptRows kept, const Phase& phase) {
   if (kept.data != nullptr) kept.data += first_head * kept.head, kept.whole += first_head * kept.groups;
   return kept;
 }
+CarriedState of_phase(CarriedState state, const Phase& phase) {
+  if (state.values == nullptr) return state;
+  const int64_t first_row = int64_t{phase.first_state} * decode_rows(state.d, 2);
+  state.values += first_row * state.dv, state.new_values += first_row * state.dv;
+  state.weights += first_row, state.new_weights += first_row;
+  return state;
+}
 Fading of_phase(Fading fading, const Phase& phase) {
   if (fading) {
     fading.sums += int64_t{phase.first_state} * fading.tokens;
@@ -83,14 +91,18 @@ struct Passes {
   const StateBuffers& buffers;
   Fading fading;
   cudaStream_t stream;
+  CarriedState carried{};
 
   // Runs the phases: the states, then whoever reads them.
   template <class Consume>
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
+      const CarriedArgs state{of_phase(carried, phase), phase.problem.states(), buffers.accumulators};
+      if (phase.loads) kernels.load(p, state, stream);
       sum(phase, a);
-      consume(phase);
+      if (phase.problem.nx > 0) consume(phase);
+      if (phase.stores) kernels.store(p, state, stream);
     }
   }
 
@@ -188,6 +200,8 @@ struct FadedRows {
   }
 };
 
+bool continues(const FwdParams& p) { return p.state.values != nullptr; }
+
 struct FwdPlan {
   StatePlan states;
   WidenedInputs inputs;
@@ -196,7 +210,9 @@ struct FwdPlan {
   size_t bytes;
 
   FwdPlan(const FwdParams& p, const StateSizes& sizes, Workspace w)
-      : states(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count),
+      : states(continues(p) ? make_problem_after_state(p, sizes)
+                            : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward),
+               sizes, p.sm_count, continues(p)),
         inputs(p, w),
         faded(p, {&states.whole}, w) {
     buffers = take_buffers({&states}, w);
@@ -240,7 +256,8 @@ size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernel
 void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   FwdParams p = call;
   const FwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
-  if (fades(p)) fill_decay_sums(p, Resets::kAtFirstKeys, plan.faded.sums, stream);
+  const Resets resets = continues(p) ? Resets::kAtFirstKeysAndFirstToken : Resets::kAtFirstKeys;
+  if (fades(p)) fill_decay_sums(p, resets, plan.faded.sums, stream);
   const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
@@ -262,7 +279,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
 
-  const Passes passes{p, kernels, plan.states, plan.buffers, fading, stream};
+  const Passes passes{p, kernels, plan.states, plan.buffers, fading, stream, p.state};
   passes.run(state, [&](const Phase& phase) { passes.read(phase, read); });
 }
 
@@ -336,6 +353,12 @@ constexpr StatePasses kStatePassesSm80 = {
     },
     [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     [](const Problem& p, const GradArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
+      dispatch_kernel_math(p, [&](auto math) { linear_load_state<typename decltype(math)::type>(a, p.head_dim, stream); });
+    },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
+      dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
+    },
 };
 
 }  // namespace fastmax

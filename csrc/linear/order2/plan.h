@@ -46,6 +46,17 @@ inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int
   return r;
 }
 
+// The same for n tokens that continue from a state and end in one. One more chunk begins behind the last token, so that the walk takes
+// all rows of y; chunks are of about equal length, so that it takes few beyond them.
+inline LinearProblem make_problem_after_state(const Problem& p, const StateSizes& sizes) {
+  LinearProblem r = make_problem(p, sizes, p.h, p.hk, p.n, p.n, 0, Time::kForward);
+  static_cast<Sequence&>(r) = Sequence::after_state(p.n);
+  constexpr int kMultiple = 256;  // of every kernel's rows per block
+  r.chunk = r.part = round_up((p.n + r.chunks - 1) / r.chunks, kMultiple);
+  r.chunks = (p.n + r.chunk - 1) / r.chunk + 1;
+  return r;
+}
+
 // x rows [first_row, first_row + problem.nx) of some states of a problem, as a problem of its own.
 struct Phase {
   LinearProblem problem;
@@ -54,6 +65,7 @@ struct Phase {
   int first_row;
   int first_token;              // of its rows, in memory
   int begin;                    // where its state walk starts
+  bool loads, stores;           // the carried state: before the first walk over its states, and after the last
 
   int walk_rows() const { return problem.end() - begin; }
 };
@@ -64,8 +76,10 @@ struct StatePlan {
   int batches, heads;  // of the states of a phase, at most
   int chunks;          // likewise
   int segments;        // that a walk is cut into, at most
+  bool carries;        // a state, from before the first row to behind the last: accumulators go in and come out
 
-  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count) : whole(r), sizes(sizes) {
+  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false)
+      : whole(r), sizes(sizes), carries(carries) {
     const int64_t states = cut(sm_count);
     batches = in_equal_pieces(r.batch, std::max<int64_t>(1, states / r.state_heads));
     heads = in_equal_pieces(r.state_heads, std::min<int64_t>(r.state_heads, states));
@@ -76,7 +90,7 @@ struct StatePlan {
   int head_pieces() const { return (whole.state_heads + heads - 1) / heads; }
   int chunk_pieces() const { return (whole.chunks + chunks - 1) / chunks; }
   int phases() const { return batch_pieces() * head_pieces() * chunk_pieces(); }
-  bool hands_on() const { return chunk_pieces() > 1; }
+  bool hands_on() const { return carries || chunk_pieces() > 1; }
 
   Phase phase(int index) const {
     const int piece = index % chunk_pieces(), rectangle = index / chunk_pieces();
@@ -85,12 +99,13 @@ struct StatePlan {
     phase.first_batch = rectangle / head_pieces() * batches, phase.first_head = rectangle % head_pieces() * heads;
     phase.first_state = phase.first_batch * whole.state_heads + phase.first_head;
     phase.first_row = first_chunk * whole.chunk;
-    phase.begin = piece == 0 ? 0 : whole.chunk_begin(first_chunk - 1);
+    phase.begin = piece > 0 ? whole.chunk_begin(first_chunk - 1) : carries ? whole.boundary : 0;
+    phase.loads = carries && piece == 0, phase.stores = carries && piece == chunk_pieces() - 1;
     phase.problem.batch = std::min(batches, whole.batch - phase.first_batch);
     phase.problem.state_heads = std::min(heads, whole.state_heads - phase.first_head);
     phase.problem.boundary += phase.first_row;
     phase.problem.chunks = last_chunk - first_chunk;
-    phase.problem.nx = std::min(whole.nx - phase.first_row, phase.problem.chunks * whole.chunk);
+    phase.problem.nx = std::max(0, std::min(whole.nx - phase.first_row, phase.problem.chunks * whole.chunk));
     phase.first_token = whole.first_token(phase.first_row, phase.problem.nx);
     return phase;
   }
@@ -124,14 +139,14 @@ struct StatePlan {
     chunks = whole.chunks;
     const int64_t sequence_bytes =
         whole.chunks * sizes.snapshot_bytes + (whole.order == 1 ? whole.parts() * sizes.part_floats * 4 : 0);
-    if (!needs_states() || whole.states() * sequence_bytes <= kPhaseBytes) return whole.states();
+    if (!carries && (!needs_states() || whole.states() * sequence_bytes <= kPhaseBytes)) return whole.states();
 
-    // Pieces of sequences, if all states may hand on their accumulators. Else whole sequences, if those that fit fill the device. Else
-    // pieces, of as many states as may.
+    // Pieces of sequences, if all states may hand on their accumulators. Else whole sequences, which hand on none but carried states,
+    // if those that fit fill the device. Else pieces, of as many states as may.
     const int64_t fitting = kPhaseBytes / sequence_bytes;
     if (whole.order == 1) return std::max<int64_t>(1, fitting);
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
-    if (handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
+    if (!carries && handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
     const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
     chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, kPhaseBytes / (states * sizes.snapshot_bytes)));
     return states;

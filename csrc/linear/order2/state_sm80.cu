@@ -9,12 +9,12 @@
 
 #include "linear/dispatch.h"
 #include "linear/order2/row_walk.h"
+#include "linear/order2/state_share.h"
 
 namespace fastmax {
 namespace {
 
-enum class Extra { kNone, kTile, kLinear, kMoment, kSumW, kSumY };
-// What of that the inner loop is compiled for: none; a leftover tile; plain columns of y or the constant one, with values from w or
+// What of an extra the inner loop is compiled for: none; a leftover tile; plain columns of y or the constant one, with values from w or
 // from e y.
 enum class ExtraCode { kNone, kTile, kPlainW, kPlainY };
 
@@ -36,62 +36,7 @@ __device__ __forceinline__ Work locate_segment(const StateArgs& a, int index) {
   return {index % a.states(), begin, min(begin + a.segment_rows, a.end())};
 }
 
-// A warp's share of a state: a tile and at most one extra octet pair.
-template <class Math, int kHeadDim>
-struct WarpShare {
-  using Tile = StateTile<Math, kHeadDim>;
-  using Layout = StateLayout<Math, kHeadDim>;
-
-  int first_value;
-  bool has_main;
-  int tile = 0, star = 0, base_block = 0;
-  Extra extra = Extra::kNone;
-  int extra_column0 = 0, extra_column1 = 0, extra_octet = 0, extra_pair = 0;  // columns of the octets that it loads
-  float extra_weight = 0.f;
-
-  __device__ __forceinline__ WarpShare(const StateArgs& a, int block) {
-    first_value = block % Tile::kValueGroups * Tile::kValues;
-    const int unit = threadIdx.x / kWarpSize * Tile::kGroupBlocks + block / Tile::kValueGroups;
-    has_main = Tile::kMainTiles == Tile::kUnits || unit < Tile::kMainTiles;
-    if (has_main) tile = unit;
-    Stars<kHeadDim>::locate(tile, star, base_block);
-
-    int i = unit;
-    const auto take = [&](int count) {
-      const bool mine = i >= 0 && i < count;
-      if (!mine) i -= count;
-      return mine;
-    };
-    if (take(4 * Tile::kLeftover)) {
-      const int leftover = Tile::kMainTiles + i / 4;
-      int s, b;
-      Stars<kHeadDim>::locate(leftover, s, b);
-      extra = Extra::kTile;
-      extra_column0 = 8 * b, extra_column1 = 8 * s;
-      extra_octet = i % 4 * 2;
-      extra_pair = Layout::kTilePair + leftover * 4 + i % 4;
-      extra_weight = a.weights.pair * (s == b ? 1.f : 2.f);
-    } else if (take(Tile::kPlainPairs)) {
-      extra = Extra::kLinear;
-      extra_column0 = 16 * i, extra_column1 = 16 * i + 8;
-      extra_pair = Layout::kLinearPair + i;
-      extra_weight = a.weights.linear;
-    } else if (take(Tile::kPlainPairs)) {
-      extra = Extra::kMoment;
-      extra_column0 = 16 * i, extra_column1 = 16 * i + 8;
-      extra_pair = Layout::kMomentPair + i;
-      extra_weight = a.weights.moment;
-    } else if (take(1)) {
-      extra = Extra::kSumW;
-    } else if (take(1)) {
-      extra = Extra::kSumY;
-    }
-  }
-
-  __device__ __forceinline__ bool is_sum() const { return extra == Extra::kSumW || extra == Extra::kSumY; }
-};
-
-// Its accumulators and operands.
+// A warp's accumulators and operands.
 template <class Math, int kHeadDim>
 struct StateWarp : WarpShare<Math, kHeadDim> {
   using Share = WarpShare<Math, kHeadDim>;
@@ -108,7 +53,7 @@ struct StateWarp : WarpShare<Math, kHeadDim> {
   WeightsA<Math> values[Tile::kPipelined ? kBlocks16 : 1];
   WeightsB<Math> extra_f[2];
 
-  __device__ __forceinline__ StateWarp(const StateArgs& a, int block) : Share(a, block) {}
+  __device__ __forceinline__ StateWarp(const StateArgs& a, int block) : Share(a.weights, block) {}
 
   // Operands of the extra octet pair for tokens [k, k + 16).
   template <ExtraCode kExtra>
@@ -286,19 +231,17 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     const int blocks = a.states() * Tile::kBlocks;
     float* saved = a.accumulators + threadIdx.x +
                    (static_cast<int64_t>(slot) * blocks + block_again() % blocks) * Tile::kAccumulators * Tile::kThreads;
-    int index = 0;
-    const auto visit = [&](float& accumulator) { f(accumulator, saved[index++ * Tile::kThreads]); };
 #pragma unroll
     for (int i = 0; i < kBlocks16; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
 #pragma unroll
-        for (int x = 0; x < 8; ++x) visit(s.acc[x][i][e]);
-        visit(s.extra_acc[0][i][e]);
-        visit(s.extra_acc[1][i][e]);
+        for (int x = 0; x < 8; ++x) f(s.acc[x][i][e], saved[accumulator_index(x, i, e) * Tile::kThreads]);
+#pragma unroll
+        for (int o = 0; o < 2; ++o) f(s.extra_acc[o][i][e], saved[accumulator_index(8 + o, i, e) * Tile::kThreads]);
       }
     }
-    visit(s.count);
+    f(s.count, saved[(Tile::kAccumulators - 1) * Tile::kThreads]);
   };
   // Before the rows of the chunk that begins at a virtual row. What it fades by was looked up at the one before it.
   const auto carry_of = [&](int row) {
@@ -341,16 +284,14 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
       }
     }
     if (share.extra == Extra::kSumY && share.first_value == 0) {
-      float total = s.count;
-#pragma unroll
-      for (int lanes = 16; lanes > 0; lanes /= 2) total += __shfl_xor_sync(0xffffffffu, total, lanes);
+      const float total = warp_sum(s.count);
       if (lane == 0) sums[Layout::kSumOne] = total;
     }
   };
 
   const auto store_snapshot = [&](int c) {
     const int block = block_again();
-    const WarpShare<Math, kHeadDim> share(a, block % Tile::kBlocks);
+    const WarpShare<Math, kHeadDim> share(a.weights, block % Tile::kBlocks);
     const int64_t slot = a.slot(block / Tile::kBlocks % a.states(), c);
     uint32_t* snapshot = static_cast<uint32_t*>(a.snapshots) + slot * Layout::words(2) * (Layout::kWordBytes / 4);
     constexpr int kPairStride = Layout::kPairBytes / 4, kBlockStride = Layout::kBlockWords * Layout::kWordBytes / 4;
