@@ -14,24 +14,26 @@ PROBE = """
 using namespace fastmax;
 
 int main() {
-  int math, causal, reversed;
+  int math, causal, reversed, carries;
   Problem p{};
-  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &p.order, &causal, &math,
-                    &p.sm_count, &reversed) == 11) {
+  while (std::scanf("%d %d %d %d %d %d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &p.order, &causal, &math,
+                    &p.sm_count, &reversed, &carries) == 12) {
     p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
     const StateSizes sizes = state_sizes(p.head_dim, p.order, p.math);
-    const LinearProblem r = reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward)
-                                     : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
-    const StatePlan plan(r, sizes, p.sm_count);
+    const LinearProblem r = carries    ? make_problem_after_state(p, sizes)
+                            : reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward)
+                                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+    const StatePlan plan(r, sizes, p.sm_count, carries);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
-    std::printf("plan %d %d %d %d %lld %lld %lld %lld %lld\\n", r.boundary, r.chunk, r.chunks, plan.segments,
+    std::printf("plan %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(), plan.segments,
                 bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats),
                 bytes(plan.accumulators(), 4), bytes(plan.parts(), 4 * sizes.part_floats), bytes(1, sizes.snapshot_bytes));
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
       const LinearProblem& x = phase.problem;
-      std::printf("%d %d %d %d %d %d %d %d %d %d %d\\n", phase.first_batch, x.batch, phase.first_head, x.state_heads,
-                  phase.first_state, phase.first_row, phase.first_token, x.nx, x.boundary, x.chunks, phase.begin);
+      std::printf("%d %d %d %d %d %d %d %d %d %d %d %d %d %d\\n", phase.first_batch, x.batch, phase.first_head, x.state_heads,
+                  phase.first_state, phase.first_row, phase.first_token, x.nx, x.boundary, x.chunks, phase.begin, phase.loads,
+                  phase.stores, plan.hands_on());
     }
   }
 }
@@ -41,7 +43,8 @@ BF16, FP32 = 0, 3
 
 
 class Call(NamedTuple):
-    """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v."""
+    """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and comes
+    out."""
 
     b: int
     h: int
@@ -54,12 +57,15 @@ class Call(NamedTuple):
     math: int = BF16
     sm_count: int = 132
     reversed: int = 0
+    carries: int = 0
 
 
 class Plan(NamedTuple):
+    pad: int
     boundary: int
     chunk: int
     chunks: int
+    groups: int
     segments: int
     snapshots: int
     sums: int
@@ -90,22 +96,36 @@ def plan(tmp_path_factory):
 
 
 def check_cover(call, plan):
-    """Every x row of every head in one phase; the phases of a state in order, each walking on from where the last one ended."""
+    """Every x row of every head in one phase; the phases of a state in order, each walking on from where the last one ended. A
+    carried state comes in before the first and goes out after the last, which ends behind the last row of y."""
     rows = call.m if call.reversed else call.n
-    next_row, walked = {}, {}
+    first_begin = plan.boundary if call.carries else 0
+    next_row, walked, stored = {}, {}, set()
     for phase in plan.phases:
-        first_batch, batches, first_head, heads, first_state, first_row, first_token, nx, boundary, chunks, begin = phase
+        first_batch, batches, first_head, heads, first_state, first_row, first_token, nx, boundary, chunks, begin = phase[:11]
+        loads, stores, hands_on = phase[11:]
         assert first_state == first_batch * call.hk + first_head
         assert heads == call.hk or batches == 1, "(batch, head) flattened counts the heads of a batch entry"
         assert first_token == (rows - first_row - nx if call.reversed else first_row)
-        assert nx > 0 and chunks > 0 and boundary == plan.boundary + first_row
+        assert chunks > 0 and boundary == plan.boundary + first_row
+        assert nx > 0 or (call.carries and chunks == 1 and first_row >= rows)
+        assert hands_on or len({x[4] for x in plan.phases}) == len(plan.phases)
         for state in itertools.product(range(first_batch, first_batch + batches), range(first_head, first_head + heads)):
-            assert next_row.get(state, 0) == first_row
-            assert walked.get(state, 0) == begin
-            next_row[state] = first_row + nx
+            assert next_row.get(state, 0) == min(first_row, rows)
+            assert walked.get(state, first_begin) == begin
+            assert loads == (call.carries and state not in walked) and state not in stored
+            next_row[state] = min(first_row, rows) + nx
             walked[state] = boundary + (chunks - 1) * plan.chunk
+            if stores:
+                stored.add(state)
     assert set(next_row) == set(itertools.product(range(call.b), range(call.hk)))
     assert set(next_row.values()) == {rows}
+    assert 128 * plan.groups >= max(walked.values()), "what says which groups of rows are whole covers the walk"
+    assert stored == (set(walked) if call.carries else set())
+    if call.carries:
+        assert plan.pad == plan.boundary == 128 and plan.chunk % 256 == 0
+        assert all(0 <= end - plan.boundary - call.n < 256 * plan.chunks for end in walked.values())
+        assert plan.accumulators > 0
 
 
 def check_memory(call, plan):
@@ -158,6 +178,20 @@ def test_many_states(plan):
         assert len(p.phases) > 1
 
 
+def test_states_that_are_carried(plan):
+    """Accumulators of all of a phase's states go in and come out: many states are cut even where their snapshots fit. A chunk more
+    than the rows need, which may be a phase of its own; few rows are walked in vain."""
+    calls = [Call(1, 32, 32, n, n, d, carries=1) for n in (1, 17, 255, 256, 257, 1025, 2049, 65_536) for d in (32, 64, 96, 128, 256)]
+    calls += [Call(64, 16, 16, 2048, 2048, 128, carries=1), Call(1, 1, 1, 437_000, 437_000, 128, carries=1)]
+    plans = plan(calls)
+    for call, p in zip(calls, plans, strict=True):
+        check_cover(call, p)
+        check_memory(call, p)
+    one_token, *_, many, long = plans
+    assert (one_token.chunk, one_token.chunks, len(one_token.phases)) == (256, 2, 1)
+    assert len(many.phases) > 40 and len(long.phases) > 1 and long.segments > 1
+
+
 def test_random_calls(plan):
     random.seed(5)
     calls = []
@@ -177,6 +211,7 @@ def test_random_calls(plan):
                 reversed=random.randrange(2),
             )
         )
+    calls += [call._replace(m=call.n, causal=1, reversed=0, carries=1) for call in calls[:80]]
     plans = plan(calls)
     for call, p in zip(calls, plans, strict=True):
         check_cover(call, p)
