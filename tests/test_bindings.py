@@ -41,6 +41,11 @@ def arguments(operator, device):
     mask = torch.ones(B, M, dtype=torch.bool, device=device)
     if operator == "softmax":
         return {"x": q, "algorithm": "safe"}
+    if operator == "prefill":
+        q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
+        state = {"log_decay": None, "first_key": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
+        options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
+        return {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
     operands, results = {"q": q, "k": k, "v": v}, {}
     tokens = {"log_decay": None, "first_key": None, "end_key": None}
     if operator.startswith("flash"):
@@ -59,12 +64,15 @@ def arguments(operator, device):
 
 
 def with_tokens(operator, device):
-    """The same with a decay and bounds of keys."""
-    return arguments(operator, device) | {
+    """The same with a decay and bounds of keys, those that the operator takes."""
+    given = arguments(operator, device)
+    n = given["q"].shape[2]
+    tokens = {
         "log_decay": -torch.rand(B, HK, M, device=device),
-        "first_key": torch.zeros(B, HK, N, dtype=torch.int32, device=device),
-        "end_key": torch.full((B, HK, N), M, dtype=torch.int32, device=device),
+        "first_key": torch.zeros(B, HK, n, dtype=torch.int32, device=device),
+        "end_key": torch.full((B, HK, n), M, dtype=torch.int32, device=device),
     }
+    return given | {name: x for name, x in tokens.items() if name in given}
 
 
 def call(operator, given):
@@ -112,12 +120,20 @@ def per_query(name):
     return [(name, change, f"{name} must have shape") for change in (swapped, longer, lambda x: x[:, :1])]
 
 
+STATE = [
+    ("q", lambda x: x[:, :, :-1], f"k and v must have q's number of tokens {M - 1}, got {M}"),
+    ("p", lambda _: 3, "p must be 1 or 2, got 3"),
+    ("p", lambda _: 1, "values must have shape"),
+    *((name, lambda x: x[:, :, :-1], f"{name} must have shape") for name in ("values", "weights")),
+    *((name, lambda x: x.double(), f"{name} must be (torch.)?float32") for name in ("values", "weights")),
+]
 WINDOW = [(name, lambda _: -2, f"{name} must be at least -1 .*got -2") for name in ("left", "right")]
 WRONG = {
     "forward": FORWARD + POLYNOMIAL,
     "flash_forward": FORWARD + WINDOW,
     "backward": FORWARD + POLYNOMIAL + RESULTS + per_query("z") + per_query("grad_z"),
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
+    "prefill": FORWARD + STATE,
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
 }
 
@@ -159,12 +175,14 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operator", ATTENTION)
+@pytest.mark.parametrize("operator", [*ATTENTION, "prefill"])
 def test_decays_and_bounds_refused_by_name(operator, device):
     for x in call(operator, with_tokens(operator, device)):
         assert x.isfinite().all()
     for name, change, message in TOKENS:
         given = with_tokens(operator, device)
+        if name not in given:
+            continue
         given[name] = change(given[name])
         with pytest.raises(REFUSED, match=message):
             call(operator, given)
@@ -200,6 +218,7 @@ def tensors(operator):
 PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for name in tensors(operator)]
 PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
 PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "first_key", "end_key")]
+PLACES += [("prefill", name) for name in ("log_decay", "first_key")]
 
 
 @on_cuda

@@ -273,6 +273,27 @@ def test_gradients_of_decays_flow_through_the_state(device):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("what", ["log_decay", "values", "weights", "v"])
+def test_a_prefill_records_what_it_is_given(what, device):
+    """Each alone: what has kernels and writes in place is for calls of which nothing is recorded."""
+    inputs, grad_o = make_inputs(CASE, torch.float64, device)
+    given = inputs | {"log_decay": decays(CASE, device).clamp(min=-3.0)}
+    _, start = fastmax.prefill(*inputs.values(), new_state(CASE, device))
+    given |= {"values": start.values, "weights": start.weights}
+    x = given[what].clone()
+
+    def loss(x):
+        q, k, v, log_decay, values, weights = (given | {what: x}).values()
+        o, state = fastmax.prefill(q, k, v, replace(start, values=values, weights=weights), log_decay=log_decay)
+        return (o * grad_o).sum() + 1e-3 * state.values.square().sum() + 1e-3 * state.weights.square().sum()
+
+    (grad,) = torch.autograd.grad(loss(x.requires_grad_()), x)
+    direction = torch.randn_like(grad)
+    with torch.no_grad():
+        slope = (loss(x + 1e-5 * direction) - loss(x - 1e-5 * direction)) / 2e-5
+    torch.testing.assert_close((grad * direction).sum(), slope, rtol=1e-5, atol=1e-8)
+
+
 def test_step_in_place_refuses_to_record_a_decay(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     log_decay = decays(CASE, device)[:, :, :1].requires_grad_()
@@ -440,6 +461,59 @@ def test_opcheck_of_a_state_that_is_not_contiguous(device):
     torch.library.opcheck(torch.ops.fastmax.decode_step.default, (q, k, v, values, weights, *rest))
 
 
+PREFILLS = {
+    "defaults": {},
+    "mask": {"mask": True},
+    "decay": {"decay": True},
+    "bounds": {"first": True},
+    "all": {"mask": True, "decay": True, "first": True, "layout": "token-major", "dtype": torch.bfloat16},
+    "p=1": {"p": 1},
+    "token-major": {"layout": "token-major"},
+    "float64": {"dtype": torch.float64},
+    "one token": {"n": 1},
+    "no token": {"n": 0},
+    "no batch": {"b": 0},
+}
+
+
+def prefill_arguments(
+    device, b=2, n=9, d=5, dv=7, dtype=torch.float32, mask=False, decay=False, first=False, layout="contiguous", p=2
+):
+    case = Case("", n=n, b=b, h=4, hk=2, d=d, dv=dv)
+    inputs, _ = make_inputs(case, dtype, device, layout)
+    state = fastmax.init_state(b, 2, d, dv, dtype=dtype, device=device, p=p, temperature=2.0)
+    mask = torch.rand(b, n, device=device) > 0.3 if mask else None
+    log_decay = -torch.rand(state.values.shape[:2] + (n,), dtype=state.values.dtype, device=device) if decay else None
+    position = torch.arange(n, device=device)
+    first = torch.where(torch.rand(b, 2, n, device=device) < 0.2, position, -1).cummax(-1)[0].to(torch.int32) if first else None
+    return *inputs.values(), mask, log_decay, first, state.values.normal_(), state.weights.uniform_(1, 2), *state.score, False
+
+
+@pytest.mark.parametrize("call", PREFILLS)
+def test_opcheck_prefill(call, device):
+    arguments = prefill_arguments(device, **PREFILLS[call])
+    before = [x.clone() for x in arguments[6:8]]
+    torch.library.opcheck(torch.ops.fastmax.prefill.default, arguments)
+    outputs = torch.ops.fastmax.prefill(*arguments)
+    assert all(map(torch.equal, arguments[6:8], before)) and all(x.is_contiguous() for x in outputs[1:])
+
+
+def test_opcheck_prefill_of_a_state_that_is_not_contiguous(device):
+    *first, values, weights, scale, a0, a1, a2, p, tf32 = prefill_arguments(device)
+    values, weights = values.mT.contiguous().mT, weights.repeat_interleave(2, 2)[..., ::2]
+    torch.library.opcheck(torch.ops.fastmax.prefill.default, (*first, values, weights, scale, a0, a1, a2, p, tf32))
+
+
+@pytest.mark.parametrize("index", [0, 2, 4, 6, 7], ids=["q", "v", "log_decay", "values", "weights"])
+def test_the_prefill_operator_refuses_to_record(index, device):
+    arguments = list(prefill_arguments(device, decay=True))
+    arguments[index] = arguments[index].clone().requires_grad_()
+    with pytest.raises(RuntimeError, match=r"no gradient: use fastmax\.prefill"):
+        torch.ops.fastmax.prefill(*arguments)
+    with torch.no_grad():
+        assert not any(x.requires_grad for x in torch.ops.fastmax.prefill(*arguments))
+
+
 class Calls(CompileCounterWithBackend):
     """Counts graphs, and keeps the operators in them."""
 
@@ -491,11 +565,20 @@ def test_compiled_step_in_place_inductor(device, fresh_dynamo):
 def test_compiled_prefill(device, fresh_dynamo):
     inputs, _ = make_inputs(CASE, device=device)
     state = new_state(CASE, device, torch.float32)
+    log_decay = decays(CASE, device, torch.float32)
+    calls = Calls()
+    compiled = torch.compile(fastmax.prefill, fullgraph=True, backend=calls)
     with torch.no_grad():
-        o, after = torch.compile(fastmax.prefill, fullgraph=True, backend="aot_eager")(*inputs.values(), state)
-    expected_o, expected = fastmax.prefill(*inputs.values(), state)
+        o, after = compiled(*inputs.values(), state, log_decay=log_decay)
+    assert "fastmax.prefill.default" in calls.operators
+    expected_o, expected = fastmax.prefill(*inputs.values(), state, log_decay=log_decay)
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(after.tensors(), expected.tensors())
+    leaf = inputs["q"].requires_grad_()
+    calls.operators.clear()
+    o, _ = compiled(leaf, inputs["k"], inputs["v"], state, log_decay=log_decay)
+    torch.testing.assert_close(o.detach(), expected_o, rtol=1e-4, atol=1e-5)
+    assert "fastmax.prefill.default" not in calls.operators and o.requires_grad
 
 
 # ---- autocast
