@@ -483,7 +483,7 @@ def prefill_arguments(
     inputs, _ = make_inputs(case, dtype, device, layout)
     state = fastmax.init_state(b, 2, d, dv, dtype=dtype, device=device, p=p, temperature=2.0)
     mask = torch.rand(b, n, device=device) > 0.3 if mask else None
-    log_decay = -torch.rand(state.values.shape[:2] + (n,), dtype=state.values.dtype, device=device) if decay else None
+    log_decay = -torch.rand(b, 2, n, dtype=state.values.dtype, device=device) if decay else None
     position = torch.arange(n, device=device)
     first = torch.where(torch.rand(b, 2, n, device=device) < 0.2, position, -1).cummax(-1)[0].to(torch.int32) if first else None
     return *inputs.values(), mask, log_decay, first, state.values.normal_(), state.weights.uniform_(1, 2), *state.score, False

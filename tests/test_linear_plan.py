@@ -25,8 +25,8 @@ int main() {
                                        : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
     const StatePlan plan(r, sizes, p.sm_count, carries);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
-    std::printf("plan %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(), plan.segments,
-                bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats),
+    std::printf("plan %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(),
+                plan.segments, bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats),
                 bytes(plan.accumulators(), 4), bytes(plan.parts(), 4 * sizes.part_floats), bytes(1, sizes.snapshot_bytes));
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
@@ -43,8 +43,8 @@ BF16, FP32 = 0, 3
 
 
 class Call(NamedTuple):
-    """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and comes
-    out."""
+    """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and
+    comes out."""
 
     b: int
     h: int
@@ -179,9 +179,11 @@ def test_many_states(plan):
 
 
 def test_states_that_are_carried(plan):
-    """Accumulators of all of a phase's states go in and come out: many states are cut even where their snapshots fit. A chunk more
-    than the rows need, which may be a phase of its own; few rows are walked in vain."""
-    calls = [Call(1, 32, 32, n, n, d, carries=1) for n in (1, 17, 255, 256, 257, 1025, 2049, 65_536) for d in (32, 64, 96, 128, 256)]
+    """Accumulators of all of a phase's states go in and come out: many states are cut even where their snapshots fit. A chunk
+    more than the rows need, which may be a phase of its own; few rows are walked in vain."""
+    calls = [
+        Call(1, 32, 32, n, n, d, carries=1) for n in (1, 17, 255, 256, 257, 1025, 2049, 65_536) for d in (32, 64, 96, 128, 256)
+    ]
     calls += [Call(64, 16, 16, 2048, 2048, 128, carries=1), Call(1, 1, 1, 437_000, 437_000, 128, carries=1)]
     plans = plan(calls)
     for call, p in zip(calls, plans, strict=True):

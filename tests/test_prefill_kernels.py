@@ -1,0 +1,289 @@
+"""`prefill` on the CUDA kernels of order 2: outputs and states against float64 on poisoned memory, from states of some tokens.
+
+Sizes name the path they take, as in tests/test_kernels.py: chunks of 256 (head dim <= 64) to 2048 tokens, few states whose walk
+is cut into segments, many states that share the memory of accumulators one group after the other, snapshots past 832 MiB.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from common import make_decay, relative, torch_warns
+from test_kernels import DEVICE, MODES, WHY_NOT, by_mode, precision  # noqa: F401
+
+import fastmax
+from fastmax import eager, verify
+from fastmax.call import Call
+from fastmax.score import Score
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
+]
+
+
+class Case(NamedTuple):
+    n: int
+    d: int = 64
+    dv: int = 0  # 0: d
+    h: int = 4
+    hk: int = 2
+    b: int = 2
+    mask: bool = False
+    decay: str | None = None  # of common.DECAYS; -inf as the operator takes it: a decay of 0 and a first key
+    layout: str = "contiguous"
+    p: int = 2
+
+
+LENGTHS = (1, 2, 15, 16, 17, 127, 128, 129, 255, 256, 257, 511, 512, 513, 767, 769, 1025)
+SEVERAL_CHUNKS = {16: 700, 32: 700, 64: 1300, 96: 2500, 128: 2500, 256: 4500}
+CASES = {
+    **{f"length {n}": Case(n) for n in LENGTHS},
+    **{f"head dim {d}": Case(300, d) for d in SEVERAL_CHUNKS},
+    **{f"several chunks, head dim {d}": Case(n, d, b=1) for d, n in SEVERAL_CHUNKS.items()},
+    **{f"around a chunk of {c}, head dim {d}": Case(c + 1, d, b=1) for d, c in ((32, 256), (128, 1024), (256, 2048))},
+    **{f"head dims {d}, {dv}": Case(150, d, dv)
+       for d, dv in ((37, 51), (40, 24), (1, 1), (5, 130), (16, 128), (128, 16), (64, 32), (200, 64), (130, 256), (255, 33))},
+    **{f"segments, head dim {d}": Case(n, d, b=1, h=1, hk=1) for d, n in ((32, 2300), (64, 2300), (96, 2900), (128, 4500))},
+    **{f"segments, length {n}": Case(n, 32, b=1, h=2, hk=1, decay="ordinary") for n in (2303, 2304, 2305, 3000)},
+    "GQA 4:1": Case(300, h=8, hk=2),
+    "MQA": Case(130, 32, h=6, hk=1),
+    "one head": Case(700, b=1, h=1, hk=1),
+    "mask": Case(300, mask=True),
+    "mask, ragged head dims": Case(700, 37, 51, mask=True, layout="unaligned"),
+    "unaligned": Case(300, layout="unaligned"),
+    "token-major": Case(300, layout="token-major"),
+    "many states": Case(300, b=5, h=60, hk=60),
+    "many states, a decay and a mask": Case(300, b=5, h=60, hk=60, mask=True, decay="-inf at places"),
+    "many states, head dim 128": Case(600, 128, b=3, h=40, hk=20),
+    "many states, head dim 256": Case(300, 256, b=1, h=7, hk=7),
+}  # fmt: skip
+
+
+def in_layout(x, layout):
+    return {"contiguous": torch.clone, "unaligned": verify.unaligned, "token-major": verify.token_major}[layout](x)
+
+
+def a_state(case, generator):
+    """Sums over 40 tokens, as float32."""
+    k, v = (torch.randn(case.b, case.hk, 40, x, generator=generator, device=DEVICE) for x in (case.d, case.dv or case.d))
+    features = [k.new_ones(*k.shape[:3], 1), k]
+    if case.p == 2:
+        row, column = torch.triu_indices(case.d, case.d, device=DEVICE)
+        features.append(k[..., row] * k[..., column])
+    features = torch.cat(features, dim=-1)
+    return features.mT @ v, features.sum(2)
+
+
+def arguments(case, mode):
+    """Of torch.ops.fastmax.prefill."""
+    dtype = MODES[mode][0]
+    generator = torch.Generator(DEVICE).manual_seed(case.n)
+    sizes = ((case.h, case.d), (case.hk, case.d), (case.hk, case.dv or case.d))
+    q, k, v = (
+        in_layout(torch.randn(case.b, heads, case.n, x, generator=generator, device=DEVICE).to(dtype), case.layout)
+        for heads, x in sizes
+    )
+    mask = log_decay = first = None
+    if case.mask:
+        mask = torch.rand(case.b, case.n, generator=generator, device=DEVICE) > 0.3
+        mask[0, : case.n // 2] = False
+    if case.decay is not None:
+        log_decay = make_decay(case.decay, case.b, case.hk, case.n, device=DEVICE)
+        forgets = log_decay == -torch.inf
+        first = torch.where(forgets, torch.arange(case.n, device=DEVICE), -1).cummax(-1).values.to(torch.int32)
+        log_decay = torch.where(forgets, 0.0, log_decay)
+    score = Score(0.1 / case.d if case.p == 1 else case.d**-0.5, 1.0, 1.0, 0.5, case.p)
+    return q, k, v, mask, log_decay, first, *a_state(case, generator), *score, mode == "tf32"
+
+
+def in_float64(given):
+    q, k, v, mask, log_decay, first, values, weights = (
+        x.double() if x is not None and x.is_floating_point() else x for x in given[:8]
+    )
+    call = Call(Score(*given[8:13]), causal=True, key_padding_mask=mask, log_decay=log_decay, first_key=first)
+    return eager.forward_from_state(q, k, v, call, values, weights)
+
+
+def rounding(mode):
+    """What an output may differ by from an exact one."""
+    if mode == "fp32":
+        return 1e-5
+    return 2 * verify.ROUNDING[{"bf16": "bfloat16", "fp16": "float16"}.get(mode, mode)]
+
+
+def check(given, mode):
+    """Against float64; what comes in stays as it was, and again gives the same bits."""
+    before = [x.clone() for x in given[6:8]]
+    verify.poison_free_memory(DEVICE)
+    actual = torch.ops.fastmax.prefill(*given)
+    # fp32: tensor cores cut off what they add up, row after row; the output divides out most of that.
+    limits = (rounding(mode), *(1e-4 if mode == "fp32" else rounding(mode),) * 2)
+    for name, limit, x, y in zip(("o", "values", "weights"), limits, actual, in_float64(given), strict=True):
+        assert x.shape == y.shape and x.dtype == (given[0].dtype if name == "o" else torch.float32), name
+        assert relative(x, y) <= limit, f"{name}: {relative(x, y):.1e}"
+    assert all(map(torch.equal, given[6:8], before))
+    verify.poison_free_memory(DEVICE)
+    assert all(map(torch.equal, torch.ops.fastmax.prefill(*given), actual))
+
+
+@by_mode
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_against_float64(case, mode, precision):  # noqa: F811
+    check(arguments(case, mode), mode)
+
+
+@by_mode
+@pytest.mark.parametrize(
+    "decay", ["none", "ordinary", "strong", "-inf at places", "-inf at the first token", "-inf everywhere"]
+)
+@pytest.mark.parametrize("d, n", [(64, 255), (64, 256), (64, 700), (128, 1500), (256, 300)])
+def test_decays(d, n, decay, mode, precision):  # noqa: F811
+    # A mask beside strong decays leaves nothing of any key to some queries, in fp32.
+    check(arguments(Case(n, d, decay=decay, mask=d == 64 and decay != "strong"), mode), mode)
+
+
+def test_bounds_without_a_decay():
+    """A sequence that begins at a token, and a state that no query sees."""
+    given = list(arguments(Case(700), "bf16"))
+    begin = torch.tensor([0, 600, 256, 300], device=DEVICE, dtype=torch.int32).view(2, 2, 1)
+    token = torch.arange(700, device=DEVICE)
+    given[5] = torch.where(token >= begin, begin, -1)
+    check(given, "bf16")
+
+
+@by_mode
+def test_a_forgotten_state_is_not_read(mode, precision):  # noqa: F811
+    """Whatever is in it: a decay of -inf at the first token leaves nothing, not a NaN."""
+    given = list(arguments(Case(600, decay="-inf at the first token"), mode))
+    expected = torch.ops.fastmax.prefill(*given)
+    given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
+    assert all(map(torch.equal, torch.ops.fastmax.prefill(*given), expected))
+
+
+def test_states_of_one_column_and_of_all():
+    """Each number of a state in its place: one token of a few columns, after a state of numbers that are all different."""
+    for d, dv in ((32, 32), (37, 51), (64, 64), (96, 80), (128, 128), (256, 256)):
+        for mode in ("bf16", "fp32"):
+            given = list(arguments(Case(1, d, dv, b=1, h=2, hk=2), mode))
+            for i in (6, 7):
+                given[i] = torch.randperm(given[i].numel(), device=DEVICE).view(given[i].shape).float()
+            given[3] = torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)  # the token does not join
+            _, values, weights = torch.ops.fastmax.prefill(*given)
+            assert torch.equal(values, given[6]) and torch.equal(weights, given[7]), (d, dv, mode)
+
+
+@pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
+@pytest.mark.parametrize("d, h, n", [(256, 3, 36_000), (128, 8, 47_000)])
+def test_phases(d, h, n, decay):
+    """Snapshots of more than 832 MiB: in pieces, between which the accumulators stay."""
+    check(arguments(Case(n, d, b=1, h=h, hk=h, decay=decay), "bf16"), "bf16")
+
+
+@by_mode
+@pytest.mark.parametrize("decay", [None, "-inf at places"], ids=["", "decay"])
+@pytest.mark.parametrize("sizes", [(300, 1, 1, 17, 400), (1, 256, 1, 0, 600), (5,) * 20, (256, 256, 255, 1)], ids=str)
+def test_any_split_equals_one_call(sizes, decay, mode, precision):  # noqa: F811
+    """And the definition: prefills and steps, one after the other."""
+    case = Case(sum(sizes), d=64, decay=decay, mask=True)
+    dtype = MODES[mode][0]
+    q, k, v, mask = arguments(case, mode)[:4]
+    log_decay = None if decay is None else make_decay(decay, case.b, case.hk, case.n, device=DEVICE)
+    state = fastmax.init_state(case.b, case.hk, case.d, dtype=dtype, device=DEVICE, temperature=8.0)
+    outputs, start = [], 0
+    for size in sizes:
+        part = slice(start, start + size)
+        options = {"key_padding_mask": mask[:, part], "log_decay": None if decay is None else log_decay[..., part]}
+        function = fastmax.step if size == 1 else fastmax.prefill
+        o, state = function(*(x[:, :, part] for x in (q, k, v)), state, **options)
+        outputs.append(o)
+        start += size
+    options = {"causal": True, "temperature": 8.0, "key_padding_mask": mask}
+    exact_decay = None if decay is None else log_decay.double()
+    exact = fastmax.fastmax_attention(*(x.double() for x in (q, k, v)), **options, log_decay=exact_decay)
+    assert relative(torch.cat(outputs, dim=2), exact) <= rounding(mode)
+    assert state.tokens == case.n
+
+
+@by_mode
+def test_an_empty_state_is_the_parallel_form(mode, precision):  # noqa: F811
+    q, k, v, *_ = arguments(Case(3000), mode)
+    state = fastmax.init_state(2, 2, 64, dtype=q.dtype, device=DEVICE, temperature=8.0)
+    o, _ = fastmax.prefill(q, k, v, state)
+    expected = fastmax.fastmax_attention(q, k, v, causal=True, algorithm="linear", temperature=8.0)
+    assert relative(o, expected.double()) <= rounding(mode)
+    assert not state.values.any() and not state.weights.any()
+
+
+def test_a_state_of_any_strides():
+    given = list(arguments(Case(70), "bf16"))
+    expected = torch.ops.fastmax.prefill(*given)
+    given[6], given[7] = given[6].mT.contiguous().mT, given[7].repeat_interleave(2, 2)[..., ::2]
+    assert all(map(torch.equal, torch.ops.fastmax.prefill(*given), expected))
+
+
+@pytest.mark.parametrize("case", [Case(0), Case(9, b=0)], ids=["no token", "no batch"])
+def test_nothing_to_do(case):
+    given = arguments(case._replace(n=max(case.n, 1), b=max(case.b, 1)), "bf16")
+    given = [x[: case.b] if torch.is_tensor(x) else x for x in given]
+    given[:3] = [x[:, :, : case.n] for x in given[:3]]
+    o, values, weights = torch.ops.fastmax.prefill(*given)
+    assert o.shape == given[0].shape and torch.equal(values, given[6]) and torch.equal(weights, given[7])
+    assert case.b == 0 or (values.data_ptr() != given[6].data_ptr() and weights.data_ptr() != given[7].data_ptr())
+
+
+def test_what_is_covered(monkeypatch):
+    """Every dtype of order 2; not order 1, float64, wide heads, nor what autograd records, which has its gradient."""
+    calls = []
+    right = eager.forward_from_state
+    monkeypatch.setattr(eager, "forward_from_state", lambda *args: calls.append(None) or right(*args))
+
+    def prefill(d=64, dtype=torch.bfloat16, record=False, **options):
+        x = torch.randn(2, 4, 50, d, device=DEVICE).to(dtype).requires_grad_(record)
+        calls.clear()
+        o, _ = fastmax.prefill(x, x, x, fastmax.init_state(2, 4, d, dtype=dtype, device=DEVICE, temperature=d, **options))
+        return o, len(calls)
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for d in (1, 16, 37, 128):
+            assert prefill(d, dtype)[1] == 0, (dtype, d)
+    assert prefill(p=1)[1] == prefill(dtype=torch.float64)[1] == prefill(300)[1] == 1
+    o, count = prefill(record=True)
+    assert count == 1
+    o.sum().backward()
+
+
+@by_mode
+def test_order_one(mode, precision):  # noqa: F811
+    check(arguments(Case(300, p=1, mask=True, decay="ordinary"), mode), mode)
+
+
+def test_a_captured_graph():
+    """A replay takes the tokens and the state that lie there then."""
+    given = arguments(Case(600, decay="ordinary"), "bf16")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.ops.fastmax.prefill(*given)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = torch.ops.fastmax.prefill(*given)
+    for seed in range(2):
+        generator = torch.Generator(DEVICE).manual_seed(seed)
+        given[0].normal_(generator=generator), given[6].mul_(1.5), given[7].mul_(1.25)
+        graph.replay()
+        assert all(map(torch.equal, outputs, torch.ops.fastmax.prefill(*given)))
+
+
+@torch_warns
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_compiled(fresh_dynamo):
+    """Static and dynamic shapes; the compiled code calls the kernels."""
+    compiled = torch.compile(fastmax.prefill, fullgraph=True)
+    for n in (40, 70, 300):
+        q, k, v, *_ = arguments(Case(n), "bf16")
+        state = fastmax.init_state(2, 2, 64, dtype=torch.bfloat16, device=DEVICE, temperature=8.0)
+        with torch.no_grad():
+            (o, after), (expected, expected_after) = (f(q, k, v, state) for f in (compiled, fastmax.prefill))
+        torch.testing.assert_close(o, expected)
+        torch.testing.assert_close(after.tensors(), expected_after.tensors())
