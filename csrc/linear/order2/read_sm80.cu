@@ -4,6 +4,7 @@
 // A block owns kRows rows of x. Everything that they multiply passes through one shared-memory ring: the snapshot (second
 // moment, first order, tiles), then pairs of y and w tiles.
 
+#include "core/score.h"
 #include "linear/dispatch.h"
 #include "linear/order2/stream.h"
 
@@ -252,7 +253,8 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       const int row = at.row + warp_row + 16 * m + 8 * half + g;
       float factor = 1.f;
       if (normalise) {
-        const float row_sum = quad_sum(z[m][half]) + count;
+        float row_sum = quad_sum(z[m][half]) + count;
+        if (kFades && fabsf(row_sum) < PolynomialScore::kSmallestSum) row_sum = 0.f;
         factor = row_sum == 0.f ? 0.f : 1.f / row_sum;
         if (t == 0 && row < a.nx) a.z[at.x_head_index * a.z_head + row] = row_sum;
       }
