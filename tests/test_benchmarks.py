@@ -171,7 +171,7 @@ def test_our_softmax_attention_is_called_with_its_scale(measure, monkeypatch):
 
 
 # Of the suite "options", at sizes where windows hide keys and sequences differ in length, one of them empty.
-OPTIONS = {case.title + (case.algorithm or ""): case for case in SUITES["options"].cases["cuda"]}
+OPTIONS = {f"{case.title} {case.algorithm or ''}".strip(): case for case in SUITES["options"].cases["cuda"]}
 
 
 def tiny_option(name: str) -> Case:
@@ -197,14 +197,14 @@ def test_option_that_is_not_taken_is_refused(measure, monkeypatch, name):
     """Each call as if without its option: the check sees it."""
     case = tiny_option(name)
     ours = PROVIDERS[case.providers[0]]
-    plain = PROVIDERS["fastmax_flash" if name == "window" else "fastmax"]
+    plain = PROVIDERS["fastmax_flash" if case.title == "window" else "fastmax"]
 
     def ignoring(q, k, v, case, log_decay=None, cu_seqlens=None):
         assert (log_decay is not None) == ("log_decay" in name) and (cu_seqlens is not None) == ("packed" in name)
         o = plain.call(q, k, v, case)
         return o if log_decay is None else o + 0 * log_decay.sum()
 
-    if name == "prefill":
+    if case.title == "prefill":
         monkeypatch.setattr(fastmax, "prefill", lambda q, k, v, state: (fastmax_attention_of_two(q, k, v), state))
     else:
         monkeypatch.setitem(PROVIDERS, ours.name, replace(ours, call=ignoring))
@@ -225,17 +225,17 @@ def test_gradient_of_decays_is_checked(measure, monkeypatch):
         return honest.call(q, k, v, case, log_decay=torch.lerp(log_decay.detach(), log_decay, 1.001))
 
     monkeypatch.setitem(PROVIDERS, "fastmax_decay", replace(honest, call=call))
-    status, rows = measure(tiny_option("log_decaylinear"))
+    status, rows = measure(tiny_option("log_decay linear"))
     assert status == 1 and "grad_log_decay" in rows[0]["note"]
 
 
 def test_options_have_lengths_of_every_kind():
-    case = tiny_option("packedlinear")
+    case = tiny_option("packed linear")
     for name, kinds in (("fastmax_packed", 3), ("fastmax_packed_alike", 1)):
         (bounds,) = PROVIDERS[name].tensors(case, torch.device("cpu")).values()
         lengths = bounds.diff().tolist()
         assert len(lengths) == 6 and sum(lengths) == 48 and min(lengths) >= 0 and len(set(lengths)) >= kinds
-    (bounds,) = PROVIDERS["fastmax_packed"].tensors(OPTIONS["packedlinear"], torch.device("cpu")).values()
+    (bounds,) = PROVIDERS["fastmax_packed"].tensors(OPTIONS["packed linear"], torch.device("cpu")).values()
     assert bounds.shape == (65,) and bounds[0] == 0 and bounds[-1] == 65536
 
 
