@@ -6,6 +6,8 @@ import warnings
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# A second thread, where a test asks for one, sleeps while it waits: beside other processes spinning takes their time.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Compile in this process: workers start more slowly than the little there is to compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
