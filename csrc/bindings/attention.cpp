@@ -125,10 +125,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
 
-  const Tensor grad_rpe = no_elements(q_in), grad_log_decay = no_elements(q_in);
+  const Tensor grad_rpe = no_elements(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
     return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
-            grad_rpe, grad_log_decay};
+            grad_rpe, zero_decay_gradient(log_decay, q_in)};
   }
 
   const Operands x(inputs);
@@ -140,7 +140,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   Polynomial{a0, a1, a2, order}.fill(p);
   gradients.fill(p);
   run("backward", chosen, p, q_in.get_device_index());
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, grad_log_decay};
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, gradients.grad_log_decay};
 }
 
 }  // namespace

@@ -76,10 +76,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   }
   check_float("lse", lse);
   if (grad_lse.has_value()) check_float("grad_lse", *grad_lse);
-  const Tensor grad_log_decay = no_elements(q_in);
   if (is_empty(q_in) || is_empty(k_in) || is_empty(v_in)) {
     return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)),
-            grad_log_decay};
+            zero_decay_gradient(log_decay, q_in)};
   }
 
   const Operands x(inputs);
@@ -88,7 +87,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   x.fill(p, scale, causal, {left, right}, allow_tf32);
   gradients.fill(p);
   run("flash_backward", kFlashAlgorithm, p, q_in.get_device_index());
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_log_decay};
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay};
 }
 
 }  // namespace

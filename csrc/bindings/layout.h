@@ -89,6 +89,13 @@ struct Output {
 // A gradient of what was not given.
 inline Tensor no_elements(const Tensor& like) { return empty_strided({0}, {1}, like.scalar_type(), like.get_device_index()); }
 
+// The gradient of log_decay where there is nothing that fades.
+inline Tensor zero_decay_gradient(const OptionalTensor& log_decay, const Tensor& q) {
+  if (!log_decay.has_value()) return no_elements(q);
+  Tensor x = empty_dense(*log_decay, log_decay->scalar_type());
+  return torch::stable::zero_(x);
+}
+
 inline bool is_empty(const Tensor& x) { return x.numel() == 0; }
 
 }  // namespace fastmax

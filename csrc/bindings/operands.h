@@ -50,9 +50,16 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
 // q, k, v and what accompanies their tokens.
 struct Operands {
   Tensor q, k, v;
-  OptionalTensor mask, first_key, end_key;
+  OptionalTensor mask, first_key, end_key, log_decay;
 
-  explicit Operands(const AttentionInputs& x) : q(readable(x.q)), k(readable(x.k)), v(readable(x.v)), mask(x.key_padding_mask), first_key(x.first_key), end_key(x.end_key) {
+  explicit Operands(const AttentionInputs& x)
+      : q(readable(x.q)),
+        k(readable(x.k)),
+        v(readable(x.v)),
+        mask(x.key_padding_mask),
+        first_key(x.first_key),
+        end_key(x.end_key),
+        log_decay(x.log_decay) {
     if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
   }
 
@@ -69,6 +76,8 @@ struct Operands {
     p.key_padding_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
     p.mask_batch_stride = mask.has_value() ? mask->stride(0) : 0;
     p.first_key = bounds(first_key), p.end_key = bounds(end_key);
+    p.log_decay = log_decay.has_value() ? static_cast<const float*>(log_decay->data_ptr()) : nullptr;
+    p.log_decay_stride = log_decay.has_value() ? stride_of(*log_decay) : Stride{};
   }
 };
 
@@ -96,6 +105,7 @@ struct Gradients {
   Tensor o, grad_o, z;
   OptionalTensor grad_z;
   Output grad_q, grad_k, grad_v;
+  Tensor grad_log_decay;  // of no elements without log_decay
 
   Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
             const Tensor& z_in, const OptionalTensor& grad_z_in)
@@ -104,7 +114,8 @@ struct Gradients {
         z(dense(z_in)),
         grad_q(q_in, q_in.size(3), x.q.size(3)),
         grad_k(k_in, k_in.size(3), x.k.size(3)),
-        grad_v(v_in, v_in.size(3), x.v.size(3)) {
+        grad_v(v_in, v_in.size(3), x.v.size(3)),
+        grad_log_decay(x.log_decay.has_value() ? empty_dense(*x.log_decay, ScalarType::Float) : no_elements(q_in)) {
     if (grad_z_in.has_value()) grad_z = dense(*grad_z_in);
   }
 
@@ -116,6 +127,7 @@ struct Gradients {
     p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
     p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
     p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
+    p.grad_log_decay = p.log_decay != nullptr ? static_cast<float*>(grad_log_decay.data_ptr()) : nullptr;
   }
 };
 

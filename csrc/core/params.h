@@ -1,6 +1,8 @@
 // The vocabulary of a call, from the bindings to the kernels: plain structs, passed by value.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -67,10 +69,14 @@ struct AttentionParams : Problem {
   const void* noise;  // (b, h, n, dv) in q's dtype, or null
   Stride noise_stride;
   KeyBounds first_key, end_key;  // a query sees keys [first_key, end_key); neither falls from query to query
+  const float* log_decay;        // (b, hk, m), finite and <= 0; causal only
+  Stride log_decay_stride;
 
   // tables of what these bounds, causality and a window come to, which the quadratic kernels make for themselves (quadratic/bounds.h)
   const Range* key_table;    // (b, hk, n): the keys that a query sees
   const Range* query_table;  // (b, hk, m): the queries that see a key
+  // running sums of log_decay (b, hk, m), which the kernels of every algorithm make for themselves (decay/decay.h)
+  const float2* decay_sums;
 };
 
 struct FwdParams : AttentionParams {
@@ -95,6 +101,7 @@ struct BwdParams : AttentionParams {
   void* grad_k;  // (b, hk, m, d)
   void* grad_v;  // (b, hk, m, dv)
   Stride grad_q_stride, grad_k_stride, grad_v_stride;
+  float* grad_log_decay;  // (b, hk, m) contiguous; null without log_decay
 
   void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
 };

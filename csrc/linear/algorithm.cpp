@@ -7,7 +7,7 @@ namespace fastmax {
 namespace {
 
 constexpr Kernels kLinear[] = {
-    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p); }, linear1_fwd_workspace_bytes,
+    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); }, linear1_fwd_workspace_bytes,
      linear1_bwd_workspace_bytes, launch_linear1_fwd, launch_linear1_bwd},
     {"linear2_sm80", [](const AttentionParams&, Direction) { return true; },
      [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm80); },

@@ -8,8 +8,11 @@ namespace fastmax {
 extern const Algorithm kLinearAlgorithm;
 
 // The widest head dim with kernels for order 1 alone (order1/): their state fits the registers of a block. Wider ones run the
-// kernels for order 2, which skip what is absent.
+// kernels for order 2, which skip what is absent, as does what fades.
 inline constexpr int kLinear1HeadDim = 128;
 inline bool uses_linear1(const Problem& p) { return p.order == 1 && p.head_dim <= kLinear1HeadDim; }
+
+// Whether states fade. Sequences that begin anew are decays too, which leave nothing.
+inline bool fades(const AttentionParams& p) { return p.log_decay != nullptr || p.first_key.data != nullptr; }
 
 }  // namespace fastmax

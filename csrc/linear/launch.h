@@ -99,6 +99,7 @@ struct BackwardSteps {
   void apply(GradArgs& a) const {
     inputs(a.nx, {&a.x, &a.x2}), inputs(a.ny, {&a.y, &a.y2}), outputs(a.nx, {&a.out});
     turn(a.x_mask, a.nx), turn(a.y_mask, a.ny), turn(a.x_scale, a.nx), turn(a.y_scale, a.ny);
+    turn(a.pair_sums, a.nx);
   }
   void apply(Linear1SumArgs& a) const {
     inputs(a.ny, {&a.y, &a.w});
@@ -122,6 +123,14 @@ void run_pass(const Problem& p, Args a, cudaStream_t stream) {
     case MathMode::kBF16: return linear_pass<Bf16>(a, p.head_dim, stream);
     case MathMode::kFP32: return linear_pass<Fp32>(a, p.head_dim, stream);
     default: return linear_pass<Tf32>(a, p.head_dim, stream);
+  }
+}
+
+inline void linear_fade(const Problem& p, const FadeArgs& a, cudaStream_t stream) {
+  switch (kernel_math(p)) {
+    case MathMode::kBF16: return linear_fade<Bf16>(a, stream);
+    case MathMode::kFP32: return linear_fade<Fp32>(a, stream);
+    default: return linear_fade<Tf32>(a, stream);
   }
 }
 

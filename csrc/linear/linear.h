@@ -16,6 +16,7 @@
 #include "core/params.h"
 #include "core/sequence.h"
 #include "linear/algorithm.h"
+#include "linear/fading.h"
 
 namespace fastmax {
 
@@ -37,7 +38,14 @@ struct RowScale {
   int token;
 };
 
+struct RowOutput {
+  float* data;  // null: not wanted
+  int64_t head;
+  int token;
+};
+
 struct LinearProblem : ChunkedSequence {
+  Fading fading;
   int batch;
   int state_heads;  // states per batch entry: key/value heads
   int x_group;      // x heads per state
@@ -79,7 +87,7 @@ struct StateArgs : LinearProblem {
   float* parts_sum;  // order 1: [state][part][part_floats()]
 };
 
-// The same for order 1 at wide head dims, from parts of y that are each summed on its own.
+// The same for order 1, from parts of y that are each summed on its own.
 struct PartStateArgs : StateArgs {};
 
 // o = sum f(x.y) w (/ z)
@@ -107,6 +115,19 @@ struct GradArgs : LinearProblem {
   float g0, g1;
   View out;
   bool half_out;
+  float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
+  RowOutput pair_sums;     // sum f(x.y) (x2.y2 + e) but of a row with its own token; in a walk that fades
+};
+
+// y, w and e (null: ones) of every row as a state takes them: w and e times what is left of the row at the end of its chunk. Zeros for
+// masked rows, and for y too where nothing is left, whatever is there.
+struct FadeArgs : LinearProblem {
+  View y, w;
+  RowMask mask;
+  RowScale e;
+  void* faded_y;   // [batch][y head][ny][d]
+  void* faded_w;   // [batch][y head][ny][dv]
+  float* faded_e;  // [batch][y head][ny]
 };
 
 // g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is
@@ -125,6 +146,8 @@ template <class Math, class Args>
 void linear_pass(const Args& a, int head_dim, cudaStream_t stream);
 template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
+template <class Math>
+void linear_fade(const FadeArgs& a, cudaStream_t stream);
 // (batch, head, token, column) -> contiguous fp32
 template <class Math>
 void linear_widen(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream);

@@ -47,11 +47,10 @@ struct StateTile {
   static constexpr bool kPipelined = kIs16Bit<Math>;
 };
 
-// States of order 1 at wide head dims. A warp owns 16 value columns times all first-order features, a block 128.
+// States of order 1 that are summed in parts. A warp owns 16 value columns times all first-order features, a block up to 128.
 template <class Math, int kHeadDim>
 struct PartTile {
-  static_assert(kHeadDim > kLinear1HeadDim, "narrower ones never come here");
-  static constexpr int kValues = 128;
+  static constexpr int kValues = kHeadDim < 128 ? kHeadDim : 128;
   static constexpr int kGroups = kHeadDim / kValues;
   static constexpr int kWarps = kValues / 16;
   static constexpr int kThreads = kWarps * kWarpSize;

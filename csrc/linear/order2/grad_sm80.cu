@@ -5,7 +5,11 @@
 // The contribution of a tile T (64 features x values): W = x2 T^T on the tensor cores, then the product rule on
 // sum_xg x[8s+x] x[8b+g] W[8x+g], in fp32 on the CUDA cores:
 //   grad[8b+g] += sum_x x[8s+x] W[8x+g],  grad[8s+x] += sum_g x[8b+g] W[8x+g]
-// which is right for diagonal tiles too. Block columns come in an order known only at run time, so the gradient is kept in
+// which is right for diagonal tiles too. Where rows fade, also the sum over the pairs of a row, p = f(x.y) (x2.y2 + e), that the gradient
+// of log_decay is made of: of earlier chunks it is that of order 0, plus x . (gradient of order 1), plus half of
+// x . (gradient of order 2).
+//
+// Block columns come in an order known only at run time, so the gradient is kept in
 // shared memory, a float4 per lane and block that no other lane touches.
 
 #include "linear/dispatch.h"
@@ -64,6 +68,39 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     }
   }
 
+  const auto state_again = [&] { return static_cast<int64_t>(at.x_head_index / a.x_group); };
+  const auto fading_again = [&] {
+    return FadingRows<GradArgs>{a, state_again(), static_cast<int>(ptx::keep_in_register(at.row)) + warp_row + g};
+  };
+  // Adds this lane's part of its rows' pairs to the output, where the sums wait: loops need the registers.
+  const bool wants_pairs = a.fading && a.pair_sums.data != nullptr;
+  const auto add_pairs = [&](const float (&part)[kRowTiles][2], bool first, bool of_state) {
+    const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = at.row + warp_row + 16 * m + 8 * half + g;
+        float sum = quad_sum(part[m][half]);
+        if (t != 0 || row >= a.nx) continue;
+        if (of_state) {
+          const float factor = fading_again().since_chunk(16 * m + 8 * half);
+          sum = factor == 0.f ? 0.f : sum * factor;
+        }
+        if (x_mask != nullptr && x_mask[static_cast<int64_t>(row) * a.x_mask.token] == 0) sum = 0.f;
+        float* dst = a.pair_sums.data + at.x_head_index * a.pair_sums.head + static_cast<int64_t>(row) * a.pair_sums.token;
+        *dst = first ? sum : *dst + sum;
+      }
+    }
+  };
+  // x . v of a block of columns of the gradient
+  const auto dot_x = [&](int m, int block, float (&sum)[2], const float4& v) {
+    RowBase<Math, kHeadDim> x;
+    x.load(x_tile, warp_row + 16 * m, block);
+    sum[0] = fmaf(x.value(0, 0), v.x, fmaf(x.value(0, 1), v.y, sum[0]));
+    sum[1] = fmaf(x.value(1, 0), v.z, fmaf(x.value(1, 1), v.w, sum[1]));
+  };
+
   float acc[kRowTiles][2 * kDepth][4] = {};
   if (has_state) {
     // e (moment x + g0 sum y): in grad_k, e is inside the sums.
@@ -71,6 +108,19 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     const int moments = stream.moment_pairs();
     const auto finish_moments = [&] {
       const float* sums = a.sums + at.slot * Layout::kSums + Layout::kSumY;
+      if (wants_pairs) {  // of the moments' gradient: taken from the sums of both orders below
+        float pairs[kRowTiles][2] = {};
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const float e0 = a.x_scale.data != nullptr ? e[m][0] : 1.f, e1 = a.x_scale.data != nullptr ? e[m][1] : 1.f;
+#pragma unroll
+          for (int c = 0; c < 2 * kDepth; ++c) {
+            dot_x(m, c, pairs[m], make_float4(acc[m][c][0], acc[m][c][1], acc[m][c][2], acc[m][c][3]));
+          }
+          pairs[m][0] *= -0.5f * e0, pairs[m][1] *= -0.5f * e1;
+        }
+        add_pairs(pairs, true, true);
+      }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
         const float e0 = a.x_scale.data != nullptr ? e[m][0] : 1.f, e1 = a.x_scale.data != nullptr ? e[m][1] : 1.f;
@@ -126,6 +176,36 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         }
       }
     }
+  }
+
+  // Half of x . (the gradient so far).
+  const auto add_half_of_gradient = [&](float (&pairs)[kRowTiles][2]) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int c = 0; c < 2 * kDepth; ++c) dot_x(m, c, pairs[m], ptx::load_shared_f32x4(grad_address(m, c)));
+      pairs[m][0] *= 0.5f, pairs[m][1] *= 0.5f;
+    }
+  };
+  if (has_state && wants_pairs) {
+    // With order 0: c0 (x2 . sum w + e).
+    float pairs[kRowTiles][2] = {};
+    add_half_of_gradient(pairs);
+    const float* sums = a.sums + at.slot * Layout::kSums;
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = at.row + warp_row + 16 * m + 8 * half + g;
+        float order0 = t == 0 ? sums[Layout::kSumOne] * (a.x_scale.data != nullptr ? e[m][half] : 1.f) : 0.f;
+        for (int column = 2 * t; row < a.nx && column < a.dv; column += 8) {
+          const float2 x2 = load_row_pair<Element>(a.x2, false, at.batch, at.x_head, row, column);
+          order0 = fmaf(x2.x, sums[Layout::kSumW + column], fmaf(x2.y, sums[Layout::kSumW + column + 1], order0));
+        }
+        pairs[m][half] = fmaf(a.c0, order0, pairs[m][half]);
+      }
+    }
+    add_pairs(pairs, false, true);
   }
 
   if (tiles && has_state) {
@@ -244,7 +324,25 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     stream.end_tiles();
   }
 
+  // What fades, of earlier chunks.
+  if (has_state && a.fading) {
+    float pairs[kRowTiles][2] = {};
+    if (wants_pairs) add_half_of_gradient(pairs);
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      const float f0 = fading_again().since_chunk(16 * m), f1 = fading_again().since_chunk(16 * m + 8);
+#pragma unroll
+      for (int c = 0; c < 2 * kDepth; ++c) {
+        const float4 v = ptx::load_shared_f32x4(grad_address(m, c));
+        ptx::store_shared_f32x4(grad_address(m, c), make_float4(f0 == 0.f ? 0.f : f0 * v.x, f0 == 0.f ? 0.f : f0 * v.y,
+                                                                f1 == 0.f ? 0.f : f1 * v.z, f1 == 0.f ? 0.f : f1 * v.w));
+      }
+    }
+    if (wants_pairs) add_pairs(pairs, false, true);
+  }
+
   // The own chunk, on top of the earlier ones.
+  float own_pairs[kRowTiles][2] = {};
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
@@ -302,11 +400,26 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float& value = s[m][n][2 * half + i];
-              value = fmaf(a.g1, value, a.g0) * (u[m][n][2 * half + i] + e[m][half] + column_e);
+              const float x = value, centred = u[m][n][2 * half + i] + e[m][half] + column_e;
+              value = fmaf(a.g1, x, a.g0) * centred;
               if (diagonal && key + column > chunk_row + 16 * m + 8 * half + g) value = 0.f;
+              if (a.fading) u[m][n][2 * half + i] = fmaf(fmaf(0.5f * a.g1, x, a.g0), x, a.c0) * centred;
             }
           }
         }
+      }
+      if (a.fading) {
+        const int source = a.y_row(stream.own_begin()) + key;
+        const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
+        const bool before = key + Tile::kSlab <= chunk_row;
+        fading_again().template for_each_pair<kRowTiles, Tile::kSlab / 8>(
+            source, before, [&](int m, int half, int n, int i, float factor) {
+              s[m][n][2 * half + i] *= factor;
+              const int column = 8 * n + 2 * t + i;
+              bool taken = before || key + column < chunk_row + 16 * m + 8 * half + g;
+              if (taken && y_mask != nullptr) taken = source + column < a.ny && y_mask[static_cast<int64_t>(source + column) * a.y_mask.token] != 0;
+              if (taken) own_pairs[m][half] = fmaf(u[m][n][2 * half + i], factor, own_pairs[m][half]);
+            });
       }
       WeightsA<Math> weights[Tile::kSlab / 16][kRowTiles];
       const auto add_columns = [&](float(&sum0)[4], float(&sum1)[4], int m, int k, const WeightsB<Math>& b0, const WeightsB<Math>& b1) {
@@ -355,6 +468,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   }
 
   const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
+  if (wants_pairs) add_pairs(own_pairs, !has_state, false);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

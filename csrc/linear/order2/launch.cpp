@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "decay/decay.h"
 #include "linear/dispatch.h"
 #include "linear/launch.h"
 #include "linear/order2/linear2.h"
@@ -55,9 +56,14 @@ RowMask of_phase(RowMask m, const Phase& phase, int token) {
   if (m.data != nullptr) m.data += phase.first_batch * m.batch + static_cast<int64_t>(token) * m.token;
   return m;
 }
-RowScale of_phase(RowScale s, const Phase& phase, int heads, int token) {
+template <class PerRow>  // RowScale, RowOutput
+PerRow of_phase(PerRow s, const Phase& phase, int heads, int token) {
   if (s.data != nullptr) s.data += int64_t{phase.first_state} * heads * s.head + static_cast<int64_t>(token) * s.token;
   return s;
+}
+Fading of_phase(Fading fading, const Phase& phase) {
+  if (fading) fading.sums += int64_t{phase.first_state} * fading.tokens;
+  return fading;
 }
 
 // A call's passes over the states of one plan, in the workspace.
@@ -66,6 +72,7 @@ struct Passes {
   const StatePasses& kernels;
   const StatePlan& plan;
   const StateBuffers& buffers;
+  Fading fading;
   cudaStream_t stream;
 
   // Runs the phases: the states, then whoever reads them.
@@ -96,12 +103,14 @@ struct Passes {
     a.y2 = of_phase(a.y2, phase, phase.problem.y_group, 0, element_bytes(p));
     a.x_scale = of_phase(a.x_scale, phase, heads, phase.first_token);
     a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
+    a.pair_sums = of_phase(a.pair_sums, phase, heads, phase.first_token);
     kernels.grad(p, a, stream);
   }
 
  private:
   void sum(const Phase& phase, StateArgs a) const {
     static_cast<LinearProblem&>(a) = phase.problem;
+    a.fading = of_phase(fading, phase);
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.mask = of_phase(a.mask, phase, 0);
@@ -118,6 +127,7 @@ struct Passes {
   template <class Args>
   void enter(Args& a, const Phase& phase) const {
     static_cast<LinearProblem&>(a) = phase.problem;
+    a.fading = of_phase(fading, phase);
     a.x = of_phase(a.x, phase, phase.problem.x_group, phase.first_token, element_bytes(p));
     a.out = of_phase(a.out, phase, phase.problem.x_group, phase.first_token, output_bytes(p));
     a.x_mask = of_phase(a.x_mask, phase, phase.first_token);
@@ -126,14 +136,52 @@ struct Passes {
   }
 };
 
+// Rows that fade, as states take them, and the sums that say how. Serves one walk after the other.
+struct FadedRows {
+  char *y = nullptr, *w = nullptr;
+  float* e = nullptr;
+  char* sums = nullptr;
+
+  // y_rows: of the walk with the most, over all heads.
+  FadedRows(const AttentionParams& p, int64_t y_rows, Workspace& w) {
+    if (!fades(p)) return;
+    y = w.take<char>(y_rows * p.d * element_bytes(p)), this->w = w.take<char>(y_rows * p.dv * element_bytes(p));
+    e = w.take<float>(y_rows);
+    sums = w.take<char>(static_cast<int64_t>(decay_sum_bytes(p)));
+  }
+
+  // How a walk fades; nothing where the call has nothing that does.
+  static Fading fading(const AttentionParams& p, const StatePlan& plan) {
+    return {fades(p) ? p.decay_sums : nullptr, p.m, plan.whole.boundary};
+  }
+
+  // Puts faded rows in the place of a state's y, w and e; masked rows are among those that are zeros.
+  void fill(const Problem& p, const StatePlan& plan, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
+    if (!fading || !plan.needs_states()) return;
+    FadeArgs fade{};
+    static_cast<LinearProblem&>(fade) = plan.whole;
+    fade.fading = fading;
+    fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
+    fade.faded_y = y, fade.faded_w = w, fade.faded_e = e;
+    linear_fade(p, fade, stream);
+    const int heads = plan.whole.state_heads * plan.whole.y_group, rows = plan.whole.ny;
+    a.y = contiguous(y, heads, rows, plan.whole.d), a.w = contiguous(w, heads, rows, plan.whole.dv);
+    a.y_scale = {e, rows, 1};
+    a.mask = {};
+  }
+};
+
 struct FwdPlan {
   StatePlan states;
   WidenedInputs inputs;
+  FadedRows faded;
   StateBuffers buffers;
   size_t bytes;
 
   FwdPlan(const FwdParams& p, const StateSizes& sizes, Workspace w)
-      : states(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count), inputs(p, w) {
+      : states(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count),
+        inputs(p, w),
+        faded(p, int64_t{p.b} * p.hk * p.m, w) {
     buffers = take_buffers({&states}, w);
     bytes = w.used();
   }
@@ -143,13 +191,21 @@ struct BwdPlan {
   StatePlan prefixes;  // grad_q: queries looking at keys
   StatePlan suffixes;  // grad_k, grad_v: keys looking at queries, back in time
   PreparedInputs inputs;
+  FadedRows faded;
+  char* pairs = nullptr;  // and what their sum over tokens takes
+  char* decay_gradient = nullptr;
   StateBuffers buffers;
   size_t bytes;
 
   BwdPlan(const BwdParams& p, const StateSizes& sizes, Workspace w)
       : prefixes(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count),
         suffixes(make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward), sizes, p.sm_count),
-        inputs(p, w) {
+        inputs(p, w),
+        faded(p, std::max(int64_t{p.b} * p.hk * p.m, int64_t{p.b} * p.h * p.n), w) {
+    if (p.grad_log_decay != nullptr) {
+      pairs = w.take<char>(static_cast<int64_t>(pair_sum_bytes(p)));
+      decay_gradient = w.take<char>(static_cast<int64_t>(decay_gradient_bytes(p)));
+    }
     buffers = take_buffers({&prefixes, &suffixes}, w);
     bytes = w.used();
   }
@@ -164,8 +220,10 @@ size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernel
   return BwdPlan(p, kernels.sizes(p), Workspace(nullptr)).bytes;
 }
 
-void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStream_t stream) {
+void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
+  FwdParams p = call;
   const FwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
+  if (fades(p)) fill_decay_sums(p, Resets::kAtFirstKeys, plan.faded.sums, stream);
   const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
@@ -173,6 +231,8 @@ void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStre
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
+  const Fading fading = FadedRows::fading(p, plan.states);
+  plan.faded.fill(p, plan.states, fading, state, stream);
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
@@ -185,12 +245,15 @@ void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStre
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
 
-  const Passes passes{p, kernels, plan.states, plan.buffers, stream};
+  const Passes passes{p, kernels, plan.states, plan.buffers, fading, stream};
   passes.run(state, [&](const Phase& phase) { passes.read(phase, read); });
 }
 
-void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStream_t stream) {
+void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
+  BwdParams p = call;
   const BwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
+  if (fades(p)) fill_decay_sums(p, Resets::kAtFirstKeys, plan.faded.sums, stream);
+  const PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
   const BwdInputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
@@ -199,6 +262,8 @@ void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStre
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
+  const Fading prefix_fading = FadedRows::fading(p, plan.prefixes);
+  plan.faded.fill(p, plan.prefixes, prefix_fading, prefix, stream);
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -207,8 +272,10 @@ void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStre
   grad_q.g0 = f.g0, grad_q.g1 = f.g1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
+  grad_q.c0 = f.c0;
+  grad_q.pair_sums = {pairs.by_query, p.n, 1};
 
-  const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, stream};
+  const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream};
   over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
 
   // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time.
@@ -216,6 +283,8 @@ void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStre
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
+  const Fading suffix_fading = FadedRows::fading(p, plan.suffixes);
+  plan.faded.fill(p, plan.suffixes, suffix_fading, suffix, stream);
 
   ReadArgs grad_v{};
   grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;
@@ -231,12 +300,15 @@ void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStre
   grad_k.g0 = f.g0, grad_k.g1 = f.g1;
   grad_k.out = view(p.grad_k, p.grad_k_stride);
   grad_k.half_out = runs_as_tf32(p);
+  grad_k.c0 = f.c0;
+  grad_k.pair_sums = {pairs.by_key, p.m, 1};
 
-  const Passes over_suffixes{p, kernels, plan.suffixes, plan.buffers, stream};
+  const Passes over_suffixes{p, kernels, plan.suffixes, plan.buffers, suffix_fading, stream};
   over_suffixes.run(suffix, [&](const Phase& phase) {
     over_suffixes.read(phase, grad_v);
     over_suffixes.grad(phase, grad_k);
   });
+  if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
 
 constexpr StatePasses kStatePassesSm80 = {

@@ -1,13 +1,11 @@
-// States of order 1 where they are too wide for order1/ (head dims above kLinear1HeadDim): every part of y is summed on its own in
-// fp32, and a second kernel scans the parts.
+// States of order 1 where order1/ does not have them, because they are too wide (head dims above kLinear1HeadDim) or fade: every part of
+// y is summed on its own in fp32, and a second kernel scans the parts.
 
 #include "linear/dispatch.h"
 #include "linear/order2/row_walk.h"
 
 namespace fastmax {
 namespace {
-
-using PartHeadDims = HeadDims<256>;  // those of LinearHeadDims above kLinear1HeadDim
 
 __device__ __forceinline__ Work locate_part(const PartStateArgs& a, int state, int part) {
   const int begin = a.part_begin(part);
@@ -99,6 +97,11 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
   const int64_t state = blockIdx.x / state_blocks;
   const float* src = a.parts_sum + state * parts * stride;
   constexpr int kAhead = 8;  // loads in flight
+  // Of the sum of all parts before one.
+  const auto fade = [&](int part) {
+    const int chunk = part - lead;
+    return FadeFactor(a.fading && chunk >= 0 ? a.fading.carry(a, state, chunk, chunk + 1) : 0.f);
+  };
 
   if (index < scan_words) {
     const int word = kFirstWord + index;
@@ -121,7 +124,13 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
             static_cast<float2*>(a.snapshots)[at] = make_float2(as_operand<Math>(sum.x * weight), as_operand<Math>(sum.y * weight));
           }
         }
-        if (p0 + i < parts) sum.x += next[i].x, sum.y += next[i].y;
+        if (p0 + i < parts) {
+          if (a.fading) {
+            const FadeFactor factor = fade(p0 + i);
+            sum = make_float2(factor(sum.x), factor(sum.y));
+          }
+          sum.x += next[i].x, sum.y += next[i].y;
+        }
       }
     }
   } else if (index < scan_words + Layout::kSumOne + 1) {
@@ -130,7 +139,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
     for (int p = 0; p <= parts; ++p) {
       const int c = p - lead;
       if (c >= 0 && c < a.chunks && a.has_state(c)) a.sums[a.slot(state, c) * Layout::kSums + i] = sum;
-      if (p < parts) sum += src[p * stride + 2 * words + i];
+      if (p < parts) sum = (a.fading ? fade(p)(sum) : sum) + src[p * stride + 2 * words + i];
     }
   }
 }
@@ -155,7 +164,7 @@ struct LaunchPartState {
 
 template <>
 void linear_pass<FASTMAX_MATH>(const PartStateArgs& a, int head_dim, cudaStream_t stream) {
-  dispatch_linear<LaunchPartState, FASTMAX_MATH, PartHeadDims>(head_dim, a, stream);
+  dispatch_linear<LaunchPartState, FASTMAX_MATH>(head_dim, a, stream);
 }
 
 }  // namespace fastmax

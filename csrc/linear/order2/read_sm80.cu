@@ -139,6 +139,25 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     stream.end_tiles();
   }
 
+  const int64_t state = static_cast<int64_t>(at.batch) * a.state_heads + at.kv_head;
+  const FadingRows<ReadArgs> fading{a, state, at.row + warp_row + g};
+  float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
+  if (has_state && a.fading) {
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = fading.since_chunk(16 * m + 8 * half);
+        const auto fade = [&](float& x) { x = factor == 0.f ? 0.f : x * factor; };
+        if (t == 0) z[m][half] += count;
+        fade(z[m][half]);
+#pragma unroll
+        for (int c = 0; c < 2 * kDepth; ++c) fade(acc[m][c][2 * half]), fade(acc[m][c][2 * half + 1]);
+      }
+    }
+    count = 0.f;
+  }
+
   // The own chunk.
   const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
   const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
@@ -176,6 +195,11 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
         }
       }
       const int source = a.y_row(stream.own_begin()) + key;
+      if (a.fading) {
+        fading.template for_each_pair<kRowTiles, Tile::kSlab / 8>(
+            source, key + Tile::kSlab <= chunk_row,
+            [&](int m, int half, int n, int e, float factor) { s[m][n][2 * half + e] *= factor; });
+      }
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
 #pragma unroll
         for (int n = 0; n < Tile::kSlab / 8; ++n) {
@@ -212,7 +236,6 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     }
   }
 
-  const float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
   const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {

@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   const Work work = locate_segment(a, blockIdx.x / Tile::kBlocks);
   const int until_boundary = a.chunk_begin(a.first_snapshot(work.begin)) - work.begin;
   if (!totals && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
-  int until_snapshot = totals ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages
+  int until_snapshot = totals && !a.fading ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages; or until the state fades
 
   StateWarp<Math, kHeadDim> s(a, blockIdx.x % Tile::kBlocks);
   RowWalk<Tile, Math, kHeadDim> loader(a, work, s.first_value, ring);
@@ -300,8 +300,28 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     }
     visit(s.count);
   };
+  // Before the rows of the chunk that begins at a virtual row.
+  const auto fade = [&](int row) {
+    const int edge = a.fading.edge_at(a, row);
+    const FadeFactor factor(a.fading.carry(a, block_again() / Tile::kBlocks % a.states(), edge, edge + 1));
+    factor.apply([&](const auto& f) {
+#pragma unroll
+      for (int i = 0; i < kBlocks16; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+#pragma unroll
+          for (int x = 0; x < 8; ++x) f(s.acc[x][i][e]);
+          f(s.extra_acc[0][i][e]), f(s.extra_acc[1][i][e]);
+        }
+      }
+      f(s.count);
+    });
+  };
+  bool stores = !totals;
   if (!totals && work.begin > 0) {
     for_each_accumulator(a.segments == 1 ? 0 : 1 + segment_again(), [](float& accumulator, const float& saved) { accumulator = saved; });
+    // Between phases a walk goes on at a chunk that has its snapshot already, but is not faded.
+    if (a.fading && until_snapshot > 0 && a.fading.begins_chunk(a, work.begin)) until_snapshot = 0, stores = false;
   }
 
   const auto store_sums = [&](const WarpShare<Math, kHeadDim>& share, float* sums) {
@@ -363,7 +383,9 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   while (loader.stages > -2) {  // two stages ahead
     if (until_snapshot-- == 0) {
       const int row = locate_segment(a, block_again() / Tile::kBlocks).end - (loader.stages + 2) / a.y_group * Tile::kTokens;
-      store_snapshot(a.chunk_of(row));
+      if (stores) store_snapshot(a.chunk_of(row));
+      stores = !totals;
+      if (a.fading) fade(row);
       until_snapshot = a.chunk / Tile::kTokens * a.y_group - 1;
     }
     const uint32_t stage = stage_after<Tile>(loader.stage, ring);  // two before the loader's, in a ring of three
@@ -382,6 +404,12 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
 __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a, const int64_t slot_floats) {
   const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= slot_floats) return;
+  // What is left of a sum once a segment's rows are in it.
+  const auto fade = [&](float sum, int segment) {
+    const int state = static_cast<int>(index / (slot_floats / a.states()));
+    const Work work = locate_segment(a, segment * a.states());
+    return FadeFactor(a.fading.carry(a, state, a.fading.edge_after(a, work.begin), a.fading.edge_after(a, work.end)))(sum);
+  };
   float sum = a.begin > 0 ? a.accumulators[index] : 0.f;
   float* slots = a.accumulators + slot_floats + index;
   constexpr int kAhead = 8;  // loads in flight
@@ -392,6 +420,7 @@ __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a,
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (first + i < a.segments) slots[(first + i) * slot_floats] = sum;
+      if (a.fading && first + i < a.segments) sum = fade(sum, first + i);
       sum += totals[i];
     }
   }

@@ -1,0 +1,45 @@
+// Keys that fade: G, the running sum of log_decay over the keys of a state, and the gradient of log_decay from sums of pairs.
+//
+// A pair (i, j) has the factor exp(G_pos(i) - G_j), pos(i) = i + m - n. Sums are kept in units of log 2 as a float and what it leaves,
+// so that a difference has the digits of a float however long the sequence is.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/params.h"
+
+namespace fastmax {
+
+// What forgets all before it, in place of -inf: 2^kForget is 0 in fp32, and sums of a million of them leave differences exact.
+inline constexpr float kForget = -2900.f;
+
+// Where sums start anew (Resets::kAtFirstKeys) is where a sequence of first_key does; sums then say all that first_key does. The
+// linear kernels read them so, the quadratic ones look at first_key.
+enum class Resets { kNone, kAtFirstKeys };
+
+// Fills p.decay_sums, which lie in `workspace`: decay_sum_bytes, 256-byte aligned. Without log_decay, decays of 0.
+size_t decay_sum_bytes(const AttentionParams& p);
+void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStream_t stream);
+
+// Sums of pairs, by query and by key, of p_ij, the derivative by the logarithm of the weight of (i, j): kernels of the backward fill
+// them. A pair of a token with itself does not fade and is in neither.
+struct PairSums {
+  float* by_query;  // (b, h, n)
+  float* by_key;    // (b, hk, m)
+};
+size_t pair_sum_bytes(const BwdParams& p);
+PairSums pair_sums(const BwdParams& p, void* workspace);
+
+// p.grad_log_decay: of token t, the sum of p_ij over j < t <= pos(i), which is that of by_query minus that of by_key from t on.
+// workspace: decay_gradient_bytes.
+size_t decay_gradient_bytes(const BwdParams& p);
+void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream);
+
+#ifdef __CUDACC__
+// log2 of the factor between two tokens, <= 0.
+__device__ __forceinline__ float fading(const float2& later, const float2& earlier) {
+  return (later.x - earlier.x) + (later.y - earlier.y);
+}
+#endif
+
+}  // namespace fastmax

@@ -1,0 +1,179 @@
+#include "decay/decay.h"
+
+#include "core/launch.h"
+
+namespace fastmax {
+namespace {
+
+// Sums over the tokens of a head, in tiles: a launch for the totals of tiles, one that adds those of the tiles before. All in float64
+// and in a fixed order.
+constexpr int kThreads = 256;
+constexpr int kPerThread = 8;
+constexpr int kTile = kThreads * kPerThread;
+
+int tiles_of(const Problem& p) { return (p.m + kTile - 1) / kTile; }
+size_t total_bytes(const Problem& p) {
+  return (static_cast<size_t>(p.b) * p.hk * tiles_of(p) * sizeof(double) + 255) / 256 * 256;
+}
+
+// log_decay in units of log 2, and what forgets.
+struct DecayOf {
+  const AttentionParams& p;
+  bool resets;
+
+  __device__ __forceinline__ float operator()(int batch, int kv_head, int token) const {
+    float x = 0.f;
+    if (p.log_decay != nullptr) {
+      const Stride& s = p.log_decay_stride;
+      x = fmaxf(p.log_decay[batch * s.batch + kv_head * s.head + token * s.token] * 1.4426950408889634f, kForget);
+    }
+    if (resets && token > 0) {
+      // The query of this token sees nothing before it; or the first query does not, which comes later.
+      const Stride& s = p.first_key.stride;
+      const int32_t* first = p.first_key.data + batch * s.batch + kv_head * s.head;
+      const int query = token - p.causal_offset;
+      if (first[0] == token || (query >= 0 && first[query * s.token] == token)) x = kForget;
+    }
+    return x;
+  }
+};
+
+// Of the gradient; tokens are numbered from the last.
+struct FlowOf {
+  const BwdParams& p;
+  const PairSums& sums;
+
+  __device__ __forceinline__ float operator()(int batch, int kv_head, int from_end) const {
+    const int token = p.m - 1 - from_end, query = token - p.causal_offset, group = p.h / p.hk;
+    const int64_t state = static_cast<int64_t>(batch) * p.hk + kv_head;
+    float x = -sums.by_key[state * p.m + token];
+    for (int i = 0; query >= 0 && i < group; ++i) x += sums.by_query[(state * group + i) * p.n + query];
+    return x;
+  }
+};
+
+// Of all lanes, and of those up to this one.
+__device__ __forceinline__ double warp_scan(double x) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) {
+    const double before = __shfl_up_sync(0xffffffffu, x, distance);
+    if (threadIdx.x % 32 >= distance) x += before;
+  }
+  return x;
+}
+
+// The sum over all threads before this one, and over all threads of the block.
+__device__ __forceinline__ double block_scan(double x, double& total) {
+  __shared__ double warps[kThreads / 32];
+  const double inclusive = warp_scan(x);
+  __syncthreads();  // warps may still be read
+  if (threadIdx.x % 32 == 31) warps[threadIdx.x / 32] = inclusive;
+  __syncthreads();
+  double before = 0.;
+  total = 0.;
+#pragma unroll
+  for (int i = 0; i < kThreads / 32; ++i) {
+    if (i < static_cast<int>(threadIdx.x) / 32) before += warps[i];
+    total += warps[i];
+  }
+  return before + (inclusive - x);
+}
+
+template <class ValueOf>
+__device__ __forceinline__ double load_values(const Problem& p, const ValueOf& value_of, int head, int tile, float (&x)[kPerThread]) {
+  double sum = 0.;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int token = tile * kTile + static_cast<int>(threadIdx.x) * kPerThread + i;
+    x[i] = token < p.m ? value_of(head / p.hk, head % p.hk, token) : 0.f;
+    sum += x[i];
+  }
+  return sum;
+}
+
+template <class ValueOf>
+__device__ __forceinline__ void tile_total(const Problem& p, const ValueOf& value_of, double* totals, int tiles) {
+  float x[kPerThread];
+  double total;
+  block_scan(load_values(p, value_of, blockIdx.x / tiles, blockIdx.x % tiles, x), total);
+  if (threadIdx.x == 0) totals[blockIdx.x] = total;
+}
+
+// Calls store(head, token, sum up to and with the token).
+template <class ValueOf, class StoreSum>
+__device__ __forceinline__ void tile_sums(const Problem& p, const ValueOf& value_of, const double* totals, int tiles, const StoreSum& store) {
+  const int head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
+  double before = 0., sum;
+  for (int i = threadIdx.x; i < tile; i += kThreads) before += totals[static_cast<int64_t>(head) * tiles + i];
+  block_scan(before, before);
+  float x[kPerThread];
+  double unused;
+  sum = before + block_scan(load_values(p, value_of, head, tile, x), unused);
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int token = tile * kTile + static_cast<int>(threadIdx.x) * kPerThread + i;
+    sum += x[i];
+    if (token < p.m) store(head, token, sum);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) decay_totals_kernel(const AttentionParams p, const bool resets, double* totals, const int tiles) {
+  tile_total(p, DecayOf{p, resets}, totals, tiles);
+}
+
+__global__ void __launch_bounds__(kThreads) decay_sums_kernel(const AttentionParams p, const bool resets, const double* totals,
+                                                              const int tiles, float2* sums) {
+  tile_sums(p, DecayOf{p, resets}, totals, tiles, [&](int head, int token, double sum) {
+    const float whole = static_cast<float>(sum);
+    sums[static_cast<int64_t>(head) * p.m + token] = make_float2(whole, static_cast<float>(sum - whole));
+  });
+}
+
+__global__ void __launch_bounds__(kThreads) decay_gradient_totals_kernel(const BwdParams p, const PairSums sums, double* totals, const int tiles) {
+  tile_total(p, FlowOf{p, sums}, totals, tiles);
+}
+
+__global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParams p, const PairSums sums, const double* totals,
+                                                                  const int tiles) {
+  tile_sums(p, FlowOf{p, sums}, totals, tiles, [&](int head, int from_end, double sum) {
+    p.grad_log_decay[static_cast<int64_t>(head) * p.m + p.m - 1 - from_end] = static_cast<float>(sum);
+  });
+}
+
+}  // namespace
+
+size_t decay_sum_bytes(const AttentionParams& p) {
+  return total_bytes(p) + (static_cast<size_t>(p.b) * p.hk * p.m * sizeof(float2) + 255) / 256 * 256;
+}
+
+void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStream_t stream) {
+  double* totals = static_cast<double*>(workspace);
+  float2* sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + total_bytes(p));
+  const int tiles = tiles_of(p);
+  const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
+  const bool at_first_keys = resets == Resets::kAtFirstKeys && p.first_key.data != nullptr;
+  if (tiles > 1) launch_kernel("decay_totals", decay_totals_kernel, grid, kThreads, 0, stream, p, at_first_keys, totals, tiles);
+  launch_kernel("decay_sums", decay_sums_kernel, grid, kThreads, 0, stream, p, at_first_keys, totals, tiles, sums);
+  p.decay_sums = sums;
+}
+
+size_t pair_sum_bytes(const BwdParams& p) {
+  return (static_cast<size_t>(p.b) * p.h * p.n + static_cast<size_t>(p.b) * p.hk * p.m) * sizeof(float);
+}
+
+PairSums pair_sums(const BwdParams& p, void* workspace) {
+  float* by_query = static_cast<float*>(workspace);
+  return {by_query, by_query + static_cast<int64_t>(p.b) * p.h * p.n};
+}
+
+size_t decay_gradient_bytes(const BwdParams& p) { return total_bytes(p); }
+
+void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream) {
+  double* totals = static_cast<double*>(workspace);
+  const int tiles = tiles_of(p);
+  const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
+  if (tiles > 1) launch_kernel("decay_gradient_totals", decay_gradient_totals_kernel, grid, kThreads, 0, stream, p, sums, totals, tiles);
+  launch_kernel("decay_gradient", decay_gradient_kernel, grid, kThreads, 0, stream, p, sums, totals, tiles);
+}
+
+}  // namespace fastmax

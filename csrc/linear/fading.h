@@ -1,0 +1,143 @@
+// How a walk fades: what is left of a row y when a later row x looks at it, 2^-|G_x - G_y|.
+//
+// A state before a chunk holds its rows as they are left at the chunk's beginning. A row of y joins it with what is left of it at the end
+// of its own chunk (rows before the first chunk: at that one's beginning), the state fades from chunk to chunk, and a row of x fades
+// what it reads from the beginning of its chunk on. No factor is above 1, so that nothing overflows.
+//
+//   x rows          chunk 0        chunk 1        chunk 2
+//   edges          0              1              2              3
+//   row y in chunk 0     |- y's -->|-- carry(1) ->|-- x's -->|     row x in chunk 2
+//
+// Rows of x and y are tokens of one sequence: row r of y belongs to token r of the keys, or in a walk back in time to the r-th last.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "core/ptx.h"
+#include "core/sequence.h"
+#include "decay/decay.h"
+
+namespace fastmax {
+
+struct Fading {
+  const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: nothing fades
+  int tokens;
+  int origin;          // virtual row where chunk 0 of the whole sequence begins
+
+  __host__ __device__ explicit operator bool() const { return sums != nullptr; }
+
+#ifdef __CUDACC__
+  // Of the token of a row of y; rows outside of the sequence are as the nearest.
+  __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const {
+    const int token = s.time == Time::kForward ? y_row : tokens - 1 - y_row;
+    return __ldg(sums + state * tokens + min(max(token, 0), tokens - 1));
+  }
+  // Between two rows, the later one in the walk first; <= 0.
+  __device__ __forceinline__ static float between(const Sequence& s, const float2& x, const float2& y) {
+    return s.time == Time::kForward ? fastmax::fading(x, y) : fastmax::fading(y, x);
+  }
+
+  // Where the state refers to once all rows before a virtual row are in it, and the edge at which a chunk of the whole sequence begins.
+  template <class Chunks>
+  __device__ __forceinline__ int edge_after(const Chunks& s, int virtual_row) const {
+    return virtual_row <= origin ? 0 : (virtual_row - 1 - origin) / s.chunk + 1;
+  }
+  template <class Chunks>
+  __device__ __forceinline__ int edge_at(const Chunks& s, int virtual_row) const {
+    return (virtual_row - origin) / s.chunk;
+  }
+
+  template <class Chunks>
+  __device__ __forceinline__ bool begins_chunk(const Chunks& s, int virtual_row) const {
+    return virtual_row >= origin && (virtual_row - origin) % s.chunk == 0;
+  }
+
+  // G between the tokens on both sides of an edge: that of the earlier one in time.
+  template <class Chunks>
+  __device__ __forceinline__ float2 at_edge(const Chunks& s, int64_t state, int edge) const {
+    const int rows = min(max(s.y_row(origin + edge * s.chunk), 0), tokens);  // before the edge
+    const int token = (s.time == Time::kForward ? rows : tokens - rows) - 1;
+    return token < 0 ? make_float2(0.f, 0.f) : __ldg(sums + state * tokens + token);
+  }
+
+  // What is left of a state when it has come from one edge to a later one.
+  template <class Chunks>
+  __device__ __forceinline__ float carry(const Chunks& s, int64_t state, int from, int to) const {
+    return between(s, at_edge(s, state, to), at_edge(s, state, from));
+  }
+#endif
+};
+
+#ifdef __CUDACC__
+// The rows of a warp and the chunk that they lie in, as they fade. Looked up where it is used: loops need the registers.
+template <class Problem>
+struct FadingRows {
+  const Problem& p;
+  int64_t state;
+  int row;  // of x, this lane's first
+
+  __device__ __forceinline__ float2 at(int shift) const { return p.fading.at_row(p, state, p.y_row(p.seen_end(row + shift))); }
+  // Of what it reads from the state before its chunk.
+  __device__ __forceinline__ float since_chunk(int shift) const {
+    const int edge = p.fading.edge_at(p, p.seen_end(row + shift));
+    return exp2f(Fading::between(p, at(shift), p.fading.at_edge(p, state, edge)));
+  }
+
+  // Calls f(m, half, n, e, factor) for what an accumulator of rows row + 16 m + 8 half holds of rows y_row + 8 n + e of y, this lane's.
+  // before: all of these are before the rows of x; the factor is then one of a row and one of a column. Else the factor of pairs
+  // that see nothing of each other is 1.
+  template <int kRowTiles, int kBlocks8, class F>
+  __device__ __forceinline__ void for_each_pair(int y_row, bool before, const F& f) const {
+    const int lane_row = y_row + 2 * static_cast<int>(threadIdx.x % 4);
+    if (before) {
+      const float2 between_them = p.fading.at_row(p, state, y_row + 8 * kBlocks8 - 1);
+      float rows[kRowTiles][2];
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i) rows[i / 2][i % 2] = ptx::exp2_approx(Fading::between(p, at(8 * i), between_them));
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks8; ++i) {
+        const float2 y = p.fading.at_row(p, state, lane_row + i / 2 * 8 + i % 2);
+        const float column = ptx::exp2_approx(Fading::between(p, between_them, y));
+#pragma unroll
+        for (int j = 0; j < 2 * kRowTiles; ++j) f(j / 2, j % 2, i / 2, i % 2, rows[j / 2][j % 2] * column);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks8; ++i) {
+        const float2 y = p.fading.at_row(p, state, lane_row + i / 2 * 8 + i % 2);
+#pragma unroll
+        for (int j = 0; j < 2 * kRowTiles; ++j) {
+          f(j / 2, j % 2, i / 2, i % 2, ptx::exp2_approx(fminf(Fading::between(p, at(8 * j), y), 0.f)));
+        }
+      }
+    }
+  }
+};
+
+// x times 2^exponent. Where the factor is near 1, what it lacks is taken from x: a factor that is the same for thousands of chunks would
+// leave its rounding in all of them. Nothing is left of anything where it is 0, as of what is no number.
+struct FadeFactor {
+  float part;
+  bool near;
+
+  __device__ __forceinline__ explicit FadeFactor(float exponent) {
+    near = exponent > -0.5f;
+    part = near ? expm1f(exponent * 0.6931471805599453f) : exp2f(exponent);
+  }
+  __device__ __forceinline__ bool is_near_one() const { return near; }
+  __device__ __forceinline__ bool is_zero() const { return !near && part == 0.f; }
+  // Calls for_each(f), which calls f for every one of many sums, with what fades a sum in place: inline, so that branches leave the sums
+  // in the registers where they are.
+  template <class ForEach>
+  __device__ __forceinline__ void apply(const ForEach& for_each) const {
+    if (near) for_each([this](float& x) { asm volatile("fma.rn.f32 %0, %0, %1, %0;" : "+f"(x) : "f"(part)); });
+    else if (part != 0.f) for_each([this](float& x) { asm volatile("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(part)); });
+    else for_each([](float& x) { asm volatile("mov.f32 %0, 0f00000000;" : "+f"(x)); });
+  }
+  __device__ __forceinline__ float operator()(float x) const { return is_zero() ? 0.f : fmaf(x, part, near ? x : 0.f); }
+};
+#endif
+
+}  // namespace fastmax
