@@ -36,12 +36,18 @@ class Factor(NamedTuple):
     def fade(self, *tensors: Tensor) -> None:
         """The same in place."""
         # One pass in place of three, where looking at the factor is free.
-        is_near = is_at_hand(self.whole) and bool(self.whole.all())
+        looks, is_zero = is_at_hand(self.whole), self._is_zero
+        is_near, is_far = looks and bool(self.whole.all()), looks and not self.whole.any()
+        vanishes = not looks or bool(is_zero.any())
         for x in tensors:
             if is_near:
                 x.addcmul_(x, self.part)
+            elif is_far:
+                x.mul_(self.part)
             else:
-                torch.addcmul(x * self.whole, x, self.part, out=x).masked_fill_(self._is_zero, 0.0)
+                torch.addcmul(x * self.whole, x, self.part, out=x)
+            if vanishes:
+                x.masked_fill_(is_zero, 0.0)
 
     def times_plus(self, x: Tensor, y: Tensor) -> Tensor:
         """The product and y, which is added to the small part of it first: where y is the same in every chunk, so would be the
@@ -122,7 +128,6 @@ class Decay:
     ) -> Tensor | None:
         """`x` (0 for None) with -inf where a key is before the first or behind the last one that a query sees."""
         like = self._sums if self._first is None and self._end is None else self._end if self._first is None else self._first
-        keys = torch.arange(key, key + cols * count, device=like.device).view(count, 1, cols)
         first, end = self._first, self._end
         if reads_values and is_at_hand(like):
             first = None if first is None or first[..., query + rows * count - 1].max() <= key else first
@@ -130,14 +135,19 @@ class Decay:
         for bound, hides in ((first, torch.lt), (end, torch.ge)):
             if bound is None:
                 continue
+            keys = torch.arange(key, key + cols * count, device=like.device).view(count, 1, cols)
             bounds = self._blocks(bound, query, rows, count).unflatten(0, (-1, count)).unsqueeze(-1)
             hidden = hides(keys, bounds).flatten(0, 1)
             x = torch.where(hidden, -torch.inf, torch.zeros((), dtype=self._dtype, device=like.device) if x is None else x)
         return x
 
-    def factors(self, query: int, length: int, count: int, group: int) -> Factors:
+    def factors(self, query: int, length: int, count: int, group: int, reads_values: bool = False) -> Factors:
         """Of `count` chunks of `length` queries, and their keys, from this query on; causal."""
         key = query + self._shift
+        first = self._first
+        if self._sums is not None and first is not None and reads_values and is_at_hand(first):
+            last = min(query + length * count, first.shape[-1] - 1)  # the query behind the chunks
+            first = None if first[..., last].max() < key else first  # no sequence begins here
         if self._sums is None:
             rows = keys = whole = self._first.new_ones((), dtype=self._dtype)
             part = torch.zeros_like(whole)
@@ -149,7 +159,7 @@ class Decay:
             near = through > -0.5
             whole = near.to(self._dtype)
             part = torch.where(near, through.expm1(), through.exp()).to(self._dtype)
-        if self._first is not None:
+        if first is not None:
             # A state holds keys of the sequence that the query behind it belongs to.
             first = self._blocks(self._first, query, length, count)
             following = self._following(query, length, count)

@@ -229,7 +229,8 @@ class _Walk:
         """What decays and bounds make of the state around each chunk of the span; None for 1."""
         if self.ops.decay is None:
             return Factors(None, None, None)
-        return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group)
+        reads_values = self.workspace is not None
+        return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group, reads_values)
 
     def place(self, span: Span, weight: Tensor | None) -> tiles.Place:
         """Of the tile that a chunk forms with itself."""
