@@ -15,16 +15,20 @@
 
 #include <cstdint>
 
-#include "core/ptx.h"
 #include "core/sequence.h"
 #include "decay/decay.h"
+#ifdef __CUDACC__
+#include "core/ptx.h"
+#endif
 
 namespace fastmax {
 
 struct Fading {
   const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: nothing fades
   int tokens;
-  int origin;          // virtual row where chunk 0 of the whole sequence begins
+  int origin;            // virtual row where chunk 0 of the whole sequence begins
+  const float* carries;  // [state][chunk], of linear_carry
+  int chunks;            // of the whole sequence
 
   __host__ __device__ explicit operator bool() const { return sums != nullptr; }
 
@@ -62,9 +66,9 @@ struct Fading {
     return token < 0 ? make_float2(0.f, 0.f) : __ldg(sums + state * tokens + token);
   }
 
-  // What is left of a state when it has come from one edge to a later one.
+  // log2 of what is left of a state when it has come from one edge to a later one.
   template <class Chunks>
-  __device__ __forceinline__ float carry(const Chunks& s, int64_t state, int from, int to) const {
+  __device__ __forceinline__ float passing(const Chunks& s, int64_t state, int from, int to) const {
     return between(s, at_edge(s, state, to), at_edge(s, state, from));
   }
 #endif
@@ -85,58 +89,78 @@ struct FadingRows {
     return exp2f(Fading::between(p, at(shift), p.fading.at_edge(p, state, edge)));
   }
 
-  // Calls f(m, half, n, e, factor) for what an accumulator of rows row + 16 m + 8 half holds of rows y_row + 8 n + e of y, this lane's.
-  // before: all of these are before the rows of x; the factor is then one of a row and one of a column. Else the factor of pairs
-  // that see nothing of each other is 1.
+  // G of a slab of kRows rows of y, a row per lane: loaded early, for for_each_pair.
+  template <int kRows>
+  __device__ __forceinline__ float2 slab(int y_row) const {
+    return p.fading.at_row(p, state, y_row + static_cast<int>(threadIdx.x % kRows));
+  }
+
+  // Whether nothing is left of a slab of kRows rows before the rows of x.
+  template <int kRows>
+  __device__ __forceinline__ bool is_gone(const float2& slab, int first_row) const {
+    constexpr float kZero = -150.f;  // 2^that is 0
+    const float2 first = p.fading.at_row(p, state, p.y_row(p.seen_end(first_row)));
+    return __shfl_sync(0xffffffffu, Fading::between(p, first, slab), kRows - 1) < kZero;
+  }
+
+  // Calls f(m, half, n, e, factor) for what an accumulator of rows row + 16 m + 8 half holds of row 8 n + 2 t + e of a slab of y. before:
+  // the slab is before all rows of x; the factor is then one of a row and one of a column. Else the factor of pairs that see nothing of
+  // each other is 1. Called by whole warps.
   template <int kRowTiles, int kBlocks8, class F>
-  __device__ __forceinline__ void for_each_pair(int y_row, bool before, const F& f) const {
-    const int lane_row = y_row + 2 * static_cast<int>(threadIdx.x % 4);
-    if (before) {
-      const float2 between_them = p.fading.at_row(p, state, y_row + 8 * kBlocks8 - 1);
-      float rows[kRowTiles][2];
+  __device__ __forceinline__ void for_each_pair(const float2& slab, bool before, const F& f) const {
+    constexpr unsigned kAll = 0xffffffffu;
+    const int lane_column = 2 * static_cast<int>(threadIdx.x % 4);
+    const auto column_lane = [&](int i) { return lane_column + i / 2 * 8 + i % 2; };
+    float2 x[2 * kRowTiles];
 #pragma unroll
-      for (int i = 0; i < 2 * kRowTiles; ++i) rows[i / 2][i % 2] = ptx::exp2_approx(Fading::between(p, at(8 * i), between_them));
+    for (int j = 0; j < 2 * kRowTiles; ++j) x[j] = at(8 * j);
+    if (before) {
+      const float2 last = make_float2(__shfl_sync(kAll, slab.x, 8 * kBlocks8 - 1), __shfl_sync(kAll, slab.y, 8 * kBlocks8 - 1));
+      const float column = ptx::exp2_approx(Fading::between(p, last, slab));
+      float rows[2 * kRowTiles];
+#pragma unroll
+      for (int j = 0; j < 2 * kRowTiles; ++j) rows[j] = ptx::exp2_approx(Fading::between(p, x[j], last));
 #pragma unroll
       for (int i = 0; i < 2 * kBlocks8; ++i) {
-        const float2 y = p.fading.at_row(p, state, lane_row + i / 2 * 8 + i % 2);
-        const float column = ptx::exp2_approx(Fading::between(p, between_them, y));
+        const float y = __shfl_sync(kAll, column, column_lane(i));
 #pragma unroll
-        for (int j = 0; j < 2 * kRowTiles; ++j) f(j / 2, j % 2, i / 2, i % 2, rows[j / 2][j % 2] * column);
+        for (int j = 0; j < 2 * kRowTiles; ++j) f(j / 2, j % 2, i / 2, i % 2, rows[j] * y);
       }
     } else {
 #pragma unroll
       for (int i = 0; i < 2 * kBlocks8; ++i) {
-        const float2 y = p.fading.at_row(p, state, lane_row + i / 2 * 8 + i % 2);
+        const float2 y = make_float2(__shfl_sync(kAll, slab.x, column_lane(i)), __shfl_sync(kAll, slab.y, column_lane(i)));
 #pragma unroll
-        for (int j = 0; j < 2 * kRowTiles; ++j) {
-          f(j / 2, j % 2, i / 2, i % 2, ptx::exp2_approx(fminf(Fading::between(p, at(8 * j), y), 0.f)));
-        }
+        for (int j = 0; j < 2 * kRowTiles; ++j) f(j / 2, j % 2, i / 2, i % 2, ptx::exp2_approx(fminf(Fading::between(p, x[j], y), 0.f)));
       }
     }
   }
 };
 
+// Nothing is left where the factor is 0, of what is no number either.
+__device__ __forceinline__ float faded(float x, float factor) { return factor == 0.f ? 0.f : x * factor; }
+
 // x times 2^exponent. Where the factor is near 1, what it lacks is taken from x: a factor that is the same for thousands of chunks would
 // leave its rounding in all of them. Nothing is left of anything where it is 0, as of what is no number.
 struct FadeFactor {
-  float part;
-  bool near;
+  float code;  // <= 0: what a factor near 1 lacks; in (0, 1): the factor; kNothing: 0
+  static constexpr float kNothing = 2.f;
 
-  __device__ __forceinline__ explicit FadeFactor(float exponent) {
-    near = exponent > -0.5f;
-    part = near ? expm1f(exponent * 0.6931471805599453f) : exp2f(exponent);
+  __device__ __forceinline__ static FadeFactor of(float exponent) {
+    const float far = exp2f(exponent);
+    return {exponent > -0.5f ? expm1f(exponent * 0.6931471805599453f) : far == 0.f ? kNothing : far};
   }
-  __device__ __forceinline__ bool is_near_one() const { return near; }
-  __device__ __forceinline__ bool is_zero() const { return !near && part == 0.f; }
+  __device__ __forceinline__ float operator()(float x) const {
+    return code <= 0.f ? fmaf(x, code, x) : code == kNothing ? 0.f : x * code;
+  }
   // Calls for_each(f), which calls f for every one of many sums, with what fades a sum in place: inline, so that branches leave the sums
   // in the registers where they are.
   template <class ForEach>
   __device__ __forceinline__ void apply(const ForEach& for_each) const {
-    if (near) for_each([this](float& x) { asm volatile("fma.rn.f32 %0, %0, %1, %0;" : "+f"(x) : "f"(part)); });
-    else if (part != 0.f) for_each([this](float& x) { asm volatile("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(part)); });
+    if (code <= 0.f) for_each([this](float& x) { asm volatile("fma.rn.f32 %0, %0, %1, %0;" : "+f"(x) : "f"(code)); });
+    else if (code < 1.f) for_each([this](float& x) { asm volatile("mul.f32 %0, %0, %1;" : "+f"(x) : "f"(code)); });
     else for_each([](float& x) { asm volatile("mov.f32 %0, 0f00000000;" : "+f"(x)); });
   }
-  __device__ __forceinline__ float operator()(float x) const { return is_zero() ? 0.f : fmaf(x, part, near ? x : 0.f); }
 };
 #endif
 

@@ -90,7 +90,7 @@ struct BackwardSteps {
 
   void apply(StateArgs& a) const {
     inputs(a.ny, {&a.y, &a.w});
-    turn(a.mask, a.ny), turn(a.y_scale, a.ny);
+    turn(a.mask, a.ny), turn(a.y_scale, a.ny), turn(a.kept, a.ny);
   }
   void apply(ReadArgs& a) const {
     inputs(a.nx, {&a.x}), inputs(a.ny, {&a.y, &a.w}), outputs(a.nx, {&a.out, &a.noise});

@@ -44,6 +44,15 @@ struct RowOutput {
   int token;
 };
 
+// Rows of a y head that take part in a state, in a walk that fades.
+struct KeptRows {
+  const uint8_t* data;   // null: the mask says it
+  int64_t head;
+  int token;
+  const uint8_t* whole;  // [y head][groups]: FadeArgs
+  int groups;
+};
+
 struct LinearProblem : ChunkedSequence {
   Fading fading;
   int batch;
@@ -56,6 +65,7 @@ struct LinearProblem : ChunkedSequence {
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
+  int groups() const { return (y_end() + kBoundary - 1) / kBoundary; }
   // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
@@ -73,6 +83,7 @@ struct StateWeights {
 struct StateArgs : LinearProblem {
   View y, w;
   RowMask mask;
+  KeptRows kept;
   RowScale y_scale;  // e of the y rows, in the moments sum e y y^T, sum e y, sum e
   StateWeights weights;
   void* snapshots;   // [state][chunk][StateLayout::kWords]
@@ -119,15 +130,17 @@ struct GradArgs : LinearProblem {
   RowOutput pair_sums;     // sum f(x.y) (x2.y2 + e) but of a row with its own token; in a walk that fades
 };
 
-// y, w and e (null: ones) of every row as a state takes them: w and e times what is left of the row at the end of its chunk. Zeros for
-// masked rows, and for y too where nothing is left, whatever is there.
+// w and e (null: ones) of every row as a state takes them, times what is left of the row at the end of its chunk; which rows there
+// are; and what is left of states. What w holds where nothing is left, or where a row is masked, does not matter.
 struct FadeArgs : LinearProblem {
-  View y, w;
+  View w;
   RowMask mask;
   RowScale e;
-  void* faded_y;   // [batch][y head][ny][d]
   void* faded_w;   // [batch][y head][ny][dv]
   float* faded_e;  // [batch][y head][ny]
+  uint8_t* kept;   // [batch][y head][ny]
+  uint8_t* whole;  // [batch][y head][groups], of kBoundary virtual rows: whether none of them is dropped
+  float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (FadeFactor)
 };
 
 // g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is

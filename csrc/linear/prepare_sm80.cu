@@ -73,39 +73,45 @@ __global__ void __launch_bounds__(256) linear_widen_kernel(const View src, float
   }
 }
 
-// A row of a tensor, by kPrepareLanes lanes; zeros where it has no factor.
+// A block has the kBoundary virtual rows of a group, a row per kPrepareLanes lanes.
 template <class Element>
-__device__ __forceinline__ void fade_row(Element* dst, const Element* src, int columns, bool kept, float factor) {
+__global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, const int groups) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
-  for (int c = static_cast<int>(threadIdx.x) % kPrepareLanes * kVector; c < columns; c += kPrepareLanes * kVector) {
-    alignas(16) Element x[kVector];
-    *reinterpret_cast<uint4*>(x) = kept ? *reinterpret_cast<const uint4*>(src + c) : uint4{};
+  const int head_index = blockIdx.x / groups, heads = a.state_heads * a.y_group, lane = threadIdx.x % kPrepareLanes;
+  const int64_t state = head_index / a.y_group, first = static_cast<int64_t>(head_index) * a.ny;
+  const uint8_t* mask = mask_pointer(a.mask, head_index / heads);
+  const Element* w = head_pointer<Element>(a.w, head_index / heads, head_index % heads);
+  bool drops = false;
+#pragma unroll 2
+  for (int i = threadIdx.x / kPrepareLanes; i < kBoundary; i += static_cast<int>(blockDim.x) / kPrepareLanes) {
+    const int virtual_row = blockIdx.x % groups * kBoundary + i, y_row = a.y_row(virtual_row);
+    if (y_row < 0 || y_row >= a.ny) continue;
+    const int token = a.time == Time::kForward ? y_row : a.ny - 1 - y_row;  // in memory
+    const float2 edge = a.fading.at_edge(a, state, a.fading.edge_after(a, virtual_row + 1));
+    const float factor = exp2f(Fading::between(a, edge, a.fading.at_row(a, state, y_row)));
+    const bool kept = factor != 0.f && (mask == nullptr || mask[static_cast<int64_t>(token) * a.mask.token] != 0);
+    drops = drops || !kept;
+    for (int c = lane * kVector; c < a.dv; c += kPrepareLanes * kVector) {
+      alignas(16) Element x[kVector];
+      *reinterpret_cast<uint4*>(x) = kept ? *reinterpret_cast<const uint4*>(w + token * a.w.token + c) : uint4{};
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = from_float<Element>(to_float(x[i]) * factor);
-    *reinterpret_cast<uint4*>(dst + c) = *reinterpret_cast<const uint4*>(x);
+      for (int j = 0; j < kVector; ++j) x[j] = from_float<Element>(to_float(x[j]) * factor);
+      *reinterpret_cast<uint4*>(static_cast<Element*>(a.faded_w) + (first + token) * a.dv + c) = *reinterpret_cast<const uint4*>(x);
+    }
+    if (lane == 0) {
+      const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
+      a.faded_e[first + token] = kept ? e * factor : 0.f;
+      a.kept[first + token] = kept;
+    }
   }
+  drops = __syncthreads_or(drops);
+  if (threadIdx.x == 0) a.whole[blockIdx.x] = !drops;
 }
 
-template <class Element>
-__global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, const int head_blocks) {
-  const int head_index = blockIdx.x / head_blocks, heads = a.state_heads * a.y_group;
-  const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kPrepareLanes) + static_cast<int>(threadIdx.x) / kPrepareLanes;
-  if (i >= a.ny) return;
-  const int batch = head_index / heads, head = head_index % heads;
-  const int64_t state = head_index / a.y_group, row = static_cast<int64_t>(head_index) * a.ny + i;
-
-  const int y_row = a.time == Time::kForward ? i : a.ny - 1 - i;
-  const float2 edge = a.fading.at_edge(a, state, a.fading.edge_after(a, y_row + a.pad + 1));
-  const float factor = exp2f(Fading::between(a, edge, a.fading.at_row(a, state, y_row)));
-  const uint8_t* mask = mask_pointer(a.mask, batch);
-  const bool kept = factor != 0.f && (mask == nullptr || mask[static_cast<int64_t>(i) * a.mask.token] != 0);
-
-  fade_row(static_cast<Element*>(a.faded_y) + row * a.d, head_pointer<Element>(a.y, batch, head) + i * a.y.token, a.d, kept, 1.f);
-  fade_row(static_cast<Element*>(a.faded_w) + row * a.dv, head_pointer<Element>(a.w, batch, head) + i * a.w.token, a.dv, kept, factor);
-  if (threadIdx.x % kPrepareLanes == 0) {
-    const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(i) * a.e.token];
-    a.faded_e[row] = kept ? e * factor : 0.f;
-  }
+__global__ void __launch_bounds__(256) linear_carry_kernel(const FadeArgs a) {
+  const int index = blockIdx.x * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+  const int state = index / a.chunks, chunk = index % a.chunks;
+  if (state < a.states()) a.carries[index] = FadeFactor::of(a.fading.passing(a, state, chunk, chunk + 1)).code;
 }
 
 }  // namespace
@@ -122,10 +128,12 @@ void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
 
 template <>
 void linear_fade<FASTMAX_MATH>(const FadeArgs& a, cudaStream_t stream) {
-  constexpr int kThreads = 256, kRows = kThreads / kPrepareLanes;
-  const int head_blocks = (a.ny + kRows - 1) / kRows;
-  launch_kernel("linear_fade", linear_fade_kernel<FASTMAX_MATH::Element>, grid_1d(int64_t{head_blocks} * a.states() * a.y_group), kThreads,
-                0, stream, a, head_blocks);
+  constexpr int kThreads = 256;
+  const int groups = a.groups();
+  launch_kernel("linear_fade", linear_fade_kernel<FASTMAX_MATH::Element>, grid_1d(int64_t{groups} * a.states() * a.y_group), kThreads, 0,
+                stream, a, groups);
+  launch_kernel("linear_carry", linear_carry_kernel, grid_1d((int64_t{a.states()} * a.chunks + kThreads - 1) / kThreads), kThreads, 0,
+                stream, a);
 }
 
 template <>

@@ -110,7 +110,8 @@ struct GradTile {
   static constexpr bool kSumsInShared = kRowTiles == 2 && kHeadDim > 64;
   static constexpr int kSlab = kSplitOperands<Math> || kHeadDim > 128 ? 16 : 32;
   static_assert(Stage::kKeys % kSlab == 0, "stages hold whole slabs");
-  static constexpr int kRowSharedBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
+  static constexpr int kRowBytes = Stage::kRowBytes + 4 * kHeadDim;  // x and the gradient
+  static constexpr int kRowSharedBytes = kRowBytes + 4;              // and the sum of pairs
   // More rows share the ring's traffic; two small blocks hide each other's barriers.
   static constexpr int kMaxWarps = kHeadDim <= 64 ? 4 : 8;
   static constexpr int kStages = 2, kRingBytes = kStages * Stage::kBytes;

@@ -72,24 +72,20 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   const auto fading_again = [&] {
     return FadingRows<GradArgs>{a, state_again(), static_cast<int>(ptx::keep_in_register(at.row)) + warp_row + g};
   };
-  // Adds this lane's part of its rows' pairs to the output, where the sums wait: loops need the registers.
+  // Sums of the pairs of rows wait in shared memory: loops need the registers.
   const bool wants_pairs = a.fading && a.pair_sums.data != nullptr;
-  const auto add_pairs = [&](const float (&part)[kRowTiles][2], bool first, bool of_state) {
-    const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
+  const uint32_t warp_pairs = ring + Tile::kRingBytes + rows * Tile::kRowBytes + warp_row * 4;
+  const auto pairs_address = [&](int m, int half) { return warp_pairs + (16 * m + 8 * half + g) * 4; };
+  // Adds this lane's part.
+  const auto add_pairs = [&](const float (&part)[kRowTiles][2], bool first) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = at.row + warp_row + 16 * m + 8 * half + g;
-        float sum = quad_sum(part[m][half]);
-        if (t != 0 || row >= a.nx) continue;
-        if (of_state) {
-          const float factor = fading_again().since_chunk(16 * m + 8 * half);
-          sum = factor == 0.f ? 0.f : sum * factor;
-        }
-        if (x_mask != nullptr && x_mask[static_cast<int64_t>(row) * a.x_mask.token] == 0) sum = 0.f;
-        float* dst = a.pair_sums.data + at.x_head_index * a.pair_sums.head + static_cast<int64_t>(row) * a.pair_sums.token;
-        *dst = first ? sum : *dst + sum;
+        const float sum = quad_sum(part[m][half]) + (first ? 0.f : ptx::load_shared_f32(pairs_address(m, half)));
+        __syncwarp();
+        if (t == 0) ptx::store_shared_f32(pairs_address(m, half), sum);
+        __syncwarp();
       }
     }
   };
@@ -119,7 +115,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
           }
           pairs[m][0] *= -0.5f * e0, pairs[m][1] *= -0.5f * e1;
         }
-        add_pairs(pairs, true, true);
+        add_pairs(pairs, true);
       }
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
@@ -205,7 +201,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         pairs[m][half] = fmaf(a.c0, order0, pairs[m][half]);
       }
     }
-    add_pairs(pairs, false, true);
+    add_pairs(pairs, false);
   }
 
   if (tiles && has_state) {
@@ -324,21 +320,28 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     stream.end_tiles();
   }
 
-  // What fades, of earlier chunks.
+  // What is left of earlier chunks.
   if (has_state && a.fading) {
     float pairs[kRowTiles][2] = {};
-    if (wants_pairs) add_half_of_gradient(pairs);
+    if (wants_pairs) {
+      add_half_of_gradient(pairs);
+      add_pairs(pairs, false);
+    }
+    const auto fading = fading_again();
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const float f0 = fading_again().since_chunk(16 * m), f1 = fading_again().since_chunk(16 * m + 8);
+      const float f0 = fading.since_chunk(16 * m), f1 = fading.since_chunk(16 * m + 8);
 #pragma unroll
       for (int c = 0; c < 2 * kDepth; ++c) {
         const float4 v = ptx::load_shared_f32x4(grad_address(m, c));
-        ptx::store_shared_f32x4(grad_address(m, c), make_float4(f0 == 0.f ? 0.f : f0 * v.x, f0 == 0.f ? 0.f : f0 * v.y,
-                                                                f1 == 0.f ? 0.f : f1 * v.z, f1 == 0.f ? 0.f : f1 * v.w));
+        ptx::store_shared_f32x4(grad_address(m, c), make_float4(faded(v.x, f0), faded(v.y, f0), faded(v.z, f1), faded(v.w, f1)));
+      }
+      if (wants_pairs && t == 0) {
+        ptx::store_shared_f32(pairs_address(m, 0), faded(ptx::load_shared_f32(pairs_address(m, 0)), f0));
+        ptx::store_shared_f32(pairs_address(m, 1), faded(ptx::load_shared_f32(pairs_address(m, 1)), f1));
       }
     }
-    if (wants_pairs) add_pairs(pairs, false, true);
+    __syncwarp();
   }
 
   // The own chunk, on top of the earlier ones.
@@ -364,6 +367,13 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
       const int key = first_key + slab;
       if (key > chunk_row + Tile::kWarpRows - 1) break;
+      const int source = a.y_row(stream.own_begin()) + key;
+      float2 y_sums{};
+      if (a.fading) {
+        const auto fading = fading_again();
+        y_sums = fading.template slab<Tile::kSlab>(source);
+        if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
+      }
       float s[kRowTiles][Tile::kSlab / 8][4] = {}, u[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll kUnrollX2
       for (int kk = 0; kk < kDepth; ++kk) {
@@ -409,16 +419,19 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
         }
       }
       if (a.fading) {
-        const int source = a.y_row(stream.own_begin()) + key;
-        const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
+        // A bit for each key that counts among the pairs: the kernel of the queries alone has a mask here.
+        uint32_t taken = 0xffffffffu;
+        if (const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch); y_mask != nullptr) {
+          const int token = source + lane % Tile::kSlab;
+          taken = __ballot_sync(0xffffffffu, token < a.ny && y_mask[static_cast<int64_t>(token) * a.y_mask.token] != 0);
+        }
         const bool before = key + Tile::kSlab <= chunk_row;
         fading_again().template for_each_pair<kRowTiles, Tile::kSlab / 8>(
-            source, before, [&](int m, int half, int n, int i, float factor) {
-              s[m][n][2 * half + i] *= factor;
+            y_sums, before, [&](int m, int half, int n, int i, float factor) {
+              s[m][n][2 * half + i] = faded(s[m][n][2 * half + i], factor);
               const int column = 8 * n + 2 * t + i;
-              bool taken = before || key + column < chunk_row + 16 * m + 8 * half + g;
-              if (taken && y_mask != nullptr) taken = source + column < a.ny && y_mask[static_cast<int64_t>(source + column) * a.y_mask.token] != 0;
-              if (taken) own_pairs[m][half] = fmaf(u[m][n][2 * half + i], factor, own_pairs[m][half]);
+              const bool counts = (taken >> column & 1u) != 0 && (before || key + column < chunk_row + 16 * m + 8 * half + g);
+              own_pairs[m][half] += counts ? faded(u[m][n][2 * half + i], factor) : 0.f;
             });
       }
       WeightsA<Math> weights[Tile::kSlab / 16][kRowTiles];
@@ -468,7 +481,15 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   }
 
   const uint8_t* x_mask = mask_pointer(a.x_mask, at.batch);
-  if (wants_pairs) add_pairs(own_pairs, !has_state, false);
+  if (wants_pairs) {
+    add_pairs(own_pairs, !has_state);
+    const int row = at.row + warp_row + lane;
+    if (lane < Tile::kWarpRows && row < a.nx) {
+      const bool kept = x_mask == nullptr || x_mask[static_cast<int64_t>(row) * a.x_mask.token] != 0;
+      a.pair_sums.data[at.x_head_index * a.pair_sums.head + static_cast<int64_t>(row) * a.pair_sums.token] =
+          kept ? ptx::load_shared_f32(warp_pairs + lane * 4) : 0.f;
+    }
+  }
 #pragma unroll
   for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll

@@ -61,8 +61,16 @@ PerRow of_phase(PerRow s, const Phase& phase, int heads, int token) {
   if (s.data != nullptr) s.data += int64_t{phase.first_state} * heads * s.head + static_cast<int64_t>(token) * s.token;
   return s;
 }
+KeptRows of_phase(KeptRows kept, const Phase& phase) {
+  const int64_t first_head = int64_t{phase.first_state} * phase.problem.y_group;
+  if (kept.data != nullptr) kept.data += first_head * kept.head, kept.whole += first_head * kept.groups;
+  return kept;
+}
 Fading of_phase(Fading fading, const Phase& phase) {
-  if (fading) fading.sums += int64_t{phase.first_state} * fading.tokens;
+  if (fading) {
+    fading.sums += int64_t{phase.first_state} * fading.tokens;
+    fading.carries += int64_t{phase.first_state} * fading.chunks;
+  }
   return fading;
 }
 
@@ -114,6 +122,7 @@ struct Passes {
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.mask = of_phase(a.mask, phase, 0);
+    a.kept = of_phase(a.kept, phase);
     a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
     a.snapshots = buffers.snapshots, a.sums = buffers.sums, a.parts_sum = buffers.parts;
     a.accumulators = buffers.accumulators;
@@ -136,38 +145,45 @@ struct Passes {
   }
 };
 
-// Rows that fade, as states take them, and the sums that say how. Serves one walk after the other.
+// Rows that fade, as states take them, and what says how. Serves one walk after the other.
 struct FadedRows {
-  char *y = nullptr, *w = nullptr;
-  float* e = nullptr;
+  char* w = nullptr;
+  float *e = nullptr, *carries = nullptr;
+  uint8_t *kept = nullptr, *whole = nullptr;
   char* sums = nullptr;
 
-  // y_rows: of the walk with the most, over all heads.
-  FadedRows(const AttentionParams& p, int64_t y_rows, Workspace& w) {
+  FadedRows(const AttentionParams& p, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
     if (!fades(p)) return;
-    y = w.take<char>(y_rows * p.d * element_bytes(p)), this->w = w.take<char>(y_rows * p.dv * element_bytes(p));
-    e = w.take<float>(y_rows);
-    sums = w.take<char>(static_cast<int64_t>(decay_sum_bytes(p)));
+    int64_t rows = 0, groups = 0, chunks = 0;  // of the walk with the most
+    for (const LinearProblem* walk : walks) {
+      const int64_t heads = int64_t{walk->states()} * walk->y_group;
+      rows = std::max(rows, heads * walk->ny), groups = std::max(groups, heads * walk->groups());
+      chunks = std::max(chunks, int64_t{walk->states()} * walk->chunks);
+    }
+    w = workspace.take<char>(rows * p.dv * element_bytes(p));
+    e = workspace.take<float>(rows), carries = workspace.take<float>(chunks);
+    kept = workspace.take<uint8_t>(rows), whole = workspace.take<uint8_t>(groups);
+    sums = workspace.take<char>(static_cast<int64_t>(decay_sum_bytes(p)));
   }
 
   // How a walk fades; nothing where the call has nothing that does.
-  static Fading fading(const AttentionParams& p, const StatePlan& plan) {
-    return {fades(p) ? p.decay_sums : nullptr, p.m, plan.whole.boundary};
+  Fading fading(const AttentionParams& p, const LinearProblem& walk) const {
+    return {fades(p) ? p.decay_sums : nullptr, p.m, walk.boundary, carries, walk.chunks};
   }
 
-  // Puts faded rows in the place of a state's y, w and e; masked rows are among those that are zeros.
+  // Puts faded rows in the place of a state's w and e.
   void fill(const Problem& p, const StatePlan& plan, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
     if (!fading || !plan.needs_states()) return;
     FadeArgs fade{};
     static_cast<LinearProblem&>(fade) = plan.whole;
     fade.fading = fading;
-    fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
-    fade.faded_y = y, fade.faded_w = w, fade.faded_e = e;
+    fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
+    fade.faded_w = w, fade.faded_e = e, fade.kept = kept, fade.whole = whole, fade.carries = carries;
     linear_fade(p, fade, stream);
-    const int heads = plan.whole.state_heads * plan.whole.y_group, rows = plan.whole.ny;
-    a.y = contiguous(y, heads, rows, plan.whole.d), a.w = contiguous(w, heads, rows, plan.whole.dv);
+    const int rows = plan.whole.ny;
+    a.w = contiguous(w, plan.whole.state_heads * plan.whole.y_group, rows, plan.whole.dv);
     a.y_scale = {e, rows, 1};
-    a.mask = {};
+    a.kept = {kept, rows, 1, whole, plan.whole.groups()};
   }
 };
 
@@ -181,7 +197,7 @@ struct FwdPlan {
   FwdPlan(const FwdParams& p, const StateSizes& sizes, Workspace w)
       : states(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count),
         inputs(p, w),
-        faded(p, int64_t{p.b} * p.hk * p.m, w) {
+        faded(p, {&states.whole}, w) {
     buffers = take_buffers({&states}, w);
     bytes = w.used();
   }
@@ -201,7 +217,7 @@ struct BwdPlan {
       : prefixes(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count),
         suffixes(make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward), sizes, p.sm_count),
         inputs(p, w),
-        faded(p, std::max(int64_t{p.b} * p.hk * p.m, int64_t{p.b} * p.h * p.n), w) {
+        faded(p, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
       pairs = w.take<char>(static_cast<int64_t>(pair_sum_bytes(p)));
       decay_gradient = w.take<char>(static_cast<int64_t>(decay_gradient_bytes(p)));
@@ -231,7 +247,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
-  const Fading fading = FadedRows::fading(p, plan.states);
+  const Fading fading = plan.faded.fading(p, plan.states.whole);
   plan.faded.fill(p, plan.states, fading, state, stream);
 
   ReadArgs read{};
@@ -262,7 +278,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Fading prefix_fading = FadedRows::fading(p, plan.prefixes);
+  const Fading prefix_fading = plan.faded.fading(p, plan.prefixes.whole);
   plan.faded.fill(p, plan.prefixes, prefix_fading, prefix, stream);
 
   GradArgs grad_q{};
@@ -283,7 +299,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
-  const Fading suffix_fading = FadedRows::fading(p, plan.suffixes);
+  const Fading suffix_fading = plan.faded.fading(p, plan.suffixes.whole);
   plan.faded.fill(p, plan.suffixes, suffix_fading, suffix, stream);
 
   ReadArgs grad_v{};

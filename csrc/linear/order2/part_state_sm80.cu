@@ -13,7 +13,7 @@ __device__ __forceinline__ Work locate_part(const PartStateArgs& a, int state, i
 }
 
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(PartTile<Math, kHeadDim>::kThreads) linear_part_sums_kernel(const PartStateArgs a) {
+__global__ void __launch_bounds__(PartTile<Math, kHeadDim>::kThreads, 1) linear_part_sums_kernel(const PartStateArgs a) {
   using Tile = PartTile<Math, kHeadDim>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
   // Of the sum of all parts before one.
   const auto fade = [&](int part) {
     const int chunk = part - lead;
-    return FadeFactor(a.fading && chunk >= 0 ? a.fading.carry(a, state, chunk, chunk + 1) : 0.f);
+    return FadeFactor{chunk >= 0 ? a.fading.carries[state * a.fading.chunks + chunk] : 0.f};
   };
 
   if (index < scan_words) {

@@ -148,11 +148,12 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float factor = fading.since_chunk(16 * m + 8 * half);
-        const auto fade = [&](float& x) { x = factor == 0.f ? 0.f : x * factor; };
         if (t == 0) z[m][half] += count;
-        fade(z[m][half]);
+        z[m][half] = faded(z[m][half], factor);
 #pragma unroll
-        for (int c = 0; c < 2 * kDepth; ++c) fade(acc[m][c][2 * half]), fade(acc[m][c][2 * half + 1]);
+        for (int c = 0; c < 2 * kDepth; ++c) {
+          acc[m][c][2 * half] = faded(acc[m][c][2 * half], factor), acc[m][c][2 * half + 1] = faded(acc[m][c][2 * half + 1], factor);
+        }
       }
     }
     count = 0.f;
@@ -169,6 +170,12 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
     for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
       const int key = first_key + slab;  // within the chunk
       if (key > chunk_row + 16 * kRowTiles - 1) break;
+      const int source = a.y_row(stream.own_begin()) + key;
+      float2 y_sums{};
+      if (a.fading) {
+        y_sums = fading.template slab<Tile::kSlab>(source);
+        if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
+      }
       float s[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll
       for (int kk = 0; kk < kDepth; ++kk) {
@@ -194,11 +201,10 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
           for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(s[m][n][e], fmaf(a.c2, s[m][n][e], a.c1), a.c0);
         }
       }
-      const int source = a.y_row(stream.own_begin()) + key;
       if (a.fading) {
         fading.template for_each_pair<kRowTiles, Tile::kSlab / 8>(
-            source, key + Tile::kSlab <= chunk_row,
-            [&](int m, int half, int n, int e, float factor) { s[m][n][2 * half + e] *= factor; });
+            y_sums, key + Tile::kSlab <= chunk_row,
+            [&](int m, int half, int n, int e, float factor) { s[m][n][2 * half + e] = faded(s[m][n][2 * half + e], factor); });
       }
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
 #pragma unroll

@@ -75,6 +75,7 @@ struct RowWalk {
   int y_head;  // of the next stage, (batch, y head) flattened
   int row;     // its first
   int stages;  // left to load
+  bool whole;  // of its rows none is dropped; looked up a stage early
   RowsLoader<Element, kHeadDim, Tile::kThreads> y;
   RowsLoader<Element, Tile::kValues, Tile::kThreads> w;
 
@@ -87,15 +88,25 @@ struct RowWalk {
         row(a.y_row(work.begin)),
         stages((work.end - work.begin) / Tile::kTokens * a.y_group),
         y(y_rows() + row * a.y.token, a.y.token, a.ny - row, a.d),
-        w(w_rows() + row * a.w.token, a.w.token, a.ny - row, a.dv - first_value) {}
+        w(w_rows() + row * a.w.token, a.w.token, a.ny - row, a.dv - first_value) {
+    look_up();
+  }
 
   __device__ __forceinline__ int batch() const { return y_head / (a.state_heads * a.y_group); }
   __device__ __forceinline__ int batch_head() const { return y_head % (a.state_heads * a.y_group); }
   __device__ __forceinline__ const Element* y_rows() const { return head_pointer<Element>(a.y, batch(), batch_head()); }
   __device__ __forceinline__ const Element* w_rows() const { return head_pointer<Element>(a.w, batch(), batch_head()) + first_value; }
 
-  // Whether no row of the next stage is masked or lies before the tensor's first. Where it does not hold, finish() copies.
-  __device__ __forceinline__ bool plain() const { return row >= 0 && a.mask.data == nullptr; }
+  // Whether no row of the next stage is dropped or lies before the tensor's first. Where it does not hold, finish() copies.
+  __device__ __forceinline__ bool plain() const { return row >= 0 && whole; }
+  __device__ __forceinline__ void look_up() {
+    whole = a.kept.data == nullptr ? a.mask.data == nullptr
+                                   : stages > 0 && a.kept.whole[static_cast<int64_t>(y_head) * a.kept.groups + (row + a.pad) / kBoundary] != 0;
+  }
+  __device__ __forceinline__ const uint8_t* mask() const {
+    return a.kept.data != nullptr ? a.kept.data + y_head * a.kept.head : mask_pointer(a.mask, batch());
+  }
+  __device__ __forceinline__ int mask_step() const { return a.kept.data != nullptr ? a.kept.token : a.mask.token; }
 
   // Rows [16 part, 16 part + 16) of the next stage, parts in order, if it is plain.
   __device__ __forceinline__ void copy_y(int part, bool plain) {
@@ -107,11 +118,11 @@ struct RowWalk {
 
   // Ends the stage: what the parts left out, and the rows' e.
   __device__ __forceinline__ void finish() {
-    const uint8_t* mask = a.mask.data == nullptr ? nullptr : mask_pointer(a.mask, batch());
+    const uint8_t* mask = this->mask();
     if (!plain()) {
-      load_masked_tile_async<Element, Tile::kTokens, kHeadDim>(stage, y_rows(), a.y.token, row, a.ny, a.d, mask, a.mask.token);
+      load_masked_tile_async<Element, Tile::kTokens, kHeadDim>(stage, y_rows(), a.y.token, row, a.ny, a.d, mask, mask_step());
       load_masked_tile_async<Element, Tile::kTokens, Tile::kValues>(stage + Tile::kYBytes, w_rows(), a.w.token, row, a.ny,
-                                                                    a.dv - first_value, mask, a.mask.token);
+                                                                    a.dv - first_value, mask, mask_step());
     }
     if (threadIdx.x < Tile::kTokens) {
       const int source = row + static_cast<int>(threadIdx.x);
@@ -121,7 +132,7 @@ struct RowWalk {
         const float* e = a.y_scale.data + y_head * a.y_scale.head;
         ptx::cp_async_small<4>(dst, inside ? e + static_cast<int64_t>(source) * a.y_scale.token : e, inside ? 4 : 0);
       } else {
-        const bool taken = inside && (mask == nullptr || mask[static_cast<int64_t>(source) * a.mask.token] != 0);
+        const bool taken = inside && (mask == nullptr || mask[static_cast<int64_t>(source) * mask_step()] != 0);
         ptx::store_shared_f32(dst, taken ? 1.f : 0.f);
       }
     }
@@ -138,6 +149,7 @@ struct RowWalk {
       y.advance((1 - a.y_group) * a.y.head, 0);
       w.advance((1 - a.y_group) * a.w.head, 0);
     }
+    look_up();
   }
 
   __device__ __forceinline__ void load_stage() {

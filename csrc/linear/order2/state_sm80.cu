@@ -302,8 +302,8 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   };
   // Before the rows of the chunk that begins at a virtual row.
   const auto fade = [&](int row) {
-    const int edge = a.fading.edge_at(a, row);
-    const FadeFactor factor(a.fading.carry(a, block_again() / Tile::kBlocks % a.states(), edge, edge + 1));
+    const int state = block_again() / Tile::kBlocks % a.states();
+    const FadeFactor factor{a.fading.carries[static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row)]};
     factor.apply([&](const auto& f) {
 #pragma unroll
       for (int i = 0; i < kBlocks16; ++i) {
@@ -408,7 +408,7 @@ __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a,
   const auto fade = [&](float sum, int segment) {
     const int state = static_cast<int>(index / (slot_floats / a.states()));
     const Work work = locate_segment(a, segment * a.states());
-    return FadeFactor(a.fading.carry(a, state, a.fading.edge_after(a, work.begin), a.fading.edge_after(a, work.end)))(sum);
+    return FadeFactor::of(a.fading.passing(a, state, a.fading.edge_after(a, work.begin), a.fading.edge_after(a, work.end)))(sum);
   };
   float sum = a.begin > 0 ? a.accumulators[index] : 0.f;
   float* slots = a.accumulators + slot_floats + index;
