@@ -330,31 +330,34 @@ torch.ops.fastmax.flash_forward(q, q, q, None, None, first, None, 0.1, True, 5, 
 score = (0.1, 1.0, 1.0, 0.5, 2, True, 0.0)
 torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "auto", False)
 torch.ops.fastmax.forward(q, q, q, None, None, None, None, first, None, *score, "linear", False)
+decay = -torch.rand(1, 2, 64, device="cuda")
+torch.ops.fastmax.forward(q, q, q, None, None, None, decay, None, None, *score, "quadratic", False)
 fastmax.softmax.safe_softmax(q)
 fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
 """
-    for value, lines in (("1", 11), ("0", 0), ("", 0)):
+    for value, lines in (("1", 12), ("0", 0), ("", 0)):
         done = subprocess.run(
             [sys.executable, "-c", code], env=os.environ | {"FASTMAX_DEBUG": value}, capture_output=True, text=True, check=True
         )
         printed = [line for line in done.stderr.splitlines() if line.startswith("fastmax")]
         assert len(printed) == lines, done.stderr
         if lines:
-            forward, backward, first_order, flash, window, wide_window, *packed, linear_packed, softmax, eager = printed
+            forward, backward, first_order, flash, window, wide_window, *packed, linear_packed, decay, softmax, eager = printed
             problem = ": b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_"
             assert forward.startswith("fastmax::forward: linear, linear2_sm80" + problem)
             assert backward.startswith("fastmax::backward: linear, linear2_sm80" + problem)
             assert "linear1_sm80" in first_order and "order 1, sm_" in first_order
-            assert "flash_window_sm80" in window and "causal, window, sm_" in window
+            assert "flash_bounded_sm80" in window and "causal, window, sm_" in window
             assert "flash_sm80" in wide_window and "window" not in wide_window, "there is nothing that it hides"
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
-                assert f"{name}, {name}_packed_sm80" in line and "bounds of keys, sm_" in line
+                assert f"{name}, {name}_bounded_sm80" in line and "bounds of keys, sm_" in line
             assert linear_packed == "fastmax: fastmax::eager_forward"
+            assert "quadratic_bounded_sm80" in decay and "causal, decay, sm_" in decay
             assert "flash_sm80" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
             assert eager == "fastmax: fastmax::eager_forward"
 
 
 @on_cuda
 def test_info_names_the_kernels():
-    kernels = "quadratic_packed quadratic linear1 linear2 flash_packed flash_window flash"
+    kernels = "quadratic_bounded quadratic linear1 linear2 flash_bounded flash"
     assert extension.build_info().endswith("; kernels " + " ".join(f"{name}_sm80" for name in kernels.split()))

@@ -41,13 +41,18 @@ FASTMAX_STAND_IN(quadratic_fwd, FwdParams)
 FASTMAX_STAND_IN(quadratic_bwd, BwdParams)
 FASTMAX_STAND_IN(flash_fwd, FwdParams)
 FASTMAX_STAND_IN(flash_bwd, BwdParams)
-FASTMAX_STAND_IN(flash_window_fwd, FwdParams)
-FASTMAX_STAND_IN(flash_window_bwd, BwdParams)
-FASTMAX_STAND_IN(quadratic_packed_fwd, FwdParams)
-FASTMAX_STAND_IN(quadratic_packed_bwd, BwdParams)
-FASTMAX_STAND_IN(flash_packed_fwd, FwdParams)
-FASTMAX_STAND_IN(flash_packed_bwd, BwdParams)
+FASTMAX_STAND_IN(quadratic_bounded_fwd, FwdParams)
+FASTMAX_STAND_IN(quadratic_bounded_bwd, BwdParams)
+FASTMAX_STAND_IN(flash_bounded_fwd, FwdParams)
+FASTMAX_STAND_IN(flash_bounded_bwd, BwdParams)
 size_t bound_table_bytes(const AttentionParams&, Direction direction) { return direction == Direction::kForward ? 5 : 6; }
+size_t decay_sum_bytes(const AttentionParams&) { return 7; }
+size_t pair_sum_bytes(const BwdParams&) { return 8; }
+size_t decay_gradient_bytes(const BwdParams&) { return 9; }
+PairSums pair_sums(const BwdParams&, void*) { return {}; }
+void fill_bound_tables(AttentionParams&, void*, Direction, cudaStream_t) {}
+void fill_decay_sums(AttentionParams&, Resets, void*, cudaStream_t) {}
+void fill_decay_gradient(const BwdParams&, const PairSums&, void*, cudaStream_t) {}
 }  // namespace fastmax
 
 using namespace fastmax;
@@ -99,6 +104,13 @@ int main() {
       set(member, KeyBounds{});
     }
   }
+  const float decay = -1.f;
+  float gradient = 0.f;
+  set(&AttentionParams::log_decay, &decay);
+  run(kQuadraticAlgorithm, fwd, bwd);
+  bwd.grad_log_decay = &gradient;
+  run(kFlashAlgorithm, fwd, bwd);
+  set(&AttentionParams::log_decay, nullptr), bwd.grad_log_decay = nullptr;
 
   const uint8_t mask = 1;
   for (const int arch : {80, 90}) {
@@ -145,10 +157,13 @@ linear2 bwd
     for name in ("quadratic", "flash")
 ) + "".join(
     f"{algorithm} {name}_sm80 {name}_sm80 {workspaces}\n{name}_fwd fp32\n{name}_bwd fp32\n"
-    for flash in ("flash_window", "flash")
     for algorithm, name, workspaces in (
-        ("flash", flash, "0 256"),
-        *(("quadratic", "quadratic_packed", "5 262"), ("flash", "flash_packed", "5 262")) * 2,
+        ("flash", "flash_bounded", "256 512"),  # a window
+        *(("quadratic", "quadratic_bounded", "256 512"), ("flash", "flash_bounded", "256 512")) * 2,
+        ("flash", "flash", "0 256"),
+        *(("quadratic", "quadratic_bounded", "256 512"), ("flash", "flash_bounded", "256 512")) * 2,
+        ("quadratic", "quadratic_bounded", "512 768"),  # decay
+        ("flash", "flash_bounded", "512 1033"),  # and its gradient
     )
 ) + """\
 sm_80: old old

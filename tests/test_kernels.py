@@ -697,8 +697,8 @@ def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
         arguments = (*arguments[:5], rpe, *arguments[6:])
     if what == "decay":
         arguments = (*arguments[:6], -torch.rand(2, 2, 90, device=DEVICE), *arguments[7:])
-    if what == "bounds" and algorithm == "quadratic":
-        pytest.skip("the quadratic kernels know them: tests/test_packed_kernels.py")
+    if what in ("decay", "bounds") and algorithm == "quadratic":
+        pytest.skip("the quadratic kernels know them: tests/test_decay_kernels.py, tests/test_packed_kernels.py")
     if what == "bounds":
         first = torch.arange(70, dtype=torch.int32, device=DEVICE) // 20 * 20
         arguments = (*arguments[:7], first.expand(2, 2, 70), None, *arguments[9:])

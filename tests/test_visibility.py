@@ -8,6 +8,7 @@ import pytest
 from common import compile_probe
 
 PROBE = """
+#include <algorithm>
 #include <cstdio>
 #include <vector>
 #include "core/visibility.h"
@@ -58,23 +59,20 @@ int main() {
         }
       }
       ranges(sees, tile, rows_are_keys, first, last);
-    } else if (kind == 'w') {
-      const WindowVisibility sees(n, m, a, b, c);
-      for (int i = 0; i < n; ++i) {
-        for (int j = 0; j < m; ++j) {
-          const bool near = j >= i + a - b && j <= i + a + c;
-          if (sees.query_sees(i, j) != near || sees.key_is_seen(j, i) != near) return 1;
-          if (sees.keys_of(i).contains(j) != near || sees.queries_of(j).contains(i) != near) return 1;
-        }
-        if (sees.query_sees(i, m) || sees.query_sees(i, m + 15)) return 1;
-      }
-      ranges(sees, tile, rows_are_keys, first, last);
     } else {
       const Packed packed{n, m, c != 0, {0, n / 3, n / 3 + a, n}, {0, m / 4, m / 4 + b, m}};
       std::vector<Range> keys, queries;
-      for (int i = 0; i < n; ++i) keys.push_back(packed.keys_of(i));
-      for (int j = 0; j < m; ++j) queries.push_back(packed.queries_of(j));
-      const TableVisibility sees(n, m, keys.data(), queries.data());
+      // kind w: from b keys before a query's position, which is i + a, to c keys behind it.
+      const bool window = kind == 'w';
+      for (int i = 0; i < n; ++i) {
+        keys.push_back(window ? Range{std::max(0, i + a - b), std::min(m, i + a + c + 1)} : packed.keys_of(i));
+      }
+      for (int j = 0; j < m; ++j) {
+        queries.push_back(window ? Range{std::max(0, j - a - c), std::min(n, j - a + b + 1)} : packed.queries_of(j));
+      }
+      AttentionParams p{};
+      p.n = n, p.m = m, p.key_table = keys.data(), p.query_table = queries.data();
+      const TableVisibility sees(p, 0);
       for (int i = 0; i < n; ++i) {
         for (int j = 0; j < m; ++j) {
           if (sees.query_sees(i, j) != sees.key_is_seen(j, i)) return 1;
@@ -184,16 +182,19 @@ int main() {
     const Stride stride{hk, 1, int64_t{b} * hk};
     if (has_first) p.first_key = {first.data(), stride};
     if (has_end) p.end_key = {end.data(), stride};
+    std::vector<Range> keys, queries;
     for (int batch = 0; batch < b; ++batch) {
       for (int head = 0; head < hk; ++head) {
-        std::vector<Range> keys, queries;
         for (int i = 0; i < n; ++i) keys.push_back(keys_of(p, batch, head, i));
         for (int j = 0; j < m; ++j) queries.push_back(queries_of(p, batch, head, j));
-        const TableVisibility sees(n, m, keys.data(), queries.data());
-        for (int i = 0; i < n; ++i) {
-          for (int j = 0; j < m; ++j) {
-            std::putchar(sees.query_sees(i, j) == sees.key_is_seen(j, i) ? '0' + sees.query_sees(i, j) : 'x');
-          }
+      }
+    }
+    p.key_table = keys.data(), p.query_table = queries.data();
+    for (int state = 0; state < b * hk; ++state) {
+      const TableVisibility sees(p, state);
+      for (int i = 0; i < n; ++i) {
+        for (int j = 0; j < m; ++j) {
+          std::putchar(sees.query_sees(i, j) == sees.key_is_seen(j, i) ? '0' + sees.query_sees(i, j) : 'x');
         }
       }
     }

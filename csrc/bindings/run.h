@@ -11,10 +11,11 @@ namespace fastmax {
 
 inline void print_kernels(const char* operation, const Algorithm& algorithm, const Kernels& kernels, const AttentionParams& p) {
   constexpr const char* kModes[] = {"bf16", "fp16", "tf32", "fp32"};  // MathMode
-  std::fprintf(stderr, "fastmax::%s: %s, %s: b %d, h %d, hk %d, n %d, m %d, d %d, dv %d, head_dim %d, %s, order %d%s%s%s%s%s, sm_%d\n",
+  std::fprintf(stderr, "fastmax::%s: %s, %s: b %d, h %d, hk %d, n %d, m %d, d %d, dv %d, head_dim %d, %s, order %d%s%s%s%s%s%s, sm_%d\n",
                operation, algorithm.name, kernels.name, p.b, p.h, p.hk, p.n, p.m, p.d, p.dv, p.head_dim,
                kModes[static_cast<int>(p.math)], p.order, p.causal ? ", causal" : "", p.window ? ", window" : "",
                p.first_key.data != nullptr || p.end_key.data != nullptr ? ", bounds of keys" : "",
+               p.log_decay != nullptr ? ", decay" : "",
                p.key_padding_mask != nullptr ? ", mask" : "", p.noise != nullptr ? ", noise" : "", p.sm_arch);
 }
 

@@ -7,6 +7,12 @@
 // by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
 // the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. A row of zeros, as behind the
 // last query, has ds = 0 where q, grad_o and v are zeros too.
+//
+// Keys that fade: a pair has the factor 2^(e1 + e2), as query_factor(e1) and key_factor(e2). A key factor joins: in the forward the
+// weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there); in the backward the slope's
+// line where kSlopeIsWeight is true, else the centred line (fade_line). A query factor joins row() (fade_row). faded() is
+// weight_and_derivative with a key factor, faded_of_centred() of the centred line's value in place of dp (and of the weight in place
+// of x where kSlopeIsWeight is true); flow_scale times flow is p times the derivative by the logarithm of p.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -23,6 +29,9 @@ struct Line {
 
 struct WeightAndDerivative {
   float p, ds;
+};
+struct FadedPair : WeightAndDerivative {
+  float flow;
 };
 
 // f(s) = a0 + a1 s + a2 s^2 with s = scale * x, as a polynomial in the unscaled dot product x: two FMAs per weight. Order 1 is
@@ -53,6 +62,26 @@ struct PolynomialScore {
     const float slope = fmaf(row.z, x, row.y);
     return {fmaf(slope, x, row.x), fmaf(row.z, x, slope) * (dp - row.w)};
   }
+
+  // Rows whose weights have faded to less see nothing: what is left is no more than 1 / z can be formed of, times f.
+  static constexpr float kSmallestSum = 7.888609052210118e-31f;  // 2^-100
+  __device__ __forceinline__ static float query_factor(float e) { return ptx::exp2_approx(e); }
+  __device__ __forceinline__ static float key_factor(float e) { return ptx::exp2_approx(e); }
+  __device__ __forceinline__ float fade(float weight, float factor) const { return weight * factor; }
+  __device__ __forceinline__ PolynomialScore of_faded() const { return *this; }
+  __device__ __forceinline__ static float fade_line(float line, float factor) { return line * factor; }
+  __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
+    return make_float4(row.x * factor, row.y * factor, row.z * factor, row.w);
+  }
+  __device__ __forceinline__ static FadedPair faded(const float4& row, float x, float dp, float factor) {
+    return faded_of_centred(row, x, dp - row.w, factor);
+  }
+  __device__ __forceinline__ static FadedPair faded_of_centred(const float4& row, float x, float centred, float factor) {
+    const float slope = fmaf(row.z, x, row.y), weight = fmaf(slope, x, row.x);
+    centred *= factor;
+    return {{weight * factor, fmaf(row.z, x, slope) * centred}, weight * centred};
+  }
+  __device__ __forceinline__ float flow_scale() const { return 1.f; }
 };
 
 // exp(s) with s = scale * x, as 2^(c x). The main loop of the forward follows the row's maximum (online softmax).
@@ -85,6 +114,29 @@ struct SoftmaxScore {
     const float weight = SoftmaxScore::weight(row, x);
     return {weight, weight * fmaf(row.z, dp, -row.w)};
   }
+
+  static constexpr float kSmallestSum = 0.f;
+  __device__ __forceinline__ static float query_factor(float e) { return e; }
+  __device__ __forceinline__ static float key_factor(float e) { return e; }
+  __device__ __forceinline__ float fade(float x, float factor) const { return fmaf(c, x, factor); }
+  __device__ __forceinline__ SoftmaxScore of_faded() const {
+    SoftmaxScore score = *this;
+    score.c = 1.f;
+    return score;
+  }
+  __device__ __forceinline__ static float fade_line(float line, float factor) { return line + factor; }
+  __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
+    return make_float4(row.x, row.y + factor, row.z, row.w);
+  }
+  __device__ __forceinline__ static FadedPair faded(const float4& row, float x, float dp, float factor) {
+    const WeightAndDerivative pair = weight_and_derivative(fade_row(row, factor), x, dp);
+    return {pair, pair.ds};
+  }
+  // weight: with the factor.
+  __device__ __forceinline__ static FadedPair faded_of_centred(const float4&, float weight, float centred, float) {
+    return {{weight, weight * centred}, weight * centred};
+  }
+  __device__ __forceinline__ float flow_scale() const { return 1.f / scale; }
 };
 
 }  // namespace fastmax

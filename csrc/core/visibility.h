@@ -10,8 +10,9 @@
 //     last row    . . . x x x x x . .
 //
 // and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
-// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense, windows and tables here.
-// Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks.
+// `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense and tables here.
+// Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks. Where kMayFade is
+// true, the kernels that walk by it look for decays (quadratic/fading.h).
 #pragma once
 
 #include "core/params.h"
@@ -64,12 +65,12 @@ constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int
 
 // n queries, m keys. Query i sees every key or, causal, those up to i + offset; offset = m - n lets both sequences end together.
 struct DenseVisibility {
-  static constexpr bool kBoundsBothSides = false;
+  static constexpr bool kBoundsBothSides = false, kMayFade = false;
   int n, m, offset;
   bool causal;
 
   constexpr __host__ __device__ DenseVisibility(int n, int m, int offset, bool causal) : n(n), m(m), offset(offset), causal(causal) {}
-  constexpr __host__ __device__ DenseVisibility(const Problem& p, int /*batch*/, int /*kv_head*/)
+  constexpr __host__ __device__ DenseVisibility(const Problem& p, int /*state*/)
       : DenseVisibility(p.n, p.m, p.causal_offset, p.causal) {}
 
   // Of any query, also behind the last one; before all keys the range is empty, and its end may be negative.
@@ -87,56 +88,24 @@ struct DenseVisibility {
   constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return query >= queries_of(key).begin; }
 };
 
-// Query i sees keys i + offset - left .. i + offset + right.
-struct WindowVisibility {
-  static constexpr bool kBoundsBothSides = true;
-  int n, m, offset, left, right;
-
-  constexpr __host__ __device__ WindowVisibility(int n, int m, int offset, int left, int right)
-      : n(n), m(m), offset(offset), left(left), right(right) {}
-  constexpr __host__ __device__ WindowVisibility(const Problem& p, int /*batch*/, int /*kv_head*/)
-      : WindowVisibility(p.n, p.m, p.causal_offset, p.left, p.right) {}
-
-  // Of any query and key; where a window is outside of the tokens, its end may be before its begin, and negative.
-  constexpr __host__ __device__ Range keys_of(int query) const {
-    const int begin = query + offset - left, end = query + offset + right + 1;
-    return {begin > 0 ? begin : 0, end < m ? end : m};
-  }
-  constexpr __host__ __device__ Range queries_of(int key) const {
-    const int begin = key - offset - right, end = key - offset + left + 1;
-    return {begin > 0 ? begin : 0, end < n ? end : n};
-  }
-
-  constexpr __host__ __device__ bool query_sees(int query, int key) const { return is_near(query, key) && key < m; }
-  constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return is_near(query, key); }
-
- private:
-  constexpr __host__ __device__ bool is_near(int query, int key) const {
-    return static_cast<unsigned>(key - (query + offset) + left) <= static_cast<unsigned>(left + right);  // one comparison for two
-  }
-};
-
-// What tables say, in which bounds do not fall: packed sequences, each in a window or not.
+// What tables say, in which bounds do not fall: packed sequences, windows, what a decay forgets.
 struct TableVisibility {
-  static constexpr bool kBoundsBothSides = true;
-  int n, m;
-  const Range* keys;     // of each query
-  const Range* queries;  // of each key; a forward asks for none
+  static constexpr bool kBoundsBothSides = true, kMayFade = true;
+  const AttentionParams& p;
+  int state, n;  // state: of all key/value heads
 
-  __host__ __device__ TableVisibility(int n, int m, const Range* keys, const Range* queries) : n(n), m(m), keys(keys), queries(queries) {}
-  __host__ __device__ TableVisibility(const AttentionParams& p, int batch, int kv_head)
-      : TableVisibility(p.n, p.m, p.key_table + (static_cast<int64_t>(batch) * p.hk + kv_head) * p.n,
-                        p.query_table + (static_cast<int64_t>(batch) * p.hk + kv_head) * p.m) {}
+  __host__ __device__ TableVisibility(const AttentionParams& p, int state) : p(p), state(state), n(p.n) {}
 
-  // Tokens behind the last one are as the last one.
-  __host__ __device__ Range keys_of(int query) const { return load(keys + (query < n ? query : n - 1)); }
-  __host__ __device__ Range queries_of(int key) const { return load(queries + (key < m ? key : m - 1)); }
+  // Tokens behind the last one are as the last one. A forward has no table of queries.
+  __host__ __device__ Range keys_of(int query) const { return load(p.key_table, p.n, query); }
+  __host__ __device__ Range queries_of(int key) const { return load(p.query_table, p.m, key); }
 
   __host__ __device__ bool query_sees(int query, int key) const { return keys_of(query).contains(key); }
   __host__ __device__ bool key_is_seen(int key, int query) const { return queries_of(key).contains(query); }
 
  private:
-  static __host__ __device__ Range load(const Range* range) {
+  __host__ __device__ Range load(const Range* table, int tokens, int token) const {
+    const Range* range = table + static_cast<int64_t>(state) * tokens + (token < tokens ? token : tokens - 1);
 #ifdef __CUDA_ARCH__
     const int2 x = __ldg(reinterpret_cast<const int2*>(range));
     return {x.x, x.y};
@@ -147,6 +116,13 @@ struct TableVisibility {
 };
 
 #ifdef __CUDACC__
+
+// What a tile's tokens look like from the rows of a key/value head. Made again for each tile, so that a loop keeps the head's number
+// and no pointers in registers.
+template <class Visibility>
+__device__ __forceinline__ Visibility visibility_of(const AttentionParams& p, int state) {
+  return Visibility(p, Visibility::kMayFade ? static_cast<int>(ptx::keep_in_register(state)) : 0);
+}
 
 enum class Kept { kNone, kSome, kAll };
 

@@ -29,15 +29,17 @@ struct Fading {
   int origin;            // virtual row where chunk 0 of the whole sequence begins
   const float* carries;  // [state][chunk], of linear_carry
   int chunks;            // of the whole sequence
+  int first_chunk;       // of the phase
 
   __host__ __device__ explicit operator bool() const { return sums != nullptr; }
 
 #ifdef __CUDACC__
   // Of the token of a row of y; rows outside of the sequence are as the nearest.
-  __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const {
+  __device__ __forceinline__ const float2* address(const Sequence& s, int64_t state, int y_row) const {
     const int token = s.time == Time::kForward ? y_row : tokens - 1 - y_row;
-    return __ldg(sums + state * tokens + min(max(token, 0), tokens - 1));
+    return sums + state * tokens + min(max(token, 0), tokens - 1);
   }
+  __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const { return __ldg(address(s, state, y_row)); }
   // Between two rows, the later one in the walk first; <= 0.
   __device__ __forceinline__ static float between(const Sequence& s, const float2& x, const float2& y) {
     return s.time == Time::kForward ? fastmax::fading(x, y) : fastmax::fading(y, x);
@@ -83,16 +85,21 @@ struct FadingRows {
   int row;  // of x, this lane's first
 
   __device__ __forceinline__ float2 at(int shift) const { return p.fading.at_row(p, state, p.y_row(p.seen_end(row + shift))); }
-  // Of what it reads from the state before its chunk.
-  __device__ __forceinline__ float since_chunk(int shift) const {
-    const int edge = p.fading.edge_at(p, p.seen_end(row + shift));
-    return exp2f(Fading::between(p, at(shift), p.fading.at_edge(p, state, edge)));
+  // Of what the rows row + 8 i read from the state before their chunk, the phase's `chunk`.
+  template <int kCount>
+  __device__ __forceinline__ void since_chunk(float (&factors)[kCount], int chunk) const {
+    const float2 edge = p.fading.at_edge(p, state, p.fading.first_chunk + chunk);
+    float2 x[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = at(8 * i);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) factors[i] = exp2f(Fading::between(p, x[i], edge));
   }
 
-  // G of a slab of kRows rows of y, a row per lane: loaded early, for for_each_pair.
+  // G of a slab of kRows rows of y, a row per lane, from shared memory.
   template <int kRows>
-  __device__ __forceinline__ float2 slab(int y_row) const {
-    return p.fading.at_row(p, state, y_row + static_cast<int>(threadIdx.x % kRows));
+  __device__ __forceinline__ static float2 slab(uint32_t address) {
+    return ptx::load_shared_f32x2(address + static_cast<int>(threadIdx.x % kRows) * 8);
   }
 
   // Whether nothing is left of a slab of kRows rows before the rows of x.

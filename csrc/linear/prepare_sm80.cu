@@ -73,39 +73,47 @@ __global__ void __launch_bounds__(256) linear_widen_kernel(const View src, float
   }
 }
 
-// A block has the kBoundary virtual rows of a group, a row per kPrepareLanes lanes.
+// A block has the kBoundary virtual rows of a group: their factors first, a row per thread, then w.
 template <class Element>
 __global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, const int groups) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
-  const int head_index = blockIdx.x / groups, heads = a.state_heads * a.y_group, lane = threadIdx.x % kPrepareLanes;
-  const int64_t state = head_index / a.y_group, first = static_cast<int64_t>(head_index) * a.ny;
-  const uint8_t* mask = mask_pointer(a.mask, head_index / heads);
-  const Element* w = head_pointer<Element>(a.w, head_index / heads, head_index % heads);
+  __shared__ float factors[kBoundary];
+  const int head_index = blockIdx.x / groups, heads = a.state_heads * a.y_group;
+  const int virtual_begin = blockIdx.x % groups * kBoundary;
+  const int64_t first = static_cast<int64_t>(head_index) * a.ny;
+  const auto token_of = [&](int y_row) { return a.time == Time::kForward ? y_row : a.ny - 1 - y_row; };  // in memory
+
+  const int own_row = a.y_row(virtual_begin + static_cast<int>(threadIdx.x));
   bool drops = false;
-#pragma unroll 2
-  for (int i = threadIdx.x / kPrepareLanes; i < kBoundary; i += static_cast<int>(blockDim.x) / kPrepareLanes) {
-    const int virtual_row = blockIdx.x % groups * kBoundary + i, y_row = a.y_row(virtual_row);
-    if (y_row < 0 || y_row >= a.ny) continue;
-    const int token = a.time == Time::kForward ? y_row : a.ny - 1 - y_row;  // in memory
-    const float2 edge = a.fading.at_edge(a, state, a.fading.edge_after(a, virtual_row + 1));
-    const float factor = exp2f(Fading::between(a, edge, a.fading.at_row(a, state, y_row)));
-    const bool kept = factor != 0.f && (mask == nullptr || mask[static_cast<int64_t>(token) * a.mask.token] != 0);
-    drops = drops || !kept;
-    for (int c = lane * kVector; c < a.dv; c += kPrepareLanes * kVector) {
-      alignas(16) Element x[kVector];
-      *reinterpret_cast<uint4*>(x) = kept ? *reinterpret_cast<const uint4*>(w + token * a.w.token + c) : uint4{};
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) x[j] = from_float<Element>(to_float(x[j]) * factor);
-      *reinterpret_cast<uint4*>(static_cast<Element*>(a.faded_w) + (first + token) * a.dv + c) = *reinterpret_cast<const uint4*>(x);
-    }
-    if (lane == 0) {
-      const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
-      a.faded_e[first + token] = kept ? e * factor : 0.f;
-      a.kept[first + token] = kept;
-    }
+  if (threadIdx.x < kBoundary && own_row >= 0 && own_row < a.ny) {
+    const int64_t state = head_index / a.y_group;
+    const int token = token_of(own_row);
+    const uint8_t* mask = mask_pointer(a.mask, head_index / heads);
+    const float2 edge = a.fading.at_edge(a, state, a.fading.edge_after(a, virtual_begin + static_cast<int>(threadIdx.x) + 1));
+    float factor = exp2f(Fading::between(a, edge, a.fading.at_row(a, state, own_row)));
+    if (mask != nullptr && mask[static_cast<int64_t>(token) * a.mask.token] == 0) factor = 0.f;
+    drops = factor == 0.f;
+    factors[threadIdx.x] = factor;
+    const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
+    a.faded_e[first + token] = drops ? 0.f : e * factor;
+    a.kept[first + token] = !drops;
   }
   drops = __syncthreads_or(drops);
   if (threadIdx.x == 0) a.whole[blockIdx.x] = !drops;
+
+  const Element* w = head_pointer<Element>(a.w, head_index / heads, head_index % heads);
+  const int vectors = a.dv / kVector;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < kBoundary * vectors; i += static_cast<int>(blockDim.x)) {
+    const int row = i / vectors, y_row = a.y_row(virtual_begin + row);
+    if (y_row < 0 || y_row >= a.ny || factors[row] == 0.f) continue;  // what is dropped is not read
+    const int token = token_of(y_row), column = i % vectors * kVector;
+    alignas(16) Element x[kVector];
+    *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(w + token * a.w.token + column);
+#pragma unroll
+    for (int j = 0; j < kVector; ++j) x[j] = from_float<Element>(to_float(x[j]) * factors[row]);
+    *reinterpret_cast<uint4*>(static_cast<Element*>(a.faded_w) + (first + token) * a.dv + column) = *reinterpret_cast<const uint4*>(x);
+  }
 }
 
 __global__ void __launch_bounds__(256) linear_carry_kernel(const FadeArgs a) {

@@ -75,8 +75,9 @@ struct StreamStage {
   static constexpr int kKeys = kFittingKeys < 64 ? kFittingKeys : 64;
   static_assert(kBoundary % kKeys == 0, "own chunks begin at stages");
   static constexpr int kValueOffset = kKeys * kRowBytes;
-  static constexpr int kScaleOffset = kPairs * kPairBytes;  // e of the keys
-  static constexpr int kBytes = (kScaleOffset + 4 * kKeys + 127) / 128 * 128;  // swizzles are of the address
+  static constexpr int kScaleOffset = kPairs * kPairBytes;        // e of the keys
+  static constexpr int kFadingOffset = kScaleOffset + 4 * kKeys;  // and their sums of decays
+  static constexpr int kBytes = (kFadingOffset + 8 * kKeys + 127) / 128 * 128;  // swizzles are of the address
 };
 
 // The read kernel.

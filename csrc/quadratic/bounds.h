@@ -1,5 +1,5 @@
-// Tables of the keys that queries see, made from bounds on the device before the kernels that walk by them (TableVisibility in
-// core/visibility.h).
+// Tables of the keys that queries see, made from bounds, causality and windows on the device before the kernels that walk by them
+// (TableVisibility in core/visibility.h).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,8 +8,6 @@
 #include "core/params.h"
 
 namespace fastmax {
-
-inline bool has_bounds(const AttentionParams& p) { return p.first_key.data != nullptr || p.end_key.data != nullptr; }
 
 size_t bound_table_bytes(const AttentionParams& p, Direction direction);
 

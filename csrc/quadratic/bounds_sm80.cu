@@ -11,7 +11,9 @@ __host__ __device__ __forceinline__ int bound_of(const KeyBounds& bounds, int ba
 }
 
 __host__ __device__ __forceinline__ Range keys_of(const AttentionParams& p, int batch, int kv_head, int query) {
-  Range keys = WindowVisibility(p, batch, kv_head).keys_of(query);
+  // Where a window is outside of the keys, its end may be before its begin, and negative.
+  const int position = query + p.causal_offset;
+  Range keys{max(0, position - p.left), min(position + p.right + 1, p.m)};
   if (p.first_key.data != nullptr) keys.begin = max(keys.begin, min(bound_of(p.first_key, batch, kv_head, query), p.m));
   if (p.end_key.data != nullptr) keys.end = min(keys.end, bound_of(p.end_key, batch, kv_head, query));
   return keys;

@@ -7,13 +7,15 @@
 // blocks that own keys and stream queries; grad_q by blocks that own queries and stream keys. Scores are computed twice, seven
 // products instead of five, so that every sum has one owner and a fixed order.
 //
-// The owner's rows are the rows of every product, so p and ds go from accumulators to operands within a thread.
+// The owner's rows are the rows of every product, so p and ds go from accumulators to operands within a thread. Where keys fade
+// (fading.h), p and ds carry the factor, and the blocks of either kind sum p_ij (grad_o_i . v_j - delta_i) of their rows besides.
 #pragma once
 
 #include "core/dispatch.h"
 #include "core/launch.h"
 #include "quadratic/bwd_pair.h"
 #include "quadratic/bwd_single.h"
+#include "quadratic/fading.h"
 #include "quadratic/quadratic_sm80.h"
 
 namespace fastmax {
@@ -21,7 +23,7 @@ namespace fastmax {
 template <class Score, class Visibility>
 struct LaunchQuadraticBwd {
   template <class Math, int kHeadDim>
-  static void run(const BwdParams& p, cudaStream_t stream) {
+  static void run(const BwdParams& p, cudaStream_t stream, const PairSums& sums = {}) {
     using Element = typename Math::Element;
     float4* row_scores = static_cast<float4*>(p.workspace);
     char* after_scores = static_cast<char*>(p.workspace) + quadratic_row_score_bytes(p);
@@ -36,30 +38,34 @@ struct LaunchQuadraticBwd {
                   kRowScoreThreads, 0, stream, p, row_scores, noisy_grad_o);
 
     if constexpr (kPairsForKv<Math, kHeadDim>) {
-      run_kernel<QuadraticBwdKvPairTile<Math, kHeadDim>>("quadratic_bwd_kv_pair",
-                                                         quadratic_bwd_kv_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.m, p.hk,
-                                                         row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QueryFadingScratch<QuadraticBwdKvPairTile<Math, kHeadDim>>>(
+          "quadratic_bwd_kv_pair", quadratic_bwd_kv_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.m, p.hk, row_scores, grad_o,
+          grad_o_stride, sums, stream);
     } else {
-      run_kernel<QuadraticBwdKvTile<Math, kHeadDim>>("quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Visibility, Math, kHeadDim>, p,
-                                                     p.m, p.hk, row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<QueryFadingScratch<QuadraticBwdKvTile<Math, kHeadDim>>>(
+          "quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Visibility, Math, kHeadDim>, p, p.m, p.hk, row_scores, grad_o,
+          grad_o_stride, sums, stream);
     }
     if constexpr (kPairsForQ<Math, kHeadDim>) {
-      run_kernel<QuadraticBwdQPairTile<Math, kHeadDim>>("quadratic_bwd_q_pair",
-                                                        quadratic_bwd_q_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.n, p.h,
-                                                        row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<KeyFadingScratch<QuadraticBwdQPairTile<Math, kHeadDim>>>(
+          "quadratic_bwd_q_pair", quadratic_bwd_q_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.n, p.h, row_scores, grad_o,
+          grad_o_stride, sums, stream);
     } else {
-      run_kernel<QuadraticBwdQTile<Math, kHeadDim>>("quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Visibility, Math, kHeadDim>, p, p.n,
-                                                    p.h, row_scores, grad_o, grad_o_stride, stream);
+      run_kernel<KeyFadingScratch<QuadraticBwdQTile<Math, kHeadDim>>>(
+          "quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Visibility, Math, kHeadDim>, p, p.n, p.h, row_scores, grad_o, grad_o_stride,
+          sums, stream);
     }
   }
 
-  // tokens and heads: of the rows that blocks own.
-  template <class Tile, class Kernel>
+  // tokens and heads: of the rows that blocks own. Scratch: FadingScratch of the kernel.
+  template <class Scratch, class Kernel>
   static void run_kernel(const char* name, Kernel kernel, const BwdParams& p, int tokens, int heads, const float4* row_scores,
-                         const void* grad_o, const Stride& grad_o_stride, cudaStream_t stream) {
+                         const void* grad_o, const Stride& grad_o_stride, const PairSums& sums, cudaStream_t stream) {
+    using Tile = typename Scratch::Tile;
     const int row_blocks = (tokens + Tile::kRows - 1) / Tile::kRows;
-    launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * heads), Tile::kThreads, Tile::kSharedBytes,
-                  stream, p, row_scores, grad_o, grad_o_stride, row_blocks);
+    launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * heads), Tile::kThreads,
+                  Tile::kSharedBytes + (Visibility::kMayFade ? Scratch::bytes(p) : 0), stream, p, row_scores, grad_o,
+                  grad_o_stride, sums, row_blocks);
   }
 };
 

@@ -14,6 +14,7 @@
 #include "core/score.h"
 #include "core/visibility.h"
 #include "quadratic/bwd_common.h"
+#include "quadratic/fading.h"
 #include "quadratic/tile_config.h"
 
 namespace fastmax {
@@ -39,7 +40,7 @@ template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThreads,
                                   QuadraticBwdKvPairTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_kv_pair_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
-                                 const int row_blocks) {
+                                 const PairSums pair_sums, const int row_blocks) {
   using Tile = QuadraticBwdKvPairTile<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles;
@@ -75,7 +76,9 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + (sums_v ? Tile::kTileBytes : 0) +
                                                       lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * Tile::kExchangeBytes;
-  const Visibility sees(p, in.batch, in.kv_head);
+  const int state = in.batch * p.hk + in.kv_head;
+  const QueryFadingScratch<Tile> scratch{ring + Tile::kSharedBytes};
+  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
 
   // A block whose keys are all dropped has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * Tile::kColumnParts * p.hk);
@@ -90,7 +93,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
       stream.template load<Tile>(StreamLoader<Tile, Element, kHeadDim>(ptx::keep_in_register(threadIdx.x)), ring, tile, p);
     };
 
-    const Range tiles = query_tiles<Tile::kStream>(sees, at.block_row, at.block_row + Tile::kRows - 1).seen;
+    const Range tiles = query_tiles<Tile::kStream>(Visibility(p, state), at.block_row, at.block_row + Tile::kRows - 1).seen;
     __syncthreads();  // all are done with the stages of the head before
     load_stage(tiles.begin);
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -104,26 +107,33 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
       // What these rows see is computed again for each tile where registers for its bounds would spill.
       const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
       const int last_row = first_row + kRowTiles * 16 - 1;
+      const Visibility sees = visibility_of<Visibility>(p, state);
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
-      const auto add_slab = [&](int slab, auto masked) {
+      const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
         constexpr bool kMasked = decltype(masked)::value;
         const uint32_t tokens = stage + slab * Tile::kRowBytes;
         const uint32_t slot = exchange + slab / 16 % Tile::kSlots * Tile::kExchangeBytes;
         float x[kRowTiles][2][4];  // x in the first warp, dp in the second; p or ds in the end
         multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
         const auto make_weights = [&] {
+          maybe_fading.visit([&](auto&& fading) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+            for (int half = 0; half < 2; ++half) {
+              const int token = begin + slab + half * 8 + t * 2;
+              const auto queries = fading.at(token);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float4 row = ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16);
+              for (int e = 0; e < 2; ++e) {
+                const float4 row = fading.row(scores + (slab + half * 8 + e) * 16, token + e);
 #pragma unroll
-              for (int i = 0; i < kRowTiles; ++i) {
+                for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-                for (int r = 0; r < 4; r += 2) x[i][half][r + e] = Score::weight(row, x[i][half][r + e]);
+                  for (int r = 0; r < 4; r += 2) {
+                    x[i][half][r + e] = fading.weight(row, x[i][half][r + e], queries, e, i, r / 2);
+                  }
+                }
               }
             }
-          }
+          });
         };
         if (sums_v) {
           if constexpr (Score::kSlopeIsWeight) make_weights();
@@ -148,24 +158,35 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
             }
           }
           wait_for_pair(pair);
+          maybe_fading.visit([&](auto&& fading) {
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            float other[kRowTiles][4];  // x or the weight
+            for (int half = 0; half < 2; ++half) {
+              float other[kRowTiles][4];  // x or the weight
 #pragma unroll
-            for (int i = 0; i < kRowTiles; ++i) take_over(other[i], lane_slot(slot, i, half));
+              for (int i = 0; i < kRowTiles; ++i) take_over(other[i], lane_slot(slot, i, half));
+              const int token = begin + slab + half * 8 + t * 2;
+              const auto queries = fading.at(token);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              Line slope{};
-              if constexpr (!Score::kSlopeIsWeight) slope = Score::slope_line(ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16));
+              for (int e = 0; e < 2; ++e) {
+                float4 row{};
+                if constexpr (!Score::kSlopeIsWeight) {
+                  row = fading.row(scores + (slab + half * 8 + e) * 16, token + e);
+                }
 #pragma unroll
-              for (int i = 0; i < kRowTiles; ++i) {
+                for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-                for (int r = 0; r < 4; r += 2) {
-                  x[i][half][r + e] *= Score::kSlopeIsWeight ? other[i][r + e] : Score::slope(slope.at(other[i][r + e]));
+                  for (int r = 0; r < 4; r += 2) {
+                    const int key = first_row + i * 16 + r * 4 + g;
+                    auto pair = fading.pair_of_centred(row, other[i][r + e], x[i][half][r + e], queries, e, i, r / 2);
+                    if (std::decay_t<decltype(fading)>::kFades && kMasked && !sees.key_is_seen(key, token + e)) pair = {};
+                    x[i][half][r + e] = pair.ds;
+                    fading.add_flow(pair, i, r / 2, key, token + e);
+                  }
                 }
               }
             }
-          }
+            fading.finish_slab(scratch);
+          });
         }
         if constexpr (kMasked) {
 #pragma unroll
@@ -185,21 +206,25 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
         for (int i = 0; i < kRowTiles; ++i) weights_a_from_accumulator<Math>(weights[i], x[i][0], x[i][1]);
         accumulate_slab<Math, kHeadDim>(grad, weights, tokens + lane_b_trans);
       };
-      if (query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
+      const auto add_whole_tile = [&](auto&& fading) {
 #pragma unroll(Tile::kUnroll)
-        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
-      } else {
+        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+      };
+      const auto add_masked_tile = [&](auto&& fading) {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
           bool sees_some = begin + slab + 15 >= sees.queries_of(first_row).begin;
           if constexpr (Visibility::kBoundsBothSides) sees_some = sees_some && begin + slab < sees.queries_of(last_row).end;
           if (sees_some) {
-            add_slab(slab, std::true_type{});
+            add_slab(slab, std::true_type{}, fading);
           } else {
             wait_for_pair(pair);  // every warp comes to as many barriers: compute-sanitizer's racecheck counts them
           }
         }
-      }
+      };
+      const bool whole = query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
+      add_query_tile<Score, Visibility>(p, state, scratch, ring + stage + 2 * Tile::kTileBytes, whole, tile, first_row, add_whole_tile,
+                                        add_masked_tile);
     }
   }
 
@@ -210,13 +235,16 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   Element* dst =
       static_cast<Element*>(sums_v ? p.grad_v : p.grad_k) + out.batch * stride.batch + out.kv_head * stride.head + first_col;
   store_rows(grad, dst, stride.token, warp_row, p.m, (sums_v ? p.dv : p.d) - first_col, finish);
+  if constexpr (Visibility::kMayFade) {
+    if (!sums_v && first_col == 0) store_sums_by_key<Score>(p, pair_sums, scratch, out.batch, out.kv_head, warp_row);
+  }
 }
 
 // grad_q: a block owns kRows queries of one head and streams the keys they see.
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThreads, QuadraticBwdQPairTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_q_pair_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
-                                const int row_blocks) {
+                                const PairSums pair_sums, const int row_blocks) {
   using Tile = QuadraticBwdQPairTile<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles;
@@ -233,9 +261,11 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
-  const Visibility sees(p, in.batch, in.kv_head);
+  const int state = in.batch * p.hk + in.kv_head;
+  const KeyFadingScratch<Tile> scratch{ring + Tile::kSharedBytes};
+  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
-  const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
+  const Range keys = keys_seen(Visibility(p, state), block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
   const auto load_stage = [&](int tile) {
     // Made again for each stage: kept, it would take the registers of the products.
@@ -245,7 +275,8 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
 
   const Score score(p);
   FragmentA<Math> rows[kRowTiles][kHeadDim / 16];
-  Line line[kRowTiles][2];  // this warp's factor of ds, but for Score::slope
+  Line line[kRowTiles][2];      // this warp's factor of ds, but for Score::slope
+  float at_zero[kRowTiles][2];  // Fastmax: the weight at x = 0; with the line it makes other weights, for sums of pairs
   {
     const Element* q = head_of<Element>(p.q, p.q_stride, in.batch, in.head);
     const Element* grad_o = head_of<Element>(grad_o_base, grad_o_stride, in.batch, in.head);
@@ -256,14 +287,22 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
         load_a_mk_global<Math>(rows[i][kk], role == 0 ? q : grad_o, role == 0 ? p.q_stride.token : grad_o_stride.token,
                             warp_row + i * 16, p.n, kk * 16, role == 0 ? p.d : p.dv);
       }
+    }
+  }
+  const auto load_rows = [&](const auto& fade_row) {
+    const int64_t head = static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = min(warp_row + i * 16 + half * 8 + g, p.n - 1);
-        const float4 row = row_scores[(static_cast<int64_t>(in.batch) * p.h + in.head) * p.n + query];
+        const float4 row = fade_row(row_scores[head * p.n + query], query);
         line[i][half] = role == 0 ? Score::slope_line(row) : score.centre_line(row.w);
+        at_zero[i][half] = row.x;
       }
     }
-  }
+  };
+  load_query_rows<Score, Visibility, Tile::kStream>(p, state, tiles.begin, warp_row, load_rows);
 
   float grad_q[kRowTiles][Tile::kOutputCols / 8][4] = {};
   const uint32_t lane_b = ptx::keep_in_register(ring + role * Tile::kTileBytes + lane_offset_b_nk<Math, kHeadDim>());
@@ -279,33 +318,50 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
     const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
     const int begin = tile * Tile::kStream;
     const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
+    const Visibility sees = visibility_of<Visibility>(p, state);
+    if constexpr (Visibility::kMayFade) {
+      if (tile > tiles.begin && tile == near_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
+    }
     if (kept == Kept::kNone) continue;
     const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
     const int last_row = first_row + kRowTiles * 16 - 1;
     // One slab of 16 keys; masked: some may be invisible.
-    const auto add_slab = [&](int slab, auto masked) {
+    const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
       constexpr bool kMasked = decltype(masked)::value;
       const uint32_t tokens = stage + slab * Tile::kRowBytes;
       const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
       float x[kRowTiles][2][4];
       multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+      float weight[kRowTiles][2][4];  // where keys fade and the slope is not the weight
+      maybe_fading.visit([&](auto&& fading) {
+        constexpr bool kFades = std::decay_t<decltype(fading)>::kFades;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
+          const auto keys = fading.at(begin + slab + half * 8 + t * 2);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            float factor = line[i][e / 2].at(x[i][half][e]);
-            if (role == 0) factor = Score::slope(factor);
-            if constexpr (kMasked) {
-              const int column = half * 8 + t * 2 + e % 2;
-              const bool visible = sees.query_sees(first_row + i * 16 + e / 2 * 8 + g, begin + slab + column);
-              factor = visible && (kept_bits >> column & 1u) ? factor : 0.f;
+          for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const Line& of_row = line[i][e / 2];
+              float factor = of_row.at(x[i][half][e]);
+              if constexpr (kFades) {
+                if constexpr (!Score::kSlopeIsWeight) {
+                  weight[i][half][e] = fmaf(0.5f * x[i][half][e], factor + of_row.offset, at_zero[i][e / 2]);
+                }
+                // The slope is of the first warp, what is centred of the second.
+                if ((role == 0) == Score::kSlopeIsWeight) factor = Score::fade_line(factor, fading.factor(keys, e % 2, i, e / 2));
+              }
+              if (role == 0) factor = Score::slope(factor);
+              if constexpr (kMasked) {
+                const int column = half * 8 + t * 2 + e % 2;
+                const bool visible = sees.query_sees(first_row + i * 16 + e / 2 * 8 + g, begin + slab + column);
+                factor = visible && (kept_bits >> column & 1u) ? factor : 0.f;
+              }
+              x[i][half][e] = factor;
             }
-            x[i][half][e] = factor;
           }
         }
-      }
+      });
       const uint32_t slot = exchange + slab / 16 % Tile::kSlots * 2 * Tile::kExchangeBytes;
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
@@ -313,41 +369,59 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
         for (int half = 0; half < 2; ++half) hand_over(lane_slot(slot + role * Tile::kExchangeBytes, i, half), x[i][half]);
       }
       wait_for_pair(pair);
+      maybe_fading.visit([&](auto&& fading) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float other[4];
+            take_over(other, lane_slot(slot + (1 - role) * Tile::kExchangeBytes, i, half));
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              x[i][half][e] *= other[e];
+              // Of the first warp, which has the slope.
+              if constexpr (std::decay_t<decltype(fading)>::kFades) {
+                const float flow = Score::kSlopeIsWeight ? x[i][half][e] : weight[i][half][e] * other[e];
+                fading.add_flow({{0.f, x[i][half][e]}, flow}, i, e / 2, begin + slab + half * 8 + t * 2 + e % 2,
+                                first_row + i * 16 + e / 2 * 8 + g);
+              }
+            }
+          }
+        }
+        fading.finish_slab(scratch);
+      });
       WeightsA<Math> derivatives[kRowTiles];
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float other[4];
-          take_over(other, lane_slot(slot + (1 - role) * Tile::kExchangeBytes, i, half));
-#pragma unroll
-          for (int e = 0; e < 4; ++e) x[i][half][e] *= other[e];
-        }
-        weights_a_from_accumulator<Math>(derivatives[i], x[i][0], x[i][1]);
-      }
+      for (int i = 0; i < kRowTiles; ++i) weights_a_from_accumulator<Math>(derivatives[i], x[i][0], x[i][1]);
       accumulate_slab<Math, kHeadDim>(grad_q, derivatives, tokens + lane_b_trans);
     };
-    if (kept == Kept::kAll && key_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
+    const auto add_whole_tile = [&](auto&& fading) {
 #pragma unroll(Tile::kUnroll)
-      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
-    } else {
+      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+    };
+    const auto add_masked_tile = [&](auto&& fading) {
 #pragma unroll 1
       for (int slab = 0; slab < Tile::kStream; slab += 16) {
         bool sees_some = begin + slab < sees.keys_of(last_row).end;
         if constexpr (Visibility::kBoundsBothSides) sees_some = sees_some && begin + slab + 15 >= sees.keys_of(first_row).begin;
         if (sees_some) {
-          add_slab(slab, std::true_type{});
+          add_slab(slab, std::true_type{}, fading);
         } else {
           wait_for_pair(pair);
         }
       }
-    }
+    };
+    const bool whole = kept == Kept::kAll && key_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
+    add_key_tile<Score, Visibility>(p, state, scratch, whole, tile, first_row, add_whole_tile, add_masked_tile);
   }
 
   // Computed again, so that the main loop need not keep it in registers.
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
   Element* dst = head_of<Element>(p.grad_q, p.grad_q_stride, out.batch, out.head) + first_col;
   store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d - first_col, StoreAsIs{});
+  if constexpr (Visibility::kMayFade) {
+    if (role == 0) store_sums_by_query<Score>(p, pair_sums, scratch, out.batch, out.head, warp_row);
+  }
 }
 
 }  // namespace fastmax

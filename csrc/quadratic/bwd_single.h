@@ -9,6 +9,7 @@
 #include "core/score.h"
 #include "core/visibility.h"
 #include "quadratic/bwd_common.h"
+#include "quadratic/fading.h"
 #include "quadratic/tile_config.h"
 
 namespace fastmax {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void multiply_tokens(float (&x)[kHalves][kRowTiles][4
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, QuadraticBwdKvTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_kv_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
-                            const int row_blocks) {
+                            const PairSums pair_sums, const int row_blocks) {
   using Tile = QuadraticBwdKvTile<Math, kHeadDim>;
   using Element = typename Math::Element;
   using Operand = ResidentOperand<Math, kHeadDim, Tile::kRowTiles, Tile::kOperandsInRegisters>;
@@ -125,8 +126,10 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   const uint32_t lane_b =
       ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
-  const Visibility sees(p, in.batch, in.kv_head);
+  const int state = in.batch * p.hk + in.kv_head;
   const StreamLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
+  const QueryFadingScratch<Tile> scratch{ptx::smem_address(shared) + Tile::kSharedBytes};
+  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
 
   // A block whose keys are all dropped has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.hk);
@@ -137,7 +140,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
     const QueryStream<Element> stream(p, row_scores, grad_o_base, grad_o_stride, at.batch, at.kv_head, head_in_group);
     const auto load_stage = [&](int tile) { stream.template load<Tile>(loader, ring, tile, p); };
 
-    const Range tiles = query_tiles<Tile::kStream>(sees, at.block_row, at.block_row + Tile::kRows - 1).seen;
+    const Range tiles = query_tiles<Tile::kStream>(Visibility(p, state), at.block_row, at.block_row + Tile::kRows - 1).seen;
     __syncthreads();  // all are done with the stages of the head before
     load_stage(tiles.begin);
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -151,8 +154,9 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
       // What these rows see is computed again for each tile where registers for its bounds would spill.
       const int first_row = Tile::kKeepsBounds ? warp_row : static_cast<int>(ptx::keep_in_register(warp_row));
       const int last_row = first_row + kRowTiles * 16 - 1;
+      const Visibility sees = visibility_of<Visibility>(p, state);
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
-      const auto add_slab = [&](int slab, auto masked) {
+      const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
         constexpr bool kMasked = decltype(masked)::value;
         const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of q; grad_o's are kTileBytes further on
         const uint32_t rows_trans = stage + slab * Tile::kRowBytes + lane_b_trans;
@@ -162,46 +166,59 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
           float x[kHalves][kRowTiles][4], dp[kHalves][kRowTiles][4];
           multiply_tokens<Math, kHeadDim, kRowTiles, kHalves>(x, dp, k_rows, v_rows, rows + first_half * 8 * Tile::kRowBytes,
                                                               Tile::kTileBytes);
+          maybe_fading.visit([&](auto&& fading) {
 #pragma unroll
-          for (int j = 0; j < kHalves; ++j) {
-            const int half = first_half + j;
+            for (int j = 0; j < kHalves; ++j) {
+              const int half = first_half + j, token = begin + slab + half * 8 + t * 2;
+              const auto queries = fading.at(token);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float4 row = ptx::load_shared_f32x4(scores + (slab + half * 8 + e) * 16);
-              const int query = begin + slab + half * 8 + t * 2 + e;
+              for (int e = 0; e < 2; ++e) {
+                const float4 row = fading.row(scores + (slab + half * 8 + e) * 16, token + e);
+                const int query = token + e;
 #pragma unroll
-              for (int i = 0; i < kRowTiles; ++i) {
+                for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                  WeightAndDerivative weight = Score::weight_and_derivative(row, x[j][i][2 * r + e], dp[j][i][2 * r + e]);
-                  if (kMasked && !sees.key_is_seen(warp_row + i * 16 + r * 8 + g, query)) weight = {0.f, 0.f};
-                  x[j][i][2 * r + e] = weight.p;
-                  dp[j][i][2 * r + e] = weight.ds;
+                  for (int r = 0; r < 2; ++r) {
+                    const int key = warp_row + i * 16 + r * 8 + g;
+                    auto pair = fading.pair(row, x[j][i][2 * r + e], dp[j][i][2 * r + e], queries, e, i, r);
+                    if (kMasked && !sees.key_is_seen(key, query)) pair = {};
+                    x[j][i][2 * r + e] = pair.p;
+                    dp[j][i][2 * r + e] = pair.ds;
+                    fading.add_flow(pair, i, r, key, query);
+                  }
                 }
               }
             }
+            fading.finish_slab(scratch);
+          });
+#pragma unroll
+          for (int j = 0; j < kHalves; ++j) {
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
-              half_weights_a_from_accumulator<Math>(weights[i], half, x[j][i]);
-              half_weights_a_from_accumulator<Math>(derivatives[i], half, dp[j][i]);
+              half_weights_a_from_accumulator<Math>(weights[i], first_half + j, x[j][i]);
+              half_weights_a_from_accumulator<Math>(derivatives[i], first_half + j, dp[j][i]);
             }
           }
         }
         accumulate_slab<Math, kHeadDim>(grad_v, weights, rows_trans + Tile::kTileBytes);
         accumulate_slab<Math, kHeadDim>(grad_k, derivatives, rows_trans);
       };
-      if (query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
+      const auto add_whole_tile = [&](auto&& fading) {
 #pragma unroll(Tile::kUnroll)
-        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
-      } else {
+        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+      };
+      const auto add_masked_tile = [&](auto&& fading) {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
           if constexpr (Visibility::kBoundsBothSides) {
             if (sees.queries_of(last_row).end <= begin + slab) break;
           }
-          if (begin + slab + 15 >= sees.queries_of(first_row).begin) add_slab(slab, std::true_type{});
+          if (begin + slab + 15 >= sees.queries_of(first_row).begin) add_slab(slab, std::true_type{}, fading);
         }
-      }
+      };
+      const bool whole = query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
+      add_query_tile<Score, Visibility>(p, state, scratch, ring + stage + 2 * Tile::kTileBytes, whole, tile, first_row, add_whole_tile,
+                                        add_masked_tile);
     }
   }
 
@@ -212,13 +229,14 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   Element* dst_v = head_of<Element>(p.grad_v, p.grad_v_stride, out.batch, out.kv_head);
   store_rows(grad_k, dst_k, p.grad_k_stride.token, warp_row, p.m, p.d, finish);
   store_rows(grad_v, dst_v, p.grad_v_stride.token, warp_row, p.m, p.dv, finish);
+  if constexpr (Visibility::kMayFade) store_sums_by_key<Score>(p, pair_sums, scratch, out.batch, out.kv_head, warp_row);
 }
 
 // grad_q: a block owns kRows queries of one head and streams the keys they see.
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, QuadraticBwdQTile<Math, kHeadDim>::kMinBlocks)
     quadratic_bwd_q_kernel(const BwdParams p, const float4* row_scores, const void* grad_o_base, const Stride grad_o_stride,
-                           const int row_blocks) {
+                           const PairSums pair_sums, const int row_blocks) {
   using Tile = QuadraticBwdQTile<Math, kHeadDim>;
   using Element = typename Math::Element;
   using Operand = ResidentOperand<Math, kHeadDim, Tile::kRowTiles, Tile::kOperandsInRegisters>;
@@ -241,23 +259,29 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   const Operand grad_o_rows(grad_o, grad_o_stride.token, warp_row, p.n, p.dv, ptx::smem_address(shared) + Tile::kResidentBytes / 2,
                             block_row);
 
-  const Visibility sees(p, in.batch, in.kv_head);
+  const int state = in.batch * p.hk + in.kv_head;
+  const KeyFadingScratch<Tile> scratch{ptx::smem_address(shared) + Tile::kSharedBytes};
+  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
-  const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
+  const Range keys = keys_seen(Visibility(p, state), block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared + Tile::kResidentBytes)));
   const StreamLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
   const auto load_stage = [&](int tile) { load_key_stage<Tile>(loader, ring, tile, p, k, v); };
   load_stage(tiles.begin);
 
   float4 row[kRowTiles][2];
+  const auto load_rows = [&](const auto& fade_row) {
+    const int64_t head = static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
+    for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int query = min(warp_row + i * 16 + half * 8 + g, p.n - 1);
-      row[i][half] = row_scores[(static_cast<int64_t>(in.batch) * p.h + in.head) * p.n + query];
+      for (int half = 0; half < 2; ++half) {
+        const int query = min(warp_row + i * 16 + half * 8 + g, p.n - 1);
+        row[i][half] = fade_row(row_scores[head * p.n + query], query);
+      }
     }
-  }
+  };
+  load_query_rows<Score, Visibility, Tile::kStream>(p, state, tiles.begin, warp_row, load_rows);
   float grad_q[kRowTiles][kHeadDim / 8][4] = {};
   const uint32_t lane_b =
       ptx::keep_in_register(ring + (kHalves == 2 ? lane_offset_b_nk<Math, kHeadDim>() : lane_offset_b_nk_octet<Math, kHeadDim>()));
@@ -271,11 +295,15 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
     const uint32_t stage = tile % Tile::kStages * Tile::kStageBytes;
     const int begin = tile * Tile::kStream;
     const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
+    const Visibility sees = visibility_of<Visibility>(p, state);
+    if constexpr (Visibility::kMayFade) {
+      if (tile > tiles.begin && tile == near_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
+    }
     if (kept == Kept::kNone) continue;
     const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
     const int last_row = first_row + kRowTiles * 16 - 1;
     // One slab of 16 keys; masked: some may be invisible.
-    const auto add_slab = [&](int slab, auto masked) {
+    const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
       constexpr bool kMasked = decltype(masked)::value;
       const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of k; v's are kTileBytes further on
       const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
@@ -285,44 +313,55 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
         float x[kHalves][kRowTiles][4], dp[kHalves][kRowTiles][4];
         multiply_tokens<Math, kHeadDim, kRowTiles, kHalves>(x, dp, q_rows, grad_o_rows, rows + first_half * 8 * Tile::kRowBytes,
                                                             Tile::kTileBytes);
+        maybe_fading.visit([&](auto&& fading) {
+#pragma unroll
+          for (int j = 0; j < kHalves; ++j) {
+            const auto keys = fading.at(begin + slab + (first_half + j) * 8 + t * 2);
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                auto pair = fading.pair(row[i][e / 2], x[j][i][e], dp[j][i][e], keys, e % 2, i, e / 2);
+                const int column = (first_half + j) * 8 + t * 2 + e % 2;
+                const int query = first_row + i * 16 + e / 2 * 8 + g, key = begin + slab + column;
+                if (kMasked && !(sees.query_sees(query, key) && (kept_bits >> column & 1u))) pair = {};
+                dp[j][i][e] = pair.ds;
+                fading.add_flow(pair, i, e / 2, key, query);
+              }
+            }
+          }
+          fading.finish_slab(scratch);
+        });
 #pragma unroll
         for (int j = 0; j < kHalves; ++j) {
 #pragma unroll
-          for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              float derivative = Score::weight_and_derivative(row[i][e / 2], x[j][i][e], dp[j][i][e]).ds;
-              if (kMasked) {
-                const int column = (first_half + j) * 8 + t * 2 + e % 2;
-                const bool visible = sees.query_sees(first_row + i * 16 + e / 2 * 8 + g, begin + slab + column);
-                derivative = visible && (kept_bits >> column & 1u) ? derivative : 0.f;
-              }
-              dp[j][i][e] = derivative;
-            }
-            half_weights_a_from_accumulator<Math>(derivatives[i], first_half + j, dp[j][i]);
-          }
+          for (int i = 0; i < kRowTiles; ++i) half_weights_a_from_accumulator<Math>(derivatives[i], first_half + j, dp[j][i]);
         }
       }
       accumulate_slab<Math, kHeadDim>(grad_q, derivatives, stage + slab * Tile::kRowBytes + lane_b_trans);
     };
-    if (kept == Kept::kAll && key_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile)) {
+    const auto add_whole_tile = [&](auto&& fading) {
 #pragma unroll(Tile::kUnroll)
-      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{});
-    } else {
+      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+    };
+    const auto add_masked_tile = [&](auto&& fading) {
 #pragma unroll 1
       for (int slab = 0; slab < Tile::kStream && begin + slab < sees.keys_of(last_row).end; slab += 16) {
         if constexpr (Visibility::kBoundsBothSides) {
           if (sees.keys_of(first_row).begin >= begin + slab + 16) continue;
         }
-        add_slab(slab, std::true_type{});
+        add_slab(slab, std::true_type{}, fading);
       }
-    }
+    };
+    const bool whole = kept == Kept::kAll && key_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
+    add_key_tile<Score, Visibility>(p, state, scratch, whole, tile, first_row, add_whole_tile, add_masked_tile);
   }
 
   // Computed again, so that the main loop need not keep it in registers.
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
   Element* dst = head_of<Element>(p.grad_q, p.grad_q_stride, out.batch, out.head);
   store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d, StoreAsIs{});
+  if constexpr (Visibility::kMayFade) store_sums_by_query<Score>(p, pair_sums, scratch, out.batch, out.head, warp_row);
 }
 
 }  // namespace fastmax

@@ -3,7 +3,11 @@
 //
 // A block owns kRows queries of one head; Q stays in registers, K and V pass through a double-buffered cp.async ring. Each
 // warp works on slabs of 16 keys: scores in the accumulators, weights rounded to the operand type in place, times V.
+//
+// Where keys fade (fading.h), sums over far keys count from the reference; they fade on to each row before it meets near keys.
 #pragma once
+
+#include <type_traits>
 
 #include "core/dispatch.h"
 #include "core/launch.h"
@@ -11,6 +15,7 @@
 #include "core/heads.h"
 #include "core/score.h"
 #include "core/visibility.h"
+#include "quadratic/fading.h"
 #include "quadratic/quadratic_sm80.h"
 #include "quadratic/tile_config.h"
 
@@ -59,19 +64,55 @@ struct QuadraticFwd {
     }
   }
 
+  // After the last far tile: what was summed so far counts from the first row; from here on, from each row.
+  __device__ __forceinline__ void fade_on(const DecaySums& sums, int warp_row) {
+    const int g = threadIdx.x % kWarpSize / 4;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor =
+            Score::query_factor(fading(sums.of_query(warp_row + i * 16 + half * 8 + g), sums.of_query(warp_row)));
+        if constexpr (Score::kFollowsRowMax) {
+          reference[i][half] += factor;
+        } else {
+          z[i][half] *= factor;
+#pragma unroll
+          for (int c = 0; c < kOutputCols / 8; ++c) o[i][c][2 * half] *= factor, o[i][c][2 * half + 1] *= factor;
+        }
+      }
+    }
+  }
+
   // Adds the 16 keys from key on, which are at k_slab and v_slab. kept: a bit for each of them.
-  template <bool kMasked>
+  template <bool kMasked, class MaybeFading>
   __device__ __forceinline__ void add_slab(const Visibility& sees, const Score& score, uint32_t k_slab, uint32_t v_slab, int key,
-                                           int warp_row, uint32_t kept) {
+                                           int warp_row, uint32_t kept, MaybeFading& maybe_fading) {
     float s[kRowTiles][2][4];
     multiply_slab<Math, kHeadDim, kRowTiles>(s, q, k_slab);
 
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
+    Score made_of_s = score;
+    const auto fade = [&](auto&& fading) {
+      if constexpr (std::decay_t<decltype(fading)>::kFades) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const auto keys = fading.at(key + half * 8 + t * 2);
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[i][half][e] = score.fade(s[i][half][e], fading.factor(keys, e % 2, i, e / 2));
+          }
+        }
+        made_of_s = score.of_faded();
+      }
+    };
     const auto visible = [&](int i, int half, int e) {
       const int column = half * 8 + t * 2 + e % 2;
       return sees.query_sees(warp_row + i * 16 + e / 2 * 8 + g, key + column) && (kept >> column & 1u);
     };
     if constexpr (Score::kFollowsRowMax) {
+      maybe_fading.visit(fade);
       if constexpr (kMasked) {  // hidden keys must not raise a reference
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
@@ -82,7 +123,19 @@ struct QuadraticFwd {
           }
         }
       }
-      raise_references(score, s);
+      raise_references(made_of_s, s);
+    }
+
+    if constexpr (!Score::kFollowsRowMax) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[i][half][e] = score.weight(s[i][half][e]);
+        }
+      }
+      maybe_fading.visit(fade);
     }
 
     WeightsA<Math> w[kRowTiles];
@@ -92,15 +145,12 @@ struct QuadraticFwd {
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          float weight;
           if constexpr (Score::kFollowsRowMax) {
-            weight = score.weight(s[i][half][e], reference[i][e / 2]);
+            s[i][half][e] = made_of_s.weight(s[i][half][e], reference[i][e / 2]);
           } else {
-            weight = score.weight(s[i][half][e]);
-            if (kMasked && !visible(i, half, e)) weight = 0.f;
+            if (kMasked && !visible(i, half, e)) s[i][half][e] = 0.f;
           }
-          s[i][half][e] = weight;
-          z[i][e / 2] += weight;
+          z[i][e / 2] += s[i][half][e];
         }
       }
       weights_a_from_accumulator<Math>(w[i], s[i][0], s[i][1]);
@@ -109,9 +159,9 @@ struct QuadraticFwd {
   }
 
   // Adds one stage of keys, those from key_begin on. k_base and v_base: the stage's tiles plus this lane's offsets.
-  template <bool kMasked>
+  template <bool kMasked, class Fading>
   __device__ __forceinline__ void add_tile(const Visibility& sees, const Score& score, uint32_t k_base, uint32_t v_base,
-                                           int key_begin, int warp_row, const KeptKeys<FwdParams>& kept_keys) {
+                                           int key_begin, int warp_row, const KeptKeys<FwdParams>& kept_keys, Fading& fading) {
     const int key_end = sees.keys_of(warp_row + kRowTiles * 16 - 1).end;
     const int slabs = kMasked ? min(kSlabs, (key_end - key_begin + 15) / 16) : kSlabs;
     int first = 0;
@@ -119,7 +169,7 @@ struct QuadraticFwd {
 #pragma unroll(kMasked ? 1 : Tile::kUnroll)
     for (int slab = first; slab < slabs; ++slab) {
       add_slab<kMasked>(sees, score, k_base + slab * kSlabBytes, v_base + slab * kSlabBytes / Tile::kColumnParts, key_begin + slab * 16,
-                        warp_row, kMasked ? kept_keys.slab(key_begin + slab * 16) : 0u);
+                        warp_row, kMasked ? kept_keys.slab(key_begin + slab * 16) : 0u, fading);
     }
   }
 };
@@ -147,9 +197,9 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
 
-  const Visibility sees(p, in.batch, in.kv_head);
+  const int kv_state = in.batch * p.hk + in.kv_head;
   const KeptKeys<FwdParams> kept_keys(p, blocks_per_head * p.h);
-  const Range keys = keys_seen(sees, block_row, min(block_row + Tile::kRows, p.n) - 1);
+  const Range keys = keys_seen(Visibility(p, kv_state), block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
   const TileLoader<Element, Tile::kStream, kHeadDim, Tile::kThreads> load_k(threadIdx.x);
   const TileLoader<Element, Tile::kStream, Tile::kOutputCols, Tile::kThreads> load_v(threadIdx.x);
@@ -176,6 +226,7 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   }
 
   const Score score(p);
+  const FadingScratch<Tile, float, false> scratch{ring + Tile::kSharedBytes};
   const uint32_t k_lane = ptx::keep_in_register(lane_offset_b_nk<Math, kHeadDim>());
   const uint32_t v_lane = ptx::keep_in_register(lane_offset_b_kn<Math, Tile::kOutputCols>()) + Tile::kTileBytes;
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -186,13 +237,20 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
     const uint32_t stage = ring + tile % Tile::kStages * Tile::kStageBytes;
     const int key_begin = tile * Tile::kStream;
     const Kept kept = kept_keys.tile<Tile::kStream>(key_begin);
-    if (kept == Kept::kNone) continue;
     const int row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
-    const Range whole = key_tiles<Tile::kStream>(sees, row, row + kRowTiles * 16 - 1).whole;
-    if (kept == Kept::kAll && whole.contains(tile)) {
-      state.template add_tile<false>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys);
-    } else {
-      state.template add_tile<true>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys);
+    const Visibility sees = visibility_of<Visibility>(p, kv_state);
+    const auto add_whole_tile = [&](auto&& fading) {
+      state.template add_tile<false>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, fading);
+    };
+    const auto add_masked_tile = [&](auto&& fading) {
+      state.template add_tile<true>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, fading);
+    };
+    const bool whole =
+        kept == Kept::kAll && key_tiles<Tile::kStream>(sees, row, row + kRowTiles * 16 - 1).whole.contains(tile);
+    if (kept != Kept::kNone) add_key_tile<Score, Visibility>(p, kv_state, scratch, whole, tile, row, add_whole_tile, add_masked_tile);
+    if constexpr (Visibility::kMayFade) {
+      const DecaySums sums(p, sees.state);
+      if (sums.fade() && tile + 1 == min(sums.template near_tile<Tile::kStream>(row), tiles.end)) state.fade_on(sums, row);
     }
   }
 
@@ -204,7 +262,12 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) state.z[i][half] = quad_sum(state.z[i][half]);
+    for (int half = 0; half < 2; ++half) {
+      state.z[i][half] = quad_sum(state.z[i][half]);
+      if constexpr (Visibility::kMayFade) {
+        if (p.decay_sums != nullptr && fabsf(state.z[i][half]) < Score::kSmallestSum) state.z[i][half] = 0.f;
+      }
+    }
   }
   store_rows(state.o, o, p.o_stride.token, warp_row, p.n, p.dv - first_col, [&](int i, int half, int row) {
     const float row_sum = state.z[i][half];
@@ -235,8 +298,8 @@ struct LaunchQuadraticFwd {
     using Tile = QuadraticFwdTile<Math, kHeadDim>;
     const int row_blocks = (p.n + Tile::kRows - 1) / Tile::kRows;
     launch_kernel("quadratic_fwd", quadratic_fwd_kernel<Score, Visibility, Math, kHeadDim>,
-                  grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * p.h), Tile::kThreads, Tile::kSharedBytes, stream, p,
-                  row_blocks);
+                  grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * p.h), Tile::kThreads,
+                  Tile::kSharedBytes + (Visibility::kMayFade ? FadingScratch<Tile, float, false>::bytes(p) : 0), stream, p, row_blocks);
   }
 };
 

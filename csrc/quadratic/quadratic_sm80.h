@@ -20,17 +20,13 @@ void flash_fwd(const FwdParams& p, cudaStream_t stream);
 template <class Math>
 void flash_bwd(const BwdParams& p, cudaStream_t stream);
 template <class Math>
-void flash_window_fwd(const FwdParams& p, cudaStream_t stream);
+void quadratic_bounded_fwd(const FwdParams& p, cudaStream_t stream);
 template <class Math>
-void flash_window_bwd(const BwdParams& p, cudaStream_t stream);
+void quadratic_bounded_bwd(const BwdParams& p, cudaStream_t stream);
 template <class Math>
-void quadratic_packed_fwd(const FwdParams& p, cudaStream_t stream);
+void flash_bounded_fwd(const FwdParams& p, cudaStream_t stream);
 template <class Math>
-void quadratic_packed_bwd(const BwdParams& p, cudaStream_t stream);
-template <class Math>
-void flash_packed_fwd(const FwdParams& p, cudaStream_t stream);
-template <class Math>
-void flash_packed_bwd(const BwdParams& p, cudaStream_t stream);
+void flash_bounded_bwd(const BwdParams& p, cudaStream_t stream);
 
 // Row scores, float4 (b, h, n); with noise also grad_o (1 + dropout noise), contiguous (b, h, n, dv).
 inline size_t quadratic_row_score_bytes(const BwdParams& p) {

@@ -18,11 +18,11 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim>
+template <class Math, int kHeadDim, bool kFades>
 __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize, 1) linear_grad_kernel(const GradArgs a, const int row_blocks) {
   using Tile = GradTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize, kFades>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16, kBlocks = kHeadDim / 8;
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     return FadingRows<GradArgs>{a, state_again(), static_cast<int>(ptx::keep_in_register(at.row)) + warp_row + g};
   };
   // Sums of the pairs of rows wait in shared memory: loops need the registers.
-  const bool wants_pairs = a.fading && a.pair_sums.data != nullptr;
+  const bool wants_pairs = kFades && a.pair_sums.data != nullptr;
   const uint32_t warp_pairs = ring + Tile::kRingBytes + rows * Tile::kRowBytes + warp_row * 4;
   const auto pairs_address = [&](int m, int half) { return warp_pairs + (16 * m + 8 * half + g) * 4; };
   // Adds this lane's part.
@@ -194,9 +194,20 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
       for (int half = 0; half < 2; ++half) {
         const int row = at.row + warp_row + 16 * m + 8 * half + g;
         float order0 = t == 0 ? sums[Layout::kSumOne] * (a.x_scale.data != nullptr ? e[m][half] : 1.f) : 0.f;
-        for (int column = 2 * t; row < a.nx && column < a.dv; column += 8) {
-          const float2 x2 = load_row_pair<Element>(a.x2, false, at.batch, at.x_head, row, column);
-          order0 = fmaf(x2.x, sums[Layout::kSumW + column], fmaf(x2.y, sums[Layout::kSumW + column + 1], order0));
+        constexpr int kAhead = kDepth < 8 ? kDepth : 8;  // loads in flight
+#pragma unroll 1
+        for (int first = 0; first < 2 * kDepth; first += kAhead) {
+          float2 x2[kAhead];
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const int column = 8 * (first + i) + 2 * t;
+            x2[i] = row < a.nx && column < a.dv ? load_row_pair<Element>(a.x2, false, at.batch, at.x_head, row, column) : float2{};
+          }
+#pragma unroll
+          for (int i = 0; i < kAhead; ++i) {
+            const float2 sum = *reinterpret_cast<const float2*>(sums + Layout::kSumW + 8 * (first + i) + 2 * t);
+            order0 = fmaf(x2[i].x, sum.x, fmaf(x2[i].y, sum.y, order0));
+          }
         }
         pairs[m][half] = fmaf(a.c0, order0, pairs[m][half]);
       }
@@ -321,16 +332,17 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   }
 
   // What is left of earlier chunks.
-  if (has_state && a.fading) {
+  if (kFades && has_state) {
     float pairs[kRowTiles][2] = {};
     if (wants_pairs) {
       add_half_of_gradient(pairs);
       add_pairs(pairs, false);
     }
-    const auto fading = fading_again();
+    float factors[2 * kRowTiles];
+    fading_again().since_chunk(factors, at.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
-      const float f0 = fading.since_chunk(16 * m), f1 = fading.since_chunk(16 * m + 8);
+      const float f0 = factors[2 * m], f1 = factors[2 * m + 1];
 #pragma unroll
       for (int c = 0; c < 2 * kDepth; ++c) {
         const float4 v = ptx::load_shared_f32x4(grad_address(m, c));
@@ -369,9 +381,9 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
       if (key > chunk_row + Tile::kWarpRows - 1) break;
       const int source = a.y_row(stream.own_begin()) + key;
       float2 y_sums{};
-      if (a.fading) {
+      if constexpr (kFades) {
         const auto fading = fading_again();
-        y_sums = fading.template slab<Tile::kSlab>(source);
+        y_sums = fading.template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
         if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {}, u[kRowTiles][Tile::kSlab / 8][4] = {};
@@ -413,12 +425,12 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
               const float x = value, centred = u[m][n][2 * half + i] + e[m][half] + column_e;
               value = fmaf(a.g1, x, a.g0) * centred;
               if (diagonal && key + column > chunk_row + 16 * m + 8 * half + g) value = 0.f;
-              if (a.fading) u[m][n][2 * half + i] = fmaf(fmaf(0.5f * a.g1, x, a.g0), x, a.c0) * centred;
+              if constexpr (kFades) u[m][n][2 * half + i] = fmaf(fmaf(0.5f * a.g1, x, a.g0), x, a.c0) * centred;
             }
           }
         }
       }
-      if (a.fading) {
+      if constexpr (kFades) {
         // A bit for each key that counts among the pairs: the kernel of the queries alone has a mask here.
         uint32_t taken = 0xffffffffu;
         if (const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch); y_mask != nullptr) {
@@ -522,8 +534,12 @@ struct LaunchGrad {
     const int rows = warps * Tile::kWarpRows;
     static_assert(256 % (Tile::kMaxWarps * Tile::kWarpRows) == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + rows - 1) / rows;
-    launch_kernel("linear_grad", linear_grad_kernel<Math, kHeadDim>, grid_1d(int64_t{row_blocks} * a.states() * a.x_group),
-                  warps * kWarpSize, Tile::shared_bytes(warps), stream, a, row_blocks);
+    const auto launch = [&](const char* name, auto kernel) {
+      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), warps * kWarpSize, Tile::shared_bytes(warps),
+                    stream, a, row_blocks);
+    };
+    if (a.fading) launch("linear_grad_fading", linear_grad_kernel<Math, kHeadDim, true>);
+    else launch("linear_grad", linear_grad_kernel<Math, kHeadDim, false>);
   }
 };
 

@@ -70,6 +70,7 @@ Fading of_phase(Fading fading, const Phase& phase) {
   if (fading) {
     fading.sums += int64_t{phase.first_state} * fading.tokens;
     fading.carries += int64_t{phase.first_state} * fading.chunks;
+    fading.first_chunk = phase.first_row / phase.problem.chunk;
   }
   return fading;
 }
@@ -168,7 +169,7 @@ struct FadedRows {
 
   // How a walk fades; nothing where the call has nothing that does.
   Fading fading(const AttentionParams& p, const LinearProblem& walk) const {
-    return {fades(p) ? p.decay_sums : nullptr, p.m, walk.boundary, carries, walk.chunks};
+    return {fades(p) ? p.decay_sums : nullptr, p.m, walk.boundary, carries, walk.chunks, 0};
   }
 
   // Puts faded rows in the place of a state's w and e.

@@ -10,12 +10,12 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim>
+template <class Math, int kHeadDim, bool kFades>
 __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<Math, kHeadDim>::kTwoBlocks ? 2 : 1)
     linear_read_kernel(const ReadArgs a, const int row_blocks) {
   using Tile = ReadTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads, kFades>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
@@ -142,12 +142,14 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
   const int64_t state = static_cast<int64_t>(at.batch) * a.state_heads + at.kv_head;
   const FadingRows<ReadArgs> fading{a, state, at.row + warp_row + g};
   float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
-  if (has_state && a.fading) {
+  if (kFades && has_state) {
+    float factors[2 * kRowTiles];
+    fading.since_chunk(factors, at.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float factor = fading.since_chunk(16 * m + 8 * half);
+        const float factor = factors[2 * m + half];
         if (t == 0) z[m][half] += count;
         z[m][half] = faded(z[m][half], factor);
 #pragma unroll
@@ -172,8 +174,8 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       if (key > chunk_row + 16 * kRowTiles - 1) break;
       const int source = a.y_row(stream.own_begin()) + key;
       float2 y_sums{};
-      if (a.fading) {
-        y_sums = fading.template slab<Tile::kSlab>(source);
+      if constexpr (kFades) {
+        y_sums = fading.template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
         if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {};
@@ -201,7 +203,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
           for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(s[m][n][e], fmaf(a.c2, s[m][n][e], a.c1), a.c0);
         }
       }
-      if (a.fading) {
+      if constexpr (kFades) {
         fading.template for_each_pair<kRowTiles, Tile::kSlab / 8>(
             y_sums, key + Tile::kSlab <= chunk_row,
             [&](int m, int half, int n, int e, float factor) { s[m][n][2 * half + e] = faded(s[m][n][2 * half + e], factor); });
@@ -277,8 +279,12 @@ struct LaunchRead {
     using Tile = ReadTile<Math, kHeadDim>;
     static_assert(256 % Tile::kRows == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + Tile::kRows - 1) / Tile::kRows;
-    launch_kernel("linear_read", linear_read_kernel<Math, kHeadDim>,
-                  grid_1d(int64_t{row_blocks} * a.states() * a.x_group), Tile::kThreads, Tile::kSharedBytes, stream, a, row_blocks);
+    const auto launch = [&](const char* name, auto kernel) {
+      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), Tile::kThreads, Tile::kSharedBytes, stream, a,
+                    row_blocks);
+    };
+    if (a.fading) launch("linear_read_fading", linear_read_kernel<Math, kHeadDim, true>);
+    else launch("linear_read", linear_read_kernel<Math, kHeadDim, false>);
   }
 };
 

@@ -300,10 +300,15 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     }
     visit(s.count);
   };
-  // Before the rows of the chunk that begins at a virtual row.
+  // Before the rows of the chunk that begins at a virtual row. What it fades by was looked up at the one before it.
+  const auto carry_of = [&](int row) {
+    const int state = block_again() / Tile::kBlocks % a.states(), chunk = a.fading.edge_at(a, row);
+    return chunk < a.fading.chunks ? __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + chunk) : 0.f;
+  };
+  float next_carry = 0.f;
   const auto fade = [&](int row) {
-    const int state = block_again() / Tile::kBlocks % a.states();
-    const FadeFactor factor{a.fading.carries[static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row)]};
+    const FadeFactor factor{next_carry};
+    next_carry = carry_of(row + a.chunk);
     factor.apply([&](const auto& f) {
 #pragma unroll
       for (int i = 0; i < kBlocks16; ++i) {
@@ -323,6 +328,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     // Between phases a walk goes on at a chunk that has its snapshot already, but is not faded.
     if (a.fading && until_snapshot > 0 && a.fading.begins_chunk(a, work.begin)) until_snapshot = 0, stores = false;
   }
+  if (a.fading) next_carry = carry_of(work.begin + until_snapshot / a.y_group * Tile::kTokens);
 
   const auto store_sums = [&](const WarpShare<Math, kHeadDim>& share, float* sums) {
     if (!share.is_sum()) return;

@@ -34,8 +34,8 @@ __device__ __forceinline__ void mma_row_tiles(float (&sums)[kRowTiles][kBlocks8]
   }
 }
 
-// kThreads: of a block; some have fewer.
-template <class Math, int kHeadDim, int kStages, int kThreads>
+// kThreads: of a block; some have fewer. kFades: whether the walk does.
+template <class Math, int kHeadDim, int kStages, int kThreads, bool kFades>
 struct RowStream {
   using Layout = StateLayout<Math, kHeadDim>;
   using Stage = StreamStage<Math, kHeadDim>;
@@ -108,6 +108,11 @@ struct RowStream {
         const bool inside = source < p.ny;
         ptx::cp_async_small<4>(dst + Stage::kScaleOffset + threadIdx.x * 4,
                                inside ? e + static_cast<int64_t>(source) * scale.token : e, inside ? 4 : 0);
+      }
+      if (kFades && threadIdx.x < Stage::kKeys) {
+        const int64_t state = static_cast<int64_t>(at.batch) * p.state_heads + at.kv_head;
+        ptx::cp_async_small<8>(dst + Stage::kFadingOffset + threadIdx.x * 8,
+                               p.fading.address(p, state, row + static_cast<int>(threadIdx.x)), 8);
       }
     }
     ptx::cp_async_commit();

@@ -1,14 +1,13 @@
-// Fastmax by the quadratic algorithm with bounds of keys: the forward.
+// Fastmax by the quadratic algorithm with bounds of keys, windows and decays: the forward.
 
-#include "quadratic/bounds.h"
+#include "quadratic/bounded.h"
 #include "quadratic/fwd.h"
 
 namespace fastmax {
 
 template <>
-void quadratic_packed_fwd<FASTMAX_MATH>(const FwdParams& call, cudaStream_t stream) {
-  FwdParams p = call;
-  fill_bound_tables(p, p.workspace, Direction::kForward, stream);
+void quadratic_bounded_fwd<FASTMAX_MATH>(const FwdParams& call, cudaStream_t stream) {
+  const FwdParams p = with_tables_and_sums(call, stream);
   using Launch = LaunchQuadraticFwd<PolynomialScore, TableVisibility>;
   dispatch_head_dim(QuadraticHeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream); });
 }

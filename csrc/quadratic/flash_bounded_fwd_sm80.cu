@@ -1,14 +1,13 @@
-// Softmax attention with bounds of keys: the forward.
+// Softmax attention with bounds of keys, windows and decays: the forward.
 
-#include "quadratic/bounds.h"
+#include "quadratic/bounded.h"
 #include "quadratic/fwd.h"
 
 namespace fastmax {
 
 template <>
-void flash_packed_fwd<FASTMAX_MATH>(const FwdParams& call, cudaStream_t stream) {
-  FwdParams p = call;
-  fill_bound_tables(p, p.workspace, Direction::kForward, stream);
+void flash_bounded_fwd<FASTMAX_MATH>(const FwdParams& call, cudaStream_t stream) {
+  const FwdParams p = with_tables_and_sums(call, stream);
   using Launch = LaunchQuadraticFwd<SoftmaxScore, TableVisibility>;
   dispatch_head_dim(QuadraticHeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream); });
 }

@@ -1,0 +1,263 @@
+"""`log_decay` in the CUDA kernels of Fastmax and of softmax: against float64 on poisoned memory, the gradient of decays too.
+
+Kernels tell far tiles of keys, with a factor per query and one per key, from near and partly visible ones, with a factor per
+pair: sizes are below, at and above tiles of 16 to 128 tokens.
+"""
+
+from typing import NamedTuple
+
+import pytest
+import test_flash_window_kernels as flash
+import test_kernels as fastmax_kernels
+import torch
+from common import make_decay
+from test_kernels import DEVICE, HEAD_DIMS, MODES, WHY_NOT, by_mode, precision  # noqa: F401
+from test_packed_kernels import bounds
+
+from fastmax import eager, verify
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
+]
+
+by_algorithm = pytest.mark.parametrize("algorithm", ["quadratic"])
+by_head_dim = pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
+KINDS = ("none", "a millionth", "strong", "none, ordinary or strong", "behind a million")
+
+SCORE = ("scale", "a0", "a1", "a2", "p")
+OF_FASTMAX = (*"qkv", "mask", "noise", "rpe", "log_decay", "first", "end", *SCORE, "causal", "dropout", "algorithm", "tf32")
+OF_SOFTMAX = (*"qkv", "mask", "log_decay", "first", "end", "scale", "causal", "left", "right", "tf32")
+RESULTS = ("o", "sum", "q", "k", "v", "log_decay")
+
+
+class Problem(NamedTuple):
+    """A call of an operator: its arguments by name, and the gradients of its two outputs."""
+
+    arguments: dict
+    grads: tuple
+    softmax: bool
+
+    def replace(self, **arguments):
+        return self._replace(arguments=self.arguments | arguments)
+
+
+def decays(kind, hk, m):
+    """(2, hk, m). Behind a million: the first half takes the running sum to -1e6 and more, what follows is weak."""
+    if kind == "a millionth":
+        return torch.full((2, hk, m), -1e-6, device=DEVICE)
+    if kind == "behind a million":
+        tokens = torch.arange(m, device=DEVICE)
+        return torch.where(tokens < m // 2, -2e6 / m, -1e-3 * torch.rand(2, hk, m, device=DEVICE))
+    return make_decay(kind, 2, hk, m, device=DEVICE)
+
+
+def of_fastmax(mode, algorithm, n, m=None, *, decay="ordinary", d=64, h=4, hk=2, first=None, **options):
+    """first: bounds of keys; without them the operators take a decay as well."""
+    m = m or n
+    case = fastmax_kernels.size("", n, m, d=d, h=h, hk=hk, **options)
+    arguments, grad_o = fastmax_kernels.operands(case, mode, algorithm)
+    arguments = dict(zip(OF_FASTMAX, arguments, strict=True)) | {"log_decay": decays(decay, hk, m), "first": first}
+    return Problem(arguments, (grad_o, torch.randn(2, h, n, device=DEVICE) / 30), False)
+
+
+def of_softmax(mode, n, m=None, *, left=-1, decay="ordinary", d=64, h=4, hk=2, first=None, **options):
+    m = m or n
+    case = flash.Case(n, m, left, -1, d, options.pop("dv", d), h, hk, causal=True, **options)
+    arguments, grads = flash.operands(case, mode)
+    arguments = dict(zip(OF_SOFTMAX, arguments, strict=True)) | {"log_decay": decays(decay, hk, m), "first": first}
+    return Problem(arguments, grads, True)
+
+
+def run(problem):
+    """The results of the operators: o, z or lse, and the gradients of q, k, v and log_decay."""
+    q, k, v, *rest = problem.arguments.values()
+    forward, backward = (getattr(torch.ops.fastmax, "flash_" * problem.softmax + name) for name in ("forward", "backward"))
+    verify.poison_free_memory(DEVICE)
+    o, total = forward(q, k, v, *rest)
+    verify.poison_free_memory(DEVICE)
+    grads = backward(*problem.grads, q, k, v, o, total, *rest)
+    return dict(zip(RESULTS, (o, total, *grads[:3], grads[-1]), strict=True))
+
+
+def definition(problem, dtype):
+    """The same from the whole matrix of weights, in a dtype; decays in float64, exponents in float32 at least."""
+    x = problem.arguments
+    q, k, v = (x[name].to(dtype).requires_grad_() for name in "qkv")
+    log_decay = x["log_decay"].double().requires_grad_()
+    n, m, group = q.shape[2], k.shape[2], q.shape[1] // k.shape[1]
+    positions, keys = torch.arange(n, device=DEVICE) + m - n, torch.arange(m, device=DEVICE)
+    sees = keys <= positions[:, None]
+    if x.get("left", -1) >= 0:
+        sees = sees & (positions[:, None] - keys <= x["left"])
+    sees = sees.expand(q.shape[0], q.shape[1], n, m)
+    if x["mask"] is not None:
+        sees = sees & x["mask"][:, None, None, :]
+    if x["first"] is not None:
+        sees = sees & (keys >= x["first"].repeat_interleave(group, 1)[..., None])
+    sums = log_decay.cumsum(-1).repeat_interleave(group, 1)
+    exponent = torch.where(sees, sums[..., positions.clamp(min=0), None] - sums[..., None, :], 0.0)
+    s = x["scale"] * (q @ k.repeat_interleave(group, 1).mT)
+    if problem.softmax:
+        wide = torch.promote_types(dtype, torch.float32)
+        s = torch.where(sees, s.to(wide) + exponent.to(wide), -torch.inf)
+        shift = s.detach().amax(-1, keepdim=True)
+        shift = torch.where(shift.isfinite(), shift, 0.0)
+        w = (s - shift).exp()
+    else:
+        w = torch.where(sees, (x["a0"] + s * (x["a1"] + (x["a2"] * s if x["p"] == 2 else 0.0))) * exponent.exp().to(dtype), 0.0)
+    z = w.sum(-1, keepdim=True)
+    blind, z_or_one = z == 0, torch.where(z == 0, 1.0, z)
+    o = (w / z_or_one).to(dtype) @ v.repeat_interleave(group, 1)
+    if x.get("noise") is not None:
+        o = o * (1 + x["dropout"] * x["noise"].to(dtype))
+    total = torch.where(blind, -torch.inf, z_or_one.log() + shift) if problem.softmax else z
+    grad_o, grad_total = problem.grads
+    loss = (o * grad_o.to(dtype)).sum() + torch.where(blind, 0.0, total * grad_total[..., None].to(total.dtype)).sum()
+    grads = torch.autograd.grad(loss, (q, k, v, log_decay))
+    return dict(zip(RESULTS, (o.detach(), total.detach().squeeze(-1), *grads), strict=True))
+
+
+def check(problem, mode, least=None):
+    """Twice the error of the plain formula at most, or some roundings (`least`); and the same bits when repeated."""
+    actual = run(problem)
+    exact, plain = (definition(problem, dtype) for dtype in (torch.float64, problem.arguments["q"].dtype))
+    rounding = verify.ROUNDING["tf32" if mode == "tf32" else str(problem.arguments["q"].dtype).removeprefix("torch.")]
+    for name, x in actual.items():
+        seen = exact[name].isfinite()  # a log-sum-exp of no keys is -inf
+        assert torch.equal(x.isfinite(), seen), name
+        x, y, z = (values[seen].double() for values in (x, exact[name], plain[name]))
+        # Where a query sees little but one key, grad_o . v and grad_o . o cancel but for a rounding of them.
+        terms = {"q": 0.1, "k": 0.1, "log_decay": 1e-3}.get(name, 0.0) * exact["v"].norm()
+        size = max(y.norm(), terms)
+        times = 4 if name == "log_decay" else 2  # differences of two sums of pairs
+        allowed = max(times * (z - y).norm() / size + flash.FLOOR, times * rounding) if least is None else least
+        assert (x - y).norm() / size <= allowed, name
+    again = run(problem)
+    assert all(torch.equal(actual[name], again[name]) for name in actual)
+
+
+@by_mode
+@by_algorithm
+@by_head_dim
+def test_fastmax_head_dims(d, algorithm, mode, precision):  # noqa: F811
+    for p in (1, 2):
+        check(of_fastmax(mode, algorithm, 300, d=d, p=p, h=3, hk=1), mode)
+    check(of_fastmax(mode, algorithm, 70, 333, d=d, mask=True, noise=True), mode)
+
+
+@by_mode
+@by_head_dim
+def test_softmax_head_dims(d, mode, precision):  # noqa: F811
+    check(of_softmax(mode, 300, d=d, h=3, hk=1), mode)
+    check(of_softmax(mode, 70, 333, d=d, mask=True, layout="packed"), mode)
+    check(of_softmax(mode, 300, d=d, left=90), mode)
+
+
+@by_mode
+@by_algorithm
+@pytest.mark.parametrize("decay", KINDS)
+def test_decays(decay, algorithm, mode, precision):  # noqa: F811
+    for d in (64, 128):
+        check(of_fastmax(mode, algorithm, 500, decay=decay, d=d), mode)
+        check(of_softmax(mode, 500, decay=decay, d=d), mode)
+
+
+@by_mode
+@by_algorithm
+def test_sizes(algorithm, mode, precision):  # noqa: F811
+    for n, m in ((1, 1), (1, 300), (16, 17), (63, 65), (64, 128), (127, 400), (129, 129), (20, 1000)):
+        for d in (64, 128):
+            check(of_fastmax(mode, algorithm, n, m, d=d), mode)
+            check(of_softmax(mode, n, m, d=d), mode)
+
+
+@by_mode
+def test_windows(mode, precision):  # noqa: F811
+    for left in (1, 16, 63, 64, 128, 200):
+        check(of_softmax(mode, 400, left=left, mask=left == 64), mode)
+
+
+@by_mode
+@by_algorithm
+def test_packed_sequences(algorithm, mode, precision):  # noqa: F811
+    for lengths in ([63, 65, 1, 127, 129], [300, 0, 20], [1, 2, 3] * 20):
+        first, _ = bounds(lengths, True)
+        for d in (64, 128):
+            check(of_fastmax(mode, algorithm, sum(lengths), d=d, first=first), mode)
+            check(of_softmax(mode, sum(lengths), d=d, first=first, left=70), mode)
+
+
+@by_mode
+@by_algorithm
+def test_zero_bounds_change_nothing(algorithm, mode):
+    """To the bit: Python always passes bounds with a decay."""
+    none = torch.zeros(2, 2, 200, dtype=torch.int32, device=DEVICE)
+    for problem in (of_fastmax(mode, algorithm, 200), of_softmax(mode, 200)):
+        without, given = run(problem), run(problem.replace(first=none))
+        assert all(torch.equal(without[name], given[name]) for name in without)
+
+
+@by_mode
+@by_algorithm
+def test_strides_of_log_decay(algorithm, mode):
+    """Transposed and expanded, to the bit; the gradient is dense."""
+    for problem in (of_fastmax(mode, algorithm, 200), of_softmax(mode, 200)):
+        dense = problem.arguments["log_decay"]
+        expanded = dense[:1, :1].expand(2, 2, 200)
+        for x in (dense.permute(2, 1, 0).contiguous().permute(2, 1, 0), expanded):
+            assert not x.is_contiguous()
+            actual, expected = run(problem.replace(log_decay=x)), run(problem.replace(log_decay=x.contiguous()))
+            assert all(torch.equal(actual[name], expected[name]) for name in actual)
+            assert actual["log_decay"].is_contiguous() and actual["log_decay"].shape == (2, 2, 200)
+
+
+@by_algorithm
+@pytest.mark.parametrize("decay", KINDS)
+def test_float32_keeps_its_digits(decay, algorithm, monkeypatch):
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    for d in (64, 128):
+        problem = of_fastmax("fp32", algorithm, 1500, decay=decay, d=d, h=2, hk=1)
+        check(problem._replace(grads=(problem.grads[0], 30 * problem.grads[1])), "fp32", least=1e-5)
+        check(of_softmax("fp32", 1500, decay=decay, d=d, h=2, hk=1), "fp32", least=1e-5)
+
+
+@by_mode
+@by_algorithm
+def test_what_has_faded_is_nothing(algorithm, mode):
+    """Keys 10 to 99 are padding and fade by 50 each: queries among them see keys of no weight, which softmax weighs anyway."""
+    mask = torch.ones(2, 200, dtype=torch.bool, device=DEVICE)
+    mask[:, 10:100] = False
+    log_decay = torch.where(mask, -0.01, -50.0)[:, None].expand(2, 2, 200)
+    for d in (64, 128):
+        actual = run(of_fastmax(mode, algorithm, 200, d=d).replace(mask=mask, log_decay=log_decay))
+        assert all(x.isfinite().all() for x in actual.values())
+        assert not actual["o"][:, :, 20:100].any() and not actual["sum"][:, :, 20:100].any()
+        assert not actual["q"][:, :, 20:100].any() and not actual["k"][:, :, 10:100].any()
+        actual = run(of_softmax(mode, 200, d=d).replace(mask=mask, log_decay=log_decay))
+        assert all(x.isfinite().all() for x in actual.values())
+        assert actual["o"][:, :, 20:100].any(dim=-1).all()
+
+
+def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(eager, name, refuse)
+    for mode in MODES:
+        run(of_fastmax(mode, "quadratic", 50))
+        run(of_softmax(mode, 50, left=9))
+
+
+@by_mode
+@by_algorithm
+@by_head_dim
+def test_every_kernel_at_small_sizes(d, algorithm, mode, precision):  # noqa: F811
+    """Without a reference, to run under compute-sanitizer."""
+    for n, m in ((17, 17), (150, 150), (129, 200)):
+        results = (
+            run(of_fastmax(mode, algorithm, n, m, d=d - (n == 150), h=2, hk=1, mask=n == 150)),
+            run(of_softmax(mode, n, m, d=d, h=2, hk=1)),
+        )
+        assert all(x.isfinite().all() for result in results for x in result.values())
