@@ -65,7 +65,7 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
   Problem p{};
   fill_problem(p, x.q, x.k, x.v, /*scale=*/1.0, causal, kNoWindow, /*allow_tf32=*/false);
   p.order = static_cast<int>(order);
-  return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
+  return linear_is_faster(p, x.log_decay.has_value() || x.first_key.has_value()) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
