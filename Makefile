@@ -5,6 +5,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # The CUDA kernels are built where there is a GPU and nvcc, for that GPU; setup.py says what else it takes.
 FASTMAX_CUDA_ARCHS ?= native
+# Tests run in so many processes; 0: in one, without workers.
+TEST_JOBS ?= $(shell $(PYTHON) -c "import os; n = min(os.cpu_count() or 1, 4); print(n if n > 1 else 0)")
 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -15,8 +17,8 @@ demo: $(READY)  ## train the character model, then check the custom gradient
 	$(BIN)/python examples/train_char_lm.py
 	$(BIN)/python -m fastmax.verify
 
-test: $(READY)  ## all tests; those that need a GPU are skipped without one
-	$(BIN)/python -m pytest
+test: $(READY)  ## all tests; those that need a GPU are left out without one
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.registry import Case, Provider
+from benchmarks.registry import Case, Pairs, Provider
 
 ROWS = 32
 MAX_SCORES = 2**26  # float64 numbers in one temporary of the definition
@@ -40,50 +40,57 @@ def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_
     rows = torch.cat([rows, torch.tensor([case.tokens - 1])]).unique().to(q.device)
     picked = heads[:, None], rows
 
-    q64, k64, v64 = (x.flatten(0, 1)[index].double() for x, index in ((q, picked), (k, heads), (v, heads)))
+    tensors = provider.tensors(case, q.device)
+    given = {"q": q, "k": k, "v": v} | {name: x for name, x in tensors.items() if x.is_floating_point()}
+    given64 = {name: x.flatten(0, 1)[picked if name == "q" else heads].double() for name, x in given.items()}
     if grad_o is None:
         with torch.no_grad():
-            o = _call(provider, case, q, k, v)
-            expected = _definition(provider, case, q64, k64, v64, heads, rows)
+            o = _call(provider, case, given, tensors)
+            expected = _definition(provider, case, given64, tensors, heads, rows)
         return _compare(provider, case, {"o": (o.flatten(0, 1)[picked], expected)}, {"o": o}), None
 
-    for x in (q64, k64, v64):
+    for x in given64.values():
         x.requires_grad_()
-    expected = _definition(provider, case, q64, k64, v64, heads, rows)
-    expected_q, expected_k, expected_v = torch.autograd.grad(expected, (q64, k64, v64), grad_o.flatten(0, 1)[picked].double())
+    expected = _definition(provider, case, given64, tensors, heads, rows)
+    wanted = torch.autograd.grad(expected, list(given64.values()), grad_o.flatten(0, 1)[picked].double())
+    wanted = dict(zip(given64, wanted, strict=True))
 
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = _call(provider, case, *leaves)
-    grads = torch.autograd.grad(o, leaves, grad_o)
-    whole = dict(zip(("o", "grad_q", "grad_k", "grad_v"), (o.detach(), *grads), strict=True))
+    leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+    o = _call(provider, case, leaves, tensors)
+    grads = torch.autograd.grad(o, list(leaves.values()), grad_o)
+    whole = {"o": o.detach()} | {f"grad_{name}": x for name, x in zip(leaves, grads, strict=True)}
     error = _compare(provider, case, {"o": (whole["o"].flatten(0, 1)[picked], expected.detach())}, whole)
-    grad_error = _compare(provider, case, {"grad_q": (whole["grad_q"].flatten(0, 1)[picked], expected_q)}, {})
+    grad_error = _compare(provider, case, {"grad_q": (whole["grad_q"].flatten(0, 1)[picked], wanted["q"])}, {})
     del o, grads, whole
 
     sparse = torch.zeros_like(grad_o)
     batch, head = heads[:, None] // case.heads, heads[:, None] % case.heads  # flatten would copy what is not head-major
     sparse[batch, head, rows] = grad_o[batch, head, rows]
-    grads = torch.autograd.grad(_call(provider, case, *leaves), leaves, sparse)
-    of_heads = [grads[0].flatten(0, 1)[picked], *(x.flatten(0, 1)[heads] for x in grads[1:])]
-    wanted = (expected_q, expected_k, expected_v)
-    pairs = dict(zip(("grad_q", "grad_k", "grad_v"), zip(of_heads, wanted, strict=True), strict=True))
+    grads = torch.autograd.grad(_call(provider, case, leaves, tensors), list(leaves.values()), sparse)
+    pairs = {
+        f"grad_{name}": (x.flatten(0, 1)[picked if name == "q" else heads], wanted[name])
+        for name, x in zip(leaves, grads, strict=True)
+    }
     return error, max(grad_error, _compare(provider, case, pairs, {}))
 
 
-def _call(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _call(provider: Provider, case: Case, given: dict[str, Tensor], tensors: dict[str, Tensor]) -> Tensor:
+    """`given`: what has a gradient, in place of what `tensors` has under its name."""
+    q, k, v, *_ = given.values()
     if q.is_cuda:  # an element that nobody writes is NaN: the allocator hands out what was just freed
         poison = [torch.full_like(q, float("nan")) for _ in range(4)]
         del poison
     with provider.context():
-        return provider.call(q, k, v, case)
+        return provider.call(q, k, v, case, **{name: given.get(name, x) for name, x in tensors.items()})
 
 
-def _definition(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, heads: Tensor, rows: Tensor) -> Tensor:
-    """(heads, rows, d), (heads, n, d), (heads, n, d) -> (heads, rows, d)"""
-    weight = provider.weight(q @ k.mT, case)
+def _definition(
+    provider: Provider, case: Case, given: dict[str, Tensor], tensors: dict[str, Tensor], heads: Tensor, rows: Tensor
+) -> Tensor:
+    """`given`: q (heads, rows, d), k and v (heads, n, d), and what else has a gradient; (heads, rows, d)."""
+    q, k, v, *_ = given.values()
     distance = rows[:, None] - torch.arange(case.tokens, device=q.device)
-    if provider.decay is not None:
-        weight = weight * provider.decay(heads % case.heads, distance, case)
+    weight = provider.weight(q @ k.mT, Pairs(case, heads, distance, {name: given.get(name, x) for name, x in tensors.items()}))
     if case.causal:
         weight = torch.where(distance >= 0, weight, 0.0)
     o = weight @ v

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -59,6 +59,8 @@ class Case:
     targets: Mapping[str, AtMost] = field(default_factory=dict)  # by mode, of the first providers
     judged: int = 1  # how many those are
     title: str = ""  # first words of the label
+    window: int = 0  # of the providers that have one
+    sequences: int = 0  # of the providers of packed sequences
     token_major: bool = False  # q, k, v lie in memory as (b, n, h, d), as a model's projections leave them
     published: Mapping[str, str] = field(default_factory=dict)  # by provider: what somebody else measured, as they wrote it
 
@@ -71,15 +73,25 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Some queries of some heads with all keys: what a weight depends on beside the product q.k."""
+
+    case: Case
+    heads: Tensor  # (heads,), those of the first batch entry first
+    distance: Tensor  # (rows, n), i - j
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of `Provider.tensors`; floating ones in float64, (heads, n)
+
+
+@dataclass(frozen=True)
 class Provider:
     name: str
-    call: Callable[[Tensor, Tensor, Tensor, Case], Tensor]
-    weight: Callable[[Tensor, Case], Tensor]  # unnormalised attention weight of a product q.k, in float64
+    call: Callable[..., Tensor]  # of q, k, v, the case, and `tensors` by their names
+    weight: Callable[[Tensor, Pairs], Tensor]  # unnormalised attention weight of a product q.k, in float64
     arithmetic: Callable[[Case], tuple[str, int] | None]  # algorithm and p, for the floor; None: no floor is known
     context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, outside of what is timed
     normalized: bool = True  # the weights of a row are divided by their sum
-    # A factor of the weights by head and by i - j, in float64: (heads,), (rows, n), case -> (heads, rows, n).
-    decay: Callable[[Tensor, Tensor, Case], Tensor] | None = None
+    # What accompanies q, k and v: (batch, heads, n) with a gradient, or of integers. The same at each call.
+    tensors: Callable[[Case, torch.device], dict[str, Tensor]] = lambda case, device: {}
     missing: Callable[[], str] = str  # why it cannot run on this machine, "" if it can
     foreign: bool = False  # written by others: that it does not take a case is no fault of ours
     note: str = ""  # shown beside its numbers: what it computes, where that is another function
@@ -96,29 +108,43 @@ class Suite:
     figure: str = ""  # of benchmarks/report.py
 
 
-def fastmax_provider(name: str, p: int | None = None, algorithm: str | None = None, custom: bool = True) -> Provider:
-    """`p` and `algorithm` where they are not the case's."""
+def score_options(case: Case, p: int | None) -> dict[str, float]:
+    # p = 1 on unbounded scores can divide by zero; a0 = 8 at this temperature keeps 8 + s positive on the inputs used.
+    return {"temperature": case.head_dim**0.5, "a0": 8.0 if p == 1 else 1.0}
 
-    def score(case: Case) -> dict[str, float]:
-        # p = 1 on unbounded scores can divide by zero; a0 = 8 at this temperature keeps 8 + s positive on the inputs used.
-        return {"temperature": case.head_dim**0.5, "a0": 8.0 if (p or case.p) == 1 else 1.0}
 
-    def call(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
-        options = {"causal": case.causal, "p": p or case.p, "algorithm": algorithm or case.algorithm or "auto", **score(case)}
-        return fastmax.fastmax_attention(q, k, v, use_custom_gradient=custom, **options)
+def fastmax_provider(
+    name: str,
+    p: int | None = None,
+    algorithm: str | None = None,
+    custom: bool = True,
+    exact_window: bool = False,
+    factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
+    **options,
+) -> Provider:
+    """`p` and `algorithm` where they are not the case's; `exact_window`: of the case's width; `factor`: of the weights."""
 
-    def weight(product: Tensor, case: Case) -> Tensor:
-        s = product / score(case)["temperature"]
-        return score(case)["a0"] + s + (0.0 if (p or case.p) == 1 else 0.5 * s * s)
+    def call(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
+        arguments = {"causal": case.causal, "p": p or case.p, "algorithm": algorithm or case.algorithm or "auto", **tensors}
+        arguments |= score_options(case, p or case.p) | ({"exact_window": case.window} if exact_window else {})
+        return fastmax.fastmax_attention(q, k, v, use_custom_gradient=custom, **arguments)
 
-    return Provider(name, call, weight, lambda case: (algorithm or case.algorithm or "auto", p or case.p))
+    def weight(product: Tensor, pairs: Pairs) -> Tensor:
+        score = score_options(pairs.case, p or pairs.case.p)
+        s = product / score["temperature"]
+        f = score["a0"] + s + (0.0 if (p or pairs.case.p) == 1 else 0.5 * s * s)
+        if exact_window:
+            f = torch.where(pairs.distance.abs() < pairs.case.window, s.exp(), f)
+        return f * factor(pairs)
+
+    return Provider(name, call, weight, lambda case: (algorithm or case.algorithm or "auto", p or case.p), **options)
 
 
 def softmax_provider(name: str, call: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor], **options) -> Provider:
     """Softmax attention, `call(q, k, v, scale, causal)`: another function than fastmax; the comparison is of cost."""
 
-    def weight(product: Tensor, case: Case) -> Tensor:
-        return (product / case.head_dim**0.5).exp()
+    def weight(product: Tensor, pairs: Pairs) -> Tensor:
+        return (product / pairs.case.head_dim**0.5).exp()
 
     def scaled(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
         return call(q, k, v, case.head_dim**-0.5, case.causal)
@@ -152,12 +178,13 @@ def peer_provider(
     of_score: Callable[[Tensor], Tensor],
     needs: str,
     note: str = "",
+    factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
     **options,
 ) -> Provider:
-    """An operator whose weights are `of_score(q.k / sqrt(d))`."""
+    """An operator whose weights are `of_score(q.k / sqrt(d))` times a factor."""
 
-    def weight(product: Tensor, case: Case) -> Tensor:
-        return of_score(product / case.head_dim**0.5)
+    def weight(product: Tensor, pairs: Pairs) -> Tensor:
+        return of_score(product / pairs.case.head_dim**0.5) * factor(pairs)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
         return call(q, k, v)
@@ -174,9 +201,64 @@ def _taylor(s: Tensor) -> Tensor:
     return 1 + s + 0.5 * s * s
 
 
-def _retention_decay(heads: Tensor, distance: Tensor, case: Case) -> Tensor:
+def _retention_decay(pairs: Pairs) -> Tensor:
     """(1 - 2^(-5 - head))^distance."""
-    return (1 - 2.0 ** (-5.0 - heads.double()))[:, None, None] ** distance.clamp(min=0)
+    head = (pairs.heads % pairs.case.heads).double()
+    return (1 - 2.0 ** (-5.0 - head))[:, None, None] ** pairs.distance.clamp(min=0)
+
+
+def _log_decay(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """As a gate makes it: in the median a token takes 3.4% of what was before it."""
+    generator = torch.Generator(device).manual_seed(case.tokens)
+    x = torch.randn(case.batch, case.heads, case.tokens, generator=generator, device=device)
+    return {"log_decay": -0.05 * F.softplus(x)}
+
+
+def _faded(pairs: Pairs) -> Tensor:
+    """exp of the decays of the tokens after key j, up to query i's own."""
+    sums = pairs.tensors["log_decay"].cumsum(-1)
+    rows = pairs.distance[:, 0]  # i - 0
+    between = sums[:, rows, None] - sums[:, None, :]
+    return torch.where(pairs.distance >= 0, between, 0.0).exp()
+
+
+def _random_lengths(case: Case, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(case.tokens)
+    cuts = torch.randint(case.tokens + 1, (case.sequences - 1,), generator=generator).sort().values
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.full((1,), case.tokens)])
+    return {"cu_seqlens": bounds.to(device, torch.int32)}
+
+
+def _equal_lengths(case: Case, device: torch.device) -> dict[str, Tensor]:
+    step = case.tokens // case.sequences
+    return {"cu_seqlens": torch.arange(0, case.tokens + 1, step, dtype=torch.int32, device=device)}
+
+
+def _same_sequence(pairs: Pairs) -> Tensor:
+    rows = pairs.distance[:, 0].contiguous()
+    bounds = pairs.tensors["cu_seqlens"]
+    begin = bounds[torch.searchsorted(bounds, rows, right=True) - 1]
+    return (pairs.distance <= (rows - begin)[:, None]).double()
+
+
+def _batch_of_sequences(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
+    """Sequences of equal lengths as entries of a batch; of token-major tensors that is a view."""
+    shape = (case.sequences, case.tokens // case.sequences, case.heads, case.head_dim)
+    o = PROVIDERS["fastmax"].call(*(x.transpose(1, 2).reshape(shape).transpose(1, 2) for x in (q, k, v)), case)
+    return o.transpose(1, 2).reshape(1, case.tokens, case.heads, case.head_dim).transpose(1, 2)
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    options = {"dtype": q.dtype, "device": q.device, "p": case.p, **score_options(case, case.p)}
+    return fastmax.prefill(q, k, v, fastmax.init_state(case.batch, case.heads, case.head_dim, **options))[0]
+
+
+def _flash_window(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    return fastmax.flash_attention(q, k, v, causal=case.causal, scale=case.head_dim**-0.5, window=case.window)
+
+
+def _windowed_softmax(product: Tensor, pairs: Pairs) -> Tensor:
+    return (product / pairs.case.head_dim**0.5).exp() * (pairs.distance.abs() < pairs.case.window)
 
 
 PROVIDERS = {
@@ -192,6 +274,16 @@ PROVIDERS = {
             "fastmax_flash",
             lambda q, k, v, scale, causal: fastmax.flash_attention(q, k, v, causal=causal, scale=scale),
         ),
+        fastmax_provider("fastmax_decay", factor=_faded, tensors=_log_decay),
+        fastmax_provider("fastmax_exact_window", exact_window=True),
+        fastmax_provider("fastmax_packed", factor=_same_sequence, tensors=_random_lengths),
+        fastmax_provider("fastmax_packed_alike", factor=_same_sequence, tensors=_equal_lengths),
+        replace(
+            fastmax_provider("fastmax_batched", factor=_same_sequence, tensors=_equal_lengths),
+            call=_batch_of_sequences,
+        ),
+        replace(fastmax_provider("fastmax_prefill"), call=_prefill),
+        Provider("fastmax_flash_window", _flash_window, _windowed_softmax, lambda case: None),
         sdpa_provider("sdpa"),
         sdpa_provider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
         sdpa_provider("sdpa_flash", SDPBackend.FLASH_ATTENTION),
@@ -215,7 +307,7 @@ PROVIDERS = {
             *("fla_retention", "fla.ops.retention.chunk_retention", lambda s: s),
             "weights q.k / sqrt(d) that decay with distance, not divided by their sum",
             normalized=False,
-            decay=_retention_decay,
+            factor=_retention_decay,
         ),
         peer_provider(
             *("power_retention", peers.power_retention, lambda s: s * s, "retention.power_retention"),
@@ -343,6 +435,38 @@ def _softmax_cases(dtypes: tuple[str, ...], shapes: Mapping[tuple[int, int], boo
     )
 
 
+def _option_case(
+    title: str, size: tuple[int, int, int, int], providers: tuple[str, str], at_most: float, mode: str = "fwd+bwd", **options
+) -> Case:
+    """What an option of the operator costs: the first provider against the second."""
+    options = {"p": 2, "algorithm": "linear", "dtype": "bf16"} | options
+    targets = {mode: AtMost(at_most, of_peer=True)}
+    return Case(*size, title=title, modes=(mode,), providers=providers, peer=providers[1], targets=targets, **options)
+
+
+def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
+    """The window of 1024 keys has 1/32 of the pairs of 65536 causal tokens."""
+    return (
+        _option_case("log_decay", size, ("fastmax_decay", "fastmax"), 1.10),
+        _option_case("log_decay", (8, 32, 4096, 64), ("fastmax_decay", "fastmax"), 1.15, algorithm="quadratic"),
+        _option_case("packed", size, ("fastmax_packed", "fastmax"), 1.15, sequences=64),
+        _option_case(
+            *("packed alike", size, ("fastmax_packed_alike", "fastmax_batched"), 1.3),
+            algorithm="auto",
+            sequences=64,
+            token_major=True,
+        ),
+        _option_case("exact window", size, ("fastmax_exact_window", "fastmax"), 1.20, window=128),
+        _option_case(
+            *("window", size, ("fastmax_flash_window", "fastmax_flash"), 1.5 / 32),
+            p=None,
+            algorithm=None,
+            window=1024,
+        ),
+        _option_case("prefill", size, ("fastmax_prefill", "fastmax"), 1.10, mode="fwd"),
+    )
+
+
 # 2^24 to 2^26 numbers.
 _SOFTMAX_SHAPES = {(4096, 4096): True, (1024, 65536): True} | {(2 ** (26 - e), 2**e): False for e in (7, 9, 10, 11, 14, 17, 20)}
 
@@ -369,6 +493,20 @@ SUITES = {
     ),
     "cuda": Suite(
         "speed, memory and host overhead of the CUDA kernels, with their targets on an H200", {"cuda": _h200_cases()}
+    ),
+    "options": Suite(
+        "what decays, windows, packed sequences and states cost, against calls without them, with targets on an H200",
+        {
+            "cuda": _option_cases((1, 32, 65536, 64)),
+            "cpu": (
+                _option_case("log_decay", (1, 4, 16384, 64), ("fastmax_decay", "fastmax"), 1.15, dtype="fp32"),
+                _option_case(
+                    *("exact window", (1, 4, 16384, 64), ("fastmax_exact_window", "fastmax"), 1.5),
+                    dtype="fp32",
+                    window=128,
+                ),
+            ),
+        },
     ),
     "crossover": Suite(
         "the quadratic against the linear algorithm over n, and what algorithm='auto' chooses",

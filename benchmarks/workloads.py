@@ -14,7 +14,7 @@ from torch import Tensor
 import fastmax
 from benchmarks import floors, timing, training
 from benchmarks.check import LIMITS, WrongResult, check
-from benchmarks.registry import DTYPES, PROVIDERS, UNITS, Case, Provider
+from benchmarks.registry import DTYPES, PROVIDERS, UNITS, Case, Pairs, Provider
 from benchmarks.timing import Call, Protocol, Spread
 
 Row = dict[str, object]
@@ -64,10 +64,13 @@ def attention_calls(case: Case, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor)
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
     def forward(provider: Provider) -> Call:
-        return Call(lambda: _without_gradients(provider, case, q, k, v), provider.context)
+        tensors = provider.tensors(case, q.device)
+        return Call(lambda: _without_gradients(provider, case, q, k, v, tensors), provider.context)
 
     def forward_backward(provider: Provider) -> Call:
-        return Call(lambda: torch.autograd.grad(provider.call(*leaves, case), leaves, grad_o), provider.context)
+        tensors = provider.tensors(case, q.device)
+        of = leaves + [x.requires_grad_() for x in tensors.values() if x.is_floating_point()]
+        return Call(lambda: torch.autograd.grad(provider.call(*leaves, case, **tensors), of, grad_o), provider.context)
 
     return forward, forward_backward
 
@@ -275,9 +278,11 @@ def _failure(error: Exception) -> str:
     return f"failed: {type(error).__name__}: {(str(error).strip() or '?').splitlines()[0]}"
 
 
-def _without_gradients(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _without_gradients(
+    provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, tensors: Mapping[str, Tensor]
+) -> Tensor:
     with torch.no_grad():
-        return provider.call(q, k, v, case)
+        return provider.call(q, k, v, case, **tensors)
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
@@ -307,8 +312,10 @@ def _check_decode(case: Case, q: Tensor, k: Tensor, v: Tensor, state: fastmax.De
         o, state = fastmax.step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
         outputs.append(o)
     got = torch.cat(outputs, 2).double()
-    weight = PROVIDERS["fastmax"].weight(q.double()[:, :, CONTEXT:] @ k.double().mT, case)
-    weight = weight.tril(CONTEXT)
+    distance = torch.arange(CONTEXT, CONTEXT + 2, device=q.device)[:, None] - torch.arange(CONTEXT + 2, device=q.device)
+    pairs = Pairs(case, torch.arange(case.batch * case.heads, device=q.device), distance)
+    weight = PROVIDERS["fastmax"].weight(q.double()[:, :, CONTEXT:] @ k.double().mT, pairs)
+    weight = torch.where(distance >= 0, weight, 0.0)
     expected = (weight @ v.double()) / weight.sum(-1, keepdim=True)
     error = ((got - expected).norm() / expected.norm()).item()
     if not error < LIMITS[case.dtype]:

@@ -4,7 +4,8 @@
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
 (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
-implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema.
+implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema;
+`fastmax.flops` says what PyTorch's counter counts for them.
 
 Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp) and what accompanies the call (`fastmax.call.Call`) are
 saved for the backward.
@@ -18,8 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
-from fastmax import eager, extension, operator_checks
+from fastmax import eager, extension, flops, operator_checks
 from fastmax.call import FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
@@ -281,6 +283,10 @@ def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a
 @torch.library.register_fake("fastmax::softmax", lib=library)
 def _softmax_fake(x, algorithm):
     return x.new_empty(x.shape)
+
+
+for _name, _formula in flops.FORMULAS.items():
+    register_flop_formula(getattr(torch.ops.fastmax, _name), get_raw=True)(_formula)
 
 
 def _save(ctx, inputs, output, signature: Signature) -> None:

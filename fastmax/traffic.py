@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,6 +28,9 @@ class Traffic(NamedTuple):
     def total(self) -> int:
         return self.read + self.written
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.read + other.read, self.written + other.written)
+
 
 def hbm_traffic(
     seqlen: int,
@@ -35,6 +41,11 @@ def hbm_traffic(
     causal: bool = False,
     block_size: int | None = None,
     p: int = 2,
+    log_decay: bool = False,
+    cu_seqlens: Sequence[int] | None = None,
+    window: int | tuple[int, int] | None = None,
+    exact_window: int = 0,
+    state: bool = False,
 ) -> Traffic:
     """Bytes that the forward pass of one (batch, head) reads from and writes to device memory.
 
@@ -57,6 +68,19 @@ def hbm_traffic(
     - "linear" in float16 first makes float32 copies of q, k and v, which are then read in their place (e = 4): (3 T d) 2 more
       read, (3 T d) 4 more written.
 
+    What accompanies q, k and v:
+
+    - `log_decay`: its running sums, two float32 a key, are made of it in a pass of their own and read by the attention: 12 T
+      more read, 8 T more written. "linear" also makes copies of the values that the states are sums of, scaled: with t of
+      them, (chunks - 1) C or, p = 1, T, (t d) e more of either.
+    - `log_decay`, `cu_seqlens`: the first key that each query sees, an int32: 4 T more read; not causal the last one too, 8 T.
+      With a `block_size` no key is counted that no query of a block sees.
+    - `window`: keys outside are not visited, which a `block_size` alone shows; a cache reads each key once all the same.
+    - `exact_window` of W: "flash" with this window; the algorithm itself, causal, for the T - W queries and keys that are so
+      far apart (not causal: for those behind as well); and outputs and float32 sums of these parts, read and written merged.
+    - `state`, as `prefill` has: with R = 1 + d + d (d + 1) / 2 rows (p = 1: 1 + d), R (d + 1) float32 are read and written;
+      p = 2 has a state before each of the chunks, and all keys are summed.
+
     Batch times heads is taken to fill the device: where it does not, the linear algorithm reads keys and values once more, for
     what each segment of them starts from (docs/cuda.md, "State kernel").
 
@@ -69,6 +93,12 @@ def hbm_traffic(
         block_size: queries per block of "flash" and "quadratic", at least 1 (`fastmax.traffic.tile_rows`: the CUDA kernels'),
             or None. The others have none.
         p: 1 or 2, of "linear".
+        log_decay: whether there is one; causal, for all but "standard".
+        cu_seqlens: as in `fastmax_attention`, its numbers: from 0 to seqlen without falling. Not for "standard", nor for
+            "linear" without `causal`.
+        window: as in `flash_attention`, of "flash".
+        exact_window: as in `fastmax_attention`, of "quadratic" and "linear"; without `block_size`.
+        state: whether tokens continue from a `DecodeState` and make another; "linear", causal.
 
     Returns:
         `Traffic(read, written)` in bytes, and their sum as `.total`.
@@ -93,35 +123,108 @@ def hbm_traffic(
             )
     if isinstance(p, bool) or p not in (1, 2):
         raise ValueError(f"p must be 1 or 2, got {p!r}")
-    if algorithm == "linear":
-        return _linear(seqlen, head_dim, dtype, causal, p)
-    tensor = seqlen * head_dim * dtype.itemsize
+    validation.check_bool("log_decay", log_decay)
+    validation.check_bool("state", state)
+    validation.check_exact_window(exact_window)
+    left, right = validation.check_window(window)
+    bounds = None if cu_seqlens is None else _checked_bounds(cu_seqlens, seqlen)
+    _check_options(algorithm, causal, block_size, log_decay, bounds, window, exact_window, state)
     if algorithm == "standard":
+        tensor = seqlen * head_dim * dtype.itemsize
         matrix = seqlen * seqlen * dtype.itemsize
         return Traffic(3 * tensor + 2 * matrix, tensor + 2 * matrix)
-    rows = block_size or seqlen
-    blocks = -(-seqlen // rows)
-    keys = sum(min(seqlen, i * rows) for i in range(1, blocks + 1)) if causal else blocks * seqlen
-    return Traffic(tensor + 2 * keys * head_dim * dtype.itemsize, tensor + _FLOAT * seqlen)
+    if exact_window > 0:
+        options = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
+        parts = [hbm_traffic(seqlen, head_dim, dtype, "flash", causal=causal, window=exact_window, **options)]
+        far = seqlen - exact_window
+        if far > 0:
+            options["cu_seqlens"] = None if cu_seqlens is None else (0, far)  # one number a query, whatever they are
+            parts += [hbm_traffic(far, head_dim, dtype, algorithm, causal=True, p=p, **options)] * (1 if causal else 2)
+        return sum(parts, _merged(len(parts), seqlen, head_dim, dtype))
+    along = _along(seqlen, causal, log_decay, bounds is not None)
+    if algorithm == "linear":
+        return along + _linear(seqlen, head_dim, dtype, causal, p, log_decay, state)
+    tensor = seqlen * head_dim * dtype.itemsize
+    keys = _keys_of_blocks(seqlen, block_size or seqlen, causal, left, right, bounds)
+    return along + Traffic(tensor + 2 * keys * head_dim * dtype.itemsize, tensor + _FLOAT * seqlen)
 
 
-def _linear(seqlen: int, head_dim: int, dtype: torch.dtype, causal: bool, p: int) -> Traffic:
+def _checked_bounds(cu_seqlens: Sequence[int], seqlen: int) -> list[int]:
+    bounds = list(cu_seqlens)
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in bounds):
+        raise TypeError(f"cu_seqlens must hold ints, got {cu_seqlens!r}")
+    if len(bounds) < 2 or (bounds[0], bounds[-1]) != (0, seqlen) or any(x > y for x, y in pairwise(bounds)):
+        raise ValueError(f"cu_seqlens must go from 0 to seqlen = {seqlen} without falling, got {cu_seqlens!r}")
+    return bounds
+
+
+def _check_options(algorithm, causal, block_size, log_decay, bounds, window, exact_window, state) -> None:
+    """That there is such a call."""
+    given = {
+        "log_decay": (log_decay, ("flash", "quadratic", "linear")),
+        "cu_seqlens": (bounds is not None, ("flash", "quadratic", "linear")),
+        "window": (window is not None, ("flash",)),
+        "exact_window": (exact_window > 0, ("quadratic", "linear")),
+        "state": (state, ("linear",)),
+    }
+    for name, (is_given, of) in given.items():
+        if is_given and algorithm not in of:
+            raise ValueError(f'{name} is of {", ".join(map(repr, of))}, got algorithm="{algorithm}"')
+    if not causal and (log_decay or state):
+        raise ValueError(f"{'log_decay' if log_decay else 'state'} needs causal=True")
+    if not causal and bounds is not None and algorithm == "linear" and exact_window == 0:
+        raise ValueError('cu_seqlens without causal runs on algorithm="quadratic", got "linear"')
+    if exact_window > 0 and (block_size is not None or state):
+        raise ValueError(f"exact_window takes no {'state' if state else 'block_size'} here")
+
+
+def _along(seqlen: int, causal: bool, log_decay: bool, packed: bool) -> Traffic:
+    """Decays and bounds of keys, where there are such."""
+    sums = Traffic(12 * seqlen, 8 * seqlen) if log_decay else Traffic(0, 0)
+    return sums + Traffic((4 if causal else 8) * seqlen if log_decay or packed else 0, 0)
+
+
+def _merged(parts: int, seqlen: int, head_dim: int, dtype: torch.dtype) -> Traffic:
+    output = seqlen * head_dim * dtype.itemsize + _FLOAT * seqlen
+    return Traffic(parts * output, output) if parts > 1 else Traffic(0, 0)
+
+
+def _keys_of_blocks(seqlen: int, rows: int, causal: bool, left: int, right: int, bounds: list[int] | None) -> int:
+    """Keys that some query of a block sees, over all blocks of so many queries."""
+    keys = 0
+    for start in range(0, seqlen, rows):
+        stop = min(seqlen, start + rows)
+        first = 0 if left < 0 else max(0, start - left)
+        last = stop if causal else seqlen if right < 0 else min(seqlen, stop + right)
+        if bounds is not None:
+            first = max(first, bounds[bisect_right(bounds, start) - 1])
+            last = min(last, bounds[bisect_left(bounds, stop)])
+        keys += last - first
+    return keys
+
+
+def _linear(
+    seqlen: int, head_dim: int, dtype: torch.dtype, causal: bool, p: int, log_decay: bool = False, state: bool = False
+) -> Traffic:
     if p == 1 and head_dim > _WIDEST_IN_REGISTERS:
         raise ValueError(f"head_dim must be at most {_WIDEST_IN_REGISTERS} for p = 1, got {head_dim}")
     numbers = seqlen * head_dim
-    states, keys = 0, seqlen  # keys and values read, counting those read twice
+    states, summed = 0, 0  # in memory, and keys that they are sums of
     if p == 2 and causal:
         chunk = chunk_length(head_dim, dtype)
-        states = -(-seqlen // chunk) - 1
-        keys += states * chunk
+        chunks = -(-seqlen // chunk)
+        states, summed = (chunks, seqlen) if state else (chunks - 1, (chunks - 1) * chunk)
     elif p == 2:
         states = 1
-    state = states * _state_bytes(head_dim, dtype)
     widened = 3 * numbers if dtype == torch.float16 else 0
     element = _FLOAT if widened else dtype.itemsize
+    scaled = (summed if p == 2 else seqlen) * head_dim * element if log_decay else 0
+    snapshots = states * _state_bytes(head_dim, dtype)
+    rows = 1 + head_dim + (head_dim * (head_dim + 1) // 2 if p == 2 else 0)
+    kept = scaled + snapshots + (rows * (head_dim + 1) * _FLOAT if state else 0)
     return Traffic(
-        widened * dtype.itemsize + (numbers + 2 * keys * head_dim) * element + state,
-        widened * _FLOAT + numbers * dtype.itemsize + _FLOAT * seqlen + state,
+        widened * dtype.itemsize + (numbers + 2 * (seqlen + summed) * head_dim) * element + kept,
+        widened * _FLOAT + numbers * dtype.itemsize + _FLOAT * seqlen + kept,
     )
 
 

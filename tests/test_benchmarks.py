@@ -170,6 +170,75 @@ def test_our_softmax_attention_is_called_with_its_scale(measure, monkeypatch):
     assert status == 1 and rows[0]["note"].startswith("refused")
 
 
+# Of the suite "options", at sizes where windows hide keys and sequences differ in length, one of them empty.
+OPTIONS = {f"{case.title} {case.algorithm or ''}".strip(): case for case in SUITES["options"].cases["cuda"]}
+
+
+def tiny_option(name: str) -> Case:
+    case = OPTIONS[name]
+    sequences = {64: 6, 0: 0}[case.sequences]
+    return replace(case, batch=1, heads=3, tokens=48, head_dim=8, dtype="fp32", window=case.window and 7, sequences=sequences)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(measure, name):
+    case = tiny_option(name)
+    status, rows = measure(case)
+    assert status == 0
+    ours, plain = rows
+    assert (ours["provider"], plain["provider"]) == case.providers and ours["peer"] == plain["provider"]
+    (target,) = case.targets.values()
+    assert float(ours["target"]) == target.value and ours["target_of"] == "peer" and ours["met"] in ("yes", "no")
+    assert plain["target"] == "" and float(ours["of_peer"]) > 0 and float(ours["error"]) < 1e-5
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option_that_is_not_taken_is_refused(measure, monkeypatch, name):
+    """Each call as if without its option: the check sees it."""
+    case = tiny_option(name)
+    ours = PROVIDERS[case.providers[0]]
+    plain = PROVIDERS["fastmax_flash" if case.title == "window" else "fastmax"]
+
+    def ignoring(q, k, v, case, log_decay=None, cu_seqlens=None):
+        assert (log_decay is not None) == ("log_decay" in name) and (cu_seqlens is not None) == ("packed" in name)
+        o = plain.call(q, k, v, case)
+        return o if log_decay is None else o + 0 * log_decay.sum()
+
+    if case.title == "prefill":
+        monkeypatch.setattr(fastmax, "prefill", lambda q, k, v, state: (fastmax_attention_of_two(q, k, v), state))
+    else:
+        monkeypatch.setitem(PROVIDERS, ours.name, replace(ours, call=ignoring))
+    status, rows = measure(case)
+    assert status == 1 and rows[0]["note"].startswith("refused"), rows[0]["note"]
+
+
+def fastmax_attention_of_two(q, k, v):
+    """As if the state were not carried on."""
+    halves = ([x[:, :, part] for x in (q, k, v)] for part in (slice(0, 20), slice(20, None)))
+    return torch.cat([fastmax.fastmax_attention(*x, causal=True, temperature=q.shape[3] ** 0.5) for x in halves], dim=2)
+
+
+def test_gradient_of_decays_is_checked(measure, monkeypatch):
+    honest = PROVIDERS["fastmax_decay"]
+
+    def call(q, k, v, case, log_decay):
+        return honest.call(q, k, v, case, log_decay=torch.lerp(log_decay.detach(), log_decay, 1.001))
+
+    monkeypatch.setitem(PROVIDERS, "fastmax_decay", replace(honest, call=call))
+    status, rows = measure(tiny_option("log_decay linear"))
+    assert status == 1 and "grad_log_decay" in rows[0]["note"]
+
+
+def test_options_have_lengths_of_every_kind():
+    case = tiny_option("packed linear")
+    for name, kinds in (("fastmax_packed", 3), ("fastmax_packed_alike", 1)):
+        (bounds,) = PROVIDERS[name].tensors(case, torch.device("cpu")).values()
+        lengths = bounds.diff().tolist()
+        assert len(lengths) == 6 and sum(lengths) == 48 and min(lengths) >= 0 and len(set(lengths)) >= kinds
+    (bounds,) = PROVIDERS["fastmax_packed"].tensors(OPTIONS["packed linear"], torch.device("cpu")).values()
+    assert bounds.shape == (65,) and bounds[0] == 0 and bounds[-1] == 65536
+
+
 def peer(of_score, normalize: bool = True, gamma: bool = False):
     """What the peers' kernels compute, on their (b, n, h, d)."""
 

@@ -33,7 +33,12 @@ from test_validation import good
 from torch.autograd import gradgradcheck
 
 from fastmax import fastmax_attention, flash_attention
+from fastmax.bounds import with_bounds
+from fastmax.call import Call
+from fastmax.eager.decay import Decay, Factor
+from fastmax.eager.workspace import Workspace
 from fastmax.reference import naive_softmax_attention
+from fastmax.score import Score
 
 SMALL = Case("small", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
 TINY = Case("tiny", n=5, m=6, b=1, h=2, hk=1, d=3, dv=2)
@@ -47,6 +52,51 @@ SIZES = {
 with_lse = partial(fastmax_attention, causal=True, return_lse=True)
 flash_with_lse = partial(flash_attention, causal=True, return_lse=True)
 by_reentrant = pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+
+
+# ---- the factors of a tile and of a state
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("kind", ["weak", "ordinary", "strong", "none, ordinary or strong", "-inf at places"])
+def test_exponents_in_buffers_are_those_that_autograd_records(kind, dtype):
+    """On and off the diagonal, side by side; after 500 tokens, whose decays must cost the differences no digits."""
+    call = with_bounds(Call(Score(1.0, 1.0, 1.0, 0.5, 2), causal=True), *[torch.zeros(2, 3, 600, 1, dtype=dtype)] * 2,
+                       make_decay(kind, 2, 3, 600, dtype=torch.float64))  # fmt: skip
+    decay = Decay(call.log_decay, call.first_key, None, shift=0, dtype=dtype)
+    exact = Decay(call.log_decay, call.first_key, None, shift=0, dtype=torch.float64)
+    for place in ((500, 500, 100, 100), (500, 480, 100, 60), (300, 300, 100, 100, 3), (500, 20, 100, 300)):
+        expected = exact.exponent(*place)
+        for workspace in (None, Workspace(dtype, torch.device("cpu"))):
+            exponent = decay.exponent(*place, workspace=workspace)
+            assert exponent.dtype == dtype
+            assert torch.equal(exponent.isinf(), expected.isinf())
+            # Relative: what is near 0 is a weight that is near 1.
+            torch.testing.assert_close(exponent.double(), expected, rtol=2e-6, atol=1e-12)
+
+
+def test_a_tile_of_which_nothing_is_hidden_has_no_exponent():
+    first = torch.tensor([0, 0, 0, 3, 3, 3], dtype=torch.int32).expand(1, 2, 6)
+    decay = Decay(None, first, None, shift=0, dtype=torch.float32)
+    workspace = Workspace(torch.float32, torch.device("cpu"))
+    assert decay.exponent(0, 0, 3, 3, workspace=workspace) is None
+    assert decay.exponent(3, 3, 3, 3, workspace=workspace) is None
+    assert decay.exponent(3, 0, 3, 3, workspace=workspace).isinf().all()
+    assert decay.exponent(2, 0, 3, 3, workspace=workspace).isinf().sum() == 2 * 2 * 3
+    end = Decay(None, None, first + 3, shift=0, dtype=torch.float32)
+    assert end.exponent(0, 0, 3, 3, workspace=workspace) is None
+    assert end.exponent(0, 3, 3, 3, workspace=workspace).isinf().all()
+
+
+@pytest.mark.parametrize("whole", [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_a_state_fades_in_place_as_it_does_elsewhere(whole):
+    factor = Factor(torch.tensor(whole).view(2, 1, 1), torch.tensor([-1e-7, 0.0]).view(2, 1, 1))
+    x = torch.randn(2, 30, 5)
+    x[1, 0, 0] = math.inf if whole[1] == 0.0 else 1.0
+    expected = factor(x)
+    assert torch.equal(expected[1], x[1] if whole[1] == 1.0 else torch.zeros(30, 5))
+    factor.fade(x)
+    torch.testing.assert_close(x, expected, rtol=1e-7, atol=0.0)
 
 
 def make(case, decay="ordinary", dtype=torch.float32, device="cpu", decay_dtype=None):

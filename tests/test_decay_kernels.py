@@ -11,7 +11,7 @@ import test_flash_window_kernels as flash
 import test_kernels as fastmax_kernels
 import torch
 from common import make_decay
-from test_kernels import DEVICE, HEAD_DIMS, MODES, WHY_NOT, by_mode, precision  # noqa: F401
+from test_kernels import DEVICE, HEAD_DIMS, MODES, WHY_NOT, by_mode, by_order, precision  # noqa: F401
 from test_packed_kernels import bounds
 
 from fastmax import eager, verify
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
 ]
 
-by_algorithm = pytest.mark.parametrize("algorithm", ["quadratic"])
+by_algorithm = pytest.mark.parametrize("algorithm", ["quadratic", "linear"])
 by_head_dim = pytest.mark.parametrize("d", HEAD_DIMS, ids=lambda d: f"d{d}")
 KINDS = ("none", "a millionth", "strong", "none, ordinary or strong", "behind a million")
 
@@ -173,6 +173,32 @@ def test_sizes(algorithm, mode, precision):  # noqa: F811
 
 
 @by_mode
+@by_order
+@pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (64, 512), (128, 1024), (96, 512), (256, 2048)])
+def test_chunks_of_the_linear_algorithm(d, chunk, p, mode, precision):  # noqa: F811
+    """States are read, faded and handed on at chunks, which are this long in some mode."""
+    for n, m in (
+        (chunk - 1, chunk - 1),
+        (chunk + 1, chunk + 1),
+        (2 * chunk + 17, 2 * chunk + 17),
+        (chunk + 5, 2 * chunk + 300),
+    ):
+        mask = n > 2 * chunk
+        decay = "none, ordinary or strong" if n == m and not mask else "ordinary"
+        check(of_fastmax(mode, "linear", n, m, d=d, h=2, hk=1, p=p, decay=decay, mask=mask), mode)
+
+
+@by_mode
+def test_many_chunks_and_segments_of_the_linear_algorithm(mode, precision):  # noqa: F811
+    """One head, whose walk is cut into segments; sequences that begin anywhere."""
+    first = torch.arange(6000, device=DEVICE)
+    first = torch.where(torch.rand(6000, device=DEVICE) < 0.001, first, 0).cummax(0)[0].to(torch.int32).expand(2, 1, -1)
+    for p in (1, 2):
+        check(of_fastmax(mode, "linear", 6000, h=1, hk=1, p=p), mode)
+        check(of_fastmax(mode, "linear", 6000, h=1, hk=1, p=p, decay="a millionth", first=first), mode)
+
+
+@by_mode
 def test_windows(mode, precision):  # noqa: F811
     for left in (1, 16, 63, 64, 128, 200):
         check(of_softmax(mode, 400, left=left, mask=left == 64), mode)
@@ -246,7 +272,8 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
     for name in ("forward", "backward"):
         monkeypatch.setattr(eager, name, refuse)
     for mode in MODES:
-        run(of_fastmax(mode, "quadratic", 50))
+        for algorithm, p in (("quadratic", 2), ("linear", 2), ("linear", 1)):
+            run(of_fastmax(mode, algorithm, 50, p=p))
         run(of_softmax(mode, 50, left=9))
 
 

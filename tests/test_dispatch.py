@@ -108,6 +108,11 @@ int main() {
   float gradient = 0.f;
   set(&AttentionParams::log_decay, &decay);
   run(kQuadraticAlgorithm, fwd, bwd);
+  set(&Problem::order, 1), set(&Problem::head_dim, 64);
+  run(kLinearAlgorithm, fwd, bwd);
+  Problem few = fwd;
+  few.b = few.h = few.hk = 1, few.n = few.m = 600, few.causal = true;
+  std::printf("first order, 600 tokens: linear %d, fading %d\\n", linear_is_faster(few, false), linear_is_faster(few, true));
   bwd.grad_log_decay = &gradient;
   run(kFlashAlgorithm, fwd, bwd);
   set(&AttentionParams::log_decay, nullptr), bwd.grad_log_decay = nullptr;
@@ -163,9 +168,15 @@ linear2 bwd
         ("flash", "flash", "0 256"),
         *(("quadratic", "quadratic_bounded", "256 512"), ("flash", "flash_bounded", "256 512")) * 2,
         ("quadratic", "quadratic_bounded", "512 768"),  # decay
-        ("flash", "flash_bounded", "512 1033"),  # and its gradient
     )
 ) + """\
+linear linear2_sm80 linear2_sm80 3 4
+linear2 fwd
+linear2 bwd
+first order, 600 tokens: linear 1, fading 0
+flash flash_bounded_sm80 flash_bounded_sm80 512 1033
+flash_bounded_fwd fp32
+flash_bounded_bwd fp32
 sm_80: old old
 sm_80 mask: old old
 sm_90: new old

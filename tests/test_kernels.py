@@ -686,7 +686,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
 
 
 @by_algorithm
-@pytest.mark.parametrize("what", ["float64", "head dim 300", "value dim 300", "rpe tensor", "decay", "bounds"])
+@pytest.mark.parametrize("what", ["float64", "head dim 300", "value dim 300", "rpe tensor", "bounds, not causal"])
 def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
     sizes = {"head dim 300": {"d": 300}, "value dim 300": {"dv": 300}}.get(what, {})
     arguments, grad_o = operands(size("", 70, 90, h=4, hk=2, mask=True, noise=True, **sizes), "fp32", algorithm)
@@ -695,23 +695,21 @@ def test_what_is_not_covered_runs_on_pytorch_operations(what, algorithm):
     if what == "rpe tensor":
         rpe = torch.randn(159, 64, device=DEVICE)
         arguments = (*arguments[:5], rpe, *arguments[6:])
-    if what == "decay":
-        arguments = (*arguments[:6], -torch.rand(2, 2, 90, device=DEVICE), *arguments[7:])
-    if what in ("decay", "bounds") and algorithm == "quadratic":
-        pytest.skip("the quadratic kernels know them: tests/test_decay_kernels.py, tests/test_packed_kernels.py")
-    if what == "bounds":
+    if what == "bounds, not causal":
+        if algorithm == "quadratic":
+            pytest.skip("the quadratic kernels know them: tests/test_packed_kernels.py")
         first = torch.arange(70, dtype=torch.int32, device=DEVICE) // 20 * 20
-        arguments = (*arguments[:7], first.expand(2, 2, 70), None, *arguments[9:])
+        arguments = (*arguments[:7], first.expand(2, 2, 70), None, *arguments[9:14], False, *arguments[15:])
     q, k, v, *rest = arguments
     o, z = torch.ops.fastmax.forward(*arguments)
     expected = torch.ops.fastmax.eager_forward(*arguments)
     assert torch.equal(o, expected[0]) and torch.equal(z, expected[1])
-    assert what in ("rpe tensor", "decay", "bounds") or relative(z, denominators(*widened(arguments))) < 1e-5
+    assert what in ("rpe tensor", "bounds, not causal") or relative(z, denominators(*widened(arguments))) < 1e-5
     grads = torch.ops.fastmax.backward(grad_o, None, q, k, v, o, z, *rest)
     for x, y in zip(grads, torch.ops.fastmax.eager_backward(grad_o, None, q, k, v, o, z, *rest), strict=True):
         assert torch.equal(x, y)
     assert grads[3].shape == ((159, 64) if what == "rpe tensor" else (0,))
-    assert grads[4].shape == ((2, 2, 90) if what == "decay" else (0,))
+    assert grads[4].shape == (0,)
 
 
 # ---- memory

@@ -177,7 +177,9 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
     both(*of_fastmax([20, 30], "bf16", True), None)
     flash.both(*of_softmax([20, 30], "bf16", True))
     arguments, grad_o = of_fastmax([20, 30], "bf16", True)
-    with pytest.raises(RuntimeError):  # the linear kernels know no bounds
+    both((*arguments[:-2], "linear", False), grad_o, None)
+    arguments, grad_o = of_fastmax([20, 30], "bf16", False)
+    with pytest.raises(RuntimeError):  # the linear kernels know bounds of causal attention
         both((*arguments[:-2], "linear", False), grad_o, None)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from common import compile_probe
 
-from fastmax import hbm_traffic
+from fastmax import hbm_traffic, reference
 from fastmax.traffic import chunk_length, tile_rows
 
 BF16 = {"dtype": torch.bfloat16}
@@ -69,6 +69,82 @@ def test_linear():
     assert hbm_traffic(512, 128, algorithm="linear", p=1) == (393_216 + 786_432, 786_432 + 133_120)
 
 
+def test_decays():
+    # T d 2 = 131072 a tensor; sums of decays 8 T written, 12 T read with the decays themselves, and 4 T of first keys.
+    for algorithm in ("flash", "quadratic"):
+        assert hbm_traffic(512, 128, algorithm=algorithm, causal=True, log_decay=True) == (393_216 + 8_192, 133_120 + 4_096)
+    plain = hbm_traffic(4096, 128, algorithm="linear", causal=True, **BF16)
+    decayed = hbm_traffic(4096, 128, algorithm="linear", causal=True, log_decay=True, **BF16)
+    copies = 3 * 1024 * 128 * 2  # of the values of all chunks but the last
+    assert decayed == (plain.read + 16 * 4096 + copies, plain.written + 8 * 4096 + copies)
+    plain = hbm_traffic(4096, 128, algorithm="linear", causal=True, p=1)
+    decayed = hbm_traffic(4096, 128, algorithm="linear", causal=True, p=1, log_decay=True)
+    assert decayed == (plain.read + 16 * 4096 + 4096 * 512, plain.written + 8 * 4096 + 4096 * 512)  # float16: as float32
+
+
+def test_packed_sequences():
+    packed = {"cu_seqlens": (0, 0, 100, 512)}
+    for algorithm in ("flash", "quadratic"):
+        assert hbm_traffic(512, 128, algorithm=algorithm, causal=True, **packed) == (393_216 + 2_048, 133_120)
+        assert hbm_traffic(512, 128, algorithm=algorithm, **packed) == (393_216 + 4_096, 133_120)
+        both = hbm_traffic(512, 128, algorithm=algorithm, causal=True, log_decay=True, **packed)
+        assert both == hbm_traffic(512, 128, algorithm=algorithm, causal=True, log_decay=True), (
+            "the first keys are there already"
+        )
+    plain = hbm_traffic(4096, 64, algorithm="linear", causal=True, **BF16)
+    assert hbm_traffic(4096, 64, algorithm="linear", causal=True, cu_seqlens=[0, 4096], **BF16).read == plain.read + 4 * 4096
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 100, 512])
+@pytest.mark.parametrize("window", [None, 1, 30, (5, -1), (-1, 3), (0, 70)])
+@pytest.mark.parametrize("bounds", [None, (0, 100), (0, 0, 37, 38, 64, 100, 100)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_a_block_sees(causal, bounds, window, rows):
+    q = torch.zeros(1, 1, 100, 1)
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    visible = reference.visible_pairs(q, q, causal=causal, cu_seqlens=cu_seqlens, window=window).broadcast_to(1, 1, 100, 100)
+    keys = sum(int(block.any(0).sum()) for block in visible[0, 0].split(rows))
+    counted = hbm_traffic(100, 64, causal=causal, window=window, cu_seqlens=bounds, block_size=rows)
+    assert counted.read == 100 * 128 + 2 * keys * 128 + (0 if bounds is None else 400 if causal else 800)
+
+
+def test_windows_are_not_seen_behind_a_cache():
+    assert hbm_traffic(512, 128, window=10, causal=True) == hbm_traffic(512, 128, causal=True)
+
+
+def test_exact_window():
+    output = 512 * 128 * 2 + 4 * 512
+    for algorithm in ("quadratic", "linear"):
+        near = hbm_traffic(512, 128, algorithm="flash", causal=True, **BF16)
+        far = hbm_traffic(412, 128, algorithm=algorithm, causal=True, **BF16)
+        exact = hbm_traffic(512, 128, algorithm=algorithm, causal=True, exact_window=100, **BF16)
+        assert exact == (near.read + far.read + 2 * output, near.written + far.written + output)
+        exact = hbm_traffic(512, 128, algorithm=algorithm, exact_window=100, **BF16)
+        assert exact == (near.read + 2 * far.read + 3 * output, near.written + 2 * far.written + output)
+        for window in (512, 1000):  # softmax attention
+            assert hbm_traffic(512, 128, algorithm=algorithm, causal=True, exact_window=window, **BF16) == near
+    packed = hbm_traffic(512, 128, algorithm="linear", exact_window=100, cu_seqlens=(0, 9, 512), **BF16)
+    plain = hbm_traffic(512, 128, algorithm="linear", exact_window=100, **BF16)
+    assert packed == (plain.read + 8 * 512 + 2 * 4 * 412, plain.written), "the far parts are causal"
+
+
+def test_state():
+    # R (d + 1) 4 of the state: R = 1 + 128 + 8256. Four chunks that read a state each, whose keys are all summed.
+    state = 8_385 * 129 * 4
+    expected = (4096 * 256 * 5 + 4 * 2_294_800 + state, 4096 * 256 + 4 * 4096 + 4 * 2_294_800 + state)
+    assert hbm_traffic(4096, 128, algorithm="linear", causal=True, state=True, **BF16) == expected
+    assert hbm_traffic(1, 128, algorithm="linear", causal=True, state=True, **BF16).written == 256 + 4 + 2_294_800 + state
+    plain = hbm_traffic(4096, 128, algorithm="linear", causal=True, p=1, **BF16)
+    state = 129 * 129 * 4
+    assert hbm_traffic(4096, 128, algorithm="linear", causal=True, p=1, state=True, **BF16) == (
+        plain.read + state,
+        plain.written + state,
+    )
+    # No more than a state, one chunk's keys and a snapshot beyond the call without.
+    plain = hbm_traffic(65536, 64, algorithm="linear", causal=True, **BF16)
+    assert hbm_traffic(65536, 64, algorithm="linear", causal=True, state=True, **BF16).total < 1.01 * plain.total
+
+
 @pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
 def test_states_outgrow_nothing(head_dim):
     """Linear in the tokens, where the scores are not: twice the tokens, at most twice the bytes."""
@@ -101,6 +177,26 @@ def test_tile_rows():
         ({"block_size": 64.0}, TypeError, "block_size must be an int, got 64.0"),
         ({"block_size": 64, "algorithm": "linear"}, ValueError, 'block_size must be None for algorithm="linear", .* got 64'),
         ({"p": 3}, ValueError, "p must be 1 or 2, got 3"),
+        ({"log_decay": 1}, TypeError, r"log_decay must be a bool, got 1 \(int\)"),
+        ({"log_decay": True}, ValueError, "log_decay needs causal=True"),
+        (
+            {"log_decay": True, "causal": True, "algorithm": "standard"},
+            ValueError,
+            "log_decay is of 'flash', 'quadratic', 'linear', got algorithm=\"standard\"",
+        ),
+        ({"cu_seqlens": (0, 8), "algorithm": "linear"}, ValueError, "cu_seqlens without causal runs on"),
+        ({"cu_seqlens": (0, 8), "algorithm": "standard"}, ValueError, "cu_seqlens is of"),
+        ({"cu_seqlens": (0, 4.0, 8)}, TypeError, "cu_seqlens must hold ints"),
+        ({"cu_seqlens": (0, 5, 4, 8)}, ValueError, "cu_seqlens must go from 0 to seqlen = 8 without falling"),
+        ({"cu_seqlens": (0, 9)}, ValueError, "cu_seqlens must go from 0 to seqlen = 8"),
+        ({"window": 0}, ValueError, "window must be an int of at least 1"),
+        ({"window": 3, "algorithm": "quadratic"}, ValueError, "window is of 'flash'"),
+        ({"exact_window": 3}, ValueError, "exact_window is of 'quadratic', 'linear'"),
+        ({"exact_window": -1, "algorithm": "linear"}, ValueError, "exact_window must be at least 0, got -1"),
+        ({"exact_window": 3, "algorithm": "quadratic", "block_size": 4}, ValueError, "exact_window takes no block_size"),
+        ({"exact_window": 3, "algorithm": "linear", "causal": True, "state": True}, ValueError, "exact_window takes no state"),
+        ({"state": True, "algorithm": "quadratic", "causal": True}, ValueError, "state is of 'linear'"),
+        ({"state": True, "algorithm": "linear"}, ValueError, "state needs causal=True"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else "",
 )

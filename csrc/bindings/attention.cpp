@@ -65,7 +65,7 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
   Problem p{};
   fill_problem(p, x.q, x.k, x.v, /*scale=*/1.0, causal, kNoWindow, /*allow_tf32=*/false);
   p.order = static_cast<int>(order);
-  return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
+  return linear_is_faster(p, x.log_decay.has_value() || x.first_key.has_value()) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
@@ -79,7 +79,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   const Algorithm& chosen = choose(algorithm, inputs, causal, order);
-  if (!has_attention_kernels(inputs, chosen)) {
+  if (!has_attention_kernels(inputs, chosen, causal)) {
     const auto [o, z] =
         call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, log_decay, first_key,
                          end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
@@ -116,7 +116,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
   const Algorithm& chosen = choose(algorithm, inputs, causal, order);
-  if (!has_attention_kernels(inputs, chosen)) {
+  if (!has_attention_kernels(inputs, chosen, causal)) {
     const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
         call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise,
                          rpe_matrix, log_decay, first_key, end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);

@@ -35,9 +35,10 @@ inline int head_dim_of(const Tensor& q, const Tensor& v) {
 }
 
 // Whether there are kernels of the algorithm for a call.
-inline bool has_attention_kernels(const AttentionInputs& x, const Algorithm& algorithm) {
-  const bool linear = &algorithm == &kLinearAlgorithm;
-  return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() && (!linear || !x.end_key.has_value());
+inline bool has_attention_kernels(const AttentionInputs& x, const Algorithm& algorithm, bool causal) {
+  const bool has_bounds = x.first_key.has_value() || x.end_key.has_value();
+  return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() &&
+         (causal || !has_bounds || &algorithm != &kLinearAlgorithm);
 }
 
 }  // namespace fastmax

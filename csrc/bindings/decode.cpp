@@ -149,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_i
   check_inputs(inputs, scale, /*causal=*/true);
   FASTMAX_CHECK(q_in.size(2) == k_in.size(2), "k and v must have q's number of tokens ", q_in.size(2), ", got ", k_in.size(2));
   check_state(q_in, k_in, v_in, values_in, weights_in, order);
-  if (order != 2 || !has_attention_kernels(inputs, kLinearAlgorithm)) {
+  if (order != 2 || !has_attention_kernels(inputs, kLinearAlgorithm, /*causal=*/true)) {
     const auto [o, new_values, new_weights] =
         call_operator<3>("fastmax::eager_prefill", q_in, k_in, v_in, key_padding_mask, log_decay, first_key, values_in, weights_in,
                          scale, a0, a1, a2, order, allow_tf32);

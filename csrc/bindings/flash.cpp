@@ -36,7 +36,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
-  if (!has_attention_kernels(inputs, kFlashAlgorithm)) {
+  if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
     const auto [o, lse] = call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, key_padding_mask, log_decay, first_key,
                                            end_key, scale, causal, left, right, allow_tf32);
     return {o, lse};
@@ -68,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   check_window(left, right);
   check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);
   if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q_in);
-  if (!has_attention_kernels(inputs, kFlashAlgorithm)) {
+  if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
     const auto [grad_q, grad_k, grad_v, grad_log_decay] =
         call_operator<4>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in, lse, key_padding_mask, log_decay,
                          first_key, end_key, scale, causal, left, right, allow_tf32);

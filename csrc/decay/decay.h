@@ -31,7 +31,8 @@ struct PairSums {
 size_t pair_sum_bytes(const BwdParams& p);
 PairSums pair_sums(const BwdParams& p, void* workspace);
 
-// p.grad_log_decay: of token t, the sum of p_ij over j < t <= pos(i), which is that of by_query minus that of by_key from t on.
+// p.grad_log_decay: of token t, the sum of p_ij over j < t <= pos(i), which is that of by_query minus that of by_key from t on. All of
+// both are the same sum, and are made to be.
 // workspace: decay_gradient_bytes.
 size_t decay_gradient_bytes(const BwdParams& p);
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream);

@@ -12,16 +12,24 @@ constexpr int kPerThread = 8;
 constexpr int kTile = kThreads * kPerThread;
 
 int tiles_of(const Problem& p) { return (p.m + kTile - 1) / kTile; }
+template <int kCount>
 size_t total_bytes(const Problem& p) {
-  return (static_cast<size_t>(p.b) * p.hk * tiles_of(p) * sizeof(double) + 255) / 256 * 256;
+  return (static_cast<size_t>(p.b) * p.hk * tiles_of(p) * kCount * sizeof(double) + 255) / 256 * 256;
 }
+
+// Numbers of a token, which are summed side by side.
+template <class T, int kCount>
+struct Numbers {
+  T x[kCount];
+};
 
 // log_decay in units of log 2, and what forgets.
 struct DecayOf {
+  static constexpr int kCount = 1;
   const AttentionParams& p;
   int first_reset;  // the first token that may forget; p.m: none does
 
-  __device__ __forceinline__ float operator()(int batch, int kv_head, int token) const {
+  __device__ __forceinline__ Numbers<float, kCount> operator()(int batch, int kv_head, int token) const {
     float x = 0.f;
     if (p.log_decay != nullptr) {
       const Stride& s = p.log_decay_stride;
@@ -34,25 +42,31 @@ struct DecayOf {
       const int query = token - p.causal_offset;
       if (first[0] == token || (query >= 0 && first[query * s.token] == token)) x = kForget;
     }
-    return x;
+    return {x};
   }
 };
 
-// Of the gradient; tokens are numbered from the last.
+// What flows into the gradient of a token from that of the one behind it, and the size of the sums that it comes from; tokens are
+// numbered from the last.
 struct FlowOf {
+  static constexpr int kCount = 2;
   const BwdParams& p;
   const PairSums& sums;
 
-  __device__ __forceinline__ float operator()(int batch, int kv_head, int from_end) const {
+  __device__ __forceinline__ Numbers<float, kCount> operator()(int batch, int kv_head, int from_end) const {
     const int token = p.m - 1 - from_end, query = token - p.causal_offset, group = p.h / p.hk;
     const int64_t state = static_cast<int64_t>(batch) * p.hk + kv_head;
-    float x = -sums.by_key[state * p.m + token];
-    for (int i = 0; query >= 0 && i < group; ++i) x += sums.by_query[(state * group + i) * p.n + query];
-    return x;
+    const float of_key = sums.by_key[state * p.m + token];
+    Numbers<float, kCount> flow{-of_key, fabsf(of_key)};
+    for (int i = 0; query >= 0 && i < group; ++i) {
+      const float of_query = sums.by_query[(state * group + i) * p.n + query];
+      flow.x[0] += of_query, flow.x[1] += fabsf(of_query);
+    }
+    return flow;
   }
 };
 
-// Of all lanes, and of those up to this one.
+// Up to this lane.
 __device__ __forceinline__ double warp_scan(double x) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) {
@@ -79,76 +93,95 @@ __device__ __forceinline__ double block_scan(double x, double& total) {
   return before + (inclusive - x);
 }
 
+// The numbers of a tile's tokens, this thread's, and their sum.
 template <class ValueOf>
-__device__ __forceinline__ double load_values(const Problem& p, const ValueOf& value_of, int head, int tile, float (&x)[kPerThread]) {
-  double sum = 0.;
+__device__ __forceinline__ Numbers<double, ValueOf::kCount> load_tile(const Problem& p, const ValueOf& value_of, int head, int tile,
+                                                                      Numbers<float, ValueOf::kCount> (&x)[kPerThread]) {
+  Numbers<double, ValueOf::kCount> sum{};
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int token = tile * kTile + static_cast<int>(threadIdx.x) * kPerThread + i;
-    x[i] = token < p.m ? value_of(head / p.hk, head % p.hk, token) : 0.f;
-    sum += x[i];
+    x[i] = token < p.m ? value_of(head / p.hk, head % p.hk, token) : Numbers<float, ValueOf::kCount>{};
+#pragma unroll
+    for (int j = 0; j < ValueOf::kCount; ++j) sum.x[j] += x[i].x[j];
   }
   return sum;
 }
 
+// totals: [head][tile][kCount]
 template <class ValueOf>
-__device__ __forceinline__ void tile_total(const Problem& p, const ValueOf& value_of, double* totals, int tiles) {
-  float x[kPerThread];
-  double total;
-  block_scan(load_values(p, value_of, blockIdx.x / tiles, blockIdx.x % tiles, x), total);
-  if (threadIdx.x == 0) totals[blockIdx.x] = total;
+__device__ __forceinline__ void tile_totals(const Problem& p, const ValueOf& value_of, double* totals, int tiles) {
+  Numbers<float, ValueOf::kCount> x[kPerThread];
+  const auto sum = load_tile(p, value_of, blockIdx.x / tiles, blockIdx.x % tiles, x);
+#pragma unroll
+  for (int j = 0; j < ValueOf::kCount; ++j) {
+    double total;
+    block_scan(sum.x[j], total);
+    if (threadIdx.x == 0) totals[int64_t{blockIdx.x} * ValueOf::kCount + j] = total;
+  }
 }
 
-// Calls store(head, token, sum up to and with the token).
-template <class ValueOf, class StoreSum>
-__device__ __forceinline__ void tile_sums(const Problem& p, const ValueOf& value_of, const double* totals, int tiles, const StoreSum& store) {
+// Calls store(head, token, sums up to and with the token, sums over all tokens).
+template <class ValueOf, class StoreSums>
+__device__ __forceinline__ void tile_sums(const Problem& p, const ValueOf& value_of, const double* totals, int tiles,
+                                          const StoreSums& store) {
+  constexpr int kCount = ValueOf::kCount;
   const int head = blockIdx.x / tiles, tile = blockIdx.x % tiles;
-  double before = 0., sum;
-  for (int i = threadIdx.x; i < tile; i += kThreads) before += totals[static_cast<int64_t>(head) * tiles + i];
-  block_scan(before, before);
-  float x[kPerThread];
-  double unused;
-  sum = before + block_scan(load_values(p, value_of, head, tile, x), unused);
+  Numbers<float, kCount> x[kPerThread];
+  Numbers<double, kCount> sum = load_tile(p, value_of, head, tile, x), all;
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    double before = 0., behind = 0., of_tile;
+    for (int i = threadIdx.x; i < tiles; i += kThreads) {
+      if (i != tile) (i < tile ? before : behind) += totals[(static_cast<int64_t>(head) * tiles + i) * kCount + j];
+    }
+    block_scan(before, before), block_scan(behind, behind);
+    sum.x[j] = before + block_scan(sum.x[j], of_tile);
+    all.x[j] = before + of_tile + behind;
+  }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int token = tile * kTile + static_cast<int>(threadIdx.x) * kPerThread + i;
-    sum += x[i];
-    if (token < p.m) store(head, token, sum);
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) sum.x[j] += x[i].x[j];
+    if (token < p.m) store(head, token, sum, all);
   }
 }
 
 __global__ void __launch_bounds__(kThreads) decay_totals_kernel(const AttentionParams p, const int first_reset, double* totals, const int tiles) {
-  tile_total(p, DecayOf{p, first_reset}, totals, tiles);
+  tile_totals(p, DecayOf{p, first_reset}, totals, tiles);
 }
 
 __global__ void __launch_bounds__(kThreads) decay_sums_kernel(const AttentionParams p, const int first_reset, const double* totals,
                                                               const int tiles, float2* sums) {
-  tile_sums(p, DecayOf{p, first_reset}, totals, tiles, [&](int head, int token, double sum) {
-    const float whole = static_cast<float>(sum);
-    sums[static_cast<int64_t>(head) * p.m + token] = make_float2(whole, static_cast<float>(sum - whole));
+  tile_sums(p, DecayOf{p, first_reset}, totals, tiles, [&](int head, int token, const auto& sum, const auto&) {
+    const float whole = static_cast<float>(sum.x[0]);
+    sums[static_cast<int64_t>(head) * p.m + token] = make_float2(whole, static_cast<float>(sum.x[0] - whole));
   });
 }
 
 __global__ void __launch_bounds__(kThreads) decay_gradient_totals_kernel(const BwdParams p, const PairSums sums, double* totals, const int tiles) {
-  tile_total(p, FlowOf{p, sums}, totals, tiles);
+  tile_totals(p, FlowOf{p, sums}, totals, tiles);
 }
 
 __global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParams p, const PairSums sums, const double* totals,
                                                                   const int tiles) {
-  tile_sums(p, FlowOf{p, sums}, totals, tiles, [&](int head, int from_end, double sum) {
-    p.grad_log_decay[static_cast<int64_t>(head) * p.m + p.m - 1 - from_end] = static_cast<float>(sum);
+  tile_sums(p, FlowOf{p, sums}, totals, tiles, [&](int head, int from_end, const auto& flow, const auto& all) {
+    // By query and by key all pairs have the same sum; what rounding leaves of the difference is taken back where it came from.
+    const double rounding = all.x[1] == 0. || !isfinite(all.x[0]) ? 0. : all.x[0] * (flow.x[1] / all.x[1]);
+    p.grad_log_decay[static_cast<int64_t>(head) * p.m + p.m - 1 - from_end] = static_cast<float>(flow.x[0] - rounding);
   });
 }
 
 }  // namespace
 
 size_t decay_sum_bytes(const AttentionParams& p) {
-  return total_bytes(p) + (static_cast<size_t>(p.b) * p.hk * p.m * sizeof(float2) + 255) / 256 * 256;
+  return total_bytes<DecayOf::kCount>(p) + (static_cast<size_t>(p.b) * p.hk * p.m * sizeof(float2) + 255) / 256 * 256;
 }
 
 void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStream_t stream) {
   double* totals = static_cast<double*>(workspace);
-  float2* sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + total_bytes(p));
+  float2* sums = reinterpret_cast<float2*>(static_cast<char*>(workspace) + total_bytes<DecayOf::kCount>(p));
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
   const int first_reset =
@@ -167,7 +200,7 @@ PairSums pair_sums(const BwdParams& p, void* workspace) {
   return {by_query, by_query + static_cast<int64_t>(p.b) * p.h * p.n};
 }
 
-size_t decay_gradient_bytes(const BwdParams& p) { return total_bytes(p); }
+size_t decay_gradient_bytes(const BwdParams& p) { return total_bytes<FlowOf::kCount>(p); }
 
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream) {
   double* totals = static_cast<double*>(workspace);

@@ -14,6 +14,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/sequence.h"
 #include "decay/decay.h"
@@ -77,72 +78,94 @@ struct Fading {
 };
 
 #ifdef __CUDACC__
-// The rows of a warp and the chunk that they lie in, as they fade. Looked up where it is used: loops need the registers.
+// G of a row in the order of the walk: what is between two rows is the difference, whichever way the walk goes.
+struct WalkSum {
+  float2 g;
+  // log2 of the factor from a row on to a later one, <= 0.
+  __device__ __forceinline__ float since(const WalkSum& row) const { return fastmax::fading(g, row.g); }
+};
+
+// What a block of x rows does with sums of the rows of y that it has in shared memory, a slab at a time. Called by whole warps.
 template <class Problem>
 struct FadingRows {
   const Problem& p;
   int64_t state;
   int row;  // of x, this lane's first
 
-  __device__ __forceinline__ float2 at(int shift) const { return p.fading.at_row(p, state, p.y_row(p.seen_end(row + shift))); }
+  __device__ __forceinline__ WalkSum in_walk(float2 g) const {
+    const float sign = p.time == Time::kForward ? 1.f : -1.f;
+    return {make_float2(sign * g.x, sign * g.y)};
+  }
+  // Rows row + 8 i.
+  template <int kCount>
+  __device__ __forceinline__ void load(WalkSum (&x)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) x[i] = in_walk(p.fading.at_row(p, state, p.y_row(p.seen_end(row + 8 * i))));
+  }
+  // A row of a slab per lane, from shared memory.
+  template <int kRows>
+  __device__ __forceinline__ WalkSum slab(uint32_t address) const {
+    return in_walk(ptx::load_shared_f32x2(address + static_cast<int>(threadIdx.x % kRows) * 8));
+  }
+
   // Of what the rows row + 8 i read from the state before their chunk, the phase's `chunk`.
   template <int kCount>
   __device__ __forceinline__ void since_chunk(float (&factors)[kCount], int chunk) const {
-    const float2 edge = p.fading.at_edge(p, state, p.fading.first_chunk + chunk);
-    float2 x[kCount];
+    const WalkSum edge = in_walk(p.fading.at_edge(p, state, p.fading.first_chunk + chunk));
+    WalkSum x[kCount];
+    load(x);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = at(8 * i);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) factors[i] = exp2f(Fading::between(p, x[i], edge));
-  }
-
-  // G of a slab of kRows rows of y, a row per lane, from shared memory.
-  template <int kRows>
-  __device__ __forceinline__ static float2 slab(uint32_t address) {
-    return ptx::load_shared_f32x2(address + static_cast<int>(threadIdx.x % kRows) * 8);
-  }
-
-  // Whether nothing is left of a slab of kRows rows before the rows of x.
-  template <int kRows>
-  __device__ __forceinline__ bool is_gone(const float2& slab, int first_row) const {
-    constexpr float kZero = -150.f;  // 2^that is 0
-    const float2 first = p.fading.at_row(p, state, p.y_row(p.seen_end(first_row)));
-    return __shfl_sync(0xffffffffu, Fading::between(p, first, slab), kRows - 1) < kZero;
-  }
-
-  // Calls f(m, half, n, e, factor) for what an accumulator of rows row + 16 m + 8 half holds of row 8 n + 2 t + e of a slab of y. before:
-  // the slab is before all rows of x; the factor is then one of a row and one of a column. Else the factor of pairs that see nothing of
-  // each other is 1. Called by whole warps.
-  template <int kRowTiles, int kBlocks8, class F>
-  __device__ __forceinline__ void for_each_pair(const float2& slab, bool before, const F& f) const {
-    constexpr unsigned kAll = 0xffffffffu;
-    const int lane_column = 2 * static_cast<int>(threadIdx.x % 4);
-    const auto column_lane = [&](int i) { return lane_column + i / 2 * 8 + i % 2; };
-    float2 x[2 * kRowTiles];
-#pragma unroll
-    for (int j = 0; j < 2 * kRowTiles; ++j) x[j] = at(8 * j);
-    if (before) {
-      const float2 last = make_float2(__shfl_sync(kAll, slab.x, 8 * kBlocks8 - 1), __shfl_sync(kAll, slab.y, 8 * kBlocks8 - 1));
-      const float column = ptx::exp2_approx(Fading::between(p, last, slab));
-      float rows[2 * kRowTiles];
-#pragma unroll
-      for (int j = 0; j < 2 * kRowTiles; ++j) rows[j] = ptx::exp2_approx(Fading::between(p, x[j], last));
-#pragma unroll
-      for (int i = 0; i < 2 * kBlocks8; ++i) {
-        const float y = __shfl_sync(kAll, column, column_lane(i));
-#pragma unroll
-        for (int j = 0; j < 2 * kRowTiles; ++j) f(j / 2, j % 2, i / 2, i % 2, rows[j] * y);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 2 * kBlocks8; ++i) {
-        const float2 y = make_float2(__shfl_sync(kAll, slab.x, column_lane(i)), __shfl_sync(kAll, slab.y, column_lane(i)));
-#pragma unroll
-        for (int j = 0; j < 2 * kRowTiles; ++j) f(j / 2, j % 2, i / 2, i % 2, ptx::exp2_approx(fminf(Fading::between(p, x[j], y), 0.f)));
-      }
-    }
+    for (int i = 0; i < kCount; ++i) factors[i] = exp2f(x[i].since(edge));
   }
 };
+
+__device__ __forceinline__ WalkSum from_lane(const WalkSum& x, int lane) {
+  return {make_float2(__shfl_sync(0xffffffffu, x.g.x, lane), __shfl_sync(0xffffffffu, x.g.y, lane))};
+}
+
+// Whether nothing is left of a slab of kRows rows before the rows of x, of which `x` are this lane's.
+template <int kRows>
+__device__ __forceinline__ bool is_gone(const WalkSum& slab, const WalkSum& x) {
+  constexpr float kZero = -150.f;  // 2^that is 0
+  return __shfl_sync(0xffffffffu, from_lane(x, 0).since(slab), kRows - 1) < kZero;
+}
+
+// Calls f(may_be_zero, m, half, n, e, factor) for what an accumulator of rows row + 16 m + 8 half holds of row 8 n + 2 t + e of a slab of
+// y. before: the slab is before all rows of x; the factor is then one of a row and one of a column. Else the factor of pairs that see
+// nothing of each other is 1. Where may_be_zero (a std::bool_constant) is false, sequences that begin anew are not between any of them.
+template <int kBlocks8, int kRows8, class F>
+__device__ __forceinline__ void for_each_pair(const WalkSum (&x)[kRows8], const WalkSum& slab, bool before, const F& f) {
+  const int lane_column = 2 * static_cast<int>(threadIdx.x % 4);
+  const auto column_lane = [&](int i) { return lane_column + i / 2 * 8 + i % 2; };
+  if (before) {
+    const WalkSum last = from_lane(slab, 8 * kBlocks8 - 1);
+    const float column = ptx::exp2_approx(last.since(slab));
+    float rows[kRows8];
+    bool some_zero = column == 0.f;
+#pragma unroll
+    for (int j = 0; j < kRows8; ++j) {
+      rows[j] = ptx::exp2_approx(x[j].since(last));
+      some_zero = some_zero || rows[j] == 0.f;
+    }
+    const auto visit = [&](auto may_be_zero) {
+#pragma unroll
+      for (int i = 0; i < 2 * kBlocks8; ++i) {
+        const float y = __shfl_sync(0xffffffffu, column, column_lane(i));
+#pragma unroll
+        for (int j = 0; j < kRows8; ++j) f(may_be_zero, j / 2, j % 2, i / 2, i % 2, rows[j] * y);
+      }
+    };
+    if (__any_sync(0xffffffffu, some_zero)) visit(std::true_type{});
+    else visit(std::false_type{});
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks8; ++i) {
+      const WalkSum y = from_lane(slab, column_lane(i));
+#pragma unroll
+      for (int j = 0; j < kRows8; ++j) f(std::true_type{}, j / 2, j % 2, i / 2, i % 2, ptx::exp2_approx(fminf(x[j].since(y), 0.f)));
+    }
+  }
+}
 
 // Nothing is left where the factor is 0, of what is no number either.
 __device__ __forceinline__ float faded(float x, float factor) { return factor == 0.f ? 0.f : x * factor; }

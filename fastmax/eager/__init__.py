@@ -29,6 +29,7 @@ from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Softmax
 
 __all__ = [
+    "algorithm_of",
     "backward",
     "compute_dtype",
     "decode_step",
@@ -60,17 +61,22 @@ def _tiles(call: Call):
     return flash if isinstance(call.score, Softmax) else tiles
 
 
+def algorithm_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
+    """ "quadratic" or "linear": what is asked for, or chosen, or the one that there is."""
+    bounded = not call.causal and (call.first_key is not None or call.end_key is not None)
+    if isinstance(call.score, Softmax) or call.rpe_matrix is not None or bounded:
+        return "quadratic"
+    if call.algorithm != "auto":
+        return call.algorithm
+    (n, d), (m, dv) = q.shape[2:], v.shape[2:]
+    return choose_algorithm(n, m, d, dv, call.causal, call.score.order, _group_size(q, k))
+
+
 def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call, whole: bool):
     """The algorithm's module and its plan; `whole` keeps all heads in one group."""
     (b, _, n, d), (_, hk, m, _), dv = q.shape, k.shape, v.shape[3]
     group = _group_size(q, k)
-    algorithm = call.algorithm
-    bounded = not call.causal and (call.first_key is not None or call.end_key is not None)
-    if isinstance(call.score, Softmax) or call.rpe_matrix is not None or bounded:
-        algorithm = "quadratic"
-    elif algorithm == "auto":
-        algorithm = choose_algorithm(n, m, d, dv, call.causal, call.score.order, group)
-    if algorithm == "quadratic":
+    if algorithm_of(q, k, v, call) == "quadratic":
         module, plan = quadratic, plan_quadratic(q.device, b * hk, group, n, m)
     else:
         module, plan = linear, plan_linear(q.device, b * hk, group, d, dv, call.score.order)

@@ -12,7 +12,15 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
+
+from fastmax.eager.workspace import Workspace, buffer
+
+
+def is_at_hand(x: Tensor) -> bool:
+    """Whether looking at values is free, where nothing is recorded."""
+    return x.device.type == "cpu" and not is_fake(x)
 
 
 class Factor(NamedTuple):
@@ -21,10 +29,25 @@ class Factor(NamedTuple):
     whole: Tensor  # 0 or 1
     part: Tensor
 
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """The product; 0 where the factor is 0, even if x is not finite."""
-        product = torch.addcmul(x * self.whole, x, self.part, out=out)
-        return torch.where(self._is_zero, 0.0, product) if out is None else product.masked_fill_(self._is_zero, 0.0)
+        return torch.where(self._is_zero, 0.0, torch.addcmul(x * self.whole, x, self.part))
+
+    def fade(self, *tensors: Tensor) -> None:
+        """The same in place."""
+        # One pass in place of three, where looking at the factor is free.
+        looks, is_zero = is_at_hand(self.whole), self._is_zero
+        is_near, is_far = looks and bool(self.whole.all()), looks and not self.whole.any()
+        vanishes = not looks or bool(is_zero.any())
+        for x in tensors:
+            if is_near:
+                x.addcmul_(x, self.part)
+            elif is_far:
+                x.mul_(self.part)
+            else:
+                torch.addcmul(x * self.whole, x, self.part, out=x)
+            if vanishes:
+                x.masked_fill_(is_zero, 0.0)
 
     def times_plus(self, x: Tensor, y: Tensor) -> Tensor:
         """The product and y, which is added to the small part of it first: where y is the same in every chunk, so would be the
@@ -68,8 +91,11 @@ class Decay:
         first = 0 if self._first is None else int(self._first[..., start].min())
         return first, m if self._end is None else int(self._end[..., stop - 1].max())
 
-    def exponent(self, query: int, key: int, rows: int, cols: int, count: int = 1) -> Tensor:
-        """Of the weights of a tile, -inf where a key is hidden: (b * hk * count, rows, cols), or with 1 for b * hk.
+    def exponent(
+        self, query: int, key: int, rows: int, cols: int, count: int = 1, workspace: Workspace | None = None
+    ) -> Tensor | None:
+        """Of the weights of a tile, -inf where a key is hidden: (b * hk * count, rows, cols), or with 1 for b * hk; or None,
+        where nothing is.
 
         The tile begins with the query and the key of these numbers; `count` tiles follow each other along the diagonal. Above
         the diagonal of a causal call it is 0.
@@ -81,27 +107,47 @@ class Decay:
             at_cols = self._blocks(self._sums[..., 1:], key, cols, count).unsqueeze(-2)
             if key + cols <= first_row and count == 1:  # both parts are <= 0: no difference of large numbers
                 last = at_cols[..., -1:]
-                x = (at_rows - last).to(self._dtype) + (last - at_cols).to(self._dtype)
+                out = buffer(workspace, "exponent", at_rows.shape[0], rows, cols)
+                x = torch.add((at_rows - last).to(self._dtype), (last - at_cols).to(self._dtype), out=out)
+            elif workspace is None:
+                x = (at_rows - at_cols).to(self._dtype).tril(first_row - key)
             else:
-                below = torch.ones(rows, cols, dtype=torch.bool, device=at_rows.device).tril(first_row - key)
-                x = torch.where(below, (at_rows - at_cols).to(self._dtype), 0.0)
-        return self._hide(x, query, key, rows, cols, count)
+                x = self._difference(at_rows, at_cols, workspace).tril_(first_row - key)
+        return self._hide(x, query, key, rows, cols, count, reads_values=workspace is not None)
 
-    def _hide(self, x: Tensor | None, query: int, key: int, rows: int, cols: int, count: int) -> Tensor:
+    def _difference(self, at_rows: Tensor, at_cols: Tensor, workspace: Workspace) -> Tensor:
+        """at_rows - at_cols, of which only the vectors are float64: each is a number of the dtype and a rest."""
+        out = workspace.buffer("exponent", at_rows.shape[0], at_rows.shape[1], at_cols.shape[2])
+        base = at_rows[:, :1]
+        at_rows, at_cols = at_rows - base, at_cols - base
+        rows, cols = at_rows.to(self._dtype), at_cols.to(self._dtype)
+        return torch.sub(rows, cols, out=out).add_((at_rows - rows).to(self._dtype)).sub_((at_cols - cols).to(self._dtype))
+
+    def _hide(
+        self, x: Tensor | None, query: int, key: int, rows: int, cols: int, count: int, reads_values: bool
+    ) -> Tensor | None:
         """`x` (0 for None) with -inf where a key is before the first or behind the last one that a query sees."""
         like = self._sums if self._first is None and self._end is None else self._end if self._first is None else self._first
-        keys = torch.arange(key, key + cols * count, device=like.device).view(count, 1, cols)
-        for bound, hides in ((self._first, torch.lt), (self._end, torch.ge)):
+        first, end = self._first, self._end
+        if reads_values and is_at_hand(like):
+            first = None if first is None or first[..., query + rows * count - 1].max() <= key else first
+            end = None if end is None or end[..., query].min() >= key + cols * count else end
+        for bound, hides in ((first, torch.lt), (end, torch.ge)):
             if bound is None:
                 continue
+            keys = torch.arange(key, key + cols * count, device=like.device).view(count, 1, cols)
             bounds = self._blocks(bound, query, rows, count).unflatten(0, (-1, count)).unsqueeze(-1)
             hidden = hides(keys, bounds).flatten(0, 1)
             x = torch.where(hidden, -torch.inf, torch.zeros((), dtype=self._dtype, device=like.device) if x is None else x)
         return x
 
-    def factors(self, query: int, length: int, count: int, group: int) -> Factors:
+    def factors(self, query: int, length: int, count: int, group: int, reads_values: bool = False) -> Factors:
         """Of `count` chunks of `length` queries, and their keys, from this query on; causal."""
         key = query + self._shift
+        first = self._first
+        if self._sums is not None and first is not None and reads_values and is_at_hand(first):
+            last = min(query + length * count, first.shape[-1] - 1)  # the query behind the chunks
+            first = None if first[..., last].max() < key else first  # no sequence begins here
         if self._sums is None:
             rows = keys = whole = self._first.new_ones((), dtype=self._dtype)
             part = torch.zeros_like(whole)
@@ -113,7 +159,7 @@ class Decay:
             near = through > -0.5
             whole = near.to(self._dtype)
             part = torch.where(near, through.expm1(), through.exp()).to(self._dtype)
-        if self._first is not None:
+        if first is not None:
             # A state holds keys of the sequence that the query behind it belongs to.
             first = self._blocks(self._first, query, length, count)
             following = self._following(query, length, count)
@@ -180,13 +226,13 @@ class DecayGradient:
 
     def add_tile(self, query: int, key: int, pairs: Tensor) -> None:
         """p (b * hk * count, rows, cols) of tiles that begin with the query and the key of these numbers, and follow each other
-        along the diagonal; those of queries before their keys are 0."""
+        along the diagonal; those of queries before their keys are 0. It is written over."""
         cols = pairs.shape[-1]
         before = key - query - self._shift  # so many rows of the tile see none of its keys
         square = pairs[:, before : before + cols] if before >= 0 else pairs[:, :0]
         if square.shape[1] > 0:
-            below = F.pad(square.cumsum(-1)[..., : square.shape[1] - 1], (1, 0))
-            self._add(self._diagonal, key, below.tril().sum(1))
+            below = square.cumsum_(-1).tril_(-1)[..., : square.shape[1] - 1].sum(1)
+            self._add(self._diagonal, key, F.pad(below, (1, 0)))
             pairs, query = pairs[:, before + cols :], query + before + cols
         if pairs.shape[1] > 0:
             self._add(self._flow, query + self._shift, pairs.sum(2))

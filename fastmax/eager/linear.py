@@ -148,9 +148,26 @@ def _read_gradient(
     return dx, out
 
 
+def _read_pairs(state: State, x: Tensor, y: Tensor, weight: Tensor, dx: Tensor, score: Score) -> Tensor:
+    """`sum_j f(s_j) u_j` over the tokens j in the state, s_j = x_i.x_j and u_j = y_i.y_j + weight_i weight_j: (B, R, 1).
+
+    Nearly all of it is in `dx`, the sum of `f'(s_j) u_j x_j`: `x.dx` is that of `(a1 s_j + 2 a2 s_j^2) u_j`.
+    """
+    share = 0.5 if state.second is not None else 1.0
+    # sums of u_j and, where they are not in x.dx, of s_j u_j
+    of_values, of_weights = score.a0 * state.zeroth, score.a0 * state.moment0
+    if state.second is not None:
+        of_values = torch.baddbmm(of_values, x, state.first, alpha=0.5 * score.a1)
+        of_weights = torch.baddbmm(of_weights, x, state.moment1.mT, alpha=0.5 * score.a1)
+    return share * (x * dx).sum(-1, keepdim=True) + (y * of_values).sum(-1, keepdim=True) + weight * of_weights
+
+
 def _faded(state: State, factor: Factor, workspace: Workspace | None) -> State:
     """The state times a factor (B, 1, 1); in place when nothing is recorded."""
-    return State(*(None if x is None else factor(x, out=None if workspace is None else x) for x in state))
+    if workspace is None:
+        return State(*(None if x is None else factor(x) for x in state))
+    factor.fade(*(x for x in state if x is not None))
+    return state
 
 
 def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Factor | None) -> tuple[State, State]:
@@ -212,14 +229,16 @@ class _Walk:
         """What decays and bounds make of the state around each chunk of the span; None for 1."""
         if self.ops.decay is None:
             return Factors(None, None, None)
-        return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group)
+        reads_values = self.workspace is not None
+        return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group, reads_values)
 
     def place(self, span: Span, weight: Tensor | None) -> tiles.Place:
         """Of the tile that a chunk forms with itself."""
         exponent = None
         if self.ops.decay is not None:
             keys = self.keys(span)
-            exponent = self.ops.decay.exponent(span.start, keys.start, span.length, span.length, span.count)
+            tiles_of = (span.length, span.length, span.count)
+            exponent = self.ops.decay.exponent(span.start, keys.start, *tiles_of, workspace=self.workspace)
         decays = self.ops.call.log_decay is not None
         return tiles.Place(self.ops.group, diagonal=0, visible=weight, exponent=exponent, decays=decays)
 
@@ -312,11 +331,10 @@ def backward(
 
         def dq(before: State, span=span, q=q, terms=terms, rows=rows):
             q, g, e = _scaled((q, *terms), rows)
-            dq, numerator = _read_gradient(before, q, g, e, score, workspace, values=grads.decay is not None)
+            dq, _ = _read_gradient(before, q, g, e, score, workspace)
             grads.add_q(span, dq)
             if grads.decay is not None:
-                sums = (g * numerator).sum(-1, keepdim=True) + e * _read_weights(before, q, score)
-                grads.decay.add_queries(span.start, sums, ops.group)
+                grads.decay.add_queries(span.start, _read_pairs(before, q, g, e, dq, score), ops.group)
 
         if ops.causal:
             _, state = walk.advance(state, _scaled(walk.k_v(walk.keys(span)), keys), span, dq, carry)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastmax.eager import tiles
 from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
+from fastmax.eager.decay import is_at_hand
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import QuadraticPlan
 
@@ -18,11 +19,12 @@ from fastmax.planner import QuadraticPlan
 class _Tiling:
     """Which tiles hold visible pairs, and what a tile needs to know of its place."""
 
-    def __init__(self, ops: Operands, plan: QuadraticPlan, recording: bool):
+    def __init__(self, ops: Operands, plan: QuadraticPlan, workspace: Workspace | None):
         self.ops = ops
         self.plan = plan
+        self.workspace = workspace
         # Tiles of other sequences are skipped where looking at the bounds is free.
-        self.reads_values = ops.decay is not None and not recording and ops.q.device.type == "cpu"
+        self.reads_values = ops.decay is not None and workspace is not None and is_at_hand(ops.q)
         self.queries = spans(0, ops.n, plan.rows)
 
     def keys(self, rows: Span) -> list[Span]:
@@ -47,20 +49,23 @@ class _Tiling:
         ops = self.ops
         offset = rows.start + ops.shift - cols.start
         rpe = ops.call.rpe_matrix
+        exponent = None
+        if ops.decay is not None:
+            exponent = ops.decay.exponent(rows.start, cols.start, rows.length, cols.length, workspace=self.workspace)
         return tiles.Place(
             ops.group,
             diagonal=None if ops.right is None else offset + ops.right,
             lower=None if ops.left is None else offset - ops.left,
             visible=ops.key_weights(cols),
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
-            exponent=None if ops.decay is None else ops.decay.exponent(rows.start, cols.start, rows.length, cols.length),
+            exponent=exponent,
             decays=ops.call.log_decay is not None,
         )
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
     """Hand the sums of every block of queries to `sink`."""
-    tiling = _Tiling(ops, plan, recording=workspace is None)
+    tiling = _Tiling(ops, plan, workspace)
     scan = Scan(checkpointing=workspace is None)
 
     def block(rows: Span, _):
@@ -83,7 +88,7 @@ def backward(
     workspace: Workspace,
 ) -> None:
     """Add the gradients of the head group to `grads`; `row_terms(span)` is what the tiles take of a span of queries."""
-    tiling = _Tiling(ops, plan, recording=False)
+    tiling = _Tiling(ops, plan, workspace)
     for rows in tiling.queries:
         q, terms = ops.q_block(rows), row_terms(rows)
         for cols in tiling.keys(rows):

@@ -72,7 +72,7 @@ def forward(
 
     q (B, group * rows, d) is scaled, k (B, cols, d), v (B, cols, dv). `sums` is overwritten where nothing is recorded.
     """
-    w = _weights(_affine_scores(q, k, score, place, workspace), score, place, workspace)
+    w = _weights(_affine_scores(q, k, score, place, workspace), score, place, _fading(place, workspace), workspace)
     numerator, z = sums
     return torch.baddbmm(numerator, w, v, out=None if workspace is None else numerator), z + w.sum(-1, keepdim=True)
 
@@ -83,17 +83,26 @@ def backward(
     """Contributions of the tile to the gradients; g (B, group * rows, dv), e (B, group * rows, 1)."""
     y = _affine_scores(q, k, score, place, workspace)
     factor, slope = score.slope(y, out=workspace.buffer("temporary", *y.shape))
-    ds = torch.baddbmm(e, g, v.mT, beta=factor, alpha=factor, out=workspace.buffer("ds", *y.shape))
-    ds = _hide(ds if slope is None else ds.mul_(slope), place)
-    w = _weights(y, score, place, workspace)
+    fading = _fading(place, workspace)
+    ds, u = workspace.buffer("ds", *y.shape), None
+    if place.decays:
+        u = torch.baddbmm(e, g, v.mT, out=workspace.buffer("u", *y.shape))
+        torch.mul(u, factor if slope is None else slope, out=ds)
+        ds = ds if slope is None or factor == 1.0 else ds.mul_(factor)
+    else:
+        torch.baddbmm(e, g, v.mT, beta=factor, alpha=factor, out=ds)
+        ds = ds if slope is None else ds.mul_(slope)
+    ds = _hide(ds, place, fading)
+    w = _weights(y, score, place, fading, workspace)
     dq, drpe = ds @ k, None
     if place.rpe is not None:
         skewed = _unskew(ds.unflatten(1, (place.group, -1))).flatten(1, 2)
         dq = dq + skewed @ place.rpe
         drpe = torch.einsum("brl,brd->ld", skewed, q)
     pairs = None
-    if place.decays:
-        pairs = torch.baddbmm(e, g, v.mT).mul_(w).unflatten(1, (place.group, -1)).sum(1)
+    if u is not None:
+        pairs = u.mul_(w).unflatten(1, (place.group, -1))
+        pairs = pairs.squeeze(1) if place.group == 1 else pairs.sum(1)
     return TileGradients(dq, ds.mT @ q, w.mT @ g, drpe, pairs)
 
 
@@ -107,20 +116,27 @@ def _affine_scores(q: Tensor, k: Tensor, score: Score, place: Place, workspace: 
     return y
 
 
-def _weights(y: Tensor, score: Score, place: Place, workspace: Workspace | None) -> Tensor:
+def _weights(y: Tensor, score: Score, place: Place, fading: Tensor | None, workspace: Workspace | None) -> Tensor:
     """f(s) where visible, else 0; in place of y where nothing is recorded."""
     if workspace is None:
-        return _hide(score.weights(y), place)
-    return _hide(score.weights(y, temporary=workspace.buffer("temporary", *y.shape), out=y), place)
+        return _hide(score.weights(y), place, fading)
+    return _hide(score.weights(y, temporary=workspace.buffer("temporary", *y.shape), out=y), place, fading)
 
 
-def _hide(x: Tensor, place: Place) -> Tensor:
+def _fading(place: Place, workspace: Workspace | None) -> Tensor | None:
+    """The exponential of the place's exponent, (B, 1, rows, cols); in place of it where nothing is recorded."""
+    if place.exponent is None:
+        return None
+    return (place.exponent.exp() if workspace is None else place.exponent.exp_()).unsqueeze(1)
+
+
+def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:
     """Weights, or gradients of the scores, as the place leaves them: in place, zero where a key is hidden, and faded."""
     rows = x.unflatten(1, (place.group, -1))
     if place.diagonal is not None and place.diagonal < x.shape[-1] - 1:
         rows.tril_(place.diagonal)
-    if place.exponent is not None:
-        rows.mul_(place.exponent.exp().unsqueeze(1))
+    if fading is not None:
+        rows.mul_(fading)
     return x if place.visible is None else x.mul_(place.visible.mT)
 
 

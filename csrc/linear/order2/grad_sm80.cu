@@ -371,6 +371,8 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     }
   }
   const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
+  WalkSum x_sums[kFades ? 2 * kRowTiles : 1];
+  if constexpr (kFades) fading_again().load(x_sums);
 #pragma unroll 1
   for (int index = 0; index < stream.key_stages(); ++index) {
     const uint32_t y = stream.next(), y2 = y + Stage::kValueOffset, y_e = y + Stage::kScaleOffset;
@@ -380,11 +382,10 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
       const int key = first_key + slab;
       if (key > chunk_row + Tile::kWarpRows - 1) break;
       const int source = a.y_row(stream.own_begin()) + key;
-      float2 y_sums{};
+      WalkSum y_sums{};
       if constexpr (kFades) {
-        const auto fading = fading_again();
-        y_sums = fading.template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
-        if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
+        y_sums = fading_again().template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
+        if (key + Tile::kSlab <= chunk_row && is_gone<Tile::kSlab>(y_sums, x_sums[0])) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {}, u[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll kUnrollX2
@@ -425,25 +426,39 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
               const float x = value, centred = u[m][n][2 * half + i] + e[m][half] + column_e;
               value = fmaf(a.g1, x, a.g0) * centred;
               if (diagonal && key + column > chunk_row + 16 * m + 8 * half + g) value = 0.f;
-              if constexpr (kFades) u[m][n][2 * half + i] = fmaf(fmaf(0.5f * a.g1, x, a.g0), x, a.c0) * centred;
+              if (wants_pairs) u[m][n][2 * half + i] = fmaf(fmaf(0.5f * a.g1, x, a.g0), x, a.c0) * centred;
             }
           }
         }
       }
       if constexpr (kFades) {
-        // A bit for each key that counts among the pairs: the kernel of the queries alone has a mask here.
-        uint32_t taken = 0xffffffffu;
+        // Masked keys count among no pairs: the kernel of the queries alone has a mask here.
         if (const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch); y_mask != nullptr) {
           const int token = source + lane % Tile::kSlab;
-          taken = __ballot_sync(0xffffffffu, token < a.ny && y_mask[static_cast<int64_t>(token) * a.y_mask.token] != 0);
+          const unsigned taken =
+              __ballot_sync(0xffffffffu, token < a.ny && y_mask[static_cast<int64_t>(token) * a.y_mask.token] != 0);
+#pragma unroll
+          for (int n = 0; n < Tile::kSlab / 8; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+#pragma unroll
+              for (int m = 0; m < kRowTiles; ++m) u[m][n][e] = taken >> (8 * n + 2 * t + e % 2) & 1u ? u[m][n][e] : 0.f;
+            }
+          }
         }
         const bool before = key + Tile::kSlab <= chunk_row;
-        fading_again().template for_each_pair<kRowTiles, Tile::kSlab / 8>(
-            y_sums, before, [&](int m, int half, int n, int i, float factor) {
-              s[m][n][2 * half + i] = faded(s[m][n][2 * half + i], factor);
+        for_each_pair<Tile::kSlab / 8>(
+            x_sums, y_sums, before, [&](auto may_be_zero, int m, int half, int n, int i, float factor) {
+              float &x = s[m][n][2 * half + i], &pair = u[m][n][2 * half + i];
               const int column = 8 * n + 2 * t + i;
-              const bool counts = (taken >> column & 1u) != 0 && (before || key + column < chunk_row + 16 * m + 8 * half + g);
-              own_pairs[m][half] += counts ? faded(u[m][n][2 * half + i], factor) : 0.f;
+              if constexpr (decltype(may_be_zero)::value) {
+                x = faded(x, factor);
+                const bool counts = before || key + column < chunk_row + 16 * m + 8 * half + g;
+                own_pairs[m][half] += counts ? faded(pair, factor) : 0.f;
+              } else {
+                x *= factor;
+                own_pairs[m][half] = fmaf(pair, factor, own_pairs[m][half]);
+              }
             });
       }
       WeightsA<Math> weights[Tile::kSlab / 16][kRowTiles];

@@ -4,6 +4,7 @@
 // A block owns kRows rows of x. Everything that they multiply passes through one shared-memory ring: the snapshot (second
 // moment, first order, tiles), then pairs of y and w tiles.
 
+#include "core/score.h"
 #include "linear/dispatch.h"
 #include "linear/order2/stream.h"
 
@@ -164,6 +165,8 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
   // The own chunk.
   const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
   const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
+  WalkSum x_sums[kFades ? 2 * kRowTiles : 1];
+  if constexpr (kFades) fading.load(x_sums);
 #pragma unroll 1
   for (int index = 0; index < stream.key_stages(); ++index) {
     const uint32_t y = stream.next(), w = y + Stage::kValueOffset;
@@ -173,10 +176,10 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       const int key = first_key + slab;  // within the chunk
       if (key > chunk_row + 16 * kRowTiles - 1) break;
       const int source = a.y_row(stream.own_begin()) + key;
-      float2 y_sums{};
+      WalkSum y_sums{};
       if constexpr (kFades) {
         y_sums = fading.template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
-        if (key + Tile::kSlab <= chunk_row && fading.template is_gone<Tile::kSlab>(y_sums, at.row + warp_row)) continue;
+        if (key + Tile::kSlab <= chunk_row && is_gone<Tile::kSlab>(y_sums, x_sums[0])) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll
@@ -204,9 +207,11 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
         }
       }
       if constexpr (kFades) {
-        fading.template for_each_pair<kRowTiles, Tile::kSlab / 8>(
-            y_sums, key + Tile::kSlab <= chunk_row,
-            [&](int m, int half, int n, int e, float factor) { s[m][n][2 * half + e] = faded(s[m][n][2 * half + e], factor); });
+        for_each_pair<Tile::kSlab / 8>(x_sums, y_sums, key + Tile::kSlab <= chunk_row,
+                                       [&](auto may_be_zero, int m, int half, int n, int e, float factor) {
+                                         float& x = s[m][n][2 * half + e];
+                                         x = decltype(may_be_zero)::value ? faded(x, factor) : x * factor;
+                                       });
       }
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
 #pragma unroll
@@ -252,7 +257,8 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       const int row = at.row + warp_row + 16 * m + 8 * half + g;
       float factor = 1.f;
       if (normalise) {
-        const float row_sum = quad_sum(z[m][half]) + count;
+        float row_sum = quad_sum(z[m][half]) + count;
+        if (kFades && fabsf(row_sum) < PolynomialScore::kSmallestSum) row_sum = 0.f;
         factor = row_sum == 0.f ? 0.f : 1.f / row_sum;
         if (t == 0 && row < a.nx) a.z[at.x_head_index * a.z_head + row] = row_sum;
       }

@@ -1,0 +1,165 @@
+"""PyTorch's `FlopCounterMode` on the registered operators: against numbers computed by hand, and pairs counted one by one."""
+
+from functools import partial
+
+import pytest
+import torch
+from common import by_algorithm, by_causal, make_decay
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+import fastmax
+from fastmax import fastmax_attention, flash_attention, flops, reference
+
+
+def tensors(n, m=0, b=1, h=2, hk=0, d=3, dv=5):
+    m, hk = m or n, hk or h
+    shapes = ((b, h, n, d), (b, hk, m, d), (b, hk, m, dv))
+    return [torch.randn(shape).requires_grad_() for shape in shapes]
+
+
+def count(function) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def both(attention, inputs, **options) -> tuple[int, int]:
+    """Of the forward, and of the backward that autograd runs."""
+    outputs = []
+    forward = count(lambda: outputs.append(attention(*inputs, **options)))
+    return forward, count(lambda: torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs]))
+
+
+def of_pairs(inputs, pairs: int) -> tuple[int, int]:
+    d, dv = inputs[0].shape[3], inputs[2].shape[3]
+    return 2 * (d + dv) * pairs, 2 * (3 * d + 2 * dv) * pairs
+
+
+@pytest.mark.parametrize("n, m, causal, pairs", [(7, 9, False, 63), (9, 7, False, 63), (7, 9, True, 42), (1, 9, True, 9)])
+def test_quadratic_and_softmax(n, m, causal, pairs):
+    """Causal, 7 queries at the end of 9 keys see 3 + 4 + ... + 9 of them."""
+    inputs = tensors(n, m, b=3, h=4, hk=2)
+    expected = of_pairs(inputs, 12 * pairs)
+    quadratic = partial(fastmax_attention, algorithm="quadratic", a0=9.0)
+    for attention in (flash_attention, partial(quadratic, p=1), partial(quadratic, p=2)):
+        attention = partial(attention, causal=causal)
+        assert both(attention, inputs) == expected
+        with torch.no_grad():
+            assert count(partial(attention, *inputs)) == expected[0]
+
+
+def test_softmax_is_counted_as_pytorch_counts_its_own():
+    inputs = tensors(7, 9, h=4, hk=2)
+    shapes = [x.shape for x in inputs]
+    own = sdpa_flop_count(*shapes), sdpa_backward_flop_count((1, 4, 7, 5), *shapes)
+    assert both(flash_attention, inputs) == own
+
+
+@pytest.mark.parametrize("p, features", [(1, 3), (2, 9)])
+def test_linear(p, features):
+    """d = 3: features 3, and with p = 2 six products more."""
+    options = {"p": p, "a0": 9.0, "algorithm": "linear"}
+    inputs = tensors(40, 70, b=3, h=4, hk=2)  # dv = 5
+    of_queries, of_keys = 3 * 4 * 40, 3 * 2 * 70
+    forward = 2 * features * 5 * (of_queries + of_keys)
+    backward = 2 * features * 5 * (2 * of_queries + 3 * of_keys)
+    assert both(fastmax_attention, inputs, **options) == (forward, backward)
+
+    # Chunks of 256, 256 and 88 queries. All but the first read a state, in which all keys but the last 88 are.
+    inputs = tensors(600, h=2, hk=1)
+    pairs = 2 * (2 * 256 * 257 // 2 + 88 * 89 // 2)
+    of_queries, of_keys = 2 * 344, 512
+    forward = 2 * features * 5 * (of_queries + of_keys) + 2 * (3 + 5) * pairs
+    backward = 2 * features * 5 * (2 * of_queries + 3 * of_keys) + 2 * (9 + 10) * pairs
+    assert both(fastmax_attention, inputs, causal=True, **options) == (forward, backward)
+    # With keys before the queries the first chunk reads one too.
+    inputs = tensors(600, 601, h=2, hk=1)
+    forward = 2 * features * 5 * (2 * 600 + 513) + 2 * (3 + 5) * pairs
+    assert both(fastmax_attention, inputs, causal=True, **options)[0] == forward
+    # A single chunk has no state.
+    inputs = tensors(256)
+    assert both(fastmax_attention, inputs, causal=True, **options) == of_pairs(inputs, 2 * 256 * 257 // 2)
+
+
+@by_causal
+def test_auto_counts_what_runs(causal):
+    few, many = (tensors(n, h=1, d=16, dv=16) for n in (16, 2048))
+    for inputs, algorithm in ((few, "quadratic"), (many, "linear")):
+        auto, chosen = (both(fastmax_attention, inputs, causal=causal, algorithm=x) for x in ("auto", algorithm))
+        assert auto == chosen
+    quadratic = both(fastmax_attention, many, causal=causal, algorithm="quadratic")
+    assert sum(chosen) < sum(quadratic)
+
+
+@pytest.mark.parametrize("window", [1, 4, (3, -1), (-1, 2), (0, 5), 100])
+@pytest.mark.parametrize("n, m, causal", [(13, 13, True), (7, 13, True), (7, 13, False), (13, 7, False)])
+def test_windows(n, m, causal, window):
+    inputs = tensors(n, m, hk=1)
+    left, right = (window - 1, window - 1) if isinstance(window, int) else window
+    ahead = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
+    visible = torch.ones(n, m, dtype=torch.bool)
+    for hidden, applies in ((ahead > 0, causal), (-ahead > left, left >= 0), (ahead > right, right >= 0)):
+        visible &= ~hidden | (not applies)
+    assert both(flash_attention, inputs, causal=causal, window=window) == of_pairs(inputs, 2 * int(visible.sum()))
+
+
+@by_causal
+def test_packed_sequences_and_decays(causal):
+    """Pairs as the definition has them; decays themselves are no products."""
+    inputs = tensors(40, h=4, hk=2)
+    cu_seqlens = torch.tensor([0, 0, 11, 12, 40], dtype=torch.int32)
+    options = {"causal": causal, "cu_seqlens": cu_seqlens}
+    if causal:
+        options["log_decay"] = make_decay("-inf at places", 1, 2, 40)
+    visible = reference.visible_pairs(*inputs[:2], **{"log_decay": None} | options)
+    visible = visible.expand(1, 4, 40, 40)
+    pairs = int((visible.tril() if causal else visible).sum())
+    assert 0 < pairs < (4 * 820 if causal else 6400)
+    expected = of_pairs(inputs, pairs)
+    assert both(flash_attention, inputs, **options) == expected
+    assert both(fastmax_attention, inputs, algorithm="quadratic", **options) == expected
+
+
+def test_exact_window_is_two_attentions():
+    """100 tokens: the near pairs, and those of 90 queries with as many keys."""
+    inputs = tensors(100)
+    near, far = 2 * (10 * 100 - 45), 2 * 90 * 91 // 2
+    counted = both(fastmax_attention, inputs, causal=True, exact_window=10, algorithm="quadratic")
+    assert counted == of_pairs(inputs, near + far)
+
+
+def test_rpe_matrix():
+    inputs = tensors(5, 7)
+    pairs = 2 * 35
+    counted = both(fastmax_attention, inputs, rpe_matrix=torch.randn(11, 3, requires_grad=True))
+    assert counted == (2 * (2 * 3 + 5) * pairs, 2 * (6 * 3 + 2 * 5) * pairs)
+
+
+def test_decoding():
+    state = fastmax.init_state(3, 2, 4, 5)
+    q, k, v = torch.randn(3, 6, 1, 4), torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 5)
+    expected = 2 * 3 * (2 + 6) * (4 + 10) * 5  # every state is added to, every query reads one
+    assert count(lambda: fastmax.step(q, k, v, state)) == expected
+    assert count(lambda: fastmax.step_(q, k, v, state)) == expected
+
+
+@by_algorithm
+def test_fake_tensors(algorithm):
+    """Sizes alone: bounds have no values, so that all is counted."""
+    options = {"causal": True, "algorithm": algorithm}
+    dense = both(fastmax_attention, tensors(300), **options)
+    with FakeTensorMode():
+        cu_seqlens = torch.empty(4, dtype=torch.int32)
+        assert both(fastmax_attention, tensors(300), cu_seqlens=cu_seqlens, **options) == dense
+
+
+def test_nothing_is_counted_where_nothing_is_computed():
+    assert both(fastmax_attention, tensors(0), causal=True, algorithm="linear") == (0, 0)
+    assert both(flash_attention, tensors(0, 3)) == (0, 0)
+    assert count(lambda: torch.ops.fastmax.softmax(torch.randn(3, 4), "online")) == 0
+
+
+def test_every_operator_of_products_has_a_formula():
+    names = {name.removeprefix("fastmax::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastmax::")}
+    assert {name for name in names if not name.startswith("eager_")} == {*flops.FORMULAS, "softmax"}
