@@ -181,7 +181,7 @@ def prefill(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Under autocast as `step`.
+    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it with p = 2, where autograd records nothing.
     """
     q, k, v = _check(q, k, v, state, key_padding_mask, log_decay)
     n = q.shape[2]

@@ -55,13 +55,22 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> i
         return 2 * products * visible_pairs(q, k, call)
     readers, keys, pairs = n, m, 0
     if call.causal:  # what is in no other chunk than a token's own
-        last = (n - 1) % CHUNK + 1 if n else 0
-        readers, keys = n if m > n else n - min(n, CHUNK), m - last
-        pairs = b * h * sum(size * (size + 1) // 2 for size in (*(CHUNK,) * ((n - last) // CHUNK), last))
+        readers, keys = n if m > n else n - min(n, CHUNK), m - _last_chunk(n)
+        pairs = b * h * _pairs_within_chunks(n)
     features = d + (d * (d + 1) // 2 if call.score.order == 2 else 0)
     of_queries, of_keys = b * h * readers, b * hk * keys
     passes = 2 * of_queries + 3 * of_keys if backward else of_queries + of_keys
     return 2 * (features * dv * passes + products * pairs)
+
+
+def _last_chunk(n: int) -> int:
+    """Its queries."""
+    return (n - 1) % CHUNK + 1 if n else 0
+
+
+def _pairs_within_chunks(n: int) -> int:
+    last = _last_chunk(n)
+    return sum(size * (size + 1) // 2 for size in (*(CHUNK,) * ((n - last) // CHUNK), last))
 
 
 def _forward(q, k, v, *arguments, signature: Signature = FASTMAX, out_val=None) -> int:
@@ -85,6 +94,12 @@ def _decode_step(q, k, v, values, *arguments, out_val=None) -> int:
     return 2 * b * (hk + q.shape[1]) * (features - 1) * dv  # the first feature is 1
 
 
+def _prefill(q, k, v, mask, log_decay, first_key, values, *arguments, out_val=None) -> int:
+    """Every token is added to a state and reads one."""
+    (b, hk, features, dv), (_, h, n, d) = values.shape, q.shape
+    return 2 * b * ((hk + h) * n * (features - 1) * dv + h * (d + dv) * _pairs_within_chunks(n))
+
+
 # By operator. A softmax of rows has no products.
 FORMULAS = {
     "forward": _forward,
@@ -93,4 +108,5 @@ FORMULAS = {
     "flash_backward": _flash_backward,
     "decode_step": _decode_step,
     "decode_step_": _decode_step,
+    "prefill": _prefill,
 }

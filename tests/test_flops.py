@@ -142,6 +142,10 @@ def test_decoding():
     expected = 2 * 3 * (2 + 6) * (4 + 10) * 5  # every state is added to, every query reads one
     assert count(lambda: fastmax.step(q, k, v, state)) == expected
     assert count(lambda: fastmax.step_(q, k, v, state)) == expected
+    n = 600  # chunks of 256, 256 and 88 tokens, each of which has pairs of its own
+    q, k, v = torch.randn(3, 6, n, 4), torch.randn(3, 2, n, 4), torch.randn(3, 2, n, 5)
+    pairs = 3 * 6 * (2 * 256 * 257 + 88 * 89) // 2
+    assert count(lambda: fastmax.prefill(q, k, v, state)) == n * expected + 2 * (4 + 5) * pairs
 
 
 @by_algorithm
