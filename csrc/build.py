@@ -49,8 +49,8 @@ SPILL_EXCEPTIONS = {
     r"sm_120 .*quadratic_fwd_kernel<fastmax::.*Bf16, 64>": "one or two words, on that architecture alone",
     r"sm_(80|86|89|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false>": "up to 20 bytes once per row block; none on "
     "sm_90",
-    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true>": "what fades beside what fills the registers; bf16 "
-    "on sm_90: up to 28 bytes, at head_dim 256 68",
+    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true>": "what fades beside what fills the registers; "
+    "bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
     r"linear_read_kernel<fastmax::Bf16, 128, true>": "two words, likewise",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
     r"sm_(80|86|89) .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
