@@ -407,6 +407,20 @@ def cpu(results: Results) -> str:
 
 
 @block
+def options(results: Results) -> str:
+    """What an option costs: rows with a target against their peer."""
+    lines = []
+    for row in results.rows("options"):
+        if "target" not in row:
+            continue
+        peer = results.row("options", case=row["case"], mode=row["mode"], provider=row["peer"])
+        aim = f"{row['target']:.3g}" + ("" if row["met"] == "yes" else ", missed")
+        times = (f"{x['median']:.4g}" for x in (row, peer))
+        lines.append([row["case"].removeprefix("options "), row["mode"], *times, f"{row['of_peer']:.3g}", aim])
+    return table(["option", "", "with, ms", "without, ms", "ratio", "at most"], lines)
+
+
+@block
 def cpu_device(results: Results) -> str:
     row = results.rows("cpu")[0]
     return f"{row['device']}, PyTorch {row['torch']}"

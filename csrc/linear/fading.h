@@ -85,7 +85,7 @@ struct WalkSum {
   __device__ __forceinline__ float since(const WalkSum& row) const { return fastmax::fading(g, row.g); }
 };
 
-// What a block of x rows does with sums of the rows of y that it has in shared memory, a slab at a time. Called by whole warps.
+// The rows of x of a lane, and slabs of rows of y that they look at, as they fade. Called by whole warps.
 template <class Problem>
 struct FadingRows {
   const Problem& p;
