@@ -121,6 +121,9 @@ def check(given, mode):
     limits = (rounding(mode), *(1e-4 if mode == "fp32" else rounding(mode),) * 2)
     for name, limit, x, y in zip(("o", "values", "weights"), limits, actual, in_float64(given), strict=True):
         assert x.shape == y.shape and x.dtype == (given[0].dtype if name == "o" else torch.float32), name
+        if not y.any():  # the one token that is not forgotten is padding
+            assert not x.any(), name
+            continue
         assert relative(x, y) <= limit, f"{name}: {relative(x, y):.1e}"
     assert all(map(torch.equal, given[6:8], before))
     verify.poison_free_memory(DEVICE)

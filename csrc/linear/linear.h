@@ -113,6 +113,7 @@ struct ReadArgs : LinearProblem {
   bool half_out;           // out (and noise) are fp16 while the inputs were widened to fp32
   float* z;                // null: no division; else [batch][x head][z_head]
   int64_t z_head;
+  KeyBounds first_key;     // in a walk that fades: a query whose first key comes after its own token sees nothing
   View noise;
   float dropout;
 };

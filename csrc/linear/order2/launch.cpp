@@ -74,6 +74,11 @@ CarriedState of_phase(CarriedState state, const Phase& phase) {
   state.weights += first_row, state.new_weights += first_row;
   return state;
 }
+KeyBounds of_phase(KeyBounds bounds, const Phase& phase) {
+  const Stride& s = bounds.stride;
+  if (bounds.data != nullptr) bounds.data += phase.first_batch * s.batch + phase.first_head * s.head + phase.first_token * s.token;
+  return bounds;
+}
 Fading of_phase(Fading fading, const Phase& phase) {
   if (fading) {
     fading.sums += int64_t{phase.first_state} * fading.tokens;
@@ -113,6 +118,7 @@ struct Passes {
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.noise = of_phase(a.noise, phase, heads, phase.first_token, output_bytes(p));
     if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + phase.first_token;
+    a.first_key = of_phase(a.first_key, phase);
     kernels.read(p, a, stream);
   }
 
@@ -276,6 +282,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.half_out = runs_as_tf32(p);
   read.z = p.z;
   read.z_head = p.n;
+  read.first_key = p.first_key;
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
 

@@ -258,7 +258,13 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       float factor = 1.f;
       if (normalise) {
         float row_sum = quad_sum(z[m][half]) + count;
-        if (kFades && fabsf(row_sum) < PolynomialScore::kSmallestSum) row_sum = 0.f;
+        if constexpr (kFades) {
+          const KeyBounds& first = a.first_key;
+          const bool is_blind = first.data != nullptr && row < a.nx &&
+                                first.data[at.batch * first.stride.batch + at.kv_head * first.stride.head + row * first.stride.token] >
+                                    a.y_row(a.seen_end(row));
+          if (is_blind || fabsf(row_sum) < PolynomialScore::kSmallestSum) row_sum = 0.f;
+        }
         factor = row_sum == 0.f ? 0.f : 1.f / row_sum;
         if (t == 0 && row < a.nx) a.z[at.x_head_index * a.z_head + row] = row_sum;
       }
@@ -268,7 +274,8 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       for (int c = 0; c < 2 * kDepth; ++c) {
         const int column = 8 * c + 2 * t;
         if (column >= a.dv) break;
-        float x = acc[m][c][2 * half] * factor, y = acc[m][c][2 * half + 1] * factor;
+        float x = acc[m][c][2 * half], y = acc[m][c][2 * half + 1];
+        x = kFades ? faded(x, factor) : x * factor, y = kFades ? faded(y, factor) : y * factor;
         if (a.noise.data != nullptr) {
           const float2 r = load_row_pair<Element>(a.noise, a.half_out, at.batch, at.x_head, row, column);
           x *= fmaf(a.dropout, r.x, 1.f), y *= fmaf(a.dropout, r.y, 1.f);
