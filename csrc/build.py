@@ -51,8 +51,8 @@ SPILL_EXCEPTIONS = {
     "sm_90",
     r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true>": "what fades beside what fills the registers; "
     "bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
-    r"linear_read_kernel<fastmax::Bf16, 128, true>|sm_80 .*linear_read_kernel<fastmax::Tf32, 256, true>": "two or three words, "
-    "likewise",
+    r"linear_read_kernel<fastmax::Bf16, 128, true>|sm_80 .*linear_read_kernel<fastmax::Tf32, 256, true>": "two or three "
+    "words beside what fills the registers, read once per block",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
     r"sm_(80|86|89) .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"sm_(80|100|120) .*linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; none on sm_90",
