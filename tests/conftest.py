@@ -74,3 +74,15 @@ def several_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def kernels_alone(monkeypatch):
+    """Calls that reach the PyTorch implementation of attention fail."""
+    from fastmax import eager
+
+    def refuse(*_, **__):
+        raise AssertionError
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(eager, name, refuse)
