@@ -66,9 +66,8 @@ class Factor(NamedTuple):
 class Factors(NamedTuple):
     """What a chunk of the linear algorithm is multiplied with; B: blocks, as of `fastmax.eager.blocks.to_blocks`."""
 
-    rows: (
-        Tensor | None
-    )  # (B, group * length, 1), of what a query reads from the state before the chunk; 0: it sees nothing of it
+    # (B, group * length, 1), of what a query reads from the state before the chunk; 0: it sees nothing of it
+    rows: Tensor | None
     keys: Tensor | None  # (B, length, 1), of what a key adds to the state after the chunk
     carry: Factor | None  # (B, 1, 1), of the state before the chunk in the one after it
 
