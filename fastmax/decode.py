@@ -1,7 +1,8 @@
 """The recurrent form: one token at a time from a state whose size does not depend on the number of tokens.
 
 The state is the linear algorithm's, with one row for each distinct product: `1 + d + d(d+1)/2` features of a key, summed
-against v and against 1. `prefill` takes many tokens at once through the parallel form and continues from the same state.
+against v and against 1. `prefill` takes many tokens at once through the parallel form and continues from the same state. With an
+exact window the state keeps the last tokens beside the sums (`fastmax.decode_window`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from torch import Tensor
 from fastmax import eager, ops, validation
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
+from fastmax.decode_packed import prefill_packed
 from fastmax.decode_state import DecodeState
+from fastmax.decode_window import Tokens, joined, kept, with_near_keys
+from fastmax.decode_window import prefill as prefill_window
 from fastmax.normalization import normalize_rows
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.score import log_of_sums
 
 
 def init_state(
@@ -36,6 +41,7 @@ def init_state(
     lim: float = 1.0,
     p: int = 2,
     rpe_matrix: str | None = None,
+    exact_window: int = 0,
 ) -> DecodeState:
     """The state before any token, for `step` and `prefill`.
 
@@ -46,6 +52,7 @@ def init_state(
         normalize: False or "token" ("sequence" looks at future tokens and has no recurrent form).
         temperature, a0, a1, a2, lim, p: as in `fastmax_attention`.
         rpe_matrix: None or "sinusoidal".
+        exact_window: as in `fastmax_attention`; so many keys and values are kept, beside the sums.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -64,15 +71,32 @@ def init_state(
         raise ValueError(f'normalize must be False or "token" for a recurrent state, got {normalize!r}: it looks at all tokens')
     if rpe_matrix not in (None, "sinusoidal"):
         raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {type(rpe_matrix).__name__}')
+    validation.check_exact_window(exact_window)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
-    rows = _feature_count(head_dim, score.order, rpe_matrix is not None)
+    width = _width(head_dim, rpe_matrix is not None)
+    rows = _feature_count(width, score.order)
     values = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
     positions = None if rpe_matrix is None else torch.zeros(batch, dtype=torch.int64, device=device)
-    return DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
+    state = DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
+    if exact_window == 0:
+        return state
+    places = (batch, kv_heads, exact_window)
+    return replace(
+        state,
+        exact_window=exact_window,
+        near_keys=values.new_zeros(*places, width, dtype=dtype),
+        near_values=values.new_zeros(*places, value_dim, dtype=dtype),
+        near_mask=values.new_zeros(batch, exact_window, dtype=torch.bool),
+        near_decays=values.new_zeros(places),
+    )
 
 
-def _feature_count(head_dim: int, order: int, sinusoidal: bool) -> int:
-    width = head_dim + 2 * ((head_dim + 1) // 2) if sinusoidal else head_dim
+def _width(head_dim: int, sinusoidal: bool) -> int:
+    """Channels of q and k with those that a sinusoidal rpe_matrix appends."""
+    return head_dim + 2 * ((head_dim + 1) // 2) if sinusoidal else head_dim
+
+
+def _feature_count(width: int, order: int) -> int:
     return 1 + width + (width * (width + 1) // 2 if order == 2 else 0)
 
 
@@ -107,12 +131,16 @@ def step(
     q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
+        tokens, token = _joining(Tokens(k, v, key_padding_mask, log_decay), state)
         values, weights = state.values, state.weights
-        if log_decay is not None:
-            factor = _factor(log_decay, state)
+        if token.decays is not None:
+            factor = _factor(token.decays, state)
             values, weights = values * factor.unsqueeze(-1), weights * factor
-        o, values, weights = ops.decode_step(q, k, v, values, weights, key_padding_mask, state.score)
-    return o, _advanced(state, 1, values, weights)
+        o, values, weights = ops.decode_step(q, token.keys, token.values, values, weights, token.mask, state.score)
+        if state.exact_window > 0:
+            o = _with_near_keys(q, o, weights, tokens, state)
+            tokens = tokens.slice(1, state.exact_window)
+    return o, _advanced(state, 1, values, weights, tokens)
 
 
 def step_(
@@ -145,12 +173,17 @@ def step_(
     _check_memory({"q": q, "k": k, "v": v}, state)
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
-        if log_decay is not None:
-            ops.refuse_to_record(q, k, v, state.values, state.weights, log_decay)
-            factor = _factor(log_decay, state)
+        ops.refuse_to_record(q, k, v, log_decay, *state.tensors().values())
+        tokens, token = _joining(Tokens(k, v, key_padding_mask, log_decay), state)
+        if token.decays is not None:
+            factor = _factor(token.decays, state)
             state.values.mul_(factor.unsqueeze(-1))
             state.weights.mul_(factor)
-        o = ops.decode_step_(q, k, v, state.values, state.weights, key_padding_mask, state.score)
+        o = ops.decode_step_(q, token.keys, token.values, state.values, state.weights, token.mask, state.score)
+        if state.exact_window > 0:
+            o = _with_near_keys(q, o, state.weights, tokens, state)
+            for x, new in zip(kept(state), tokens.slice(1, state.exact_window), strict=True):
+                x.copy_(new)
     if state.positions is not None:
         state.positions.add_(1)
     state.tokens += 1
@@ -165,6 +198,7 @@ def prefill(
     *,
     key_padding_mask: Tensor | None = None,
     log_decay: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, DecodeState]:
     """Attend n tokens, causally, to themselves and all before them: n calls of `step` in one.
 
@@ -174,6 +208,9 @@ def prefill(
         state: from `init_state`, `step` or `prefill`. It is not modified.
         key_padding_mask: bool (b, n), True = the token joins the state.
         log_decay: (b, hk, n), as in `fastmax_attention`.
+        cu_seqlens: int32 (s + 1,), as in `fastmax_attention`: the n tokens of a batch of one are s sequences end to end. The
+            state has s batch entries, and sequence i continues from entry i and leaves it for what follows; one of no token
+            leaves it as it is.
 
     Returns:
         The output (b, h, n, dv) in q's dtype and layout, and the state after n tokens. Differentiable.
@@ -183,23 +220,62 @@ def prefill(
 
     Under autocast as `step`. On a GPU the linear algorithm's kernels compute it with p = 2, where autograd records nothing.
     """
-    q, k, v = _check(q, k, v, state, key_padding_mask, log_decay)
+    q, k, v = _check(q, k, v, state, key_padding_mask, log_decay, cu_seqlens)
     n = q.shape[2]
     if k.shape[2] != n:
         raise ValueError(f"k and v must have q's number of tokens {n}, got {k.shape[2]}")
-    with ops.without_autocast(q):
-        q, k = _transform(q, k, state)
-        call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
-        call = with_bounds(call, q, k, log_decay, continues=True)
-        o, values, weights = ops.prefill(q, k, v, call, state.values, state.weights)
     if n == 0:  # the state that is returned may be changed in place, the given one not with it
-        return o, state.clone()
-    return o, _advanced(state, n, values, weights)
+        return eager.empty_like_layout(q, v.shape[3]), state.clone()
+    tokens = Tokens(k, v, key_padding_mask, log_decay)
+    with ops.without_autocast(q):
+        if cu_seqlens is None:
+            return _prefill(q, tokens, state)
+        return prefill_packed(q, tokens, state, cu_seqlens, _prefill)
 
 
-def _advanced(state: DecodeState, tokens: int, values: Tensor, weights: Tensor) -> DecodeState:
-    positions = None if state.positions is None else state.positions + tokens
-    return replace(state, values=values, weights=weights, positions=positions, tokens=state.tokens + tokens)
+def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None) -> tuple[Tensor, DecodeState]:
+    """Of n tokens. With a `count`, (1,), for a batch of one, only so many of them are there, and the others, which are masked and
+    have no decay, leave no trace."""
+    n = q.shape[2]
+    q, k = _transform(q, tokens.keys, state)
+    tokens = tokens._replace(keys=k)
+    if state.exact_window > 0:
+        o, values, weights, tokens = prefill_window(q, joined(state, tokens), state, count)
+    else:
+        call = Call(state.score, causal=True, key_padding_mask=tokens.mask)
+        call = with_bounds(call, q, k, tokens.decays, continues=True)
+        o, _, values, weights = ops.prefill(q, k, tokens.values, call, state.values, state.weights)
+    after = _advanced(state, n, values, weights, tokens)
+    if count is not None and state.positions is not None:
+        after = replace(after, positions=state.positions + count)
+    return o, after
+
+
+def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
+    """The tokens that are near this one, with the one that leaves the window for the sums; and that, or this one, where there is
+    no window."""
+    if state.exact_window == 0:
+        return token, token
+    tokens = joined(state, token)
+    return tokens, tokens.slice(0, 1)
+
+
+def _with_near_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
+    """`o` and `weights` are of a step with the token that leaves the window, the first of these."""
+    lse = log_of_sums(eager.sums_of_weights(q, weights, state.score))
+    between = tokens.slice(1, state.exact_window).decays.double().sum(-1, keepdim=True)
+    return with_near_keys(q, o, lse, between, tokens, state)
+
+
+def _advanced(state: DecodeState, count: int, values: Tensor, weights: Tensor, tokens: Tokens) -> DecodeState:
+    """The state after so many tokens; `tokens` are the last ones, where it keeps some."""
+    changes = {"values": values, "weights": weights, "tokens": state.tokens + count}
+    if state.positions is not None:
+        changes["positions"] = state.positions + count
+    if state.exact_window > 0:
+        near = (x.clone(memory_format=torch.contiguous_format) for x in tokens)
+        changes |= zip(("near_keys", "near_values", "near_mask", "near_decays"), near, strict=True)
+    return replace(state, **changes)
 
 
 def _factor(log_decay: Tensor, state: DecodeState) -> Tensor:
@@ -220,7 +296,13 @@ def _check_token(
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None, log_decay: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as they are, or in the state's dtype under autocast."""
     if not isinstance(state, DecodeState):
@@ -234,8 +316,15 @@ def _check(
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
     batch, heads, rows, value_dim = state.values.shape
-    if k.shape[0] != batch or k.shape[1] != heads or k.shape[3] != state.head_dim:
-        expected = (batch, heads, "tokens", state.head_dim)
+    validation.check_cu_seqlens(cu_seqlens, q, k)
+    if cu_seqlens is not None and cu_seqlens.shape[0] != batch + 1:
+        raise ValueError(
+            f"cu_seqlens must have shape ({batch + 1},), a sequence for each batch entry of the state, got "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    batch_of_k = batch if cu_seqlens is None else 1
+    if k.shape[0] != batch_of_k or k.shape[1] != heads or k.shape[3] != state.head_dim:
+        expected = (batch_of_k, heads, "tokens", state.head_dim)
         raise ValueError(f"k must have the state's shape {expected}, got {tuple(k.shape)}")
     if v.shape[3] != value_dim:
         raise ValueError(f"v must have the state's value_dim {value_dim}, got {v.shape[3]}")
@@ -243,14 +332,32 @@ def _check(
         raise TypeError(f"q, k and v must have the state's dtype {state.dtype}, got {q.dtype}")
     if q.device != state.values.device:
         raise ValueError(f"q, k and v must be on the state's device {state.values.device}, got {q.device}")
-    expected = (batch, heads, _feature_count(state.head_dim, state.score.order, state.positions is not None))
+    width = _width(state.head_dim, state.positions is not None)
+    expected = (batch, heads, _feature_count(width, state.score.order))
     wide = eager.compute_dtype(state.dtype)
     if state.weights.shape != expected or rows != expected[2] or not state.values.dtype == state.weights.dtype == wide:
         raise ValueError(
             f"state must have values {(*expected, value_dim)} and weights {expected} of {wide} for its options, got "
             f"{tuple(state.values.shape)} of {state.values.dtype} and {tuple(state.weights.shape)} of {state.weights.dtype}"
         )
+    _check_window(state, (batch, heads, state.exact_window), width, value_dim)
     return q, k, v
+
+
+def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, value_dim: int) -> None:
+    """The tokens that the state keeps."""
+    if state.exact_window == 0:
+        return
+    wide = eager.compute_dtype(state.dtype)
+    for (name, x), shape, dtype in zip(
+        kept(state)._asdict().items(),
+        ((*places, width), (*places, value_dim), (places[0], places[2]), places),
+        (state.dtype, state.dtype, torch.bool, wide),
+        strict=True,
+    ):
+        if x is None or x.shape != shape or x.dtype != dtype:
+            got = "None" if x is None else f"{tuple(x.shape)} of {x.dtype}"
+            raise ValueError(f"state must have near_{name} {shape} of {dtype} for its exact_window, got {got}")
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor, state: DecodeState) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,12 @@ class DecodeState:
 
     `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
     `1`, `k_a` and `k_a k_b` for `a <= b`, in that order (`1 + d` of them for p = 1). With a sinusoidal rpe_matrix d counts the
-    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was seen.
+    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was seen, in packed
+    sequences of all of them together.
+
+    With an exact window of W tokens the sums hold the tokens before the last W, and `near_keys` (b, hk, W, d), `near_values`
+    (b, hk, W, dv), `near_mask` (b, W) and `near_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
+    q, k and v, whether each takes part (False in places that no token has yet), and its log_decay, in the dtype of the sums.
 
     `torch.save`, `torch.load` (with its default `weights_only=True`), `copy.deepcopy` and `torch.utils._pytree` know it; two
     states are equal only where they are the same object.
@@ -34,6 +39,11 @@ class DecodeState:
     normalize: str | None
     lim: float
     positions: Tensor | None = None  # None without a sinusoidal rpe_matrix
+    exact_window: int = 0
+    near_keys: Tensor | None = None  # None without an exact window, as are the following
+    near_values: Tensor | None = None
+    near_mask: Tensor | None = None
+    near_decays: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name. The first dimension of each is the batch."""
@@ -63,8 +73,9 @@ class DecodeState:
 
         Args:
             device: where to; as `Tensor.to`, it may be the dtype.
-            dtype: of the q, k and v to come. The sums are float32 for float32, float16 and bfloat16, so between these nothing
-                is rounded; they become float64 for float64 and are rounded on the way back.
+            dtype: of the q, k and v to come. The sums are float32 for float32, float16 and bfloat16, so between these none of
+                them is rounded; they become float64 for float64 and are rounded on the way back. The keys and values of an
+                exact window are rounded to the dtype.
             non_blocking: as in `Tensor.to`.
         """
         if isinstance(device, torch.dtype):
@@ -75,10 +86,11 @@ class DecodeState:
         validation.check_dtype("dtype", dtype)
         wide = eager.compute_dtype(dtype)
 
-        def move(x: Tensor) -> Tensor:
-            return x.to(device=device, dtype=wide if x.is_floating_point() else x.dtype, non_blocking=non_blocking)
+        def move(name: str, x: Tensor) -> Tensor:
+            floating = dtype if name in _TOKENS else wide
+            return x.to(device=device, dtype=floating if x.is_floating_point() else x.dtype, non_blocking=non_blocking)
 
-        return replace(self.map(move), dtype=dtype)
+        return replace(self, dtype=dtype, **{name: move(name, x) for name, x in self.tensors().items()})
 
     def clone(self) -> DecodeState:
         """A state with memory of its own, contiguous. Differentiable."""
@@ -121,6 +133,8 @@ class DecodeState:
             options["device"] = self.device
         options |= {"tokens": self.tokens, "dtype": self.dtype, "head_dim": self.head_dim, "p": self.score.order}
         options |= {"temperature": f"{1.0 / self.score.scale:g}"}
+        if self.exact_window > 0:
+            options |= {"exact_window": self.exact_window}
         options |= {name: f"{getattr(self.score, name):g}" for name in ("a0", "a1", "a2")}
         if self.normalize is not None:
             options |= {"normalize": repr(self.normalize), "lim": f"{self.lim:g}"}
@@ -135,6 +149,7 @@ class DecodeState:
         self.__init__(**(saved | {"score": Score(*saved["score"])}))
 
 
+_TOKENS = ("near_keys", "near_values")  # in the dtype of q, k and v
 _TENSORS = tuple(field.name for field in fields(DecodeState) if field.type.startswith("Tensor"))
 
 torch.serialization.add_safe_globals([DecodeState])

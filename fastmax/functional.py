@@ -12,7 +12,7 @@ from fastmax.exact_window import attention_with_exact_window
 from fastmax.normalization import normalize_rows
 from fastmax.planner import choose_algorithm
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
-from fastmax.score import Score, Softmax
+from fastmax.score import Score, Softmax, log_of_sums
 
 
 def fastmax_attention(
@@ -135,7 +135,7 @@ def fastmax_attention(
     call = with_bounds(call, q, k, log_decay, cu_seqlens)
     if exact_window == 0:
         o, z = _attend(q, k, v, call, use_custom_gradient)
-        lse = _log_of_sums(z) if return_lse else None
+        lse = log_of_sums(z) if return_lse else None
     else:
         o, lse = _attend_exactly(q, k, v, call, exact_window, use_custom_gradient)
     if three_d:
@@ -225,7 +225,7 @@ def _attend_exactly(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         o, z = _attend(q, k, v, call, use_custom_gradient)
-        return o, z if isinstance(call.score, Softmax) else _log_of_sums(z)
+        return o, z if isinstance(call.score, Softmax) else log_of_sums(z)
 
     noise = call.drop_noise
     with ops.without_autocast(q):
@@ -243,11 +243,6 @@ def _algorithm_of_packed(
         return algorithm
     length = max(1, q.shape[-2] // (cu_seqlens.shape[0] - 1))
     return choose_algorithm(length, length, q.shape[-1], v.shape[-1], True, score.order, q.shape[-3] // k.shape[-3])
-
-
-def _log_of_sums(z: Tensor) -> Tensor:
-    seen = z != 0
-    return torch.where(seen, torch.where(seen, z, 1.0).log(), -torch.inf)
 
 
 def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:

@@ -54,7 +54,7 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
         "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-        "-> (Tensor, Tensor, Tensor)"
+        "-> (Tensor o, Tensor z, Tensor, Tensor)"
     )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
@@ -118,9 +118,11 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
         )
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, values and weights; see
-    `fastmax.decode`. The kernels have no gradient: what is recorded runs in PyTorch operations."""
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, denominators, values and
+    weights; see `fastmax.decode`. The kernels have no gradient: what is recorded runs in PyTorch operations."""
     tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
     if eager.differentiating(*tensors):
         return eager.forward_from_state(q, k, v, call, values, weights)
@@ -187,7 +189,7 @@ def _prefill(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1
     operator_checks.check_state(q, k, v, values, weights, p)
     if q.numel() == 0:  # operators return no tensor that they were given
         state = (x.clone(memory_format=torch.contiguous_format) for x in (values, weights))
-        return eager.empty_like_layout(q, v.shape[-1]), *state
+        return eager.empty_like_layout(q, v.shape[-1]), _empty_per_query(q), *state
     with without_autocast(q):
         return eager.forward_from_state(q, k, v, call, values, weights)
 
@@ -245,7 +247,11 @@ extension.load()
 @torch.library.register_fake("fastmax::forward", lib=library)
 @torch.library.register_fake("fastmax::flash_forward", lib=library)
 def _forward_fake(q, k, v, *arguments):
-    return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
+    return eager.empty_like_layout(q, v.shape[-1]), _empty_per_query(q)
+
+
+def _empty_per_query(q):
+    return q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
 
 @torch.library.register_fake("fastmax::backward", lib=library)
@@ -277,7 +283,7 @@ def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
 @torch.library.register_fake("fastmax::prefill", lib=library)
 def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
-    return eager.empty_like_layout(q, v.shape[-1]), *state
+    return eager.empty_like_layout(q, v.shape[-1]), _empty_per_query(q), *state
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)

@@ -79,3 +79,9 @@ def reciprocal(z: Tensor) -> Tensor:
     """1 / z, and 0 for z = 0: a query that sees no key gets output 0 (and, by the inner `where`, gradient 0, not NaN)."""
     empty = z == 0
     return torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, z))
+
+
+def log_of_sums(z: Tensor) -> Tensor:
+    """log z, and -inf for z = 0 (with gradient 0)."""
+    seen = z != 0
+    return torch.where(seen, torch.where(seen, z, 1.0).log(), -torch.inf)

@@ -35,12 +35,22 @@ def _key_features(k: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Sco
     return key if mask is None else key * mask.unsqueeze(-1)
 
 
+def sums_of_weights(q: Tensor, weights: Tensor, score: Score) -> Tensor:
+    """(b, h, 1): what the output of a token's queries was divided by; `weights` of the state after it."""
+    return (_query_features(q, weights, score) @ weights.unsqueeze(-1)).flatten(1, 2)
+
+
 def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
-    query = _features(score.scale * q.squeeze(2).to(values.dtype), score.order)
-    query = query * _coefficients(q.shape[-1], score, query)
-    query = query.unflatten(1, (values.shape[1], -1))  # (b, hk, group, features)
+    query = _query_features(q, weights, score)
     o = (query @ values) * reciprocal(query @ weights.unsqueeze(-1))
     return o.flatten(1, 2).unsqueeze(2).to(q.dtype)
+
+
+def _query_features(q: Tensor, weights: Tensor, score: Score) -> Tensor:
+    """(b, h, 1, d) -> (b, hk, group, features), with what f makes of each."""
+    query = _features(score.scale * q.squeeze(2).to(weights.dtype), score.order)
+    query = query * _coefficients(q.shape[-1], score, query)
+    return query.unflatten(1, (weights.shape[1], -1))
 
 
 def _features(x: Tensor, order: int) -> Tensor:

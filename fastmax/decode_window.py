@@ -1,0 +1,90 @@
+"""Tokens of a state with an exact window: the last W are kept and weighed by `exp(s)`, those before them are in its sums.
+
+Let n tokens follow the W that are kept. Query i stands at W + i among all of these; it weighs the last W up to there exactly,
+and sees those up to i, and the sums, by f. So the first n of them, which leave the window, go through causal attention that
+continues from the sums, query i beside token i, and the last W are kept in place of those before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmax import eager, ops
+from fastmax.bounds import with_bounds
+from fastmax.call import Call
+from fastmax.decode_state import DecodeState
+from fastmax.merge import merge_attention
+from fastmax.score import Softmax, log_of_sums
+
+
+class Tokens(NamedTuple):
+    """Keys and what belongs to them, in the order of time."""
+
+    keys: Tensor  # (b, hk, tokens, d)
+    values: Tensor  # (b, hk, tokens, dv)
+    mask: Tensor | None  # bool (b, tokens), True = the token takes part
+    decays: Tensor | None  # (b, hk, tokens), logarithms, -inf too
+
+    def slice(self, first: int, count: int) -> Tokens:
+        return self._each(lambda x, dim: x.narrow(dim, first, count))
+
+    def gather(self, first: Tensor, count: int) -> Tokens:
+        """`slice`, where the device alone knows from which place, (1,)."""
+        places = first + torch.arange(count, device=first.device)
+        return self._each(lambda x, dim: x.index_select(dim, places))
+
+    def _each(self, function: Callable[[Tensor, int], Tensor]) -> Tokens:
+        return Tokens(*(function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
+
+
+_TOKEN_DIMENSIONS = (2, 2, 1, 2)
+
+
+def kept(state: DecodeState) -> Tokens:
+    return Tokens(state.near_keys, state.near_values, state.near_mask, state.near_decays)
+
+
+def joined(state: DecodeState, tokens: Tokens) -> Tokens:
+    """Those that the state keeps, then these."""
+    before, (b, hk, n, _) = kept(state), tokens.keys.shape
+    mask = before.mask.new_ones(b, n) if tokens.mask is None else tokens.mask
+    decays = before.decays.new_zeros(b, hk, n) if tokens.decays is None else tokens.decays.to(before.decays.dtype)
+    tokens = tokens._replace(mask=mask, decays=decays)
+    return Tokens(*(torch.cat(x, dim) for *x, dim in zip(before, tokens, _TOKEN_DIMENSIONS, strict=True)))
+
+
+def prefill(
+    q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tokens]:
+    """Output of n queries, the new values and weights, and the tokens to keep; `tokens` are `joined`. With a `count`, (1,), only
+    so many of the n are there, and outputs of the others mean nothing."""
+    n, window = q.shape[2], state.exact_window
+    leaving = tokens.slice(0, n)
+    far = with_bounds(Call(state.score, causal=True), q, tokens.keys, tokens.decays, continues=True)
+    sums = far.log_decay.double().cumsum(-1)
+    between = sums[..., window:] - sums[..., :n]  # from where a query stands among those that leave to where it stands
+    far = far._replace(key_padding_mask=leaving.mask, log_decay=far.log_decay[..., :n])
+    if count is not None:
+        leaves = torch.arange(n, device=q.device) < count
+        far = far._replace(key_padding_mask=leaving.mask & leaves, log_decay=torch.where(leaves, far.log_decay, 0.0))
+    o, z, values, weights = ops.prefill(q, leaving.keys, leaving.values, far, state.values, state.weights)
+    o = with_near_keys(q, o, log_of_sums(z), between, tokens, state)
+    return o, values, weights, tokens.slice(n, window) if count is None else tokens.gather(count, window)
+
+
+def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
+    """The output over the keys of the window as well. `o` and `lse` (b, h, n) are of the keys before it, which fade by `between`
+    (b, hk, n) up to the queries; these are beside the last of the tokens."""
+    score = Softmax(state.score.scale)
+    near = Call(score, causal=True, left=state.exact_window - 1, key_padding_mask=tokens.mask)
+    near = with_bounds(near, q, tokens.keys, tokens.decays)
+    if eager.is_transformed():  # the operator has no rule for it
+        parts = eager.forward(q, tokens.keys, tokens.values, near, differentiable=True)
+    else:
+        parts = ops.attention(q, tokens.keys, tokens.values, near)
+    lse = lse + between.to(lse.dtype).repeat_interleave(q.shape[1] // between.shape[1], dim=1)
+    return merge_attention(*zip(parts, (o, lse), strict=True))[0]
