@@ -82,7 +82,9 @@ def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: T
     score = Softmax(state.score.scale)
     near = Call(score, causal=True, left=state.exact_window - 1, key_padding_mask=tokens.mask)
     near = with_bounds(near, q, tokens.keys, tokens.decays)
-    if eager.is_transformed():  # the operator has no rule for it
+    # As of the keys before the window: a step is differentiated any number of times, many tokens once.
+    recorded = eager.differentiating(q, *tokens) if q.shape[2] == 1 else eager.is_transformed()
+    if recorded:
         parts = eager.forward(q, tokens.keys, tokens.values, near, differentiable=True)
     else:
         parts = ops.attention(q, tokens.keys, tokens.values, near)

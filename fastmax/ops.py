@@ -1,5 +1,5 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
-`decode_step_`, `prefill` and `softmax`.
+`decode_step_`, `prefill`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -54,7 +54,10 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
         "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-        "-> (Tensor o, Tensor z, Tensor, Tensor)"
+        "-> (Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
     )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
@@ -118,11 +121,9 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
         )
 
 
-def prefill(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, denominators, values and
-    weights; see `fastmax.decode`. The kernels have no gradient: what is recorded runs in PyTorch operations."""
+def prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, values and weights; see
+    `fastmax.decode`. The kernels have no gradient: what is recorded runs in PyTorch operations."""
     tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
     if eager.differentiating(*tensors):
         return eager.forward_from_state(q, k, v, call, values, weights)
@@ -132,6 +133,18 @@ def prefill(
         extension.warn_if_unused(q.device)
     with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which was asked here
         return extension.call(torch.ops.fastmax.prefill.default, *tensors, *call.score, _allow_tf32(q))
+
+
+def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that each of the last
+    `queries` tokens may see, int32 (b, hk, queries): the last token up to its own that forgets, else 0, or -1 with `continues`.
+    """
+    if not log_decay.is_cuda or eager.is_transformed():
+        return eager.finite_decay(log_decay, queries, continues, dtype)
+    wide = dtype == torch.float64
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.finite_decay.default(log_decay, queries, continues, wide)
+    return _FiniteDecay.apply(log_decay, queries, continues, wide)
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -189,9 +202,18 @@ def _prefill(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1
     operator_checks.check_state(q, k, v, values, weights, p)
     if q.numel() == 0:  # operators return no tensor that they were given
         state = (x.clone(memory_format=torch.contiguous_format) for x in (values, weights))
-        return eager.empty_like_layout(q, v.shape[-1]), _empty_per_query(q), *state
+        return eager.empty_like_layout(q, v.shape[-1]), *state
     with without_autocast(q):
         return eager.forward_from_state(q, k, v, call, values, weights)
+
+
+def _finite_decay(log_decay, queries, continues, wide):
+    if log_decay.dim() != 3:
+        raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
+    if not 0 <= queries <= log_decay.shape[-1]:
+        raise ValueError(f"queries must be from 0 to m = {log_decay.shape[-1]}, got {queries}")
+    finite, first_key = eager.finite_decay(log_decay, queries, continues, torch.float64 if wide else torch.float32)
+    return finite.contiguous(), first_key.contiguous()
 
 
 def _softmax(x, algorithm):
@@ -235,6 +257,8 @@ for _name, _implementation in {
     "eager_decode_step_": _decode_step_,
     "prefill": _prefill,
     "eager_prefill": _prefill,
+    "finite_decay": _finite_decay,
+    "eager_finite_decay": _finite_decay,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -247,11 +271,7 @@ extension.load()
 @torch.library.register_fake("fastmax::forward", lib=library)
 @torch.library.register_fake("fastmax::flash_forward", lib=library)
 def _forward_fake(q, k, v, *arguments):
-    return eager.empty_like_layout(q, v.shape[-1]), _empty_per_query(q)
-
-
-def _empty_per_query(q):
-    return q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
+    return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
 
 @torch.library.register_fake("fastmax::backward", lib=library)
@@ -283,7 +303,15 @@ def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
 @torch.library.register_fake("fastmax::prefill", lib=library)
 def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
-    return eager.empty_like_layout(q, v.shape[-1]), _empty_per_query(q), *state
+    return eager.empty_like_layout(q, v.shape[-1]), *state
+
+
+@torch.library.register_fake("fastmax::finite_decay", lib=library)
+def _finite_decay_fake(log_decay, queries, continues, wide):
+    return (
+        log_decay.new_empty(log_decay.shape, dtype=torch.float64 if wide else torch.float32),
+        log_decay.new_empty((*log_decay.shape[:-1], queries), dtype=torch.int32),
+    )
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -411,6 +439,34 @@ def _prefill_autograd(keyset, *args):
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("prefill", _prefill_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
+
+
+def _save_finite_decay(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_finite_decay(ctx, grad, _):
+    (log_decay,) = ctx.saved_tensors
+    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None, None
+
+
+torch.library.register_autograd(
+    "fastmax::finite_decay", _differentiate_finite_decay, setup_context=_save_finite_decay, lib=library
+)
+
+
+class _FiniteDecay(torch.autograd.Function):
+    """What `register_autograd` does, at less cost a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = extension.call(torch.ops.fastmax.finite_decay.default, *inputs)
+        _save_finite_decay(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate_finite_decay)
 
 
 def _save_softmax(ctx, inputs, output):

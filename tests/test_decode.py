@@ -34,7 +34,11 @@ OPTIONS = {
     "normalize=token": {"normalize": "token", "lim": 0.5},
     "sinusoidal": {"rpe_matrix": "sinusoidal", "temperature": 4.0},
     "everything": {"rpe_matrix": "sinusoidal", "normalize": "token", "lim": 0.8, "temperature": 3.0, "a0": 1.5, "a2": 0.4},
-}
+    "exact window": {"exact_window": 3, "temperature": 2.5},
+    "exact window, everything": {
+        "exact_window": 4, "rpe_matrix": "sinusoidal", "normalize": "token", "lim": 0.8, "temperature": 3.0, "a2": 0.4,
+    },
+}  # fmt: skip
 by_decode_option = pytest.mark.parametrize("option", OPTIONS)
 
 

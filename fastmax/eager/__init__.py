@@ -22,7 +22,7 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
-from fastmax.eager.decay import Decay
+from fastmax.eager.decay import Decay, finite_decay
 from fastmax.eager.recurrent import decode_step, decode_step_, sums_of_weights
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
@@ -36,6 +36,7 @@ __all__ = [
     "decode_step_",
     "differentiating",
     "empty_like_layout",
+    "finite_decay",
     "forward",
     "forward_from_state",
     "in_functorch",
@@ -135,15 +136,14 @@ class _Parts:
 
 def forward_from_state(
     q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention of n tokens that continue from a state, by the linear algorithm: output, denominators (b, h, n), values,
-    weights.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Causal attention of n tokens that continue from a state, by the linear algorithm: output, values, weights.
 
     `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.DecodeState`.
     """
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:
-        return empty_like_layout(q, dv), q.new_empty(q.shape[:3], dtype=values.dtype), values, weights
+        return empty_like_layout(q, dv), values, weights
     order = call.score.order
     plan = plan_linear(q.device, b * hk, q.shape[1] // hk, d, dv, order)._replace(heads=b * hk)
     recorded = recording(q, k, v, values, weights, call.log_decay)
@@ -153,7 +153,7 @@ def forward_from_state(
     state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, parts, workspace, state)
     values, weights = linear.pack_state(state, d)
-    return *parts.join(q), values.unflatten(0, (b, hk)), weights.unflatten(0, (b, hk))
+    return parts.join(q)[0], values.unflatten(0, (b, hk)), weights.unflatten(0, (b, hk))
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
