@@ -80,7 +80,7 @@ def test_requested_archs_come_from_the_environment(build, monkeypatch):
 
 
 def test_arch_flags(build):
-    """sm80 files, and those without a suffix, for every architecture and as PTX of the oldest, from one run of the front end."""
+    """sm80 files, and those without a suffix, for every architecture and as PTX of the oldest, from one front-end run."""
     every = [
         "-gencode=arch=compute_80,code=sm_86",
         "-gencode=arch=compute_80,code=sm_90",
