@@ -21,8 +21,8 @@ DEFAULT_ARCHS = (80, 90, 100, 120)
 MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest libtorch that the library loads with
 SOURCE_DIR = Path(__file__).resolve().parent
-# Sources that tell architectures from 90 on apart (__CUDA_ARCH__ in linear/tile_config.h). The compiler's front end, which takes a
-# third of the time, runs once for all others.
+# Sources that tell architectures from 90 on apart (__CUDA_ARCH__ in linear/tile_config.h). For all others the front end of the
+# compiler, which takes a third of the time, runs once.
 TELLS_ARCHS_APART = SOURCE_DIR / "linear/order1"
 
 # Kernels that may spill registers, by a pattern of lines like "sm_90 void fastmax::linear_kernel<fastmax::Bf16, 64>(...)": why.
