@@ -1,5 +1,5 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
-`decode_step_`, `prefill` and `softmax`.
+`decode_step_`, `prefill`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -55,6 +55,9 @@ for _prefix in ("", "eager_"):
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
         "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
         "-> (Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
     )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
@@ -132,6 +135,18 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights
         return extension.call(torch.ops.fastmax.prefill.default, *tensors, *call.score, _allow_tf32(q))
 
 
+def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that each of the last
+    `queries` tokens may see, int32 (b, hk, queries): the last token up to its own that forgets, else 0, or -1 with `continues`.
+    """
+    if not log_decay.is_cuda or eager.is_transformed():
+        return eager.finite_decay(log_decay, queries, continues, dtype)
+    wide = dtype == torch.float64
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.finite_decay.default(log_decay, queries, continues, wide)
+    return _FiniteDecay.apply(log_decay, queries, continues, wide)
+
+
 def softmax(x: Tensor, algorithm: str) -> Tensor:
     """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online". There are no rules for what
     `eager.is_transformed` tells of."""
@@ -192,6 +207,15 @@ def _prefill(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1
         return eager.forward_from_state(q, k, v, call, values, weights)
 
 
+def _finite_decay(log_decay, queries, continues, wide):
+    if log_decay.dim() != 3:
+        raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
+    if not 0 <= queries <= log_decay.shape[-1]:
+        raise ValueError(f"queries must be from 0 to m = {log_decay.shape[-1]}, got {queries}")
+    finite, first_key = eager.finite_decay(log_decay, queries, continues, torch.float64 if wide else torch.float32)
+    return finite.contiguous(), first_key.contiguous()
+
+
 def _softmax(x, algorithm):
     with without_autocast(x):
         return row_softmax.forward(x, algorithm)
@@ -233,6 +257,8 @@ for _name, _implementation in {
     "eager_decode_step_": _decode_step_,
     "prefill": _prefill,
     "eager_prefill": _prefill,
+    "finite_decay": _finite_decay,
+    "eager_finite_decay": _finite_decay,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -278,6 +304,14 @@ def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
 def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
     return eager.empty_like_layout(q, v.shape[-1]), *state
+
+
+@torch.library.register_fake("fastmax::finite_decay", lib=library)
+def _finite_decay_fake(log_decay, queries, continues, wide):
+    return (
+        log_decay.new_empty(log_decay.shape, dtype=torch.float64 if wide else torch.float32),
+        log_decay.new_empty((*log_decay.shape[:-1], queries), dtype=torch.int32),
+    )
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -405,6 +439,34 @@ def _prefill_autograd(keyset, *args):
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("prefill", _prefill_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
+
+
+def _save_finite_decay(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_finite_decay(ctx, grad, _):
+    (log_decay,) = ctx.saved_tensors
+    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None, None
+
+
+torch.library.register_autograd(
+    "fastmax::finite_decay", _differentiate_finite_decay, setup_context=_save_finite_decay, lib=library
+)
+
+
+class _FiniteDecay(torch.autograd.Function):
+    """What `register_autograd` does, at less cost a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = extension.call(torch.ops.fastmax.finite_decay.default, *inputs)
+        _save_finite_decay(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate_finite_decay)
 
 
 def _save_softmax(ctx, inputs, output):
