@@ -181,7 +181,8 @@ def prefill(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it with p = 2, where autograd records nothing.
+    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient with p = 2. The gradient has no
+    second derivative; that of `step` has.
     """
     q, k, v = _check(q, k, v, state, key_padding_mask, log_decay)
     n = q.shape[2]
@@ -191,7 +192,7 @@ def prefill(
         q, k = _transform(q, k, state)
         call = Call(state.score, causal=True, key_padding_mask=key_padding_mask)
         call = with_bounds(call, q, k, log_decay, continues=True)
-        o, values, weights = ops.prefill(q, k, v, call, state.values, state.weights)
+        o, _, values, weights = ops.prefill(q, k, v, call, state.values, state.weights)
     if n == 0:  # the state that is returned may be changed in place, the given one not with it
         return o, state.clone()
     return o, _advanced(state, n, values, weights)

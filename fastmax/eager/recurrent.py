@@ -37,7 +37,7 @@ def _key_features(k: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Sco
 
 def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
     query = _features(score.scale * q.squeeze(2).to(values.dtype), score.order)
-    query = query * _coefficients(q.shape[-1], score, query)
+    query = query * coefficients(q.shape[-1], score, query)
     query = query.unflatten(1, (values.shape[1], -1))  # (b, hk, group, features)
     o = (query @ values) * reciprocal(query @ weights.unsqueeze(-1))
     return o.flatten(1, 2).unsqueeze(2).to(q.dtype)
@@ -52,8 +52,8 @@ def _features(x: Tensor, order: int) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _coefficients(d: int, score: Score, like: Tensor) -> Tensor:
-    """What f makes of each feature of a query; the product of two different columns stands for two equal terms."""
+def coefficients(d: int, score: Score, like: Tensor) -> Tensor:
+    """(features,): what f makes of each feature of a query; the product of two different columns stands for two equal terms."""
     parts = [like.new_full((1,), score.a0), like.new_full((d,), score.a1)]
     if score.order == 2:
         a, b = torch.triu_indices(d, d, device=like.device)
