@@ -218,7 +218,8 @@ def prefill(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it with p = 2, where autograd records nothing.
+    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient with p = 2. The gradient has no
+    second derivative; that of `step` has.
     """
     q, k, v = _check(q, k, v, state, key_padding_mask, log_decay, cu_seqlens)
     n = q.shape[2]

@@ -100,6 +100,13 @@ def _prefill(q, k, v, mask, log_decay, first_key, values, *arguments, out_val=No
     return 2 * b * ((hk + h) * n * (features - 1) * dv + h * (d + dv) * _pairs_within_chunks(n))
 
 
+def _prefill_backward(*arguments, out_val=None) -> int:
+    """Five passes through states, of keys, then of queries: every token is added, and reads."""
+    (b, hk, features, dv), (_, h, n, d) = arguments[14].shape, arguments[4].shape
+    passes = (2 * h + 3 * hk) * n
+    return 2 * b * (passes * (features - 1) * dv + h * (3 * d + 2 * dv) * _pairs_within_chunks(n))
+
+
 # By operator. A softmax of rows has no products.
 FORMULAS = {
     "forward": _forward,
@@ -109,4 +116,5 @@ FORMULAS = {
     "decode_step": _decode_step,
     "decode_step_": _decode_step,
     "prefill": _prefill,
+    "prefill_backward": _prefill_backward,
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastmax import validation
 from fastmax.call import Call
+from fastmax.eager import States
 from fastmax.eager.blocks import compute_dtype
 from fastmax.score import Softmax
 
@@ -62,6 +63,15 @@ def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor
     rows = 1 + d + (d * (d + 1) // 2 if order == 2 else 0)
     for name, x, shape in (("values", values, (b, hk, rows, v.shape[3])), ("weights", weights, (b, hk, rows))):
         _check_tensor(name, x, shape, compute_dtype(q.dtype), q)
+
+
+def check_states(q: Tensor, states: States, log_decay: Tensor | None) -> None:
+    """Of a prefill's gradient, whose given state was checked."""
+    for prefix, tensors in (("new_", states.new), ("grad_new_", states.grads)):
+        for name, x, given in zip(("values", "weights"), tensors, states.given, strict=True):
+            _check_tensor(prefix + name, x, given.shape, given.dtype, q)
+    if log_decay is not None and any(x is not None for x in states.grads) and any(x is None for x in states.new):
+        raise ValueError("the gradient of log_decay needs new_values and new_weights beside their gradients")
 
 
 def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:

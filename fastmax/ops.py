@@ -1,5 +1,5 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
-`decode_step_`, `prefill`, `finite_decay` and `softmax`.
+`decode_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -54,7 +54,13 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
         "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-        "-> (Tensor, Tensor, Tensor)"
+        "-> (Tensor o, Tensor z, Tensor new_values, Tensor new_weights)"
+    )
+    library.define(
+        f"{_prefix}prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, "
+        "Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, Tensor? key_padding_mask, "
+        "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, "
+        "bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
     library.define(
         f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
@@ -64,8 +70,8 @@ for _prefix in ("", "eager_"):
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax, the log-sum-exp."""
-    operator = _FLASH if isinstance(call.score, Softmax) else _FASTMAX
-    tensors, options = operator.signature.flatten(call, _allow_tf32(q))
+    operator, signature = (_FLASH, FLASH) if isinstance(call.score, Softmax) else (_FASTMAX, FASTMAX)
+    tensors, options = signature.flatten(call, _allow_tf32(q))
     return _call(operator, (q, k, v, *tensors), options)
 
 
@@ -121,18 +127,15 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
         )
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, values and weights; see
-    `fastmax.decode`. The kernels have no gradient: what is recorded runs in PyTorch operations."""
-    tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
-    if eager.differentiating(*tensors):
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, denominators (b, h, n), values
+    and weights; see `fastmax.decode`. What transforms of torch.func or forward mode see are PyTorch operations."""
+    if eager.is_transformed():
         return eager.forward_from_state(q, k, v, call, values, weights)
-    if torch.compiler.is_compiling():
-        return torch.ops.fastmax.prefill.default(*tensors, *call.score, _allow_tf32(q))
-    if q.is_cuda:
-        extension.warn_if_unused(q.device)
-    with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which was asked here
-        return extension.call(torch.ops.fastmax.prefill.default, *tensors, *call.score, _allow_tf32(q))
+    tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
+    return _call(_PREFILL, tensors, (*call.score, _allow_tf32(q)))
 
 
 def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -195,16 +198,35 @@ def _decode_step_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
         return eager.decode_step_(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
 
 
-def _prefill(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
+def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
+    """The call, checked."""
     score = Score(scale, a0, a1, a2, p)
     call = Call(score, causal=True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
     operator_checks.check_call(q, k, v, call)
     operator_checks.check_state(q, k, v, values, weights, p)
-    if q.numel() == 0:  # operators return no tensor that they were given
-        state = (x.clone(memory_format=torch.contiguous_format) for x in (values, weights))
-        return eager.empty_like_layout(q, v.shape[-1]), *state
+    return call
+
+
+def _prefill(q, k, v, *arguments):
+    call, (values, weights) = _prefill_call(q, k, v, *arguments), arguments[3:5]
     with without_autocast(q):
-        return eager.forward_from_state(q, k, v, call, values, weights)
+        o, z, *state = eager.forward_from_state(q, k, v, call, values, weights)
+    if q.numel() == 0:  # operators return no tensor that they were given
+        state = (x.clone(memory_format=torch.contiguous_format) for x in state)
+    return o, z, *state
+
+
+def _prefill_backward(
+    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments
+):
+    """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights."""
+    call = _prefill_call(q, k, v, *arguments)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
+    states = eager.States(arguments[3:5], (new_values, new_weights), (grad_new_values, grad_new_weights))
+    operator_checks.check_states(q, states, call.log_decay)
+    with without_autocast(q):
+        grads, grad_decay, of_state = eager.backward_from_state(grad_o, grad_z, q, k, v, o, z, call, states)
+    return *grads, q.new_empty(0) if grad_decay is None else grad_decay, *of_state
 
 
 def _finite_decay(log_decay, queries, continues, wide):
@@ -259,6 +281,8 @@ for _name, _implementation in {
     "eager_prefill": _prefill,
     "finite_decay": _finite_decay,
     "eager_finite_decay": _finite_decay,
+    "prefill_backward": _prefill_backward,
+    "eager_prefill_backward": _prefill_backward,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -303,7 +327,19 @@ def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
 @torch.library.register_fake("fastmax::prefill", lib=library)
 def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
-    return eager.empty_like_layout(q, v.shape[-1]), *state
+    return eager.empty_like_layout(q, v.shape[-1]), values.new_empty(q.shape[:3]), *state
+
+
+@torch.library.register_fake("fastmax::prefill_backward", lib=library)
+def _prefill_backward_fake(
+    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, mask, log_decay, first_key, values,
+    weights, scale, a0, a1, a2, p, allow_tf32,
+):  # fmt: skip
+    of_decay, *state = (
+        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (log_decay, values, weights)
+    )
+    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), of_decay, *state
 
 
 @torch.library.register_fake("fastmax::finite_decay", lib=library)
@@ -356,24 +392,51 @@ def _flash_gradients(saved, options, grad_o, grad_lse):
     return _gradients(saved, options, grad_o, grad_lse, FLASH, torch.ops.fastmax.flash_backward.default)
 
 
+def _save_prefill(ctx, inputs, output):
+    (q, k, v, mask, log_decay, *tokens_and_state), ctx.options = inputs[:8], inputs[8:]
+    o, z, *state = output
+    # What the gradient of log_decay alone takes is not kept alive for others.
+    state = (None, None) if log_decay is None else state
+    ctx.save_for_backward(q, k, v, o, z, *state, mask, log_decay, *tokens_and_state)
+    ctx.set_materialize_grads(False)
+
+
+def _prefill_gradients(saved, options, grad_o, grad_z, grad_values, grad_weights):
+    if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
+        return (None,) * 8
+    if grad_o is None:
+        grad_o = torch.zeros_like(saved[3])
+    backward = torch.ops.fastmax.prefill_backward.default
+    *tokens, of_decay, values, weights = backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
+    has_decay = saved[8] is not None
+    return *tokens, None, of_decay if has_decay else None, None, values, weights
+
+
 def refuse_second_derivative(ctx, *grads):
     """The backward of a gradient that is not to be differentiated."""
     raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
 
 
-class _Differentiable(NamedTuple):
-    """An operator of two outputs and its gradient."""
+def _refuse_second_derivative_of_prefill(ctx, *grads):
+    raise RuntimeError(
+        "fastmax: the gradient of prefill has no second derivative; fastmax.step, token by token, differentiates PyTorch "
+        "operations and gives the same numbers"
+    )
 
-    signature: Signature
+
+class _Differentiable(NamedTuple):
+    """An operator and its gradient."""
+
     forward: torch._ops.OpOverload
     save: Callable  # (ctx, inputs, outputs)
     gradients: Callable  # (saved tensors, options, gradients of the outputs) -> gradients of the inputs that are tensors
 
 
-_FASTMAX = _Differentiable(FASTMAX, torch.ops.fastmax.forward.default, _save_fastmax, _fastmax_gradients)
-_FLASH = _Differentiable(FLASH, torch.ops.fastmax.flash_forward.default, _save_flash, _flash_gradients)
+_FASTMAX = _Differentiable(torch.ops.fastmax.forward.default, _save_fastmax, _fastmax_gradients)
+_FLASH = _Differentiable(torch.ops.fastmax.flash_forward.default, _save_flash, _flash_gradients)
+_PREFILL = _Differentiable(torch.ops.fastmax.prefill.default, _save_prefill, _prefill_gradients)
 
-for _operator in (_FASTMAX, _FLASH):
+for _operator in (_FASTMAX, _FLASH, _PREFILL):
 
     def _differentiate(ctx, *grads, gradients=_operator.gradients):
         return *gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
@@ -381,9 +444,10 @@ for _operator in (_FASTMAX, _FLASH):
     torch.library.register_autograd(_operator.forward, _differentiate, setup_context=_operator.save, lib=library)
 for _name in ("backward", "flash_backward"):
     torch.library.register_autograd(f"fastmax::{_name}", refuse_second_derivative, lib=library)
+torch.library.register_autograd("fastmax::prefill_backward", _refuse_second_derivative_of_prefill, lib=library)
 
 
-def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, Tensor]:
+def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
     if tensors[0].is_cuda:
@@ -429,15 +493,7 @@ def _decode_step_version(keyset, *args):
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
-def _prefill_autograd(keyset, *args):
-    """For callers of the operator itself."""
-    if eager.differentiating(*args[:8]):
-        raise RuntimeError("torch.ops.fastmax.prefill has no gradient: use fastmax.prefill, or call it under torch.no_grad()")
-    return torch.ops.fastmax.prefill.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
-library.impl("prefill", _prefill_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import copysign
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,14 @@ class Score(NamedTuple):
     def _is_square(self) -> bool:
         """Whether f is a2 (s + a1 / 2 a2)^2 plus a positive rest: then that form loses no digits. True for the default."""
         return self.order == 2 and self.a2 > 0.0 and self.a1 * self.a1 < 4.0 * self.a0 * self.a2
+
+    def without_zeros(self, smallest: float) -> Score:
+        """Coefficients that can be divided by: at least `smallest` times the largest in size, with its sign, or 1 where all are
+        0. With the square of a rounding, nobody sees the difference in f."""
+        used = (self.a0, self.a1, self.a2)[: 1 + self.order]
+        limit = smallest * max(map(abs, used)) or 1.0
+        used = (copysign(max(abs(a), limit), a) for a in used)
+        return self._replace(**dict(zip(("a0", "a1", "a2"), used, strict=False)))
 
     @property
     def affine(self) -> tuple[float, float]:

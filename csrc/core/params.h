@@ -98,6 +98,19 @@ struct FwdParams : AttentionParams {
   void* workspace;  // fwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
 };
 
+// What a call continued from and ended in, for the gradient: rows of all as in CarriedState.
+struct CarriedGradients {
+  const float* values;       // null: the call continued from nothing, and left nothing
+  const float* weights;
+  const float* new_values;   // read where there is a gradient of log_decay
+  const float* new_weights;
+  const float* grad_new_values;
+  const float* grad_new_weights;
+  float* grad_values;
+  float* grad_weights;
+  int d, dv;
+};
+
 struct BwdParams : AttentionParams {
   // of the forward, and gradients of its results
   const void* o;       // noise included
@@ -114,6 +127,7 @@ struct BwdParams : AttentionParams {
   float* grad_log_decay;  // (b, hk, m) contiguous; null without log_decay
 
   void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
+  CarriedGradients state;  // of calls through kLinearFromState (linear/algorithm.h)
 };
 
 }  // namespace fastmax

@@ -48,7 +48,7 @@ struct Sequence {
   }
 
   // As many rows of y as of x, after what a state holds: in its place a pad, so that the first chunk has something before it.
-  static Sequence after_state(int n) { return {n, n, kBoundary, kBoundary, true, Time::kForward}; }
+  static Sequence after_state(int n, Time time) { return {n, n, kBoundary, kBoundary, true, time}; }
 
   // The y row of a virtual row; negative in the pad.
   __host__ __device__ int y_row(int virtual_row) const { return virtual_row - pad; }

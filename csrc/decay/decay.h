@@ -38,6 +38,9 @@ void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStr
 
 // Sums of pairs, by query and by key, of p_ij, the derivative by the logarithm of the weight of (i, j): kernels of the backward fill
 // them. A pair of a token with itself does not fade and is in neither.
+//
+// A state that a call continues from counts as a key before the first token, one that it ends in as a query behind the last. Both sums
+// have pairs with them too; what these two sum to is theirs times their gradients (BwdParams::state).
 struct PairSums {
   float* by_query;  // (b, h, n)
   float* by_key;    // (b, hk, m)
@@ -46,7 +49,7 @@ size_t pair_sum_bytes(const BwdParams& p);
 PairSums pair_sums(const BwdParams& p, void* workspace);
 
 // p.grad_log_decay: of token t, the sum of p_ij over j < t <= pos(i), which is that of by_query minus that of by_key from t on. All of
-// both are the same sum, and are made to be.
+// both are the same sum, and are made to be. States are read here, and so is the gradient that a state was given.
 // workspace: decay_gradient_bytes.
 size_t decay_gradient_bytes(const BwdParams& p);
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream);

@@ -1,6 +1,7 @@
 #include "decay/decay.h"
 
 #include "core/launch.h"
+#include "decode/decode.h"
 
 namespace fastmax {
 namespace {
@@ -63,6 +64,19 @@ struct FlowOf {
       flow.x[0] += of_query, flow.x[1] += fabsf(of_query);
     }
     return flow;
+  }
+};
+
+// Of a head: sums of all pairs with the state that the call ended in, and with the one that it continued from. Blocks that share a
+// state each have a part of both.
+constexpr int kStateParts = 32;
+struct StatePairs {
+  const double* parts;  // [head][kStateParts][2]; null: there are no states
+
+  __device__ __forceinline__ Numbers<double, 2> of_head(int head) const {
+    Numbers<double, 2> sum{};
+    for (int i = 0; parts != nullptr && i < 2 * kStateParts; ++i) sum.x[i % 2] += parts[int64_t{head} * 2 * kStateParts + i];
+    return sum;
   }
 };
 
@@ -164,13 +178,39 @@ __global__ void __launch_bounds__(kThreads) decay_gradient_totals_kernel(const B
   tile_totals(p, FlowOf{p, sums}, totals, tiles);
 }
 
-__global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParams p, const PairSums sums, const double* totals,
-                                                                  const int tiles) {
-  tile_sums(p, FlowOf{p, sums}, totals, tiles, [&](int head, int from_end, const auto& flow, const auto& all) {
+// parts: StatePairs. A number that has no gradient has no part in a pair, whatever it is.
+__global__ void __launch_bounds__(kThreads) decay_state_pairs_kernel(const CarriedGradients state, const int rows, double* parts) {
+  const int64_t head = blockIdx.x / kStateParts;
+  const auto add = [&](double& sum, const float* x, const float* gradient, int64_t count) {
+    x += head * count, gradient += head * count;
+    for (int64_t i = blockIdx.x % kStateParts * kThreads + threadIdx.x; i < count; i += kStateParts * kThreads) {
+      const float y = gradient[i];
+      sum += y == 0.f ? 0. : static_cast<double>(x[i]) * y;
+    }
+  };
+  const int64_t numbers = int64_t{rows} * state.dv;
+  double sums[2] = {}, totals[2];
+  add(sums[0], state.new_values, state.grad_new_values, numbers);
+  add(sums[0], state.new_weights, state.grad_new_weights, rows);
+  add(sums[1], state.values, state.grad_values, numbers);
+  add(sums[1], state.weights, state.grad_weights, rows);
+  block_scan(sums[0], totals[0]), block_scan(sums[1], totals[1]);
+  if (threadIdx.x < 2) parts[2 * int64_t{blockIdx.x} + threadIdx.x] = totals[threadIdx.x];
+}
+
+__global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParams p, const PairSums sums, const StatePairs states,
+                                                                  const double* totals, const int tiles) {
+  const auto [of_query, of_key] = states.of_head(blockIdx.x / tiles).x;
+  tile_sums(p, FlowOf{p, sums}, totals, tiles, [&](int head, int from_end, const auto& flow, const auto& tokens) {
     // By query and by key all pairs have the same sum; what rounding leaves of the difference is taken back where it came from.
-    const double rounding = all.x[1] == 0. || !isfinite(all.x[0]) ? 0. : all.x[0] * (flow.x[1] / all.x[1]);
-    p.grad_log_decay[static_cast<int64_t>(head) * p.m + p.m - 1 - from_end] = static_cast<float>(flow.x[0] - rounding);
+    const double all = tokens.x[0] + (of_query - of_key), size = tokens.x[1] + (fabs(of_query) + fabs(of_key));
+    const double rounding = size == 0. || !isfinite(all) ? 0. : all * ((flow.x[1] + fabs(of_query)) / size);
+    p.grad_log_decay[static_cast<int64_t>(head) * p.m + p.m - 1 - from_end] = static_cast<float>(flow.x[0] + of_query - rounding);
   });
+}
+
+size_t state_pair_bytes(const BwdParams& p) {
+  return p.state.values == nullptr ? 0 : static_cast<size_t>(p.b) * p.hk * kStateParts * 2 * sizeof(double);
 }
 
 }  // namespace
@@ -200,14 +240,21 @@ PairSums pair_sums(const BwdParams& p, void* workspace) {
   return {by_query, by_query + static_cast<int64_t>(p.b) * p.h * p.n};
 }
 
-size_t decay_gradient_bytes(const BwdParams& p) { return total_bytes<FlowOf::kCount>(p); }
+size_t decay_gradient_bytes(const BwdParams& p) { return total_bytes<FlowOf::kCount>(p) + state_pair_bytes(p); }
 
 void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspace, cudaStream_t stream) {
   double* totals = static_cast<double*>(workspace);
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
+  StatePairs states{};
+  if (p.state.values != nullptr) {
+    double* parts = reinterpret_cast<double*>(static_cast<char*>(workspace) + total_bytes<FlowOf::kCount>(p));
+    launch_kernel("decay_state_pairs", decay_state_pairs_kernel, grid_1d(int64_t{p.b} * p.hk * kStateParts), kThreads, 0, stream, p.state,
+                  decode_rows(p.state.d, p.order), parts);
+    states.parts = parts;
+  }
   if (tiles > 1) launch_kernel("decay_gradient_totals", decay_gradient_totals_kernel, grid, kThreads, 0, stream, p, sums, totals, tiles);
-  launch_kernel("decay_gradient", decay_gradient_kernel, grid, kThreads, 0, stream, p, sums, totals, tiles);
+  launch_kernel("decay_gradient", decay_gradient_kernel, grid, kThreads, 0, stream, p, sums, states, totals, tiles);
 }
 
 }  // namespace fastmax

@@ -16,12 +16,8 @@ constexpr Kernels kLinear[] = {
      [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm80, stream); }},
 };
 
-// Rows of this table know FwdParams::state.
-constexpr Kernels kFromState[] = {
-    {"linear2_sm80", [](const AttentionParams&, Direction direction) { return direction == Direction::kForward; },
-     [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm80); }, nullptr,
-     [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm80, stream); }, nullptr},
-};
+// Rows of this table know FwdParams::state and BwdParams::state.
+constexpr Kernels kFromState[] = {kLinear[1]};
 
 }  // namespace
 

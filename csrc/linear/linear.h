@@ -145,11 +145,17 @@ struct FadeArgs : LinearProblem {
   float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (FadeFactor)
 };
 
-// A carried state and slot 0 of StateArgs::accumulators, which holds the same sums.
+// A number for each kind of row of a state: 1, k_a, k_a k_a, and k_a k_b of different columns.
+struct StateFactors {
+  float one, first, square, product;
+};
+
+// A carried state and slot 0 of StateArgs::accumulators, which holds the same sums: what is loaded, or stored, is multiplied.
 struct CarriedArgs {
   CarriedState state;
   int states;
   float* accumulators;
+  StateFactors factors;
 };
 
 // g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from fastmax.eager.blocks import (
     to_blocks,
 )
 from fastmax.eager.decay import Decay, finite_decay
-from fastmax.eager.recurrent import decode_step, decode_step_, sums_of_weights
+from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, sums_of_weights
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Softmax
@@ -31,6 +32,7 @@ from fastmax.score import Softmax
 __all__ = [
     "algorithm_of",
     "backward",
+    "backward_from_state",
     "compute_dtype",
     "decode_step",
     "decode_step_",
@@ -136,14 +138,14 @@ class _Parts:
 
 def forward_from_state(
     q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Causal attention of n tokens that continue from a state, by the linear algorithm: output, values, weights.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Causal attention of n tokens that continue from a state, by the linear algorithm: output, denominators, values, weights.
 
     `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.DecodeState`.
     """
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:
-        return empty_like_layout(q, dv), values, weights
+        return empty_like_layout(q, dv), values.new_empty(q.shape[:3]), values, weights
     order = call.score.order
     plan = plan_linear(q.device, b * hk, q.shape[1] // hk, d, dv, order)._replace(heads=b * hk)
     recorded = recording(q, k, v, values, weights, call.log_decay)
@@ -153,7 +155,42 @@ def forward_from_state(
     state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, parts, workspace, state)
     values, weights = linear.pack_state(state, d)
-    return parts.join(q)[0], values.unflatten(0, (b, hk)), weights.unflatten(0, (b, hk))
+    return *parts.join(q), values.unflatten(0, (b, hk)), weights.unflatten(0, (b, hk))
+
+
+class States(NamedTuple):
+    """What a call continued from and ended in, for its gradient: values (b, hk, features, dv) and weights (b, hk, features)."""
+
+    given: tuple[Tensor, Tensor]
+    new: tuple[Tensor | None, Tensor | None]  # for the gradient of log_decay
+    grads: tuple[Tensor | None, Tensor | None]  # of the new ones; None for zeros
+
+    def pairs(self) -> Tensor | float:
+        """(b, hk, 1), float64: the derivative by the logarithm of everything that is in the new state."""
+        given = [(x, grad) for x, grad in zip(self.new, self.grads, strict=True) if grad is not None]
+        # What has no gradient has no part in it, even if it is not finite.
+        products = [torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given]
+        return sum(x.flatten(2).sum(-1, keepdim=True) for x in products)
+
+
+def backward_from_state(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call, states: States
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None, tuple[Tensor, Tensor]]:
+    """Gradients of `forward_from_state`: of q, k, v as in `backward`, of log_decay (None without one), of values and weights.
+
+    The gradient of a state is one of sums over queries, as the state is of sums over keys: f's coefficient of each feature
+    times the features of q times (g, e). The walk back in time has these sums without the coefficients, so what it begins with
+    is divided by them, and what it ends with is multiplied.
+    """
+    call = call._replace(algorithm="linear")
+    grads, grad_decay = _zero_gradients(q, k, v, call.log_decay)
+    new_grads = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(states.given, states.grads, strict=True))
+    state_grads = tuple(x.clone(memory_format=torch.contiguous_format) for x in new_grads)
+    if q.numel() > 0:
+        _add_gradients(grads, None, grad_decay, grad_o, grad_z, q, k, v, o, z, call, (states.given, state_grads))
+        if grad_decay is not None:
+            grad_decay += states.pairs()
+    return grads, grad_decay, state_grads
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
@@ -208,17 +245,25 @@ def backward(
     softmax: by the normalised weight); everything else follows from `w_ij = f(s_ij)`. `grad_z`, of the denominator or the
     log-sum-exp, is not read where a query sees no key.
     """
-    rpe, log_decay = call.rpe_matrix, call.log_decay
-    grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v))
+    rpe = call.rpe_matrix
+    grads, grad_decay = _zero_gradients(q, k, v, call.log_decay)
     grad_rpe = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
-    grad_decay = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
     if q.numel() > 0 and k.numel() > 0:
         _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, call)
     return grads, {"rpe_matrix": None if rpe is None else grad_rpe.to(rpe.dtype), "log_decay": grad_decay}
 
 
-def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, call: Call) -> None:
-    """Writes `grads` and `grad_decay` and adds to `grad_rpe`, on one head group after the other."""
+def _zero_gradients(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v))
+    return grads, None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
+
+
+def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, call: Call, states=None) -> None:
+    """Writes `grads` and `grad_decay` and adds to `grad_rpe`, on one head group after the other.
+
+    `states`: values and weights that the forward was given, and the gradients of those that it returned, which become those of
+    the former.
+    """
     hk = k.shape[1]
     rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
     if grad_z is not None:
@@ -235,7 +280,24 @@ def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, c
             return ops.tiles.row_terms(call, **{name: to_blocks(x, span) for name, x in group.items()})
 
         sums = Gradients(ops, tuple(_five(x, hk)[batch, heads] for x in grads), grad_rpe)
-        module.backward(ops, plan, terms, sums, workspace)
+        if states is None:
+            module.backward(ops, plan, terms, sums, workspace)
+        else:
+            given, state_grads = (tuple(x[batch, heads] for x in pair) for pair in states)
+            _backward_between_states(given, state_grads, ops, plan, terms, sums, workspace)
         sums.write()
         if grad_decay is not None:
             grad_decay[batch, heads] = sums.decay.result().to(grad_decay.dtype)
+
+
+def _backward_between_states(given, grads, ops: Operands, plan, terms, sums: Gradients, workspace: Workspace) -> None:
+    """`linear.backward` of a head group, from the gradients of the new state to those of the given one, in their place."""
+    d, order = ops.q.shape[-1], ops.score.order
+    score = ops.score.without_zeros(torch.finfo(ops.dtype).eps ** 2)
+    factors = coefficients(d, score, grads[0])
+    sums_behind = (grads[0] / factors.unsqueeze(-1), grads[1] / factors)
+    before, behind = (linear.unpack_state(*(x.flatten(0, 1) for x in state), d, order) for state in (given, sums_behind))
+    behind = linear.backward(ops, plan, terms, sums, workspace, before, behind, score)
+    values, weights = linear.pack_state(behind, d)
+    grads[0].copy_(values.view_as(grads[0])).mul_(factors.unsqueeze(-1))
+    grads[1].copy_(weights.view_as(grads[1])).mul_(factors)

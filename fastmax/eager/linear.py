@@ -309,20 +309,29 @@ def backward(
     g_e: Callable[[Span], tuple[Tensor, Tensor]],
     grads: Gradients,
     workspace: Workspace,
-) -> None:
-    """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries."""
+    before: State | None = None,
+    behind: State | None = None,
+    score_behind: Score | None = None,
+) -> State:
+    """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries.
+
+    `before` is the state that the forward was given, and `behind` one of tokens (q, g, e) that see all of its keys, by
+    `score_behind`, in which no coefficient is 0. Both states may be overwritten. Returns what becomes of `behind` with all
+    queries in it, which all see the keys of `before`.
+    """
     walk = _Walk(ops, plan, workspace)
     score = ops.score
+    score_behind = score if score_behind is None else score_behind
 
     def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor | None, factor: Tensor | None, span: Span):
         """`v` and `weight` have the factor."""
-        dk, dv = _read_gradient(state, k, v, weight, score, workspace, values=True)
+        dk, dv = _read_gradient(state, k, v, weight, score_behind, workspace, values=True)
         grads.add_k(span, dk)
         if grads.decay is not None:
-            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score) * weight)
+            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score_behind) * weight)
         grads.add_v(span, dv if factor is None else dv * factor)
 
-    state = walk.state()
+    state = walk.state() if before is None else before
     for span in walk.alone:
         state = _absorb(state, *walk.alone_k_v(span)[:3], workspace)
     for span in walk.queries:
@@ -341,7 +350,7 @@ def backward(
         else:
             dq(state)
 
-    state = walk.state()
+    state = walk.state() if behind is None else behind
     for span in reversed(walk.queries):
         q, (g, e) = walk.q(span), g_e(span)
         if ops.causal:
@@ -364,3 +373,4 @@ def backward(
     for span in walk.alone:
         k, v, weight, factor = walk.alone_k_v(span)
         dk_dv(state, k, v, weight, factor, span)
+    return state

@@ -49,7 +49,7 @@ def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
 def _query_features(q: Tensor, weights: Tensor, score: Score) -> Tensor:
     """(b, h, 1, d) -> (b, hk, group, features), with what f makes of each."""
     query = _features(score.scale * q.squeeze(2).to(weights.dtype), score.order)
-    query = query * _coefficients(q.shape[-1], score, query)
+    query = query * coefficients(q.shape[-1], score, query)
     return query.unflatten(1, (weights.shape[1], -1))
 
 
@@ -62,8 +62,8 @@ def _features(x: Tensor, order: int) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _coefficients(d: int, score: Score, like: Tensor) -> Tensor:
-    """What f makes of each feature of a query; the product of two different columns stands for two equal terms."""
+def coefficients(d: int, score: Score, like: Tensor) -> Tensor:
+    """(features,): what f makes of each feature of a query; the product of two different columns stands for two equal terms."""
     parts = [like.new_full((1,), score.a0), like.new_full((d,), score.a1)]
     if score.order == 2:
         a, b = torch.triu_indices(d, d, device=like.device)

@@ -11,6 +11,8 @@
 // and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <initializer_list>
 
 #include "decay/decay.h"
@@ -70,8 +72,8 @@ KeptRows of_phase(KeptRows kept, const Phase& phase) {
 CarriedState of_phase(CarriedState state, const Phase& phase) {
   if (state.values == nullptr) return state;
   const int64_t first_row = int64_t{phase.first_state} * decode_rows(state.d, 2);
-  state.values += first_row * state.dv, state.new_values += first_row * state.dv;
-  state.weights += first_row, state.new_weights += first_row;
+  state.values += first_row * state.dv, state.weights += first_row;
+  if (state.new_values != nullptr) state.new_values += first_row * state.dv, state.new_weights += first_row;
   return state;
 }
 KeyBounds of_phase(KeyBounds bounds, const Phase& phase) {
@@ -88,6 +90,8 @@ Fading of_phase(Fading fading, const Phase& phase) {
   return fading;
 }
 
+inline constexpr StateFactors kAsTheyAre{1.f, 1.f, 1.f, 1.f};
+
 // A call's passes over the states of one plan, in the workspace.
 struct Passes {
   const Problem& p;
@@ -96,18 +100,20 @@ struct Passes {
   const StateBuffers& buffers;
   Fading fading;
   cudaStream_t stream;
-  CarriedState carried{};
+  CarriedState carried{};  // new_values may be null: what comes out is not wanted
+  StateFactors loads = kAsTheyAre, stores = kAsTheyAre;
 
   // Runs the phases: the states, then whoever reads them.
   template <class Consume>
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
-      const CarriedArgs state{of_phase(carried, phase), phase.problem.states(), buffers.accumulators};
-      if (phase.loads) kernels.load(p, state, stream);
+      const CarriedState state = of_phase(carried, phase);
+      const int states = phase.problem.states();
+      if (phase.loads) kernels.load(p, {state, states, buffers.accumulators, loads}, stream);
       sum(phase, a);
       if (phase.problem.nx > 0) consume(phase);
-      if (phase.stores) kernels.store(p, state, stream);
+      if (phase.stores && state.new_values != nullptr) kernels.store(p, {state, states, buffers.accumulators, stores}, stream);
     }
   }
 
@@ -206,7 +212,49 @@ struct FadedRows {
   }
 };
 
-bool continues(const FwdParams& p) { return p.state.values != nullptr; }
+template <class Params>
+bool continues(const Params& p) {
+  return p.state.values != nullptr;
+}
+
+template <class Params>
+Resets resets(const Params& p) {
+  return continues(p) ? Resets::kAtFirstKeysAndFirstToken : Resets::kAtFirstKeys;
+}
+
+// Queries looking at keys, and keys looking at queries, back in time.
+LinearProblem forward_in_time(const FwdParams& p, const StateSizes& sizes) {
+  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true)
+                      : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+}
+LinearProblem forward_in_time(const BwdParams& p, const StateSizes& sizes) {
+  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false)
+                      : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+}
+LinearProblem back_in_time(const BwdParams& p, const StateSizes& sizes) {
+  return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true)
+                      : make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
+}
+
+// The gradient of a state in sums over queries: f's coefficient times features of q times (g, e). The accumulators have these sums
+// without the coefficients, so what comes in is divided by them; a coefficient of 0, or next to it, is taken as the square of a
+// rounding of the largest one: that is nothing beside what f gives, and dividing by it stays in range.
+struct Divisors : Problem {
+  explicit Divisors(const Problem& p) : Problem(p) {
+    const float largest = std::max({std::fabs(a0), std::fabs(a1), order == 2 ? std::fabs(a2) : 0.f});
+    const float smallest = largest == 0.f ? 1.f : largest * FLT_EPSILON * FLT_EPSILON;
+    for (float* a : {&a0, &a1, &a2}) *a = std::copysign(std::max(std::fabs(*a), smallest), *a);
+    if (order == 1) a2 = 0.f;
+  }
+  StateFactors factors() const {
+    const Coefficients f(*this);
+    return {f.c0, f.c1, f.c2, 2.f * f.c2};
+  }
+  StateFactors inverses() const {
+    const StateFactors f = factors();
+    return {1.f / f.one, 1.f / f.first, 1.f / f.square, 1.f / f.product};
+  }
+};
 
 struct FwdPlan {
   StatePlan states;
@@ -216,9 +264,7 @@ struct FwdPlan {
   size_t bytes;
 
   FwdPlan(const FwdParams& p, const StateSizes& sizes, Workspace w)
-      : states(continues(p) ? make_problem_after_state(p, sizes)
-                            : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward),
-               sizes, p.sm_count, continues(p)),
+      : states(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
         inputs(p, w),
         faded(p, {&states.whole}, w) {
     buffers = take_buffers({&states}, w);
@@ -237,8 +283,8 @@ struct BwdPlan {
   size_t bytes;
 
   BwdPlan(const BwdParams& p, const StateSizes& sizes, Workspace w)
-      : prefixes(make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward), sizes, p.sm_count),
-        suffixes(make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward), sizes, p.sm_count),
+      : prefixes(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
+        suffixes(back_in_time(p, sizes), sizes, p.sm_count, continues(p)),
         inputs(p, w),
         faded(p, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
@@ -262,8 +308,7 @@ size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernel
 void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   FwdParams p = call;
   const FwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
-  const Resets resets = continues(p) ? Resets::kAtFirstKeysAndFirstToken : Resets::kAtFirstKeys;
-  if (fades(p)) fill_decay_sums(p, resets, plan.faded.sums, stream);
+  if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
   const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
@@ -293,10 +338,10 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
 void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   BwdParams p = call;
   const BwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
-  if (fades(p)) fill_decay_sums(p, Resets::kAtFirstKeys, plan.faded.sums, stream);
+  if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
   const PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
   const BwdInputs in = plan.inputs.fill(p, stream);
-  const Coefficients f(p);
+  Coefficients f(p);
 
   // grad_q: prefix states of (k, v).
   StateArgs prefix{};
@@ -316,10 +361,15 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_q.c0 = f.c0;
   grad_q.pair_sums = {pairs.by_query, p.n, 1};
 
-  const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream};
+  const CarriedGradients& c = p.state;
+  const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
+  const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
   over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
 
-  // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time.
+  // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time. It begins with the gradient of the state that the
+  // call ended in, and ends with that of the state that it continued from.
+  const Divisors divisors(p);
+  if (continues(p)) f = Coefficients(divisors);
   StateArgs suffix{};
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
@@ -344,7 +394,9 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.c0 = f.c0;
   grad_k.pair_sums = {pairs.by_key, p.m, 1};
 
-  const Passes over_suffixes{p, kernels, plan.suffixes, plan.buffers, suffix_fading, stream};
+  const CarriedState behind{c.grad_new_values, c.grad_new_weights, c.grad_values, c.grad_weights, c.d, c.dv};
+  const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,      suffix_fading,
+                             stream, behind,  divisors.inverses(), divisors.factors()};
   over_suffixes.run(suffix, [&](const Phase& phase) {
     over_suffixes.read(phase, grad_v);
     over_suffixes.grad(phase, grad_k);

@@ -18,7 +18,8 @@ struct StatePasses {
   void (*sum)(const Problem& p, const StateArgs& a, cudaStream_t stream);
   void (*read)(const Problem& p, const ReadArgs& a, cudaStream_t stream);
   void (*grad)(const Problem& p, const GradArgs& a, cudaStream_t stream);
-  // Carried states to and from what `sum` hands on and goes on from. Null: the architecture has none in kLinearFromState.
+  // Carried states, or their gradients, to and from what `sum` hands on and goes on from. Null: the architecture has none in
+  // kLinearFromState.
   void (*load)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
 };

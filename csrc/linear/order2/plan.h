@@ -46,14 +46,15 @@ inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int
   return r;
 }
 
-// The same for n tokens that continue from a state and end in one. One more chunk begins behind the last token, so that the walk takes
-// all rows of y; chunks are of about equal length, so that it takes few beyond them.
-inline LinearProblem make_problem_after_state(const Problem& p, const StateSizes& sizes) {
-  LinearProblem r = make_problem(p, sizes, p.h, p.hk, p.n, p.n, 0, Time::kForward);
-  static_cast<Sequence&>(r) = Sequence::after_state(p.n);
+// The same for n tokens that continue from a state. Where they end in one too, one more chunk begins behind the last token, so that
+// the walk takes all rows of y; chunks are of about equal length, so that it takes few beyond them.
+inline LinearProblem make_problem_after_state(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, Time time,
+                                              bool ends_in_state) {
+  LinearProblem r = make_problem(p, sizes, x_heads, y_heads, p.n, p.n, 0, time);
+  static_cast<Sequence&>(r) = Sequence::after_state(p.n, time);
   constexpr int kMultiple = 256;  // of every kernel's rows per block
   r.chunk = r.part = round_up((p.n + r.chunks - 1) / r.chunks, kMultiple);
-  r.chunks = (p.n + r.chunk - 1) / r.chunk + 1;
+  r.chunks = (p.n + r.chunk - 1) / r.chunk + (ends_in_state ? 1 : 0);
   return r;
 }
 
@@ -76,7 +77,7 @@ struct StatePlan {
   int batches, heads;  // of the states of a phase, at most
   int chunks;          // likewise
   int segments;        // that a walk is cut into, at most
-  bool carries;        // a state, from before the first row to behind the last: accumulators go in and come out
+  bool carries;        // a state, from before the first row on: accumulators go in, and come out where the last chunk ends
 
   StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false)
       : whole(r), sizes(sizes), carries(carries) {

@@ -1,0 +1,163 @@
+// fastmax::prefill and prefill_backward for CUDA tensors: many tokens that continue from a state of decode/decode.h and end in one, by
+// the linear algorithm.
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/operands.h"
+#include "bindings/run.h"
+#include "bindings/torch_abi.h"
+#include "linear/algorithm.h"
+
+namespace fastmax {
+namespace {
+
+const float* floats(const Tensor& x) { return static_cast<const float*>(x.data_ptr()); }
+float* mutable_floats(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
+
+void check_tokens(const AttentionInputs& x, const Tensor& values, const Tensor& weights, double scale, int64_t order) {
+  check_inputs(x, scale, /*causal=*/true);
+  FASTMAX_CHECK(x.q.size(2) == x.k.size(2), "k and v must have q's number of tokens ", x.q.size(2), ", got ", x.k.size(2));
+  check_state(x.q, x.k, x.v, values, weights, order);
+}
+
+bool is_covered(const AttentionInputs& x, int64_t order) {
+  return order == 2 && has_attention_kernels(x, kLinearAlgorithm, /*causal=*/true);
+}
+
+void fill(AttentionParams& p, const Operands& x, double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+  x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
+  p.a0 = static_cast<float>(a0), p.a1 = static_cast<float>(a1), p.a2 = static_cast<float>(a2);
+  p.order = static_cast<int>(order);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
+                                                   const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+                                                   const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in,
+                                                   double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const int device = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  check_tokens(inputs, values_in, weights_in, scale, order);
+  if (!is_covered(inputs, order)) {
+    const auto [o, z, new_values, new_weights] =
+        call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, key_padding_mask, log_decay, first_key, values_in, weights_in,
+                         scale, a0, a1, a2, order, allow_tf32);
+    return {o, z, new_values, new_weights};
+  }
+  const Tensor z = empty_per_query(q_in);
+  if (is_empty(q_in)) {
+    return {empty_like_layout(q_in, v_in.size(3)), z, dense_copy(values_in, ScalarType::Float), dense_copy(weights_in, ScalarType::Float)};
+  }
+
+  const Tensor values = dense(values_in), weights = dense(weights_in);
+  const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
+  const Operands x(inputs);
+  const Results results(q_in, v_in, x, z);
+  FwdParams p{};
+  fill(p, x, scale, a0, a1, a2, order, allow_tf32);
+  results.fill(p);
+  p.state = {floats(values),
+             floats(weights),
+             mutable_floats(new_values),
+             mutable_floats(new_weights),
+             static_cast<int>(q_in.size(3)),
+             static_cast<int>(v_in.size(3))};
+  run("prefill", kLinearFromState, p, device);
+  return {results.o.result(), z, new_values, new_weights};
+}
+
+// What a state is compared with: the state that a call ended in, or its gradient.
+void check_like_state(const char* name, const OptionalTensor& x, const Tensor& state) {
+  if (!x.has_value()) return;
+  const auto sizes = state.sizes(), got = x->sizes();
+  check_device(name, *x, state);
+  FASTMAX_CHECK(std::equal(got.begin(), got.end(), sizes.begin(), sizes.end()), name, " must have shape ", shape_text(sizes), ", got ",
+                shape_text(got));
+  FASTMAX_CHECK(x->scalar_type() == state.scalar_type(), name, " must have the state's dtype");
+}
+
+Tensor dense_or_zeros(const OptionalTensor& x, const Tensor& like) {
+  if (x.has_value()) return dense(*x);
+  Tensor zeros = empty_dense(like, ScalarType::Float);
+  return torch::stable::zero_(zeros);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
+    const Tensor& grad_o_in, const OptionalTensor& grad_z, const OptionalTensor& grad_new_values_in,
+    const OptionalTensor& grad_new_weights_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
+    const Tensor& z, const OptionalTensor& new_values_in, const OptionalTensor& new_weights_in, const OptionalTensor& key_padding_mask,
+    const OptionalTensor& log_decay, const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in, double scale,
+    double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const int device = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  check_tokens(inputs, values_in, weights_in, scale, order);
+  check_results(q_in, v_in, o_in, grad_o_in, "z", z);
+  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
+  check_like_state("grad_new_values", grad_new_values_in, values_in);
+  check_like_state("grad_new_weights", grad_new_weights_in, weights_in);
+  check_like_state("new_values", new_values_in, values_in);
+  check_like_state("new_weights", new_weights_in, weights_in);
+  // The gradient of log_decay takes products of a state and its gradient.
+  const bool reads_state = log_decay.has_value() && (grad_new_values_in.has_value() || grad_new_weights_in.has_value());
+  FASTMAX_CHECK(!reads_state || (new_values_in.has_value() && new_weights_in.has_value()),
+                "the gradient of log_decay needs new_values and new_weights beside their gradients");
+  if (!is_covered(inputs, order)) {
+    const auto [grad_q, grad_k, grad_v, grad_log_decay, grad_values, grad_weights] = call_operator<6>(
+        "fastmax::eager_prefill_backward", grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, o_in, z,
+        new_values_in, new_weights_in, key_padding_mask, log_decay, first_key, values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
+    return {grad_q, grad_k, grad_v, grad_log_decay, grad_values, grad_weights};
+  }
+  check_float("z", z);
+  if (grad_z.has_value()) check_float("grad_z", *grad_z);
+
+  const Tensor values = dense(values_in), weights = dense(weights_in);
+  const Tensor grad_new_values = dense_or_zeros(grad_new_values_in, values), grad_new_weights = dense_or_zeros(grad_new_weights_in, weights);
+  if (is_empty(q_in)) {
+    return {zeros_like_layout(q_in, q_in.size(3)),         zeros_like_layout(k_in, k_in.size(3)),
+            zeros_like_layout(v_in, v_in.size(3)),         zero_decay_gradient(log_decay, q_in),
+            dense_copy(grad_new_values, ScalarType::Float), dense_copy(grad_new_weights, ScalarType::Float)};
+  }
+
+  // Where the gradients are zeros, so may be what they are multiplied with.
+  const Tensor new_values = reads_state ? dense(*new_values_in) : grad_new_values;
+  const Tensor new_weights = reads_state ? dense(*new_weights_in) : grad_new_weights;
+  const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
+  const Operands x(inputs);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
+  BwdParams p{};
+  fill(p, x, scale, a0, a1, a2, order, allow_tf32);
+  gradients.fill(p);
+  p.state = {floats(values),
+             floats(weights),
+             floats(new_values),
+             floats(new_weights),
+             floats(grad_new_values),
+             floats(grad_new_weights),
+             mutable_floats(grad_values),
+             mutable_floats(grad_weights),
+             static_cast<int>(q_in.size(3)),
+             static_cast<int>(v_in.size(3))};
+  run("prefill_backward", kLinearFromState, p, device);
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), gradients.grad_log_decay, grad_values,
+          grad_weights};
+}
+
+}  // namespace
+}  // namespace fastmax
+
+STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+  m.impl("prefill", TORCH_BOX(&fastmax::prefill));
+  m.impl("prefill_backward", TORCH_BOX(&fastmax::prefill_backward));
+}
