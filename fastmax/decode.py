@@ -1,8 +1,8 @@
 """The recurrent form: one token at a time from a state whose size does not depend on the number of tokens.
 
 The state is the linear algorithm's, with one row for each distinct product: `1 + d + d(d+1)/2` features of a key, summed
-against v and against 1. `prefill` takes many tokens at once through the parallel form and continues from the same state. With an
-exact window the state keeps the last tokens beside the sums (`fastmax.decode_window`).
+against v and against 1. `prefill` takes many tokens at once through the parallel form and continues from the same state.
+`fastmax.decode_window` says how the last tokens are kept beside the sums for an exact window.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def prefill(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient with p = 2. The gradient has no
-    second derivative; that of `step` has.
+    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient with p = 2. The gradient has
+    no second derivative; that of `step` has. Packed sequences are taken in turn, in blocks of their mean length.
     """
     q, k, v = _check(q, k, v, state, key_padding_mask, log_decay, cu_seqlens)
     n = q.shape[2]
@@ -235,8 +235,8 @@ def prefill(
 
 
 def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None) -> tuple[Tensor, DecodeState]:
-    """Of n tokens. With a `count`, (1,), for a batch of one, only so many of them are there, and the others, which are masked and
-    have no decay, leave no trace."""
+    """Of n tokens. With a `count`, (1,), for a batch of one, only so many of them are there, and the others, which are masked
+    and have no decay, leave no trace."""
     n = q.shape[2]
     q, k = _transform(q, tokens.keys, state)
     tokens = tokens._replace(keys=k)
@@ -246,15 +246,12 @@ def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None
         call = Call(state.score, causal=True, key_padding_mask=tokens.mask)
         call = with_bounds(call, q, k, tokens.decays, continues=True)
         o, _, values, weights = ops.prefill(q, k, tokens.values, call, state.values, state.weights)
-    after = _advanced(state, n, values, weights, tokens)
-    if count is not None and state.positions is not None:
-        after = replace(after, positions=state.positions + count)
-    return o, after
+    return o, _advanced(state, n, values, weights, tokens, count)
 
 
 def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
-    """The tokens that are near this one, with the one that leaves the window for the sums; and that, or this one, where there is
-    no window."""
+    """Those that the window holds, this one among them, behind the one that leaves it; and which one joins the sums: that, or
+    this one, where there is no window."""
     if state.exact_window == 0:
         return token, token
     tokens = joined(state, token)
@@ -268,14 +265,16 @@ def _with_near_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state
     return with_near_keys(q, o, lse, between, tokens, state)
 
 
-def _advanced(state: DecodeState, count: int, values: Tensor, weights: Tensor, tokens: Tokens) -> DecodeState:
-    """The state after so many tokens; `tokens` are the last ones, where it keeps some."""
-    changes = {"values": values, "weights": weights, "tokens": state.tokens + count}
+def _advanced(
+    state: DecodeState, n: int, values: Tensor, weights: Tensor, tokens: Tokens, count: Tensor | None = None
+) -> DecodeState:
+    """The state after n tokens, or as many as `count`; `tokens` are the last ones, where it keeps some."""
+    changes = {"values": values, "weights": weights, "tokens": state.tokens + n}
     if state.positions is not None:
-        changes["positions"] = state.positions + count
-    if state.exact_window > 0:
-        near = (x.clone(memory_format=torch.contiguous_format) for x in tokens)
-        changes |= zip(("near_keys", "near_values", "near_mask", "near_decays"), near, strict=True)
+        changes["positions"] = state.positions + (n if count is None else count)
+    if state.exact_window > 0:  # copies, not views of all tokens
+        near = tokens._asdict().items()
+        changes |= {f"near_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in near}
     return replace(state, **changes)
 
 

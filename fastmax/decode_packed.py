@@ -1,8 +1,8 @@
 """`prefill` of packed sequences, each of which continues from a batch entry of the state.
 
-Sequences are cut into blocks of one length, the last of each filled up with tokens that are not there, and the blocks are taken
-in order, each from the entry of its sequence and back into it. How many blocks there may be follows from shapes alone, and which
-tokens a block has is known on the device, so that no length is copied to the host.
+Sequences are cut into blocks of one length, the last of each filled up with tokens that are not there, and the blocks are
+taken in order, each from the entry of its sequence and back into it. How many blocks there may be follows from shapes alone,
+and which tokens a block has is known on the device, so that no length is copied to the host.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def joined(state: DecodeState, tokens: Tokens) -> Tokens:
 def prefill(
     q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tokens]:
-    """Output of n queries, the new values and weights, and the tokens to keep; `tokens` are `joined`. With a `count`, (1,), only
-    so many of the n are there, and outputs of the others mean nothing."""
+    """Output of n queries, the new values and weights, and the tokens to keep; `tokens` are `joined`. With a `count`, (1,),
+    only so many of the n are there, and outputs of the others mean nothing."""
     n, window = q.shape[2], state.exact_window
     leaving = tokens.slice(0, n)
     far = with_bounds(Call(state.score, causal=True), q, tokens.keys, tokens.decays, continues=True)
@@ -77,8 +77,8 @@ def prefill(
 
 
 def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
-    """The output over the keys of the window as well. `o` and `lse` (b, h, n) are of the keys before it, which fade by `between`
-    (b, hk, n) up to the queries; these are beside the last of the tokens."""
+    """The output over the keys of the window as well. `o` and `lse` (b, h, n) are of the keys before it, which fade by
+    `between` (b, hk, n) up to the queries; these stand at the last of the tokens."""
     score = Softmax(state.score.scale)
     near = Call(score, causal=True, left=state.exact_window - 1, key_padding_mask=tokens.mask)
     near = with_bounds(near, q, tokens.keys, tokens.decays)

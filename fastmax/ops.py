@@ -216,9 +216,7 @@ def _prefill(q, k, v, *arguments):
     return o, z, *state
 
 
-def _prefill_backward(
-    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments
-):
+def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments):
     """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights."""
     call = _prefill_call(q, k, v, *arguments)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)

@@ -155,7 +155,9 @@ def test_a_state_passed_in_is_not_modified(device):
     assert all(map(torch.equal, pytree.tree_leaves(state)[: len(before)], before))
 
 
-@pytest.mark.parametrize("lengths", [(5,), (0, 0, 200), (1,) * 300, (64,) * 9, (1000, 1)], ids=lambda x: f"{len(x)} of {max(x)}")
+@pytest.mark.parametrize(
+    "lengths", [(5,), (0, 0, 200), (1,) * 300, (64,) * 9, (1000, 1)], ids=lambda x: f"{len(x)} of {max(x)}"
+)
 def test_blocks_are_about_as_many_as_needed(lengths):
     """Memory and work of 2 n, or of 64 tokens a sequence."""
     n = sum(lengths)
