@@ -132,11 +132,9 @@ def step(
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
         tokens, token = _joining(Tokens(k, v, key_padding_mask, log_decay), state)
-        values, weights = state.values, state.weights
-        if token.decays is not None:
-            factor = _factor(token.decays, state)
-            values, weights = values * factor.unsqueeze(-1), weights * factor
-        o, values, weights = ops.decode_step(q, token.keys, token.values, values, weights, token.mask, state.score)
+        o, values, weights = ops.decode_step(
+            q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score
+        )
         if state.exact_window > 0:
             o = _with_near_keys(q, o, weights, tokens, state)
             tokens = tokens.slice(1, state.exact_window)
@@ -170,16 +168,14 @@ def step_(
         RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`.
     """
     q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
-    _check_memory({"q": q, "k": k, "v": v}, state)
+    given = {"q": q, "k": k, "v": v, "log_decay": log_decay}
+    _check_memory({name: x for name, x in given.items() if x is not None}, state)
     with ops.without_autocast(q):
         q, k = _transform(q, k, state)
-        ops.refuse_to_record(q, k, v, log_decay, *state.tensors().values())
+        if state.exact_window > 0:
+            ops.refuse_to_record(q, k, v, log_decay, *state.tensors().values())
         tokens, token = _joining(Tokens(k, v, key_padding_mask, log_decay), state)
-        if token.decays is not None:
-            factor = _factor(token.decays, state)
-            state.values.mul_(factor.unsqueeze(-1))
-            state.weights.mul_(factor)
-        o = ops.decode_step_(q, token.keys, token.values, state.values, state.weights, token.mask, state.score)
+        o = ops.decode_step_(q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score)
         if state.exact_window > 0:
             o = _with_near_keys(q, o, state.weights, tokens, state)
             for x, new in zip(kept(state), tokens.slice(1, state.exact_window), strict=True):
@@ -253,7 +249,8 @@ def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
     """Those that the window holds, this one among them, behind the one that leaves it; and which one joins the sums: that, or
     this one, where there is no window."""
     if state.exact_window == 0:
-        return token, token
+        decays = token.decays if token.decays is None else token.decays.to(state.weights.dtype)
+        return token, token._replace(decays=decays)
     tokens = joined(state, token)
     return tokens, tokens.slice(0, 1)
 
@@ -276,11 +273,6 @@ def _advanced(
         near = tokens._asdict().items()
         changes |= {f"near_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in near}
     return replace(state, **changes)
-
-
-def _factor(log_decay: Tensor, state: DecodeState) -> Tensor:
-    """(b, hk, 1), of the sums."""
-    return log_decay.to(state.values.dtype).exp()
 
 
 def _check_token(

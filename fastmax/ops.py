@@ -45,11 +45,11 @@ for _prefix in ("", "eager_"):
     )
     library.define(
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? key_padding_mask, "
-        "float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
+        "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
     )
     library.define(
         f"{_prefix}decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? key_padding_mask, "
-        "float scale, float a0, float a1, float a2, int p) -> Tensor"
+        "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> Tensor"
     )
     library.define(
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
@@ -90,34 +90,51 @@ _tf32_is_set._dynamo_marked_constant = True
 
 
 def decode_step(
-    q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    weights: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decode`."""
-    tensors = (q, k, v, values, weights)
+    """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decode`. log_decay (b, hk, 1), in
+    the dtype of the state."""
+    tensors = (q, k, v, values, weights, mask, log_decay)
     if eager.differentiating(*tensors):
-        return eager.decode_step(*tensors, mask, score)
+        return eager.decode_step(*tensors, score)
     if q.is_cuda and not torch.compiler.is_compiling():
         extension.warn_if_unused(q.device)
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.decode_step.default(*tensors, mask, *score)
-    return extension.call(torch.ops.fastmax.decode_step.default, *tensors, mask, *score)
+        return torch.ops.fastmax.decode_step.default(*tensors, *score)
+    return extension.call(torch.ops.fastmax.decode_step.default, *tensors, *score)
 
 
-def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
+def decode_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    weights: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    score: Score,
+) -> Tensor:
     """`decode_step` that writes over `values` and `weights`, which are contiguous and overlap nothing else: the output.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
-    tensors = (q, k, v, values, weights)
+    tensors = (q, k, v, values, weights, mask, log_decay)
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.decode_step_.default(*tensors, mask, *score)
+        return torch.ops.fastmax.decode_step_.default(*tensors, *score)
     if q.is_cuda:
         extension.warn_if_unused(q.device)
     torch.autograd.graph.increment_version((values, weights))
     with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
-        return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, mask, *score)
+        return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, *score)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
@@ -188,14 +205,14 @@ def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH, statistic="lse")
 
 
-def _decode_step(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+def _decode_step(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
     with without_autocast(q):
-        return eager.decode_step(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
+        return eager.decode_step(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
 
 
-def _decode_step_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+def _decode_step_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
     with without_autocast(q):
-        return eager.decode_step_(q, k, v, values, weights, mask, Score(scale, a0, a1, a2, p))
+        return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
 
 
 def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
@@ -312,13 +329,13 @@ def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
 
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
-def _decode_step_fake(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+def _decode_step_fake(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
 
 
 @torch.library.register_fake("fastmax::decode_step_", lib=library)
-def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
+def _decode_step_fake_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -481,7 +498,7 @@ def _is_differentiated_by_functorch(x: Tensor) -> bool:
 
 def _decode_step_autograd(keyset, *args):
     """For callers of the operator itself."""
-    refuse_to_record(*args[:5])
+    refuse_to_record(*args[:7])
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 

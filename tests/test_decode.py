@@ -306,6 +306,19 @@ def test_step_in_place_refuses_to_record_a_decay(device):
         fastmax.step_(*first_token(inputs), state, log_decay=log_decay)
 
 
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_], ids=["step", "step_"])
+def test_a_state_that_is_forgotten_leaves_nothing(function, device):
+    """Not even what is no number."""
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    token, decay = first_token(inputs), torch.full((2, 2, 1), -torch.inf, device=device)
+    state = new_state(CASE, device).map(lambda x: torch.full_like(x, torch.nan))
+    o = function(*token, state, log_decay=decay)
+    o, after = o if isinstance(o, tuple) else (o, state)
+    expected_o, expected = fastmax.step(*token, new_state(CASE, device))
+    torch.testing.assert_close(o, expected_o)
+    torch.testing.assert_close(after.tensors(), expected.tensors())
+
+
 @pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=["step", "step_", "prefill"])
 def test_bad_decays(function):
     inputs, _ = make_inputs(CASE, torch.float64)
@@ -362,7 +375,7 @@ def test_step_in_place_refuses_to_record(what, device):
     with pytest.raises(RuntimeError, match=r"fastmax\.step_ .*gradient.*fastmax\.step"):
         fastmax.step_(*token, state)
     with pytest.raises(RuntimeError, match="gradient"):
-        torch.ops.fastmax.decode_step_(*token, state.values, state.weights, None, *state.score)
+        torch.ops.fastmax.decode_step_(*token, state.values, state.weights, None, None, *state.score)
     assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), before, strict=True)) and state.tokens <= 1
     expected, _ = fastmax.step(*token, state)
     with torch.no_grad():
@@ -438,19 +451,21 @@ by_operator = pytest.mark.parametrize("operator", ["decode_step", "decode_step_"
 OPERATOR_CALLS = {
     "defaults": {},
     "mask": {"mask": True},
+    "decay": {"decay": True},
     "p=1": {"p": 1},
     "one value channel": {"dv": 1},
     "bfloat16": {"dtype": torch.bfloat16},
-    "float64": {"dtype": torch.float64},
-    "no batch": {"b": 0},
+    "float64": {"dtype": torch.float64, "decay": True},
+    "no batch": {"b": 0, "decay": True},
 }
 
 
-def operator_arguments(device, b=2, dv=7, dtype=torch.float32, mask=False, p=2):
+def operator_arguments(device, b=2, dv=7, dtype=torch.float32, mask=False, decay=False, p=2):
     q, k, v = (torch.randn(b, *shape, device=device).to(dtype) for shape in ((4, 1, 5), (2, 1, 5), (2, 1, dv)))
     state = fastmax.init_state(b, 2, 5, dv, dtype=dtype, device=device, p=p)
     mask = torch.arange(b, device=device).view(b, 1) > 0 if mask else None
-    return q, k, v, state.values.normal_(), state.weights.uniform_(1, 2), mask, *state.score
+    log_decay = -torch.rand(b, 2, 1, dtype=state.values.dtype, device=device) if decay else None
+    return q, k, v, state.values.normal_(), state.weights.uniform_(1, 2), mask, log_decay, *state.score
 
 
 @by_operator
@@ -765,11 +780,13 @@ def test_in_place_kernels_give_the_same_bits(dtype, states, group, p):
     case = Case("", n=5, b=states, h=group, hk=1, d=64, dv=128)
     inputs, _ = make_inputs(case, dtype, "cuda")
     mask = torch.arange(states, device="cuda").view(-1, 1) % 2 == 0
+    log_decay = torch.where(torch.rand(states, 1, 5, device="cuda") < 0.2, -torch.inf, -0.1)
     state = fastmax.init_state(states, 1, 64, 128, dtype=dtype, device="cuda", p=p, temperature=8.0)
     expected = state.clone()
-    for token in pieces(inputs):
-        expected_o, expected = fastmax.step(*token, expected, key_padding_mask=mask)
-        assert torch.equal(fastmax.step_(*token, state, key_padding_mask=mask), expected_o)
+    for i, token in enumerate(pieces(inputs)):
+        options = {"key_padding_mask": mask, "log_decay": log_decay[..., i : i + 1] if i > 1 else None}
+        expected_o, expected = fastmax.step(*token, expected, **options)
+        assert torch.equal(fastmax.step_(*token, state, **options), expected_o)
         assert_same_states(state, expected)
 
 

@@ -5,6 +5,7 @@ and segments of at least 256 (p = 1); few heads cut the walk over keys into segm
 """
 
 import itertools
+import math
 from functools import lru_cache
 
 import pytest
@@ -763,9 +764,10 @@ def a_state(d, dv, hk, p, dtype):
 
 @pytest.mark.parametrize("d, dv", [(64, 64), (16, 16), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130)], ids=lambda x: str(x))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=lambda x: str(x)[6:])
+@pytest.mark.parametrize("fades", [False, True], ids=["", "decay"])
 @pytest.mark.parametrize("masked", [False, True], ids=["", "mask"])
 @by_order
-def test_decode_step(p, masked, dtype, d, dv):
+def test_decode_step(p, masked, fades, dtype, d, dv):
     """Against the PyTorch implementation in float64, with and without groups; the given state stays as it was."""
     if p == 1 and d == 1:
         pytest.skip("1 + s is not positive for one channel")
@@ -774,10 +776,13 @@ def test_decode_step(p, masked, dtype, d, dv):
         before = values.clone(), weights.clone()
         q, k, v = (layout(torch.randn(3, heads, 1, x, device=DEVICE).to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
         mask = torch.tensor([[True], [False], [True]], device=DEVICE) if masked else None
+        log_decay = torch.tensor([-0.3, 0.0, -math.inf], dtype=values.dtype, device=DEVICE) if fades else None
+        log_decay = None if log_decay is None else log_decay[:, None, None].expand(3, hk, 1)
         score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         verify.poison_free_memory(DEVICE)
-        actual = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, *score)
-        exact = eager.decode_step(*(x.double() for x in (q, k, v, values, weights)), mask, score)
+        actual = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, log_decay, *score)
+        wide = None if log_decay is None else log_decay.double()
+        exact = eager.decode_step(*(x.double() for x in (q, k, v, values, weights)), mask, wide, score)
         assert torch.equal(values, before[0]) and torch.equal(weights, before[1])
         o, *state = actual
         assert o.dtype == dtype and o.shape == (3, h, 1, dv)
@@ -789,7 +794,7 @@ def test_decode_step(p, masked, dtype, d, dv):
         if masked:
             for x, like in zip(state, before, strict=True):
                 assert torch.equal(x[1], like[1]) and not torch.equal(x[0], like[0])
-        again = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, *score)
+        again = torch.ops.fastmax.decode_step(q, k, v, values, weights, mask, log_decay, *score)
         assert all(torch.equal(x, y) for x, y in zip(actual, again, strict=True))
 
 

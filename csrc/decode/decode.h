@@ -35,6 +35,8 @@ struct DecodeParams {
   TokenStride q_stride, k_stride, v_stride;
   const uint8_t* key_padding_mask;  // (b), zero = the token does not join the state; null: all do
   int64_t mask_stride;
+  const float* log_decay;  // (b, hk), <= 0 or -inf: what the state fades by before the token joins, whether or not it does; null: 0
+  int64_t decay_batch_stride, decay_head_stride;
 
   const float* values;   // (b, hk, rows, dv) contiguous: sum of features(k) v
   const float* weights;  // (b, hk, rows) contiguous: sum of features(k)
@@ -43,7 +45,7 @@ struct DecodeParams {
   void* o;               // (b, h, dv) contiguous
 };
 
-// new state = state + features(k) (v, 1); o = its values over its weights, both summed with f's weights of features(q). The state is
+// new state = exp(log_decay) state + features(k) (v, 1); o = its values over its weights, both summed with f's weights of features(q). The state is
 // read and written once for up to 8 query heads per key/value head, and read once more for every 8 beyond.
 void launch_decode(const DecodeParams& p, cudaStream_t stream);
 

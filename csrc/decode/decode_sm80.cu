@@ -26,6 +26,12 @@ __device__ __forceinline__ float4 multiply_add(float a, float4 x, float4 y) {
   return make_float4(fmaf(a, x.x, y.x), fmaf(a, x.y, y.y), fmaf(a, x.z, y.z), fmaf(a, x.w, y.w));
 }
 
+// x times the factor; 0 for 0, even where x is not finite.
+__device__ __forceinline__ float faded(float x, float factor) { return factor == 0.f ? 0.f : __fmul_rn(x, factor); }
+__device__ __forceinline__ float4 faded(float4 x, float factor) {
+  return make_float4(faded(x.x, factor), faded(x.y, factor), faded(x.z, factor), faded(x.w, factor));
+}
+
 // The sum over the lanes whose numbers differ in the bits from first_bit up.
 __device__ __forceinline__ float sum_lanes(float x, int first_bit) {
   for (int bit = first_bit; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
@@ -58,6 +64,12 @@ struct Feature {
 
 __device__ __forceinline__ bool joins_state(const DecodeParams& p, int batch) {
   return p.key_padding_mask == nullptr || p.key_padding_mask[batch * p.mask_stride] != 0;
+}
+
+// Of the state before the token.
+__device__ __forceinline__ float factor_of_state(const DecodeParams& p, int batch, int kv_head) {
+  if (p.log_decay == nullptr) return 1.f;
+  return expf(p.log_decay[batch * p.decay_batch_stride + kv_head * p.decay_head_stride]);
 }
 
 // What a launch covers: query heads of each group from first_head on, and 2^log2_vectors vectors of every row per block.
@@ -150,6 +162,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
 
   load_token(p, batch, kv_head, first_head, kQueries + heads, token);
   const bool joins = updates && joins_state(p, batch);
+  const float factor = updates ? factor_of_state(p, batch, kv_head) : 1.f;
+  const bool fades = factor != 1.f;
   __syncthreads();
 
   const Vector value = joins && has_column ? *reinterpret_cast<const Vector*>(token[kValue] + column) : Vector{};
@@ -161,6 +175,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
     float feature = 0.f, weight[kHeads] = {};
     if (row < row_end) {
       float sum = p.weights[first_row + chunk + lane];
+      if (fades) sum = faded(sum, factor);
       const Feature columns(row, p.d);
       const float coefficient = columns.b < 0 ? p.a0 : columns.a < 0 ? p.a1 : columns.a == columns.b ? p.a2 : 2.f * p.a2;
       if (joins) feature = columns.of(token[kKey]);
@@ -177,7 +192,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const int owner = row0 + i * rows_per_load + lane_row;  // the lane with this row's feature
-        const Vector x = multiply_add(__shfl_sync(~0u, feature, owner), value, pending[i]);
+        const Vector before = fades ? faded(pending[i], factor) : pending[i];
+        const Vector x = multiply_add(__shfl_sync(~0u, feature, owner), value, before);
         if (updates && rows_left > 0) __stcs(reinterpret_cast<Vector*>(target), x);
         pending[i] = rows_left > rows_per_batch ? __ldcs(reinterpret_cast<const Vector*>(source)) : Vector{};
         source += step, target += step, rows_left -= rows_per_load;
@@ -204,18 +220,22 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   }
 }
 
-// weights += features(k), a block for each state. The sums are those of decode_kernel to the bit: a product that the compiler fused
+// weights = exp(log_decay) weights + features(k), a block for each state. The sums are those of decode_kernel to the bit: a product that the compiler fused
 // into the addition would not be rounded.
 __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_weights_kernel(const DecodeParams p) {
   __shared__ float token[kKey + 1][kMaxDecodeHeadDim];
   const int batch = blockIdx.x / p.hk, kv_head = blockIdx.x % p.hk;
-  if (!joins_state(p, batch)) return;
+  const bool joins = joins_state(p, batch);
+  const float factor = factor_of_state(p, batch, kv_head);
+  const bool fades = factor != 1.f;
+  if (!joins && !fades) return;
   load_token(p, batch, kv_head, 0, kKey + 1, token);
   __syncthreads();
   const int rows = decode_rows(p.d, p.order);
   float* weights = p.new_weights + int64_t{blockIdx.x} * rows;
   for (int row = threadIdx.x; row < rows; row += blockDim.x) {
-    weights[row] = __fadd_rn(weights[row], Feature(row, p.d).of(token[kKey]));
+    const float before = fades ? faded(weights[row], factor) : weights[row];
+    weights[row] = __fadd_rn(before, joins ? Feature(row, p.d).of(token[kKey]) : 0.f);
   }
 }
 

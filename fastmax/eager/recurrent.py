@@ -9,21 +9,45 @@ from fastmax.score import Score, reciprocal
 
 
 def decode_step(
-    q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    weights: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output (b, h, 1, dv) in q's dtype, and the new values (b, hk, features, dv) and weights (b, hk, features), contiguous.
 
-    q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `fastmax.DecodeState`; mask bool (b, 1).
+    q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `fastmax.DecodeState`; mask bool (b, 1); log_decay
+    (b, hk, 1), by which the state fades before the token joins, whether or not it does.
     """
     key = _key_features(k, mask, values.dtype, score)
+    if log_decay is not None:
+        factor = log_decay.exp()
+        weights, values = (torch.where(x == 0, 0.0, x * y) for x, y in ((factor, weights), (factor.unsqueeze(-1), values)))
     values = torch.addcmul(values.contiguous(), key.unsqueeze(-1), v.to(values.dtype))
     weights = weights.contiguous() + key
     return _read(q, values, weights, score), values, weights
 
 
-def decode_step_(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, mask: Tensor | None, score: Score) -> Tensor:
+def decode_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    weights: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    score: Score,
+) -> Tensor:
     """The output of `decode_step`; the new values and weights take the place of the old ones."""
     key = _key_features(k, mask, values.dtype, score)
+    if log_decay is not None:
+        factor = log_decay.exp()
+        for x, y in ((factor, weights), (factor.unsqueeze(-1), values)):
+            y.mul_(x).masked_fill_(x == 0, 0.0)
     values.addcmul_(key.unsqueeze(-1), v.to(values.dtype))
     weights.add_(key)
     return _read(q, values, weights, score)
