@@ -57,10 +57,10 @@ for _prefix in ("", "eager_"):
         "-> (Tensor o, Tensor z, Tensor new_values, Tensor new_weights)"
     )
     library.define(
-        f"{_prefix}prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, "
-        "Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, Tensor? key_padding_mask, "
-        "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, "
-        "bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"{_prefix}prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_values, Tensor? grad_new_weights, "
+        "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, Tensor? key_padding_mask, "
+        "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, "
+        "int p, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
     library.define(
         f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
@@ -147,8 +147,8 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, denominators (b, h, n), values
-    and weights; see `fastmax.decode`. What transforms of torch.func or forward mode see are PyTorch operations."""
+    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, denominators (b, h, n),
+    values and weights; see `fastmax.decode`. Transforms of torch.func and forward mode see PyTorch operations."""
     if eager.is_transformed():
         return eager.forward_from_state(q, k, v, call, values, weights)
     tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
@@ -347,8 +347,8 @@ def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a
 
 @torch.library.register_fake("fastmax::prefill_backward", lib=library)
 def _prefill_backward_fake(
-    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, mask, log_decay, first_key, values,
-    weights, scale, a0, a1, a2, p, allow_tf32,
+    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights,
+    mask, log_decay, first_key, values, weights, *options,
 ):  # fmt: skip
     of_decay, *state = (
         q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from itertools import product
 
 import pytest
 import torch
@@ -41,11 +42,18 @@ def arguments(operator, device):
     mask = torch.ones(B, M, dtype=torch.bool, device=device)
     if operator == "softmax":
         return {"x": q, "algorithm": "safe"}
-    if operator == "prefill":
+    if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
         state = {"log_decay": None, "first_key": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
-        return {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
+        given = {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
+        if operator == "prefill":
+            return given
+        new = {name: tensor(*given[name].shape) for name in ("values", "weights")}
+        grads = {f"grad_new_{name}": tensor(*x.shape) for name, x in new.items()}
+        results = {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)} | grads
+        operands = {"q": q, "k": k, "v": v, "o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
+        return results | operands | {f"new_{name}": x for name, x in new.items()} | {"key_padding_mask": mask} | state | options
     operands, results = {"q": q, "k": k, "v": v}, {}
     tokens = {"log_decay": None, "first_key": None, "end_key": None}
     if operator.startswith("flash"):
@@ -127,6 +135,12 @@ STATE = [
     *((name, lambda x: x[:, :, :-1], f"{name} must have shape") for name in ("values", "weights")),
     *((name, lambda x: x.double(), f"{name} must be (torch.)?float32") for name in ("values", "weights")),
 ]
+NEW_STATE = [
+    (f"{prefix}{name}", change, message)
+    for prefix, name in product(("new_", "grad_new_"), ("values", "weights"))
+    for change, message in ((lambda x: x[:, :, :-1], f"{prefix}{name} must have shape"),
+                            (lambda x: x.double(), f"{prefix}{name} must (be|have)"))
+]  # fmt: skip
 WINDOW = [(name, lambda _: -2, f"{name} must be at least -1 .*got -2") for name in ("left", "right")]
 WRONG = {
     "forward": FORWARD + POLYNOMIAL,
@@ -134,6 +148,7 @@ WRONG = {
     "backward": FORWARD + POLYNOMIAL + RESULTS + per_query("z") + per_query("grad_z"),
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "prefill": FORWARD + STATE,
+    "prefill_backward": FORWARD + STATE + RESULTS + per_query("z") + per_query("grad_z") + NEW_STATE,
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
 }
 
@@ -175,7 +190,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operator", [*ATTENTION, "prefill"])
+@pytest.mark.parametrize("operator", [*ATTENTION, "prefill", "prefill_backward"])
 def test_decays_and_bounds_refused_by_name(operator, device):
     for x in call(operator, with_tokens(operator, device)):
         assert x.isfinite().all()
@@ -195,6 +210,25 @@ def test_gradients_of_what_was_not_given_have_no_elements(operator, device):
     assert last.shape == (0,)
     *_, last = call(operator, with_tokens(operator, device))
     assert last.shape == (B, HK, M) and last.dtype == torch.float32 and last.is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_a_prefill_without_a_decay(device):
+    outputs = call("prefill_backward", arguments("prefill_backward", device))
+    assert outputs[3].shape == (0,)
+    outputs = call("prefill_backward", with_tokens("prefill_backward", device))
+    assert outputs[3].shape == (B, HK, M) and outputs[3].dtype == torch.float32 and outputs[3].is_contiguous()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["new_values", "new_weights"])
+def test_the_gradient_of_a_decay_needs_the_new_state(name, device):
+    given = with_tokens("prefill_backward", device) | {name: None}
+    with pytest.raises(REFUSED, match="log_decay needs new_values and new_weights"):
+        call("prefill_backward", given)
+    grads = {"grad_new_values": None, "grad_new_weights": None}
+    call("prefill_backward", given | grads)
+    call("prefill_backward", arguments("prefill_backward", device) | {name: None})
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -218,7 +252,7 @@ def tensors(operator):
 PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for name in tensors(operator)]
 PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
 PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "first_key", "end_key")]
-PLACES += [("prefill", name) for name in ("log_decay", "first_key")]
+PLACES += list(product(("prefill", "prefill_backward"), ("log_decay", "first_key")))
 
 
 @on_cuda

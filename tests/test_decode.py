@@ -23,7 +23,9 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastmax
-from fastmax import fastmax_attention
+from fastmax import eager, fastmax_attention
+from fastmax.call import Call
+from fastmax.score import Score
 
 CASE = Case("", n=12, b=2, h=4, hk=2, d=5, dv=7)
 OPTIONS = {
@@ -523,14 +525,143 @@ def test_opcheck_prefill_of_a_state_that_is_not_contiguous(device):
     torch.library.opcheck(torch.ops.fastmax.prefill.default, (*first, values, weights, scale, a0, a1, a2, p, tf32))
 
 
-@pytest.mark.parametrize("index", [0, 2, 4, 6, 7], ids=["q", "v", "log_decay", "values", "weights"])
-def test_the_prefill_operator_refuses_to_record(index, device):
+# Positions of a prefill's arguments that have gradients: q, k, v, log_decay, values, weights.
+LEAVES = (0, 1, 2, 4, 6, 7)
+
+
+@pytest.mark.parametrize("call", PREFILLS)
+def test_opcheck_of_a_prefill_that_is_recorded(call, device):
+    arguments = list(prefill_arguments(device, **PREFILLS[call]))
+    for i in LEAVES:
+        arguments[i] = None if arguments[i] is None else arguments[i].requires_grad_()
+    torch.library.opcheck(torch.ops.fastmax.prefill.default, tuple(arguments))
+
+
+@pytest.mark.parametrize("given", ["all", "no grad_z", "values alone", "o alone"])
+@pytest.mark.parametrize("call", PREFILLS)
+def test_opcheck_prefill_backward(call, given, device):
+    arguments = prefill_arguments(device, **PREFILLS[call])
+    o, z, values, weights = torch.ops.fastmax.prefill(*arguments)
+    grad_z, grad_values, grad_weights = (torch.randn_like(x) for x in (z, values, weights))
+    if given in ("no grad_z", "o alone"):
+        grad_z = None
+    if given in ("values alone", "o alone"):
+        grad_weights = None
+    if given == "o alone":
+        values = weights = grad_values = None
+    inputs = torch.randn_like(o), grad_z, grad_values, grad_weights, *arguments[:3], o, z, values, weights, *arguments[3:]
+    torch.library.opcheck(torch.ops.fastmax.prefill_backward.default, inputs)
+
+
+def prefill_gradients(function, arguments, seed=0):
+    """Of all that comes out, by all that has one."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [arguments[i] for i in LEAVES if arguments[i] is not None]
+    outputs = function(*arguments)
+    grads = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x) for x in outputs]
+    return torch.autograd.grad(outputs, leaves, grads)
+
+
+def recorded_prefill(q, k, v, mask, log_decay, first, values, weights, *options):
+    call = Call(Score(*options[:5]), causal=True, key_padding_mask=mask, log_decay=log_decay, first_key=first)
+    return eager.forward_from_state(q, k, v, call, values, weights)
+
+
+COEFFICIENTS = {"a1 = 0": (1.0, 0.0, 0.5), "a0 = 0": (0.0, 1.0, 0.5), "a2 = 0": (1.0, 0.1, 0.0), "a1 < 0": (1.0, -0.1, 0.3),
+                "a0 alone": (2.0, 0.0, 0.0), "a2 alone": (0.0, 0.0, 1.0), "a1 is tiny": (1.0, 1e-30, 0.5)}  # fmt: skip
+
+
+@by_order
+@pytest.mark.parametrize("coefficients", [None, *COEFFICIENTS])
+@pytest.mark.parametrize("n", [1, 17, 2 * CHUNK + 3])
+def test_the_gradient_of_prefill_is_that_of_the_recorded_operations(n, coefficients, p, device):
+    """By hand against autograd, through the state on both sides; what no query reads of a state still has a gradient."""
+    for options in ({}, {"mask": True, "decay": True, "first": True}, {"d": 20, "decay": True}):
+        arguments = list(prefill_arguments(device, n=n, dtype=torch.float64, p=p, **options))
+        arguments[7][..., 0] += 10.0  # so that no sum of weights is near 0
+        if p == 1:
+            arguments[8] = 0.02
+        arguments[9:12] = COEFFICIENTS.get(coefficients, arguments[9:12])
+        if p == 1 and coefficients == "a2 alone":
+            continue
+        for i in LEAVES:
+            arguments[i] = None if arguments[i] is None else arguments[i].requires_grad_()
+        actual = prefill_gradients(torch.ops.fastmax.prefill, arguments)
+        for x, y in zip(actual, prefill_gradients(recorded_prefill, arguments), strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9 * y.abs().max().item())
+
+
+@pytest.mark.parametrize("index", LEAVES)
+def test_a_direct_prefill_records(index, device):
     arguments = list(prefill_arguments(device, decay=True))
     arguments[index] = arguments[index].clone().requires_grad_()
-    with pytest.raises(RuntimeError, match=r"no gradient: use fastmax\.prefill"):
-        torch.ops.fastmax.prefill(*arguments)
+    o, z, values, weights = torch.ops.fastmax.prefill(*arguments)
+    assert o.requires_grad and z.requires_grad and values.requires_grad and weights.requires_grad
+    for x in (o, z, values, weights):
+        (grad,) = torch.autograd.grad(x.sum(), arguments[index], retain_graph=True)
+        assert grad.shape == arguments[index].shape and grad.isfinite().all()
     with torch.no_grad():
         assert not any(x.requires_grad for x in torch.ops.fastmax.prefill(*arguments))
+
+
+def test_prefill_has_no_second_derivative(device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    q = inputs["q"].requires_grad_()
+    o, _ = fastmax.prefill(*inputs.values(), new_state(CASE, device))
+    (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative; fastmax\.step"):
+        grad.sum().backward()
+
+
+def test_prefill_under_torch_func_and_forward_mode(device):
+    """PyTorch operations, which have every rule."""
+    inputs, grad_o = make_inputs(CASE, torch.float64, device)
+    q, k, v = inputs.values()
+
+    def loss(q):
+        o, state = fastmax.prefill(q, k, v, new_state(CASE, device))
+        return (o * grad_o).sum() + state.values.sum()
+
+    (expected,) = torch.autograd.grad(loss(leaf := q.clone().requires_grad_()), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(q), expected)
+    tangent = torch.randn_like(q)
+    _, slope = torch.func.jvp(loss, (q,), (tangent,))
+    torch.testing.assert_close(slope, (expected * tangent).sum())
+
+
+@by_order
+def test_gradients_of_any_split_are_those_of_one_call(p, device):
+    """Prefill after prefill, and a loss of all outputs and of the last state."""
+    case = Case("", n=3 * CHUNK + 5, b=2, h=4, hk=2, d=5, dv=7)
+    inputs, grad_o = make_inputs(case, torch.float64, device)
+    log_decay = decays(case, device).clamp(min=-3.0) * 0.1
+    mask = torch.rand(2, case.n, device=device) > 0.3
+    leaves = [x.requires_grad_() for x in (*inputs.values(), log_decay)]
+
+    def gradients(*sizes):
+        state, outputs = new_state(case, device, p=p, temperature=20.0), []
+        for q, k, v, decay, keep in zip(*(x.split(sizes, dim=2) for x in leaves), mask.split(sizes, dim=1), strict=True):
+            o, state = fastmax.prefill(q, k, v, state, log_decay=decay, key_padding_mask=keep)
+            outputs.append(o)
+        loss = (torch.cat(outputs, dim=2) * grad_o).sum() + state.values.square().sum() + state.weights.square().sum()
+        return torch.autograd.grad(loss, leaves)
+
+    whole = gradients(case.n)
+    for x, y in zip(gradients(CHUNK - 1, 1, 2 * CHUNK, 5), whole, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-8, atol=1e-9 * y.abs().max().item())
+
+
+def test_a_forgotten_state_has_no_gradient(device):
+    """Nor does what is in it reach one."""
+    arguments = list(prefill_arguments(device, dtype=torch.float64, decay=True))
+    arguments[5] = torch.zeros(2, 2, 9, dtype=torch.int32, device=device)
+    for i in LEAVES:
+        arguments[i].requires_grad_()
+    expected = prefill_gradients(torch.ops.fastmax.prefill, arguments)
+    for i in (6, 7):
+        arguments[i] = torch.full_like(arguments[i], 1e3).requires_grad_()
+    actual = prefill_gradients(torch.ops.fastmax.prefill, arguments)
+    assert all(map(torch.equal, actual, expected)) and not actual[-1].any() and not actual[-2].any()
 
 
 class Calls(CompileCounterWithBackend):
@@ -593,11 +724,16 @@ def test_compiled_prefill(device, fresh_dynamo):
     expected_o, expected = fastmax.prefill(*inputs.values(), state, log_decay=log_decay)
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(after.tensors(), expected.tensors())
-    leaf = inputs["q"].requires_grad_()
+    leaves = [x.requires_grad_() for x in (*inputs.values(), log_decay, state.values, state.weights)]
     calls.operators.clear()
-    o, _ = compiled(leaf, inputs["k"], inputs["v"], state, log_decay=log_decay)
-    torch.testing.assert_close(o.detach(), expected_o, rtol=1e-4, atol=1e-5)
-    assert "fastmax.prefill.default" not in calls.operators and o.requires_grad
+    grads = []
+    for function in (compiled, fastmax.prefill):
+        o, after = function(*inputs.values(), state, log_decay=log_decay)
+        torch.testing.assert_close(o, expected_o)
+        loss = o.square().sum() + 1e-3 * after.values.square().sum() + 1e-3 * after.weights.square().sum()
+        grads.append(torch.autograd.grad(loss, leaves))
+    torch.testing.assert_close(*grads)
+    assert "fastmax.prefill.default" in calls.operators
 
 
 # ---- autocast

@@ -146,6 +146,10 @@ def test_decoding():
     q, k, v = torch.randn(3, 6, n, 4), torch.randn(3, 2, n, 4), torch.randn(3, 2, n, 5)
     pairs = 3 * 6 * (2 * 256 * 257 + 88 * 89) // 2
     assert count(lambda: fastmax.prefill(q, k, v, state)) == n * expected + 2 * (4 + 5) * pairs
+    # Keys are added and read for grad_k and grad_v, queries read for grad_q and are added; five products a pair.
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    counted = both(lambda *tokens: fastmax.prefill(*tokens, state)[0], inputs)[1]
+    assert counted == 2 * 3 * (3 * 2 + 2 * 6) * n * (4 + 10) * 5 + 2 * (3 * 4 + 2 * 5) * pairs
 
 
 @by_algorithm

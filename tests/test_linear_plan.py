@@ -20,9 +20,11 @@ int main() {
                     &p.sm_count, &reversed, &carries) == 12) {
     p.causal = causal, p.math = static_cast<MathMode>(math), p.causal_offset = p.m - p.n;
     const StateSizes sizes = state_sizes(p.head_dim, p.order, p.math);
-    const LinearProblem r = carries    ? make_problem_after_state(p, sizes)
-                            : reversed ? make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward)
-                                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
+    const Time time = reversed ? Time::kBackward : Time::kForward;
+    const int x_heads = reversed ? p.hk : p.h, y_heads = reversed ? p.h : p.hk;
+    const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
+    const LinearProblem r = carries ? make_problem_after_state(p, sizes, x_heads, y_heads, time, carries == 1)
+                                    : make_problem(p, sizes, x_heads, y_heads, nx, ny, before, time);
     const StatePlan plan(r, sizes, p.sm_count, carries);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
     std::printf("plan %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(),
@@ -44,7 +46,7 @@ BF16, FP32 = 0, 3
 
 class Call(NamedTuple):
     """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and
-    comes out."""
+    comes out; 2: the walk ends before the last chunk, as nothing takes the state behind it."""
 
     b: int
     h: int
@@ -123,9 +125,9 @@ def check_cover(call, plan):
     assert 128 * plan.groups >= max(walked.values()), "what says which groups of rows are whole covers the walk"
     assert stored == (set(walked) if call.carries else set())
     if call.carries:
-        assert plan.pad == plan.boundary == 128 and plan.chunk % 256 == 0
-        assert all(0 <= end - plan.boundary - call.n < 256 * plan.chunks for end in walked.values())
-        assert plan.accumulators > 0
+        assert plan.pad == plan.boundary == 128 and plan.chunk % 256 == 0 and plan.accumulators > 0
+        beyond = [end - plan.boundary - call.n for end in walked.values()]  # the last row
+        assert all(0 <= x < 256 * plan.chunks if call.carries == 1 else -plan.chunk <= x < 0 for x in beyond)
 
 
 def check_memory(call, plan):
@@ -213,7 +215,8 @@ def test_random_calls(plan):
                 reversed=random.randrange(2),
             )
         )
-    calls += [call._replace(m=call.n, causal=1, reversed=0, carries=1) for call in calls[:80]]
+    calls += [call._replace(m=call.n, causal=1, carries=1) for call in calls[:80]]
+    calls += [call._replace(m=call.n, causal=1, reversed=0, carries=2) for call in calls[:40]]
     plans = plan(calls)
     for call, p in zip(calls, plans, strict=True):
         check_cover(call, p)

@@ -1,4 +1,5 @@
-"""`prefill` on the CUDA kernels of order 2: outputs and states against float64 on poisoned memory, from states of some tokens.
+"""`prefill` on the CUDA kernels of order 2: outputs, states and gradients against float64 on poisoned memory, from states of
+some tokens.
 
 Sizes name the path they take, as in tests/test_kernels.py: chunks of 256 (head dim <= 64) to 2048 tokens, few states whose walk
 is cut into segments, many states that share the memory of accumulators one group after the other, snapshots past 832 MiB.
@@ -119,7 +120,8 @@ def check(given, mode):
     actual = torch.ops.fastmax.prefill(*given)
     # fp32: tensor cores cut off what they add up, row after row; the output divides out most of that.
     limits = (rounding(mode), *(1e-4 if mode == "fp32" else rounding(mode),) * 2)
-    for name, limit, x, y in zip(("o", "values", "weights"), limits, actual, in_float64(given), strict=True):
+    limits = (limits[0], *limits)
+    for name, limit, x, y in zip(("o", "z", "values", "weights"), limits, actual, in_float64(given), strict=True):
         assert x.shape == y.shape and x.dtype == (given[0].dtype if name == "o" else torch.float32), name
         if not y.any():  # the one token that is not forgotten is padding
             assert not x.any(), name
@@ -172,7 +174,7 @@ def test_states_of_one_column_and_of_all():
             for i in (6, 7):
                 given[i] = torch.randperm(given[i].numel(), device=DEVICE).view(given[i].shape).float()
             given[3] = torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)  # the token does not join
-            _, values, weights = torch.ops.fastmax.prefill(*given)
+            *_, values, weights = torch.ops.fastmax.prefill(*given)
             assert torch.equal(values, given[6]) and torch.equal(weights, given[7]), (d, dv, mode)
 
 
@@ -230,30 +232,35 @@ def test_nothing_to_do(case):
     given = arguments(case._replace(n=max(case.n, 1), b=max(case.b, 1)), "bf16")
     given = [x[: case.b] if torch.is_tensor(x) else x for x in given]
     given[:3] = [x[:, :, : case.n] for x in given[:3]]
-    o, values, weights = torch.ops.fastmax.prefill(*given)
-    assert o.shape == given[0].shape and torch.equal(values, given[6]) and torch.equal(weights, given[7])
+    o, z, values, weights = torch.ops.fastmax.prefill(*given)
+    assert (
+        o.shape == given[0].shape
+        and z.shape == o.shape[:3]
+        and torch.equal(values, given[6])
+        and torch.equal(weights, given[7])
+    )
     assert case.b == 0 or (values.data_ptr() != given[6].data_ptr() and weights.data_ptr() != given[7].data_ptr())
 
 
 def test_what_is_covered(monkeypatch):
-    """Every dtype of order 2; not order 1, float64, wide heads, nor what autograd records, which has its gradient."""
+    """Every dtype of order 2, forward and backward; not order 1, float64, wide heads."""
     calls = []
-    right = eager.forward_from_state
-    monkeypatch.setattr(eager, "forward_from_state", lambda *args: calls.append(None) or right(*args))
+    for name in ("forward_from_state", "backward_from_state"):
+        right = getattr(eager, name)
+        monkeypatch.setattr(eager, name, lambda *args, right=right, name=name: calls.append(name) or right(*args))
 
-    def prefill(d=64, dtype=torch.bfloat16, record=False, **options):
-        x = torch.randn(2, 4, 50, d, device=DEVICE).to(dtype).requires_grad_(record)
+    def prefill(d=64, dtype=torch.bfloat16, **options):
+        x = torch.randn(2, 4, 50, d, device=DEVICE).to(dtype).requires_grad_()
         calls.clear()
         o, _ = fastmax.prefill(x, x, x, fastmax.init_state(2, 4, d, dtype=dtype, device=DEVICE, temperature=d, **options))
-        return o, len(calls)
+        o.sum().backward()
+        return calls
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for d in (1, 16, 37, 128):
-            assert prefill(d, dtype)[1] == 0, (dtype, d)
-    assert prefill(p=1)[1] == prefill(dtype=torch.float64)[1] == prefill(300)[1] == 1
-    o, count = prefill(record=True)
-    assert count == 1
-    o.sum().backward()
+            assert prefill(d, dtype) == [], (dtype, d)
+    for options in ({"p": 1}, {"dtype": torch.float64}, {"d": 300}):
+        assert prefill(**options) == ["forward_from_state", "backward_from_state"]
 
 
 @by_mode
@@ -290,3 +297,201 @@ def test_compiled(fresh_dynamo):
             (o, after), (expected, expected_after) = (f(q, k, v, state) for f in (compiled, fastmax.prefill))
         torch.testing.assert_close(o, expected)
         torch.testing.assert_close(after.tensors(), expected_after.tensors())
+
+
+# ---- gradients
+
+LEAVES = {"q": 0, "k": 1, "v": 2, "log_decay": 4, "values": 6, "weights": 7}  # of arguments()
+OUTPUTS = ("o", "z", "values", "weights")
+
+
+def output_grads(given, outputs=OUTPUTS):
+    """By name: of outputs of the arguments' sizes, in their dtypes."""
+    q, v, values, weights = given[0], given[2], given[6], given[7]
+    generator = torch.Generator(DEVICE).manual_seed(7)
+    shapes = {"o": (*q.shape[:3], v.shape[3]), "z": q.shape[:3], "values": values.shape, "weights": weights.shape}
+    # About as large as what the other queries would want of the state.
+    sizes = {"o": 1.0, "z": 1e-3, "values": 1e-3, "weights": 1e-3}
+    grads = {name: sizes[name] * torch.randn(shape, generator=generator, device=DEVICE) for name, shape in shapes.items()}
+    return {name: grads[name].to(q.dtype if name == "o" else torch.float32) for name in outputs}
+
+
+def gradients(function, given, grads):
+    """By name, of what a function returns as OUTPUTS."""
+    given = list(given)
+    leaves = {name: given[i].detach().clone().requires_grad_() for name, i in LEAVES.items() if given[i] is not None}
+    for name, x in leaves.items():
+        given[LEAVES[name]] = x
+    outputs = dict(zip(OUTPUTS, function(given), strict=True))
+    of = [outputs[name] for name in grads]
+    found = torch.autograd.grad(of, list(leaves.values()), list(grads.values()), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def operator(given):
+    return torch.ops.fastmax.prefill(*given)
+
+
+def compare(actual, exact, mode):
+    limit = 1e-4 if mode == "fp32" else 4 * rounding(mode)
+    for name, x in actual.items():
+        y = exact[name].double()
+        # Where little but one key is seen, or added, sums of pairs cancel but for a rounding of them.
+        size = max(y.norm(), {"q": 0.1, "k": 0.1, "log_decay": 1e-2}.get(name, 0.0) * exact["v"].norm())
+        if size == 0:
+            assert not x.any(), name
+            continue
+        error = ((x - y).norm() / size).item()
+        assert error <= limit * (2 if name == "log_decay" else 1), f"{name}: {error:.1e}"
+
+
+def check_gradients(given, mode, outputs=OUTPUTS):
+    """Against autograd through the float64 operations; again gives the same bits."""
+    grads = output_grads(given, outputs)
+    verify.poison_free_memory(DEVICE)
+    actual = gradients(operator, given, grads)
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
+    # Recorded PyTorch operations keep much of many states: there the gradient by hand, which tests/test_decode.py compares.
+    reference = in_float64 if given[2].shape[0] * given[2].shape[1] <= 8 else operator
+    exact = gradients(reference, wide, {name: x.double() for name, x in grads.items()})
+    compare(actual, exact, mode)
+    for name, x in actual.items():
+        assert x.shape == given[LEAVES[name]].shape and x.dtype == given[LEAVES[name]].dtype, name
+    verify.poison_free_memory(DEVICE)
+    again = gradients(operator, given, grads)
+    assert all(torch.equal(again[name], x) for name, x in actual.items())
+
+
+@by_mode
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_gradients_against_float64(case, mode, precision):  # noqa: F811
+    check_gradients(arguments(case, mode), mode)
+
+
+@by_mode
+@pytest.mark.parametrize("decay", ["none", "ordinary", "-inf at places", "-inf at the first token", "-inf everywhere"])
+@pytest.mark.parametrize("d, n", [(64, 1), (64, 256), (64, 700), (128, 1500), (256, 300)])
+def test_gradients_with_decays(d, n, decay, mode, precision):  # noqa: F811
+    check_gradients(arguments(Case(n, d, decay=decay, mask=d == 64), mode), mode)
+
+
+@by_mode
+@pytest.mark.parametrize("h", [4, 8], ids=["GQA 2:1", "GQA 4:1"])
+def test_gradients_of_a_group(h, mode, precision):  # noqa: F811
+    check_gradients(arguments(Case(520, h=h, mask=True, decay="ordinary"), mode), mode)
+
+
+@pytest.mark.parametrize("outputs", [("o",), ("values",), ("weights",), ("z",), ("o", "weights")], ids="+".join)
+def test_gradients_of_some_outputs(outputs):
+    """The others count as zeros."""
+    check_gradients(arguments(Case(300, decay="ordinary"), "fp32"), "fp32", outputs)
+
+
+COEFFICIENTS = {"a1 = 0": (1.0, 0.0, 0.5), "a0 = 0": (0.0, 0.0, 0.5), "a2 = 0": (1.0, 0.05, 0.0), "a2 < 0": (1.0, 0.1, -1e-3),
+                "a1 is tiny": (1.0, 1e-30, 0.5), "all are tiny": (1e-15, 1e-15, 5e-16)}  # fmt: skip
+
+
+@by_mode
+@pytest.mark.parametrize("coefficients", COEFFICIENTS)
+def test_gradients_where_a_coefficient_is_zero(coefficients, mode, precision):  # noqa: F811
+    """What no query reads of a state has a gradient all the same, and goes through it."""
+    given = list(arguments(Case(300, decay="ordinary"), mode))
+    given[9:12] = COEFFICIENTS[coefficients]
+    check_gradients(given, mode, ("o", "values", "weights"))
+
+
+@by_mode
+@pytest.mark.parametrize("sizes", [(300, 1, 17, 400), (256, 257, 255), (1,) * 8], ids=str)
+@pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
+def test_gradients_of_any_split_are_those_of_one_call(sizes, decay, mode, precision):  # noqa: F811
+    """Prefill after prefill, against `fastmax_attention` in float64."""
+    case = Case(sum(sizes), decay=decay)
+    q, k, v, _, log_decay, *_ = arguments(case, mode)
+    grad_o = output_grads(arguments(case, mode), ("o",))["o"]
+
+    def leaves(*tensors):
+        return [x.detach().clone().requires_grad_() for x in tensors if x is not None]
+
+    ours, exact = leaves(q, k, v, log_decay), leaves(*(x if x is None else x.double() for x in (q, k, v, log_decay)))
+    state, outputs = fastmax.init_state(case.b, case.hk, case.d, dtype=q.dtype, device=DEVICE, temperature=8.0), []
+    for part in zip(*(x.split(sizes, dim=2) for x in ours), strict=True):
+        o, state = fastmax.prefill(*part[:3], state, log_decay=part[3] if decay else None)
+        outputs.append(o)
+    actual = torch.autograd.grad(torch.cat(outputs, dim=2), ours, grad_o)
+    o = fastmax.fastmax_attention(*exact[:3], causal=True, temperature=8.0, log_decay=exact[3] if decay else None)
+    expected = torch.autograd.grad(o, exact, grad_o.double())
+    compare(*(dict(zip(("q", "k", "v", "log_decay"), grads, strict=False)) for grads in (actual, expected)), mode)
+
+
+@by_mode
+def test_a_forgotten_state_has_no_gradient(mode, precision):  # noqa: F811
+    """Whatever is in it: a decay of -inf at the first token leaves nothing, not a NaN."""
+    given = list(arguments(Case(600, decay="-inf at the first token"), mode))
+    grads = output_grads(given)
+    expected = gradients(operator, given, grads)
+    given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
+    actual = gradients(operator, given, grads)
+    assert all(torch.equal(actual[name], x) for name, x in expected.items())
+    assert not actual["values"].any() and not actual["weights"].any()
+
+
+def test_the_gradient_of_a_state_goes_through_padding():
+    """Each number in its place: no token joins, and no query has a gradient."""
+    for d, dv in ((32, 32), (37, 51), (64, 64), (96, 80), (128, 128), (256, 256)):
+        for mode in ("bf16", "fp32"):
+            given = list(arguments(Case(300, d, dv, b=1, h=2, hk=2), mode))
+            given[3] = torch.zeros(1, 300, dtype=torch.bool, device=DEVICE)
+            grads = output_grads(given, ("values", "weights"))
+            actual = gradients(operator, given, grads)
+            for name, x in grads.items():
+                torch.testing.assert_close(actual[name], x, rtol=1e-6, atol=0.0)
+            assert not any(actual[name].any() for name in ("q", "k", "v"))
+
+
+@pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
+@pytest.mark.parametrize("d, h, n", [(256, 3, 36_000), (128, 8, 47_000)])
+def test_gradients_in_phases(d, h, n, decay):
+    """Snapshots of more than 832 MiB: in pieces, between which the accumulators stay."""
+    given = arguments(Case(n, d, b=1, h=h, hk=h, decay=decay), "bf16")
+    grads = output_grads(given)
+    wide = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
+    o, z, *state = torch.ops.fastmax.eager_prefill(*wide)
+    grads_and_tokens = (grads["o"].float(), *list(grads.values())[1:], *wide[:3])
+    exact = torch.ops.fastmax.eager_prefill_backward(*grads_and_tokens, o, z, *state, *wide[3:])
+    exact = dict(zip(("q", "k", "v", "log_decay", "values", "weights"), exact, strict=True))
+    compare(gradients(operator, given, grads), exact, "bf16")
+
+
+def test_a_captured_gradient():
+    given = arguments(Case(600, decay="ordinary"), "bf16")
+    o, z, values, weights = torch.ops.fastmax.prefill(*given)
+    grads = output_grads(given)
+    inputs = *grads.values(), *given[:3], o, z, values, weights, *given[3:]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.ops.fastmax.prefill_backward(*inputs)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = torch.ops.fastmax.prefill_backward(*inputs)
+    for factor in (1.5, 0.5):
+        for x in grads.values():
+            x.mul_(factor)
+        graph.replay()
+        assert all(map(torch.equal, outputs, torch.ops.fastmax.prefill_backward(*inputs)))
+
+
+@torch_warns
+@pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
+def test_compiled_gradients(fresh_dynamo):
+    compiled = torch.compile(fastmax.prefill, fullgraph=True)
+    for n in (40, 300):
+        q, k, v, _, log_decay, *_ = arguments(Case(n, decay="ordinary"), "bf16")
+        leaves = [x.requires_grad_() for x in (q, k, v, log_decay)]
+        state = fastmax.init_state(2, 2, 64, dtype=torch.bfloat16, device=DEVICE, temperature=8.0)
+        results = []
+        for function in (compiled, fastmax.prefill):
+            o, after = function(q, k, v, state, log_decay=log_decay)
+            loss = o.float().square().sum() + 1e-3 * after.values.sum() + 1e-3 * after.weights.sum()
+            results.append(torch.autograd.grad(loss, leaves))
+        torch.testing.assert_close(*results)
