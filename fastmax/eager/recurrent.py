@@ -91,5 +91,6 @@ def coefficients(d: int, score: Score, like: Tensor) -> Tensor:
     parts = [like.new_full((1,), score.a0), like.new_full((d,), score.a1)]
     if score.order == 2:
         a, b = torch.triu_indices(d, d, device=like.device)
-        parts.append(torch.where(a == b, like.new_tensor(score.a2), 2.0 * score.a2))
+        square = like.new_full((), score.a2)  # filled on the device: a copy to it would not do in a CUDA graph
+        parts.append(torch.where(a == b, square, 2.0 * score.a2))
     return torch.cat(parts)
