@@ -181,8 +181,8 @@ def prefill(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient, which has no derivative of its
-    own; `step`'s has.
+    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient, which has no derivative of
+    its own; `step`'s has.
     """
     q, k, v = _check(q, k, v, state, key_padding_mask, log_decay)
     n = q.shape[2]
