@@ -1,5 +1,5 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
-`decode_step_`, `prefill`, `prefill_backward` and `softmax`.
+`decode_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -61,6 +61,9 @@ for _prefix in ("", "eager_"):
         "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, Tensor? key_padding_mask, "
         "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, "
         "int p, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
     )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 
@@ -133,6 +136,18 @@ def prefill(
         return eager.forward_from_state(q, k, v, call, values, weights)
     tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
     return _call(_PREFILL, tensors, (*call.score, _allow_tf32(q)))
+
+
+def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that each of the last
+    `queries` tokens may see, int32 (b, hk, queries): the last token up to its own that forgets, else 0, or -1 with `continues`.
+    """
+    if not log_decay.is_cuda or eager.is_transformed():
+        return eager.finite_decay(log_decay, queries, continues, dtype)
+    wide = dtype == torch.float64
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.finite_decay.default(log_decay, queries, continues, wide)
+    return _FiniteDecay.apply(log_decay, queries, continues, wide)
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -212,6 +227,15 @@ def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v
     return *grads, q.new_empty(0) if grad_decay is None else grad_decay, *of_state
 
 
+def _finite_decay(log_decay, queries, continues, wide):
+    if log_decay.dim() != 3:
+        raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
+    if not 0 <= queries <= log_decay.shape[-1]:
+        raise ValueError(f"queries must be from 0 to m = {log_decay.shape[-1]}, got {queries}")
+    finite, first_key = eager.finite_decay(log_decay, queries, continues, torch.float64 if wide else torch.float32)
+    return finite.contiguous(), first_key.contiguous()
+
+
 def _softmax(x, algorithm):
     with without_autocast(x):
         return row_softmax.forward(x, algorithm)
@@ -255,6 +279,8 @@ for _name, _implementation in {
     "eager_prefill": _prefill,
     "prefill_backward": _prefill_backward,
     "eager_prefill_backward": _prefill_backward,
+    "finite_decay": _finite_decay,
+    "eager_finite_decay": _finite_decay,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -312,6 +338,14 @@ def _prefill_backward_fake(
         for x in (log_decay, values, weights)
     )
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), of_decay, *state
+
+
+@torch.library.register_fake("fastmax::finite_decay", lib=library)
+def _finite_decay_fake(log_decay, queries, continues, wide):
+    return (
+        log_decay.new_empty(log_decay.shape, dtype=torch.float64 if wide else torch.float32),
+        log_decay.new_empty((*log_decay.shape[:-1], queries), dtype=torch.int32),
+    )
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -459,6 +493,34 @@ def _decode_step_version(keyset, *args):
 
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
+
+
+def _save_finite_decay(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_finite_decay(ctx, grad, _):
+    (log_decay,) = ctx.saved_tensors
+    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None, None
+
+
+torch.library.register_autograd(
+    "fastmax::finite_decay", _differentiate_finite_decay, setup_context=_save_finite_decay, lib=library
+)
+
+
+class _FiniteDecay(torch.autograd.Function):
+    """What `register_autograd` does, at less cost a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = extension.call(torch.ops.fastmax.finite_decay.default, *inputs)
+        _save_finite_decay(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate_finite_decay)
 
 
 def _save_softmax(ctx, inputs, output):

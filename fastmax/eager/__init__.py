@@ -23,7 +23,7 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
-from fastmax.eager.decay import Decay
+from fastmax.eager.decay import Decay, finite_decay
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
@@ -38,6 +38,7 @@ __all__ = [
     "decode_step_",
     "differentiating",
     "empty_like_layout",
+    "finite_decay",
     "forward",
     "forward_from_state",
     "in_functorch",
