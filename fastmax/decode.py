@@ -214,8 +214,8 @@ def prefill(
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient with p = 2. There is no second
-    derivative; `step` has one. Packed sequences are taken in turn, in blocks of their mean length.
+    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient, which has no derivative of
+    its own; `step`'s has. Packed sequences are taken in turn, in blocks of their mean length.
     """
     q, k, v = _check(q, k, v, state, key_padding_mask, log_decay, cu_seqlens)
     n = q.shape[2]

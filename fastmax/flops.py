@@ -11,7 +11,8 @@ and decays of -inf. Keys that `key_padding_mask` hides are.
 The quadratic algorithm and softmax consist of pairs. The linear one adds keys to states once for each key/value head and reads
 them once for each query head, and the backward takes five such passes: adds k, reads for grad_q, adds q, reads for grad_k and
 grad_v. Causal, its pairs are those within chunks, which are counted as CHUNK queries long, and tokens that nothing reads from a
-state are not in one. Sums without a product (denominators, the gradient of log_decay) are not counted, as a softmax's are not.
+state are not in one; those of a prefill are all in states that something reads. Sums without a product (denominators, the
+gradient of log_decay) are not counted, as a softmax's are not.
 """
 
 from __future__ import annotations

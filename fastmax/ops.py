@@ -294,10 +294,10 @@ for _name, _implementation in {
     "eager_decode_step_": _decode_step_,
     "prefill": _prefill,
     "eager_prefill": _prefill,
-    "finite_decay": _finite_decay,
-    "eager_finite_decay": _finite_decay,
     "prefill_backward": _prefill_backward,
     "eager_prefill_backward": _prefill_backward,
+    "finite_decay": _finite_decay,
+    "eager_finite_decay": _finite_decay,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():

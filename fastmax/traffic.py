@@ -15,6 +15,7 @@ ALGORITHMS = ("standard", "flash", "quadratic", "linear")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HEAD_DIMS = (32, 64, 96, 128, 256)  # what other head dims are widened to
 _WIDEST_IN_REGISTERS = 128  # of p = 1, whose state is kept there
+_CHUNK_OF_ORDER_1 = 256  # csrc/linear/order2/state_format.h
 _FLOAT = 4
 
 
@@ -79,7 +80,8 @@ def hbm_traffic(
     - `exact_window` of W: "flash" with this window; the algorithm itself, causal, for the T - W queries and keys that are so
       far apart (not causal: for those behind as well); and outputs and float32 sums of these parts, read and written merged.
     - `state`, as `prefill` has: with R = 1 + d + d (d + 1) / 2 rows (p = 1: 1 + d), R (d + 1) float32 are read and written;
-      p = 2 has a state before each of the chunks, and all keys are summed.
+      there is a state before each of the chunks, and all keys are summed. p = 1 has chunks of 256, whose sums, D (D + 2) + 1
+      float32, are written and read once more before they are made states, D^2 bf16 or float32 numbers and 2 D + 1 float32.
 
     Batch times heads is taken to fill the device: where it does not, the linear algorithm reads keys and values once more, for
     what each segment of them starts from (docs/cuda.md, "State kernel").
@@ -220,6 +222,11 @@ def _linear(
     element = _FLOAT if widened else dtype.itemsize
     scaled = (summed if p == 2 else seqlen) * head_dim * element if log_decay else 0
     snapshots = states * _state_bytes(head_dim, dtype)
+    if p == 1 and state:
+        width, summed = _native(head_dim), seqlen
+        number = dtype.itemsize if dtype == torch.bfloat16 else _FLOAT
+        sums = (2 * width + 1) * _FLOAT
+        snapshots = -(-seqlen // _CHUNK_OF_ORDER_1) * (width * width * (_FLOAT + number) + 2 * sums)
     rows = 1 + head_dim + (head_dim * (head_dim + 1) // 2 if p == 2 else 0)
     kept = scaled + snapshots + (rows * (head_dim + 1) * _FLOAT if state else 0)
     return Traffic(

@@ -1,10 +1,10 @@
-"""`prefill` on the CUDA kernels of order 2: outputs, states and gradients against float64 on poisoned memory, from states of
-some tokens.
+"""`prefill` on the CUDA kernels: outputs, states and gradients against float64 on poisoned memory, from states of some tokens.
 
 Sizes name the path they take, as in tests/test_kernels.py: chunks of 256 (head dim <= 64) to 2048 tokens, few states whose walk
 is cut into segments, many states that share the memory of accumulators one group after the other, snapshots past 832 MiB.
 """
 
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -58,6 +58,12 @@ CASES = {
     "many states, a decay and a mask": Case(300, b=5, h=60, hk=60, mask=True, decay="-inf at places"),
     "many states, head dim 128": Case(600, 128, b=3, h=40, hk=20),
     "many states, head dim 256": Case(300, 256, b=1, h=7, hk=7),
+    **{f"p = 1, length {n}": Case(n, p=1) for n in (1, 17, 255, 256, 257, 700)},
+    **{f"p = 1, head dim {d}": Case(600, d, p=1, mask=True) for d in SEVERAL_CHUNKS},
+    **{f"p = 1, head dims {d}, {dv}": Case(150, d, dv, p=1, decay="ordinary")
+       for d, dv in ((37, 51), (1, 1), (16, 128), (130, 256))},
+    "p = 1, GQA, a decay and a mask": Case(600, h=8, hk=2, p=1, mask=True, decay="-inf at places"),
+    "p = 1, many states": Case(300, b=5, h=60, hk=60, p=1),
 }  # fmt: skip
 
 
@@ -169,20 +175,20 @@ def test_a_forgotten_state_is_not_read(mode, precision):  # noqa: F811
 def test_states_of_one_column_and_of_all():
     """Each number of a state in its place: one token of a few columns, after a state of numbers that are all different."""
     for d, dv in ((32, 32), (37, 51), (64, 64), (96, 80), (128, 128), (256, 256)):
-        for mode in ("bf16", "fp32"):
-            given = list(arguments(Case(1, d, dv, b=1, h=2, hk=2), mode))
+        for mode, p in product(("bf16", "fp32"), (1, 2)):
+            given = list(arguments(Case(1, d, dv, b=1, h=2, hk=2, p=p), mode))
             for i in (6, 7):
                 given[i] = torch.randperm(given[i].numel(), device=DEVICE).view(given[i].shape).float()
             given[3] = torch.zeros(1, 1, dtype=torch.bool, device=DEVICE)  # the token does not join
             *_, values, weights = torch.ops.fastmax.prefill(*given)
-            assert torch.equal(values, given[6]) and torch.equal(weights, given[7]), (d, dv, mode)
+            assert torch.equal(values, given[6]) and torch.equal(weights, given[7]), (d, dv, mode, p)
 
 
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
-@pytest.mark.parametrize("d, h, n", [(256, 3, 36_000), (128, 8, 47_000)])
-def test_phases(d, h, n, decay):
+@pytest.mark.parametrize("d, h, n, p", [(256, 3, 36_000, 2), (128, 8, 47_000, 2), (256, 9, 36_000, 1)])
+def test_phases(d, h, n, p, decay):
     """Snapshots of more than 832 MiB: in pieces, between which the accumulators stay."""
-    check(arguments(Case(n, d, b=1, h=h, hk=h, decay=decay), "bf16"), "bf16")
+    check(arguments(Case(n, d, b=1, h=h, hk=h, decay=decay, p=p), "bf16"), "bf16")
 
 
 @by_mode
@@ -243,7 +249,7 @@ def test_nothing_to_do(case):
 
 
 def test_what_is_covered(monkeypatch):
-    """Every dtype of order 2, forward and backward; not order 1, float64, wide heads."""
+    """Every dtype and order, forward and backward; not float64, wide heads."""
     calls = []
     for name in ("forward_from_state", "backward_from_state"):
         right = getattr(eager, name)
@@ -258,14 +264,9 @@ def test_what_is_covered(monkeypatch):
 
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for d in (1, 16, 37, 128):
-            assert prefill(d, dtype) == [], (dtype, d)
-    for options in ({"p": 1}, {"dtype": torch.float64}, {"d": 300}):
+            assert prefill(d, dtype) == prefill(d, dtype, p=1) == [], (dtype, d)
+    for options in ({"dtype": torch.float64}, {"d": 300}):
         assert prefill(**options) == ["forward_from_state", "backward_from_state"]
-
-
-@by_mode
-def test_order_one(mode, precision):  # noqa: F811
-    check(arguments(Case(300, p=1, mask=True, decay="ordinary"), mode), mode)
 
 
 def test_a_captured_graph():
@@ -438,8 +439,8 @@ def test_a_forgotten_state_has_no_gradient(mode, precision):  # noqa: F811
 def test_the_gradient_of_a_state_goes_through_padding():
     """Each number in its place: no token joins, and no query has a gradient."""
     for d, dv in ((32, 32), (37, 51), (64, 64), (96, 80), (128, 128), (256, 256)):
-        for mode in ("bf16", "fp32"):
-            given = list(arguments(Case(300, d, dv, b=1, h=2, hk=2), mode))
+        for mode, p in product(("bf16", "fp32"), (1, 2)):
+            given = list(arguments(Case(300, d, dv, b=1, h=2, hk=2, p=p), mode))
             given[3] = torch.zeros(1, 300, dtype=torch.bool, device=DEVICE)
             grads = output_grads(given, ("values", "weights"))
             actual = gradients(operator, given, grads)
@@ -449,10 +450,10 @@ def test_the_gradient_of_a_state_goes_through_padding():
 
 
 @pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
-@pytest.mark.parametrize("d, h, n", [(256, 3, 36_000), (128, 8, 47_000)])
-def test_gradients_in_phases(d, h, n, decay):
+@pytest.mark.parametrize("d, h, n, p", [(256, 3, 36_000, 2), (128, 8, 47_000, 2), (256, 9, 36_000, 1)])
+def test_gradients_in_phases(d, h, n, p, decay):
     """Snapshots of more than 832 MiB: in pieces, between which the accumulators stay."""
-    given = arguments(Case(n, d, b=1, h=h, hk=h, decay=decay), "bf16")
+    given = arguments(Case(n, d, b=1, h=h, hk=h, decay=decay, p=p), "bf16")
     grads = output_grads(given)
     wide = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
     o, z, *state = torch.ops.fastmax.eager_prefill(*wide)

@@ -135,9 +135,10 @@ def test_state():
     assert hbm_traffic(4096, 128, algorithm="linear", causal=True, state=True, **BF16) == expected
     assert hbm_traffic(1, 128, algorithm="linear", causal=True, state=True, **BF16).written == 256 + 4 + 2_294_800 + state
     plain = hbm_traffic(4096, 128, algorithm="linear", causal=True, p=1, **BF16)
-    state = 129 * 129 * 4
+    # 16 chunks of 256, each a sum and a state; keys read twice.
+    state = 129 * 129 * 4 + 16 * (128 * 128 * (4 + 2) + 2 * 257 * 4)
     assert hbm_traffic(4096, 128, algorithm="linear", causal=True, p=1, state=True, **BF16) == (
-        plain.read + state,
+        plain.read + state + 2 * 4096 * 128 * 2,
         plain.written + state,
     )
     # No more than a state, one chunk's keys and a snapshot beyond the call without.

@@ -27,13 +27,11 @@ void check_tokens(const AttentionInputs& x, const Tensor& values, const Tensor& 
   check_state(x.q, x.k, x.v, values, weights, order);
 }
 
-bool is_covered(const AttentionInputs& x, int64_t order) {
-  return order == 2 && has_attention_kernels(x, kLinearAlgorithm, /*causal=*/true);
-}
+bool is_covered(const AttentionInputs& x) { return has_attention_kernels(x, kLinearFromState, /*causal=*/true); }
 
 void fill(AttentionParams& p, const Operands& x, double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
-  p.a0 = static_cast<float>(a0), p.a1 = static_cast<float>(a1), p.a2 = static_cast<float>(a2);
+  p.a0 = static_cast<float>(a0), p.a1 = static_cast<float>(a1), p.a2 = order == 2 ? static_cast<float>(a2) : 0.f;
   p.order = static_cast<int>(order);
 }
 
@@ -47,7 +45,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   const OptionalTensor none;
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
   check_tokens(inputs, values_in, weights_in, scale, order);
-  if (!is_covered(inputs, order)) {
+  if (!is_covered(inputs)) {
     const auto [o, z, new_values, new_weights] =
         call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, key_padding_mask, log_decay, first_key, values_in, weights_in,
                          scale, a0, a1, a2, order, allow_tf32);
@@ -113,7 +111,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
   const bool reads_state = log_decay.has_value() && (grad_new_values_in.has_value() || grad_new_weights_in.has_value());
   FASTMAX_CHECK(!reads_state || (new_values_in.has_value() && new_weights_in.has_value()),
                 "the gradient of log_decay needs new_values and new_weights beside their gradients");
-  if (!is_covered(inputs, order)) {
+  if (!is_covered(inputs)) {
     const auto [grad_q, grad_k, grad_v, grad_log_decay, grad_values, grad_weights] = call_operator<6>(
         "fastmax::eager_prefill_backward", grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, o_in, z,
         new_values_in, new_weights_in, key_padding_mask, log_decay, first_key, values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);

@@ -6,7 +6,7 @@
 namespace fastmax {
 
 extern const Algorithm kLinearAlgorithm;
-// Causal calls of order 2 that continue from a state and end in one (FwdParams::state, BwdParams::state), n = m.
+// Causal calls that continue from a state and end in one (FwdParams::state, BwdParams::state), n = m.
 extern const Algorithm kLinearFromState;
 
 // The widest head dim with kernels for order 1 alone (order1/): their state fits the registers of a block. Wider ones run the

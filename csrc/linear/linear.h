@@ -93,7 +93,7 @@ struct StateArgs : LinearProblem {
   int segments;
   int segment_rows;  // of every segment but the last, which may have none
   // [slot][state][block][state_accumulators()][thread]: slot 0 is what walks hand on, slot 1 + i is of segment i. Null: one segment,
-  // nothing handed on.
+  // nothing handed on. Order 1: [state][part_floats()], a carried state.
   float* accumulators;
   bool hands_on;     // the last segment's accumulators, to a later walk
   float* parts_sum;  // order 1: [state][part][part_floats()]
@@ -181,6 +181,9 @@ template <class Math>
 void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 template <class Math>
 void linear_store_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+// The same for order 1.
+void linear_load_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+void linear_store_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 // (batch, head, token, column) -> contiguous fp32
 template <class Math>
 void linear_widen(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream);

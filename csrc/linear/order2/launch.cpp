@@ -7,7 +7,8 @@
 //              the suffix states
 //   accumulators of the state kernel, in fp32: a slot for the next phase or a carried state, and one per segment where one walk per
 //              state leaves multiprocessors idle; at most about 100 MB on 132 multiprocessors
-//   parts      order 1 (at head_dim 256): as many numbers as snapshots, in fp32
+//   parts      order 1 (at head_dim 256, or where states fade or are carried): as many numbers as snapshots, in fp32; and of a carried
+//              state once more, in place of the accumulators
 // and in the backward g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
@@ -71,7 +72,7 @@ KeptRows of_phase(KeptRows kept, const Phase& phase) {
 }
 CarriedState of_phase(CarriedState state, const Phase& phase) {
   if (state.values == nullptr) return state;
-  const int64_t first_row = int64_t{phase.first_state} * decode_rows(state.d, 2);
+  const int64_t first_row = int64_t{phase.first_state} * decode_rows(state.d, phase.problem.order);
   state.values += first_row * state.dv, state.weights += first_row;
   if (state.new_values != nullptr) state.new_values += first_row * state.dv, state.new_weights += first_row;
   return state;
@@ -108,12 +109,10 @@ struct Passes {
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
-      const CarriedState state = of_phase(carried, phase);
-      const int states = phase.problem.states();
-      if (phase.loads) kernels.load(p, {state, states, buffers.accumulators, loads}, stream);
+      if (phase.loads) kernels.load(p, carry(phase, loads), stream);
       sum(phase, a);
       if (phase.problem.nx > 0) consume(phase);
-      if (phase.stores && state.new_values != nullptr) kernels.store(p, {state, states, buffers.accumulators, stores}, stream);
+      if (phase.stores && carried.new_values != nullptr) kernels.store(p, carry(phase, stores), stream);
     }
   }
 
@@ -141,6 +140,10 @@ struct Passes {
   }
 
  private:
+  CarriedArgs carry(const Phase& phase, const StateFactors& factors) const {
+    return {of_phase(carried, phase), phase.problem.states(), buffers.accumulators, factors};
+  }
+
   void sum(const Phase& phase, StateArgs a) const {
     static_cast<LinearProblem&>(a) = phase.problem;
     a.fading = of_phase(fading, phase);
@@ -413,9 +416,11 @@ constexpr StatePasses kStatePassesSm80 = {
     [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     [](const Problem& p, const GradArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
+      if (p.order == 1) return linear_load_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_load_state<typename decltype(math)::type>(a, p.head_dim, stream); });
     },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
+      if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
     },
 };

@@ -1,5 +1,5 @@
-// States of order 1 where order1/ does not have them, because they are too wide (head dims above kLinear1HeadDim) or fade: every part of
-// y is summed on its own in fp32, and a second kernel scans the parts.
+// States of order 1 where order1/ does not have them, because they are too wide (head dims above kLinear1HeadDim), fade or are carried:
+// every part of y is summed on its own in fp32, and a second kernel scans the parts.
 
 #include "linear/dispatch.h"
 #include "linear/order2/row_walk.h"
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(PartTile<Math, kHeadDim>::kThreads, 1) linear_
 }
 
 // Exclusive prefix over parts of every first-order word, written as weighted snapshot words; one thread per word (or per sum),
-// state_blocks blocks a state.
-template <class Math, int kHeadDim>
+// state_blocks blocks a state. kCarries: from the accumulators, which then have the sum of all.
+template <class Math, int kHeadDim, bool kCarries>
 __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateArgs a, const int scan_words, const int state_blocks) {
   using Layout = StateLayout<Math, kHeadDim>;
   constexpr int kFirstWord = Layout::kLinearPair * Layout::kPairWords;
@@ -96,6 +96,8 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
   const int index = blockIdx.x % state_blocks * blockDim.x + threadIdx.x;
   const int64_t state = blockIdx.x / state_blocks;
   const float* src = a.parts_sum + state * parts * stride;
+  // Worked out where it is needed: the loop needs the registers.
+  const auto carried = [&] { return a.accumulators + static_cast<int64_t>(ptx::keep_in_register(blockIdx.x)) / state_blocks * stride; };
   constexpr int kAhead = 8;  // loads in flight
   // Of the sum of all parts before one.
   const auto fade = [&](int part) {
@@ -106,7 +108,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
   if (index < scan_words) {
     const int word = kFirstWord + index;
     const float weight = a.weights.linear;
-    float2 sum = make_float2(0.f, 0.f);
+    float2 sum = kCarries ? *reinterpret_cast<const float2*>(carried() + 2 * word) : make_float2(0.f, 0.f);
     for (int p0 = 0; p0 <= parts; p0 += kAhead) {
       float2 next[kAhead];
 #pragma unroll
@@ -133,14 +135,16 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
         }
       }
     }
+    if (kCarries) *reinterpret_cast<float2*>(carried() + 2 * word) = sum;
   } else if (index < scan_words + Layout::kSumOne + 1) {
     const int i = index - scan_words;
-    float sum = 0.f;
+    float sum = kCarries ? carried()[2 * words + i] : 0.f;
     for (int p = 0; p <= parts; ++p) {
       const int c = p - lead;
       if (c >= 0 && c < a.chunks && a.has_state(c)) a.sums[a.slot(state, c) * Layout::kSums + i] = sum;
       if (p < parts) sum = (a.fading ? fade(p)(sum) : sum) + src[p * stride + 2 * words + i];
     }
+    if (kCarries) carried()[2 * words + i] = sum;
   }
 }
 
@@ -155,8 +159,11 @@ struct LaunchPartState {
     const int words = static_cast<int>(Layout::words(1)) - Layout::kLinearPair * Layout::kPairWords;
     constexpr int kThreads = 256;
     const int blocks = (words + Layout::kSums + kThreads - 1) / kThreads;
-    launch_kernel("linear_part_scan", linear_part_scan_kernel<Math, kHeadDim>, grid_1d(int64_t{a.states()} * blocks), kThreads, 0, stream, a,
-                  words, blocks);
+    const auto scan = [&](auto kernel) {
+      launch_kernel("linear_part_scan", kernel, grid_1d(int64_t{a.states()} * blocks), kThreads, 0, stream, a, words, blocks);
+    };
+    if (a.hands_on) scan(linear_part_scan_kernel<Math, kHeadDim, true>);
+    else scan(linear_part_scan_kernel<Math, kHeadDim, false>);
   }
 };
 

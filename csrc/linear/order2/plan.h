@@ -123,7 +123,8 @@ struct StatePlan {
   int64_t slots() const { return needs_states() ? int64_t{batches} * heads * chunks : 0; }
   int64_t parts() const { return needs_states() && whole.order == 1 ? int64_t{batches} * heads * whole.parts() : 0; }
   int64_t accumulators() const {
-    if (!needs_states() || whole.order == 1) return 0;
+    if (!needs_states()) return 0;
+    if (whole.order == 1) return carries ? int64_t{batches} * heads * sizes.part_floats : 0;
     const int slots = segments > 1 ? 1 + segments : hands_on() ? 1 : 0;
     return slots * int64_t{batches} * heads * sizes.blocks * sizes.accumulator_floats;
   }
