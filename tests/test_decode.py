@@ -753,7 +753,7 @@ def results(o, state, leaves, grad_o):
 
 
 @pytest.mark.parametrize("recorded", [False, True, "in place"], ids=["quiet", "recorded", "in place"])
-@pytest.mark.parametrize("option", ["defaults", "p=1", "everything"])
+@pytest.mark.parametrize("option", ["defaults", "p=1", "everything", "exact window"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_autocast_changes_nothing(dtype, option, recorded, device):
     """Tokens in the state's dtype: every bit of outputs, state and gradients, in whichever dtype autocast computes."""
@@ -873,7 +873,7 @@ def test_step_takes_one_token(function):
 
 
 @pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("option", ["defaults", "everything"])
+@pytest.mark.parametrize("option", ["defaults", "everything", "exact window"])
 def test_meta_tensors(option, function):
     """Shapes alone, for whoever plans memory."""
     inputs, _ = make_inputs(CASE, torch.bfloat16)
