@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmax.eager.decay import is_at_hand
 from fastmax.score import Score, reciprocal
 
 
@@ -46,8 +47,11 @@ def decode_step_(
     key = _key_features(k, mask, values.dtype, score)
     if log_decay is not None:
         factor = log_decay.exp()
+        vanishes = not is_at_hand(factor) or bool((factor == 0).any())
         for x, y in ((factor, weights), (factor.unsqueeze(-1), values)):
-            y.mul_(x).masked_fill_(x == 0, 0.0)
+            y.mul_(x)
+            if vanishes:  # a pass over the state, for what is not finite in it
+                y.masked_fill_(x == 0, 0.0)
     values.addcmul_(key.unsqueeze(-1), v.to(values.dtype))
     weights.add_(key)
     return _read(q, values, weights, score)
