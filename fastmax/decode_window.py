@@ -79,14 +79,16 @@ def prefill(
 def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
     """The output over the keys of the window as well. `o` and `lse` (b, h, n) are of the keys before it, which fade by
     `between` (b, hk, n) up to the queries; these stand at the last of the tokens."""
-    score = Softmax(state.score.scale)
-    near = Call(score, causal=True, left=state.exact_window - 1, key_padding_mask=tokens.mask)
-    near = with_bounds(near, q, tokens.keys, tokens.decays)
+    scale = state.score.scale
     # As of the keys before the window: a step is differentiated any number of times, many tokens once.
-    recorded = eager.differentiating(q, *tokens) if q.shape[2] == 1 else eager.is_transformed()
-    if recorded:
-        parts = eager.forward(q, tokens.keys, tokens.values, near, differentiable=True)
+    if q.shape[2] == 1 and (q.device.type == "cpu" or eager.differentiating(q, *tokens)):
+        near = eager.softmax_step(q, *tokens.slice(1, state.exact_window), scale)
     else:
-        parts = ops.attention(q, tokens.keys, tokens.values, near)
+        call = Call(Softmax(scale), causal=True, left=state.exact_window - 1, key_padding_mask=tokens.mask)
+        call = with_bounds(call, q, tokens.keys, tokens.decays)
+        if eager.is_transformed():
+            near = eager.forward(q, tokens.keys, tokens.values, call, differentiable=True)
+        else:
+            near = ops.attention(q, tokens.keys, tokens.values, call)
     lse = lse + between.to(lse.dtype).repeat_interleave(q.shape[1] // between.shape[1], dim=1)
-    return merge_attention(*zip(parts, (o, lse), strict=True))[0]
+    return merge_attention(*zip(near, (o, lse), strict=True))[0]

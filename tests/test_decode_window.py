@@ -272,7 +272,7 @@ def test_compiled_steps(function, device, fresh_dynamo):
             o, state = o if isinstance(o, tuple) else (o, state)
             torch.testing.assert_close(o, fastmax.step_(*token, expected))
             torch.testing.assert_close(state.tensors(), expected.tensors())
-    assert {f"fastmax.{name}.default" for name in (OPERATORS[function], "flash_forward")} <= calls.operators
+    assert f"fastmax.{OPERATORS[function]}.default" in calls.operators
     assert calls.frame_count <= 2, "no graph for each count of tokens"
 
 

@@ -24,7 +24,7 @@ from fastmax.eager.blocks import (
     to_blocks,
 )
 from fastmax.eager.decay import Decay, finite_decay
-from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, sums_of_weights
+from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Softmax
@@ -44,6 +44,7 @@ __all__ = [
     "in_functorch",
     "is_transformed",
     "recording",
+    "softmax_step",
     "sums_of_weights",
 ]
 

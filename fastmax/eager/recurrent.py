@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from fastmax.eager.decay import is_at_hand
-from fastmax.score import Score, reciprocal
+from fastmax.score import Score, log_of_sums, reciprocal
 
 
 def decode_step(
@@ -66,6 +67,22 @@ def _key_features(k: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Sco
 def sums_of_weights(q: Tensor, weights: Tensor, score: Score) -> Tensor:
     """(b, h, 1): what the output of a token's queries was divided by; `weights` of the state after it."""
     return (_query_features(q, weights, score) @ weights.unsqueeze(-1)).flatten(1, 2)
+
+
+def softmax_step(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, decays: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output (b, h, 1, dv) and log of the sums of weights (b, h, 1) of queries (b, h, 1, d) that stand at the last of a few
+    keys (b, hk, m, d); mask bool (b, m), decays (b, hk, m), logarithms, -inf too. For few keys that costs less than tiles."""
+    wide, heads = decays.dtype, keys.shape[1]
+    fading = F.pad(decays[..., 1:], (0, 1)).double().flip(-1).cumsum(-1).flip(-1).to(wide)
+    fading = torch.where(mask.unsqueeze(1), fading, -torch.inf)
+    query = (scale * q.squeeze(2).to(wide)).unflatten(1, (heads, -1))  # (b, hk, group, d)
+    s = query @ keys.to(wide).mT + fading.unsqueeze(2)
+    largest = s.detach().amax(-1, keepdim=True)
+    base = torch.where(largest == -torch.inf, 0.0, largest)
+    w = (s - base).exp()
+    z = w.sum(-1, keepdim=True)
+    o, lse = (w @ values.to(wide)) * reciprocal(z), base + log_of_sums(z)
+    return o.flatten(1, 2).unsqueeze(2).to(q.dtype), lse.flatten(1, 2)
 
 
 def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
