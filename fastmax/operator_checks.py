@@ -78,6 +78,9 @@ def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Ten
     _check_tensor("lse", lse, o.shape[:3], dtype, o, "o")
     _check_tensor("o_far", o_far, o.shape, o.dtype, o, "o")
     _check_tensor("z_far", z_far, o.shape[:3], dtype, o, "o")
+    for name, x, written, read in (("o_far", "o", o, o_far), ("z_far", "lse", lse, z_far)):
+        if written.untyped_storage().data_ptr() == read.untyped_storage().data_ptr() and read.numel() > 0:
+            raise ValueError(f"{name} must not share memory with {x}, which is written over")
     if shift is not None:
         heads = shift.shape[1] if shift.dim() == 3 else 1
         _check_tensor("shift", shift, (o.shape[0], heads, o.shape[2]), dtype, o, "o")

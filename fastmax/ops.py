@@ -5,8 +5,8 @@ Schemas, fake implementations and gradients are declared here, and the PyTorch i
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
 (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
 implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema;
-`fastmax.flops` says what PyTorch's counter counts for them. The operators of an exact window (`fastmax.exact_window`) are made of
-others on every device.
+`fastmax.flops` says what PyTorch's counter counts for them. On every device those of an exact window are made of others
+(`fastmax.exact_window`).
 
 Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an exact window both, and what
 `fastmax.exact_window.Forward` names) and what accompanies the call (`fastmax.call.Call`) are saved for the backward.
@@ -14,7 +14,6 @@ Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -456,9 +455,7 @@ def _decode_step_version(keyset, *args):
 
 def _merge_autograd(keyset, *args):
     if eager.differentiating(*args):
-        raise RuntimeError(
-            "torch.ops.fastmax.merge_ has no gradient: use fastmax.merge_attention, or call it under torch.no_grad()"
-        )
+        raise RuntimeError("torch.ops.fastmax.merge_ has no gradient: use fastmax.merge_attention")
     return torch.ops.fastmax.merge_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
