@@ -36,8 +36,8 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.b
 # another order of summation, since nothing more exact is there to compare with.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-8, "float32": 1e-6, "float64": 1e-12}
 # A float32 log-sum of size L is off by up to 2^-24 L, and so is every weight exp(s - L) made of it, in the backward of softmax
-# and in the merge of an exact window; plain PyTorch, whose sums are relative to the largest score, has no such numbers. By dtype,
-# what weights lose for each unit of the largest log-sum.
+# and in the merge of an exact window; plain PyTorch, whose sums are relative to the largest score, has no such numbers. What
+# weights lose for each unit of the largest log-sum, by dtype.
 ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 for dtype in FLOOR}
 # The linear algorithm adds up features that cancel (docs/algorithm.md): roundings of terms this much larger than f are nothing.
 CANCELLATION = 16.0
