@@ -35,13 +35,14 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
   if (exists && blind && lane == 0) p.z[int64_t{head_index} * p.n + row] = 0.f;
   if (!exists || blind) return;
 
-  // Where z_far is negative all of it is NaN.
-  const float far = logf(z_far) + shift, base = fmaxf(near, far);
-  const float of_near = expf(near - base), of_far = expf(far - base), total = of_near + of_far;
+  // In units of the far weights, where a large shift rounds neither of the two that are compared when they are close. Where z_far is
+  // negative all of it is NaN.
+  const float in_units = near - shift, far = logf(z_far), base = fmaxf(in_units, far);
+  const float of_near = expf(in_units - base), of_far = expf(far - base), total = of_near + of_far;
   const float near_factor = of_near / total, far_factor = of_far / total;
   if (lane == 0) {
-    *lse = base + logf(total);
-    p.z[int64_t{head_index} * p.n + row] = z_far + expf(near - shift);
+    *lse = (in_units >= far ? near : far + shift) + logf(total);
+    p.z[int64_t{head_index} * p.n + row] = isnan(total) ? total : z_far + expf(in_units);
   }
 
   struct alignas(kElements * sizeof(Element)) Vector {

@@ -15,21 +15,26 @@ def merge_(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor |
     The far weights add up to `z_far exp(shift)`, shift (b, hk, n), and their average of the values is o_far. lse, z_far and
     shift are in the compute dtype. Where the far keys have faded to nothing (shift -inf) there are none.
     """
-    if shift is not None:
+    blind = z_far == 0
+    if shift is None:
+        shift = torch.zeros((), dtype=lse.dtype, device=lse.device)
+    else:
         shift = shift.repeat_interleave(o.shape[1] // max(1, shift.shape[1]), dim=1)
-    blind = z_far == 0 if shift is None else (z_far == 0) | (shift == -torch.inf)
-    far = z_far.log() if shift is None else z_far.log() + shift
-    far = torch.where(blind, -torch.inf, far)
-    z = torch.where(blind, 0.0, z_far + torch.exp(lse if shift is None else lse - shift))
-    base = torch.maximum(lse, far)
+        blind |= shift == -torch.inf
+        shift = torch.where(blind, 0.0, shift)
+    # In units of the far weights, where a large shift rounds neither of the two that are compared when they are close.
+    near, far = lse - shift, torch.where(blind, -torch.inf, z_far.log())
+    base = torch.maximum(near, far)
     base = torch.where(base == -torch.inf, 0.0, base)
-    of_near, of_far = torch.exp(lse - base), torch.exp(far - base)
+    of_near, of_far = torch.exp(near - base), torch.exp(far - base)
     total = of_near + of_far
     inverse = reciprocal(total)
+    z = torch.where(blind, 0.0, torch.where(total.isnan(), total, z_far + near.exp()))
+    larger = torch.where(near >= far, lse, far + shift)
+    lse.copy_(larger.add_(total.log_()))
     of_near, of_far = (of_near * inverse).unsqueeze(-1), (of_far * inverse).unsqueeze(-1)
     if o.dtype == of_near.dtype:
         o.mul_(of_near).addcmul_(o_far, of_far)
     else:  # one rounding
         o.copy_((o * of_near).addcmul_(o_far, of_far))
-    lse.copy_(base.add_(total.log_()))
     return z.contiguous()
