@@ -15,8 +15,8 @@ ROWS = 32
 MAX_SCORES = 2**26  # float64 numbers in one temporary of the definition
 MAX_HEADS = 64
 
-# Relative Frobenius error of the output; gradients may have twice that. About three times what the kernels and PyTorch's own
-# operators show (bf16: 2.6e-3 and 4e-3).
+# Relative Frobenius error of the output; gradients may have twice that, and that of log_decay four times: what two sums over all
+# tokens leave of each other. About three times what the kernels and PyTorch's own operators show (bf16: 2.6e-3 and 4e-3).
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "fp16": 3e-3, "bf16": 1e-2}
 
 
@@ -106,7 +106,7 @@ def _compare(provider: Provider, case: Case, pairs: dict[str, tuple[Tensor, Tens
     for name, (got, expected) in pairs.items():
         norm = expected.norm().item()
         difference = (got.double() - expected).norm().item()
-        limit = LIMITS[case.dtype] * (1 if name == "o" else 2)
+        limit = LIMITS[case.dtype] * {"o": 1, "grad_log_decay": 4}.get(name, 2)
         # Half a unit of the last place of numbers too small for the dtype's full precision (fp16 gradients at long n).
         tiny = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps / 2 * expected.numel() ** 0.5
         if not difference <= limit * norm + tiny:

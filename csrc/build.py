@@ -16,10 +16,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-DEFAULT_ARCHS = (80, 86, 89, 90, 100, 120)  # and PTX of the first, for every newer device that is not in the list
+# Code for 80 serves 8.6, 8.7 and 8.9 too; and PTX of the first, for every newer device that is not in the list.
+DEFAULT_ARCHS = (80, 90, 100, 120)
 MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest libtorch that the library loads with
 SOURCE_DIR = Path(__file__).resolve().parent
+# Sources that tell architectures from 90 on apart (__CUDA_ARCH__ in linear/tile_config.h). For all others the front end of the
+# compiler, which takes a third of the time, runs once.
+TELLS_ARCHS_APART = SOURCE_DIR / "linear/order1"
 
 # Kernels that may spill registers, by a pattern of lines like "sm_90 void fastmax::linear_kernel<fastmax::Bf16, 64>(...)": why.
 SPILL_EXCEPTIONS = {
@@ -35,8 +39,7 @@ SPILL_EXCEPTIONS = {
     "on sm_90: none",
     r"sm_90 .*quadratic_fwd_kernel<fastmax::SoftmaxScore, fastmax::DenseVisibility, fastmax::Bf16, 32>": "two words per stage "
     "of 128 keys, so that four blocks share a multiprocessor; H200: 2% faster than before it spilled",
-    r"sm_(80|86|89) .*quadratic_bwd_q_pair_kernel<fastmax::.*Tf32, 128>": "two words, so that three blocks share a "
-    "multiprocessor",
+    r"sm_8\d .*quadratic_bwd_q_pair_kernel<fastmax::.*Tf32, 128>": "two words, so that three blocks share a multiprocessor",
     r"linear_state_kernel<fastmax::Tf32, (64|128)>": "resident sums fill the registers; up to 36 bytes",
     r"quadratic_fwd_kernel<fastmax::.*TableVisibility, fastmax::Bf16, (32|64)>": "a few words once per tile, so that three or "
     "four blocks share a multiprocessor",
@@ -47,15 +50,14 @@ SPILL_EXCEPTIONS = {
     "beside what fills the registers",
     r"quadratic_bwd_kv_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "likewise, up to 56 bytes of them",
     r"sm_120 .*quadratic_fwd_kernel<fastmax::.*Bf16, 64>": "one or two words, on that architecture alone",
-    r"sm_(80|86|89|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false>": "up to 20 bytes once per row block; none on "
-    "sm_90",
+    r"sm_(8\d|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false>": "up to 20 bytes once per row block; none on sm_90",
     r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true>": "what fades beside what fills the registers; "
     "bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
-    r"linear_read_kernel<fastmax::Bf16, 128, true>|sm_80 .*linear_read_kernel<fastmax::Tf32, 256, true>": "two or three "
+    r"linear_read_kernel<fastmax::Bf16, 128, true>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true>": "two or three "
     "words beside what fills the registers, read once per block",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
-    r"sm_(80|86|89) .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
-    r"sm_(80|100|120) .*linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; none on sm_90",
+    r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
+    r"sm_(8\d|100|120) .*linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; none on sm_90",
 }
 
 
@@ -134,17 +136,18 @@ def native_archs() -> tuple[int, ...]:
     return tuple(archs)
 
 
-def virtual_arch(arch: int) -> int:
-    """What the compiler's front end, which takes most of the time, runs for: the sources tell apart no more than this."""
-    return 90 if arch >= 90 else 80
+def virtual_arch(source: Path, arch: int) -> int:
+    """What the compiler's front end runs for."""
+    return 90 if arch >= 90 and source.is_relative_to(TELLS_ARCHS_APART) else 80
 
 
 def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:
     suffix = re.search(r"_sm(\d+)$", source.stem)
     if suffix and int(suffix[1]) == 90:
         return ["-gencode=arch=compute_90a,code=sm_90a"] if 90 in archs else []
-    flags = [f"-gencode=arch=compute_{virtual_arch(arch)},code=sm_{arch}" for arch in archs]
-    return [*flags, f"-gencode=arch=compute_{virtual_arch(archs[0])},code=compute_{virtual_arch(archs[0])}"]
+    flags = [f"-gencode=arch=compute_{virtual_arch(source, arch)},code=sm_{arch}" for arch in archs]
+    oldest = virtual_arch(source, archs[0])
+    return [*flags, f"-gencode=arch=compute_{oldest},code=compute_{oldest}"]
 
 
 def sources(suffix: str) -> list[Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax import eager
+from fastmax import eager, ops
 from fastmax.call import Call
 
 
@@ -25,17 +25,13 @@ def with_bounds(
     (b, hk, m), n = k.shape[:3], q.shape[2]
     first = end = None
     if log_decay is not None:
-        dtype = eager.compute_dtype(q.dtype)
-        log_decay = log_decay.view(b, hk, m)
-        forgets = log_decay == -torch.inf
-        first = torch.where(forgets, torch.arange(m, device=q.device), -1 if continues else 0).cummax(-1).values
-        log_decay = torch.where(forgets, 0.0, log_decay.to(dtype))
+        log_decay, first = ops.finite_decay(log_decay.view(b, hk, m), n, continues, eager.compute_dtype(q.dtype))
     if cu_seqlens is not None:
         sequence = sequence_of_token(cu_seqlens, n)
         begin = cu_seqlens[sequence].expand(b, hk, n)
         first = begin if first is None else torch.maximum(first, begin)
         end = None if call.causal else cu_seqlens[sequence + 1].expand(b, hk, n)
-    return call._replace(log_decay=log_decay, first_key=first[..., m - n :].to(torch.int32), end_key=end)
+    return call._replace(log_decay=log_decay, first_key=first, end_key=end)
 
 
 def sequence_of_token(cu_seqlens: Tensor, n: int) -> Tensor:

@@ -1,5 +1,6 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `merge_`, `decode_step`, `decode_step_`, `prefill` and `softmax`.
+`exact_window_forward`, `exact_window_backward`, `merge_`, `decode_step`, `decode_step_`, `prefill`, `finite_decay` and
+`softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -58,6 +59,9 @@ for _prefix in ("", "eager_"):
         "-> (Tensor, Tensor, Tensor)"
     )
     library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
+    library.define(
+        f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
+    )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 _EXACT_WINDOW_RESULTS = ", ".join(f"Tensor {name}" for name in exact_window.Forward._fields)
 library.define(f"exact_window_forward(Tensor q, Tensor k, Tensor v, {EXACT_WINDOW.schema}) -> ({_EXACT_WINDOW_RESULTS})")
@@ -140,6 +144,18 @@ def prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights
         extension.warn_if_unused(q.device)
     with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which was asked here
         return extension.call(torch.ops.fastmax.prefill.default, *tensors, *call.score, _allow_tf32(q))
+
+
+def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that each of the last
+    `queries` tokens may see, int32 (b, hk, queries): the last token up to its own that forgets, else 0, or -1 with `continues`.
+    """
+    if not log_decay.is_cuda or eager.is_transformed():
+        return eager.finite_decay(log_decay, queries, continues, dtype)
+    wide = dtype == torch.float64
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.finite_decay.default(log_decay, queries, continues, wide)
+    return _FiniteDecay.apply(log_decay, queries, continues, wide)
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -240,6 +256,15 @@ def _prefill(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1
         return eager.forward_from_state(q, k, v, call, values, weights)
 
 
+def _finite_decay(log_decay, queries, continues, wide):
+    if log_decay.dim() != 3:
+        raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
+    if not 0 <= queries <= log_decay.shape[-1]:
+        raise ValueError(f"queries must be from 0 to m = {log_decay.shape[-1]}, got {queries}")
+    finite, first_key = eager.finite_decay(log_decay, queries, continues, torch.float64 if wide else torch.float32)
+    return finite.contiguous(), first_key.contiguous()
+
+
 def _softmax(x, algorithm):
     with without_autocast(x):
         return row_softmax.forward(x, algorithm)
@@ -285,6 +310,8 @@ for _name, _implementation in {
     "eager_decode_step_": _decode_step_,
     "prefill": _prefill,
     "eager_prefill": _prefill,
+    "finite_decay": _finite_decay,
+    "eager_finite_decay": _finite_decay,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -347,6 +374,14 @@ def _decode_step_fake_(q, k, v, values, weights, mask, scale, a0, a1, a2, p):
 def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
     return eager.empty_like_layout(q, v.shape[-1]), *state
+
+
+@torch.library.register_fake("fastmax::finite_decay", lib=library)
+def _finite_decay_fake(log_decay, queries, continues, wide):
+    return (
+        log_decay.new_empty(log_decay.shape, dtype=torch.float64 if wide else torch.float32),
+        log_decay.new_empty((*log_decay.shape[:-1], queries), dtype=torch.int32),
+    )
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -476,6 +511,34 @@ library.impl("prefill", _prefill_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 library.impl("merge_", _merge_autograd, "Autograd", with_keyset=True)
 library.impl("merge_", _merge_version, "ADInplaceOrView", with_keyset=True)
+
+
+def _save_finite_decay(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_finite_decay(ctx, grad, _):
+    (log_decay,) = ctx.saved_tensors
+    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None, None
+
+
+torch.library.register_autograd(
+    "fastmax::finite_decay", _differentiate_finite_decay, setup_context=_save_finite_decay, lib=library
+)
+
+
+class _FiniteDecay(torch.autograd.Function):
+    """What `register_autograd` does, at less cost a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = extension.call(torch.ops.fastmax.finite_decay.default, *inputs)
+        _save_finite_decay(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate_finite_decay)
 
 
 def _save_softmax(ctx, inputs, output):

@@ -80,16 +80,30 @@ def test_requested_archs_come_from_the_environment(build, monkeypatch):
 
 
 def test_arch_flags(build):
-    """sm80 files, and those without a suffix, for every architecture through two virtual ones, and as PTX of the older."""
+    """sm80 files, and those without a suffix, for every architecture and as PTX of the oldest, from one front-end run."""
     every = [
         "-gencode=arch=compute_80,code=sm_86",
-        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_80,code=sm_90",
         "-gencode=arch=compute_80,code=compute_80",
     ]
     assert build.arch_flags(Path("x_sm80.cu"), (86, 90)) == every
     assert build.arch_flags(Path("device.cu"), (86, 90)) == every
+    every[1] = "-gencode=arch=compute_90,code=sm_90"
+    assert build.arch_flags(build.TELLS_ARCHS_APART / "x_sm80.cu", (86, 90)) == every
     assert build.arch_flags(Path("x_sm90.cu"), (86, 90)) == ["-gencode=arch=compute_90a,code=sm_90a"]
     assert build.arch_flags(Path("x_sm90.cu"), (80, 86)) == []
+
+
+def test_only_what_is_said_to_tells_architectures_apart(build):
+    """Elsewhere a condition on the architecture would be decided for the oldest one."""
+    asks = {
+        path.relative_to(build.SOURCE_DIR).as_posix()
+        for path in build.SOURCE_DIR.rglob("*.*")
+        if path.suffix in (".h", ".cu") and re.search(r"__CUDA_ARCH__ *[<>=!]", path.read_text())
+    }
+    assert asks == {"linear/tile_config.h"}
+    users = {path for path in build.sources(".cu") if re.search(r"\b(Linear1|Sum|Walk|PairWalk)Tile\b", path.read_text())}
+    assert users and all(path.is_relative_to(build.TELLS_ARCHS_APART) for path in users)
 
 
 # ---- the ninja file

@@ -265,6 +265,22 @@ def test_what_has_faded_is_nothing(algorithm, mode):
         assert actual["o"][:, :, 20:100].any(dim=-1).all()
 
 
+@by_mode
+@by_head_dim
+@pytest.mark.parametrize("m", [1024, 1090])
+def test_tiles_of_which_nothing_is_left_are_not_read(m, d, mode, precision):  # noqa: F811
+    """A decay of 0.5 a token leaves 2^-100 after 139 tokens: what is NaN 256 tokens before is as far away as what is hidden."""
+    clean = of_fastmax(mode, "quadratic", 1024, m, d=d, h=2, hk=1)
+    clean = clean.replace(log_decay=torch.full((2, 1, m), -0.5, device=DEVICE))
+    poisoned = clean.replace(
+        v=torch.cat([torch.full_like(clean.arguments["v"][:, :, :128], torch.nan), clean.arguments["v"][:, :, 128:]], 2)
+    )
+    expected, actual = run(clean), run(poisoned)
+    assert actual["o"][:, :, 0].isnan().all()
+    for name in ("o", "q", "k", "v"):
+        assert torch.equal(actual[name][:, :, 512:], expected[name][:, :, 512:]), name
+
+
 def test_covered_calls_do_not_reach_the_pytorch_implementation(kernels_alone):
     for mode in MODES:
         for algorithm, p in (("quadratic", 2), ("linear", 2), ("linear", 1)):

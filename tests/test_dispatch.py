@@ -50,7 +50,7 @@ size_t decay_sum_bytes(const AttentionParams&) { return 7; }
 size_t pair_sum_bytes(const BwdParams&) { return 8; }
 size_t decay_gradient_bytes(const BwdParams&) { return 9; }
 PairSums pair_sums(const BwdParams&, void*) { return {}; }
-void fill_bound_tables(AttentionParams&, void*, Direction, cudaStream_t) {}
+void fill_bound_tables(AttentionParams&, float, void*, Direction, cudaStream_t) {}
 void fill_decay_sums(AttentionParams&, Resets, void*, cudaStream_t) {}
 void fill_decay_gradient(const BwdParams&, const PairSums&, void*, cudaStream_t) {}
 }  // namespace fastmax

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from common import (
@@ -101,6 +102,48 @@ def test_opcheck_backward(call, device):
     o, z = torch.ops.fastmax.forward(*arguments)
     q, k, v, *rest = arguments
     torch.library.opcheck(torch.ops.fastmax.backward.default, (grad_o, torch.randn_like(z), q, k, v, o, z, *rest))
+
+
+def decays_that_forget(m, device, dtype=torch.float32, share=0.1):
+    """(2, 3, m) of a token-major tensor, -inf at a share of the tokens."""
+    x = -torch.rand(2, m, 3, device=device).mT
+    return torch.where(torch.rand_like(x) < share, -torch.inf, x).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
+def test_opcheck_finite_decay(dtype, device):
+    log_decay = decays_that_forget(50, device, dtype).requires_grad_()
+    for options in ((50, False, False), (7, True, True), (0, True, False)):
+        torch.library.opcheck(torch.ops.fastmax.finite_decay.default, (log_decay, *options))
+
+
+@pytest.mark.parametrize("m", [1, 17, 2047, 2048, 2049, 9000])
+@pytest.mark.parametrize("share", [0.0, 1e-3, 1.0])
+def test_finite_decay(m, share, device):
+    """2048 is a tile of the kernel."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        log_decay = decays_that_forget(m, device, dtype, share)
+        for queries, continues in ((m, False), (m - m // 3, True)):
+            finite, first_key = torch.ops.fastmax.finite_decay(log_decay, queries, continues, False)
+            forgets = (log_decay == -torch.inf).cpu().numpy()
+            last = np.maximum.accumulate(np.where(forgets, np.arange(m), -1 if continues else 0), axis=-1)
+            assert np.array_equal(first_key.cpu().numpy(), last[..., m - queries :])
+            assert torch.equal(finite, torch.where(log_decay == -torch.inf, 0.0, log_decay.float()))
+
+
+def test_finite_decay_refuses_by_name(device):
+    with pytest.raises((ValueError, RuntimeError), match=r"log_decay must have shape \(b, hk, m\), got \(4, 5\)"):
+        torch.ops.fastmax.finite_decay(torch.zeros(4, 5, device=device), 5, False, False)
+    with pytest.raises((ValueError, RuntimeError), match="queries must be from 0 to m = 5, got 6"):
+        torch.ops.fastmax.finite_decay(torch.zeros(1, 4, 5, device=device), 6, False, False)
+
+
+def test_the_gradient_of_a_decay_that_forgets_is_zero(device):
+    log_decay = decays_that_forget(300, device).requires_grad_()
+    q, k, v = (torch.randn(2, 3, 300, 8, device=device) for _ in range(3))
+    fastmax_attention(q, k, v, causal=True, log_decay=log_decay).square().sum().backward()
+    forgets = log_decay == -torch.inf
+    assert not log_decay.grad[forgets].any() and log_decay.grad[~forgets].count_nonzero() > forgets.numel() / 2
 
 
 @by_layout

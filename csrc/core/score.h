@@ -64,8 +64,10 @@ struct PolynomialScore {
     return {fmaf(slope, x, row.x), fmaf(row.z, x, slope) * (dp - row.w)};
   }
 
-  // Rows whose weights have faded to less see nothing: what is left is no more than 1 / z can be formed of, times f.
-  static constexpr float kSmallestSum = 7.888609052210118e-31f;  // 2^-100
+  // log2 of what a weight has faded to when nothing is left of it, and of a row's sum when it sees nothing: less is no more than
+  // 1 / z can be formed of, times f.
+  static constexpr float kGone = -100.f;
+  static constexpr float kSmallestSum = 7.888609052210118e-31f;  // 2^kGone
   __device__ __forceinline__ static float query_factor(float e) { return ptx::exp2_approx(e); }
   __device__ __forceinline__ static float key_factor(float e) { return ptx::exp2_approx(e); }
   __device__ __forceinline__ float fade(float weight, float factor) const { return weight * factor; }
@@ -116,7 +118,8 @@ struct SoftmaxScore {
     return {weight, weight * fmaf(row.z, dp, -row.w)};
   }
 
-  static constexpr float kSmallestSum = 0.f;
+  // However much a weight has faded, its score may be larger by more.
+  static constexpr float kGone = -INFINITY, kSmallestSum = 0.f;
   __device__ __forceinline__ static float query_factor(float e) { return e; }
   __device__ __forceinline__ static float key_factor(float e) { return e; }
   __device__ __forceinline__ float fade(float x, float factor) const { return fmaf(c, x, factor); }

@@ -13,6 +13,20 @@ namespace fastmax {
 // What forgets all before it, in place of -inf: 2^kForget is 0 in fp32, and sums of a million of them leave differences exact.
 inline constexpr float kForget = -2900.f;
 
+// log_decay as it is given, with -inf where a token forgets all before it, taken apart into finite decays, 0 there, and a bound on keys
+// for each query.
+struct FiniteDecayParams {
+  int b, hk, n, m;
+  MathMode dtype;         // of log_decay; fp32 is kFP32
+  const void* log_decay;  // (b, hk, m)
+  Stride log_decay_stride;
+  bool continues;      // from a state: what no token forgot reaches before the first one
+  float* finite;       // (b, hk, m) contiguous
+  int32_t* first_key;  // (b, hk, n) contiguous: the last token up to the query's that forgets, else 0, where the call continues -1
+};
+size_t finite_decay_workspace_bytes(const FiniteDecayParams& p);
+void launch_finite_decay(const FiniteDecayParams& p, void* workspace, cudaStream_t stream);
+
 // Where sums start anew (Resets::kAtFirstKeys) is where a sequence of first_key does; sums then say all that first_key does. The
 // linear kernels read them so, the quadratic ones look at first_key. There is nothing before the first token, unless the call
 // continues from a state (kAtFirstKeysAndFirstToken): a first_key of 0 hides that, and one of -1 does not.

@@ -43,21 +43,21 @@ size_t bounded_workspace_bytes(const Params& p) {
   return BoundedWorkspace(p).bytes;
 }
 
-// The params with tables and running sums, which are made on the stream.
-template <class Params>
-Params with_tables_and_sums(Params p, cudaStream_t stream) {
+// The params with running sums and tables, which are made on the stream.
+template <class Score, class Params>
+Params with_sums_and_tables(Params p, cudaStream_t stream) {
   constexpr Direction kDirection = std::is_same_v<Params, FwdParams> ? Direction::kForward : Direction::kBackward;
   const BoundedWorkspace at(p);
   char* workspace = static_cast<char*>(p.workspace);
-  fill_bound_tables(p, workspace + at.tables, kDirection, stream);
   if (p.log_decay != nullptr) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+  fill_bound_tables(p, Score::kGone, workspace + at.tables, kDirection, stream);
   return p;
 }
 
 // launch(p, sums): the kernels of a backward, which fill the sums; of null pointers where no gradient is asked for.
-template <class Launch>
+template <class Score, class Launch>
 void run_bounded_bwd(const BwdParams& call, cudaStream_t stream, const Launch& launch) {
-  const BwdParams p = with_tables_and_sums(call, stream);
+  const BwdParams p = with_sums_and_tables<Score>(call, stream);
   if (p.grad_log_decay == nullptr) return launch(p, PairSums{});
   const BoundedWorkspace at(p);
   char* workspace = static_cast<char*>(p.workspace);

@@ -8,7 +8,7 @@ namespace fastmax {
 template <>
 void quadratic_bounded_bwd<FASTMAX_MATH>(const BwdParams& call, cudaStream_t stream) {
   using Launch = LaunchQuadraticBwd<PolynomialScore, TableVisibility>;
-  run_bounded_bwd(call, stream, [&](const BwdParams& p, const PairSums& sums) {
+  run_bounded_bwd<PolynomialScore>(call, stream, [&](const BwdParams& p, const PairSums& sums) {
     dispatch_head_dim(QuadraticHeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream, sums); });
   });
 }

@@ -7,7 +7,7 @@ namespace fastmax {
 
 template <>
 void quadratic_bounded_fwd<FASTMAX_MATH>(const FwdParams& call, cudaStream_t stream) {
-  const FwdParams p = with_tables_and_sums(call, stream);
+  const FwdParams p = with_sums_and_tables<PolynomialScore>(call, stream);
   using Launch = LaunchQuadraticFwd<PolynomialScore, TableVisibility>;
   dispatch_head_dim(QuadraticHeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<FASTMAX_MATH, head_dim>(p, stream); });
 }

@@ -2,6 +2,7 @@
 
 #include "core/launch.h"
 #include "core/visibility.h"
+#include "decay/decay.h"
 
 namespace fastmax {
 namespace {
@@ -36,9 +37,50 @@ __host__ __device__ __forceinline__ Range queries_of(const AttentionParams& p, i
   return {first_query_behind<true>(p, batch, kv_head, key), first_query_behind<false>(p, batch, kv_head, key)};
 }
 
+// What is left of keys that fade, for blocks of queries and of keys: no tile of the kernels is larger, so that none is partly gone.
+class FadedBlocks {
+ public:
+  __device__ FadedBlocks(const AttentionParams& p, int head, float gone)
+      : p(p), sums(p.decay_sums + static_cast<int64_t>(head) * p.m), gone(gone) {}
+
+  // The first key of which something is left, for queries of the same block.
+  __device__ int first_key(int query) const {
+    const int block = query / kBlock;
+    return kBlock * first_where(position(block * kBlock) / kBlock, [&](int key_block) { return is_left(block, key_block); });
+  }
+  // The first query for which nothing is left of keys of the same block.
+  __device__ int end_query(int key) const {
+    const int block = key / kBlock;
+    return kBlock * first_where((p.n + kBlock - 1) / kBlock, [&](int query_block) { return !is_left(query_block, block); });
+  }
+
+ private:
+  static constexpr int kBlock = 128;
+  const AttentionParams& p;
+  const float2* sums;
+  float gone;
+
+  __device__ int position(int query) const { return max(0, query + p.causal_offset); }
+  // The first query has the most, of the last key.
+  __device__ bool is_left(int query_block, int key_block) const {
+    return fading(sums[position(query_block * kBlock)], sums[min(key_block * kBlock + kBlock, p.m) - 1]) >= gone;
+  }
+  // The first index below `end` for which `holds`, which does so from there on; `end` where there is none.
+  template <class Holds>
+  __device__ static int first_where(int end, const Holds& holds) {
+    int begin = 0;
+    while (begin < end) {
+      const int middle = begin + (end - begin) / 2;
+      if (holds(middle)) end = middle;
+      else begin = middle + 1;
+    }
+    return begin;
+  }
+};
+
 // A thread per query, then one per key.
-__global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams p, Range* __restrict__ keys, Range* __restrict__ queries,
-                                                          const int64_t rows) {
+__global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams p, const float gone, Range* __restrict__ keys,
+                                                          Range* __restrict__ queries, const int64_t rows) {
   int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= rows) return;
   const int64_t query_rows = static_cast<int64_t>(p.b) * p.hk * p.n;
@@ -47,11 +89,13 @@ __global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams 
   const int tokens = of_query ? p.n : p.m;
   const int head = static_cast<int>(index / tokens), token = static_cast<int>(index % tokens);
   const int batch = head / p.hk, kv_head = head % p.hk;
-  if (of_query) {
-    keys[index] = keys_of(p, batch, kv_head, token);
-  } else {
-    queries[index] = queries_of(p, batch, kv_head, token);
+  Range seen = of_query ? keys_of(p, batch, kv_head, token) : queries_of(p, batch, kv_head, token);
+  if (p.decay_sums != nullptr) {
+    const FadedBlocks blocks(p, head, gone);
+    if (of_query) seen.begin = max(seen.begin, blocks.first_key(token));
+    else seen.end = min(seen.end, blocks.end_query(token));
   }
+  (of_query ? keys : queries)[index] = seen;
 }
 
 }  // namespace
@@ -61,14 +105,15 @@ size_t bound_table_bytes(const AttentionParams& p, Direction direction) {
   return static_cast<size_t>(p.b * int64_t{p.hk} * tokens) * sizeof(Range);
 }
 
-void fill_bound_tables(AttentionParams& p, void* table, Direction direction, cudaStream_t stream) {
+void fill_bound_tables(AttentionParams& p, float gone, void* table, Direction direction, cudaStream_t stream) {
   const int64_t heads = static_cast<int64_t>(p.b) * p.hk;
   const bool forward = direction == Direction::kForward;
   Range* keys = static_cast<Range*>(table);
   Range* queries = forward ? nullptr : keys + heads * p.n;
   const int64_t rows = heads * (forward ? p.n : int64_t{p.n} + p.m);
   constexpr int kThreads = 256;
-  launch_kernel("bound_table", bound_table_kernel, grid_1d((rows + kThreads - 1) / kThreads), kThreads, 0, stream, p, keys, queries, rows);
+  launch_kernel("bound_table", bound_table_kernel, grid_1d((rows + kThreads - 1) / kThreads), kThreads, 0, stream, p, gone, keys,
+                queries, rows);
   p.key_table = keys, p.query_table = queries;
 }
 

@@ -22,7 +22,7 @@ from fastmax.eager.blocks import (
     recording,
     to_blocks,
 )
-from fastmax.eager.decay import Decay
+from fastmax.eager.decay import Decay, finite_decay
 from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import decode_step, decode_step_
 from fastmax.eager.workspace import Workspace
@@ -37,6 +37,7 @@ __all__ = [
     "decode_step_",
     "differentiating",
     "empty_like_layout",
+    "finite_decay",
     "forward",
     "forward_from_state",
     "in_functorch",

@@ -23,6 +23,14 @@ def is_at_hand(x: Tensor) -> bool:
     return x.device.type == "cpu" and not is_fake(x)
 
 
+def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """See `fastmax.ops.finite_decay`."""
+    m = log_decay.shape[-1]
+    forgets = log_decay == -torch.inf
+    first = torch.where(forgets, torch.arange(m, device=log_decay.device), -1 if continues else 0).cummax(-1).values
+    return torch.where(forgets, 0.0, log_decay.to(dtype)), first[..., m - queries :].to(torch.int32)
+
+
 class Factor(NamedTuple):
     """`whole + part`, exact where it is near 1: thousands of products with it leave what one rounding of each leaves."""
 

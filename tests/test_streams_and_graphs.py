@@ -1,0 +1,104 @@
+"""Decays, packed sequences, windows and prefill on streams of their own and in CUDA graphs, forward and backward."""
+
+import pytest
+import torch
+from common import torch_warns
+from test_kernels import DEVICE, WHY_NOT, capture, on_a_late_stream
+
+import fastmax
+from fastmax import fastmax_attention, flash_attention
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
+]
+
+TOKENS = 700
+INPUTS = ("q", "k", "v", "log_decay", "cu_seqlens", "grad_o", "grad_lse")
+
+
+def draw(seed):
+    """Of one batch entry, so that it can be packed; some tokens forget all before them."""
+    g = torch.Generator(DEVICE).manual_seed(seed)
+    q, k, v, grad_o = (torch.randn(1, h, TOKENS, 64, device=DEVICE, dtype=torch.bfloat16, generator=g) for h in (4, 2, 2, 4))
+    log_decay = -torch.rand(1, 2, TOKENS, device=DEVICE, generator=g)
+    forgets = torch.rand(1, 2, TOKENS, device=DEVICE, generator=g) < 0.01
+    cuts = torch.randint(0, TOKENS + 1, (6,), device=DEVICE, generator=g).sort().values.to(torch.int32)
+    cuts[0], cuts[-1] = 0, TOKENS
+    grad_lse = torch.randn(1, 4, TOKENS, device=DEVICE, generator=g)
+    return dict(zip(INPUTS, (q, k, v, torch.where(forgets, -torch.inf, log_decay), cuts, grad_o, grad_lse), strict=True))
+
+
+def attend(x, options, algorithm):
+    given = {name: x[name] for name in ("log_decay", "cu_seqlens") if name in options}
+    q, k, v = (x[name] for name in "qkv")
+    if "softmax" in options:
+        return flash_attention(q, k, v, causal=True, window=100 if "window" in options else None, return_lse=True, **given)
+    window = 100 if "window" in options else 0
+    return fastmax_attention(q, k, v, causal=True, exact_window=window, algorithm=algorithm, return_lse=True, **given)
+
+
+def train(x, options, algorithm):
+    leaves = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v", *({"log_decay"} & set(options)))}
+    o, lse = attend(x | leaves, options, algorithm)
+    grads = torch.autograd.grad((o, lse), list(leaves.values()), (x["grad_o"], x["grad_lse"]))
+    return o.detach(), lse.detach(), *grads
+
+
+def prefill(x, options, _):
+    """Two pieces from nothing: outputs and the state that is left."""
+    state = fastmax.init_state(1, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    outputs = []
+    for piece in (slice(0, 300), slice(300, TOKENS)):
+        decay = {"log_decay": x["log_decay"][:, :, piece]} if "log_decay" in options else {}
+        o, state = fastmax.prefill(*(x[name][:, :, piece] for name in "qkv"), state, **decay)
+        outputs.append(o)
+    return *outputs, state.values, state.weights
+
+
+CALLS = {
+    **{
+        f"{name}, {algorithm}": (train, options, algorithm)
+        for algorithm in ("quadratic", "linear")
+        for name, options in (
+            ("decay", ("log_decay",)),
+            ("packed", ("cu_seqlens",)),
+            ("packed with decay", ("cu_seqlens", "log_decay")),
+            ("window", ("window",)),
+            ("packed with decay and window", ("cu_seqlens", "log_decay", "window")),
+        )
+    },
+    "softmax with window": (train, ("softmax", "window"), None),
+    "softmax, packed with decay": (train, ("softmax", "cu_seqlens", "log_decay"), None),
+    "prefill": (prefill, (), None),
+    "prefill with decay": (prefill, ("log_decay",), None),
+}
+by_call = pytest.mark.parametrize("call", CALLS)
+
+
+@by_call
+def test_side_stream(call):
+    """The work waits for its own stream, where the operands are late."""
+    run, *how = CALLS[call]
+    x = draw(1)
+    expected = run(x, *how)
+    actual = on_a_late_stream(list(x.values()), lambda *late: run(dict(zip(x, late, strict=True)), *how))
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@torch_warns
+@by_call
+def test_cuda_graph(call):
+    """Captured once, replayed on other inputs: other decays, other sequences."""
+    run, *how = CALLS[call]
+    static = draw(1)
+    graph, captured = capture(lambda: run(static, *how))
+    for seed in (2, 3):
+        for name, x in draw(seed).items():
+            static[name].copy_(x)
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = run(draw(seed), *how)
+        assert all(torch.equal(a, b) for a, b in zip(captured, expected, strict=True))
