@@ -15,8 +15,8 @@ ROWS = 32
 MAX_SCORES = 2**26  # float64 numbers in one temporary of the definition
 MAX_HEADS = 64
 
-# Relative Frobenius error of the output; gradients may have twice that, and that of log_decay four times: what two sums over all
-# tokens leave of each other. About three times what the kernels and PyTorch's own operators show (bf16: 2.6e-3 and 4e-3).
+# Relative Frobenius error of the output; gradients may have twice that, and that of log_decay four times: what two sums over
+# all tokens leave of each other. About three times what the kernels and PyTorch's own operators show (bf16: 2.6e-3 and 4e-3).
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "fp16": 3e-3, "bf16": 1e-2}
 
 

@@ -25,6 +25,7 @@ class Call(NamedTuple):
     algorithm: str = "auto"  # up to the implementation, so that no choice by size ends up in a compiled graph's guards
     left: int = -1  # keys with pos(i) - j > left are hidden; -1: none is
     right: int = -1  # keys with j - pos(i) > right, likewise
+    exact_window: int = 0  # keys with |pos(i) - j| < exact_window are weighed by exp(s): see `fastmax.exact_window`
     # Tensors that accompany q, k and v.
     key_padding_mask: Tensor | None = None  # bool (b, m), True = the key takes part
     drop_noise: Tensor | None = None  # (b, h, n, dv), a constant
@@ -41,7 +42,14 @@ class Call(NamedTuple):
 
 _DIFFERENTIABLE = ("rpe_matrix", "log_decay")
 _SCORE_SCHEMAS = {Score: "float scale, float a0, float a1, float a2, int p", Softmax: "float scale"}
-_OPTION_TYPES = {"causal": "bool", "dropout": "float", "algorithm": "str", "left": "int", "right": "int"}
+_OPTION_TYPES = {
+    "causal": "bool",
+    "dropout": "float",
+    "algorithm": "str",
+    "left": "int",
+    "right": "int",
+    "exact_window": "int",
+}
 
 
 class Signature:
@@ -82,4 +90,5 @@ class Signature:
 # Tensors with a number for every token of every key/value head.
 PER_HEAD = ("log_decay", "first_key", "end_key")
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("key_padding_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
+EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("key_padding_mask", *PER_HEAD))
 FLASH = Signature(Softmax, ("causal", "left", "right"), ("key_padding_mask", *PER_HEAD))

@@ -21,8 +21,9 @@ import numpy as np
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fastmax.call import FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import algorithm_of
+from fastmax.exact_window import Forward, far_keys, near_call
 from fastmax.score import Softmax
 
 CHUNK = 256  # queries; what runs has 64 to 2048, which changes the count by a few percent
@@ -90,6 +91,22 @@ def _flash_backward(*arguments, out_val=None) -> int:
     return _backward(*arguments, signature=FLASH)
 
 
+def _exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> int:
+    """Attention of the near keys, and of queries and their far keys."""
+    total = _attention(q, k, v, near_call(call), backward)
+    for far in far_keys(q, k, call):
+        total += _attention(far.queries_of(q), far.keys_of(k), far.keys_of(v), far.call, backward)
+    return total
+
+
+def _exact_window_forward(q, k, v, *arguments, out_val=None) -> int:
+    return _exact_window(q, k, v, EXACT_WINDOW.call(arguments), backward=False)
+
+
+def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments, out_val=None) -> int:
+    return _exact_window(q, k, v, EXACT_WINDOW.call(arguments[len(Forward._fields) :]), backward=True)
+
+
 def _decode_step(q, k, v, values, *arguments, out_val=None) -> int:
     b, hk, features, dv = values.shape
     return 2 * b * (hk + q.shape[1]) * (features - 1) * dv  # the first feature is 1
@@ -108,12 +125,14 @@ def _prefill_backward(*arguments, out_val=None) -> int:
     return 2 * b * (passes * (features - 1) * dv + h * (3 * d + 2 * dv) * _pairs_within_chunks(n))
 
 
-# By operator. A softmax of rows has no products.
+# By operator. A softmax of rows and a merge have no products.
 FORMULAS = {
     "forward": _forward,
     "backward": _backward,
     "flash_forward": _flash_forward,
     "flash_backward": _flash_backward,
+    "exact_window_forward": _exact_window_forward,
+    "exact_window_backward": _exact_window_backward,
     "decode_step": _decode_step,
     "decode_step_": _decode_step,
     "prefill": _prefill,

@@ -137,7 +137,7 @@ def fastmax_attention(
         o, z = _attend(q, k, v, call, use_custom_gradient)
         lse = log_of_sums(z) if return_lse else None
     else:
-        o, lse = _attend_exactly(q, k, v, call, exact_window, use_custom_gradient)
+        o, lse = _attend_exactly(q, k, v, call._replace(exact_window=exact_window), use_custom_gradient)
     if three_d:
         o, lse = o.flatten(0, 1), lse if lse is None else lse.flatten(0, 1)
     return (o, lse) if return_lse else o
@@ -218,19 +218,18 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bo
         return eager.forward(q, k, v, call, differentiable=eager.recording(q, k, v, *call.differentiable))
 
 
-def _attend_exactly(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, window: int, use_custom_gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
     """Output and log of the sums of weights, near keys weighed exactly."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        o, z = _attend(q, k, v, call, use_custom_gradient)
+        o, z = _attend(q, k, v, call, use_custom_gradient=False)
         return o, z if isinstance(call.score, Softmax) else log_of_sums(z)
 
-    noise = call.drop_noise
+    noise, of_noise = call.drop_noise, call.dropout
+    call = call._replace(dropout=0.0, drop_noise=None)
     with ops.without_autocast(q):
-        o, lse = attention_with_exact_window(q, k, v, call._replace(dropout=0.0, drop_noise=None), window, attend)
-        return o if noise is None else torch.addcmul(o, o, noise, value=call.dropout), lse
+        o, lse = ops.attention(q, k, v, call) if use_custom_gradient else attention_with_exact_window(q, k, v, call, attend)
+        return o if noise is None else torch.addcmul(o, o, noise, value=of_noise), lse
 
 
 def _algorithm_of_packed(

@@ -14,6 +14,7 @@ from fastmax import validation
 from fastmax.call import Call
 from fastmax.eager import States
 from fastmax.eager.blocks import compute_dtype
+from fastmax.exact_window import Forward, far_queries
 from fastmax.score import Softmax
 
 
@@ -42,7 +43,8 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
 
 
-def _check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
+def _check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor, like: str = "q") -> None:
+    """`like`: the name of q."""
     if x is None:
         return
     if tuple(x.shape) != tuple(shape):
@@ -50,7 +52,41 @@ def _check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: to
     if x.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
     if x.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        raise ValueError(f"{name} must be on {like}'s device {q.device}, got {x.device}")
+
+
+def check_exact_window(q: Tensor, k: Tensor, call: Call) -> None:
+    if call.exact_window < 1:
+        raise ValueError(f"exact_window must be at least 1, got {call.exact_window}")
+    validation.check_exact_window_of(call.exact_window, q, k, None)
+
+
+def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -> None:
+    """What a backward takes of the forward with an exact window beside o and lse."""
+    (b, h, n, _), dv, dtype = q.shape, v.shape[3], compute_dtype(q.dtype)
+    before, behind = far_queries(n, k.shape[2], call.exact_window, call.causal)
+    _check_tensor("z_before", results.z_before, (b, h, before), dtype, q)
+    _check_tensor("z_behind", results.z_behind, (b, h, behind), dtype, q)
+    if call.log_decay is not None:
+        _check_tensor("o_far", results.o_far, (b, h, before, dv), q.dtype, q)
+        _check_tensor("z_far", results.z_far, (b, h, before), dtype, q)
+
+
+def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor | None) -> None:
+    if o.dim() != 4:
+        raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
+    dtype = compute_dtype(o.dtype)
+    _check_tensor("lse", lse, o.shape[:3], dtype, o, "o")
+    _check_tensor("o_far", o_far, o.shape, o.dtype, o, "o")
+    _check_tensor("z_far", z_far, o.shape[:3], dtype, o, "o")
+    for name, x, written, read in (("o_far", "o", o, o_far), ("z_far", "lse", lse, z_far)):
+        if written.untyped_storage().data_ptr() == read.untyped_storage().data_ptr() and read.numel() > 0:
+            raise ValueError(f"{name} must not share memory with {x}, which is written over")
+    if shift is not None:
+        heads = shift.shape[1] if shift.dim() == 3 else 1
+        _check_tensor("shift", shift, (o.shape[0], heads, o.shape[2]), dtype, o, "o")
+        if o.shape[1] % heads if heads else o.shape[1]:
+            raise ValueError(f"shift must have a number of heads that divides o's {o.shape[1]}, got {heads}")
 
 
 def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, order: int) -> None:

@@ -1,28 +1,30 @@
-"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`, `decode_step`,
-`decode_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
+"""The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
+`exact_window_forward`, `exact_window_backward`, `merge_`, `decode_step`, `decode_step_`, `prefill`, `prefill_backward`,
+`finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
 (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
 implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema;
-`fastmax.flops` says what PyTorch's counter counts for them.
+`fastmax.flops` says what PyTorch's counter counts for them. On every device those of an exact window are made of others
+(`fastmax.exact_window`).
 
-Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp) and what accompanies the call (`fastmax.call.Call`) are
-saved for the backward.
+Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an exact window both, and what
+`fastmax.exact_window.Forward` names) and what accompanies the call (`fastmax.call.Call`) are saved for the backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fastmax import eager, extension, flops, operator_checks
-from fastmax.call import FASTMAX, FLASH, Call, Signature
+from fastmax import eager, exact_window, extension, flops, operator_checks
+from fastmax.call import EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
@@ -65,14 +67,23 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
     )
+    library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
+_EXACT_WINDOW_RESULTS = ", ".join(f"Tensor {name}" for name in exact_window.Forward._fields)
+library.define(f"exact_window_forward(Tensor q, Tensor k, Tensor v, {EXACT_WINDOW.schema}) -> ({_EXACT_WINDOW_RESULTS})")
+library.define(
+    f"exact_window_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXACT_WINDOW_RESULTS}, "
+    f"{EXACT_WINDOW.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax, the log-sum-exp."""
-    operator, signature = (_FLASH, FLASH) if isinstance(call.score, Softmax) else (_FASTMAX, FASTMAX)
-    tensors, options = signature.flatten(call, _allow_tf32(q))
-    return _call(operator, (q, k, v, *tensors), options)
+    """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax and with an exact window, the log
+    of the sums of weights."""
+    operator = _EXACT_WINDOW if call.exact_window > 0 else _part(call)
+    tensors, options = operator.signature.flatten(call, _allow_tf32(q))
+    o, z, *_ = _call(operator, (q, k, v, *tensors), options)
+    return o, z
 
 
 def _allow_tf32(q: Tensor) -> bool:
@@ -205,6 +216,44 @@ def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH, statistic="lse")
 
 
+def _exact_window_forward(q, k, v, *arguments):
+    call = EXACT_WINDOW.call(arguments)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_exact_window(q, k, call)
+
+    def attend(q, k, v, call):
+        operator = _part(call)
+        tensors, options = operator.signature.flatten(call, arguments[-1])
+        return extension.call(operator.forward, q, k, v, *tensors, *options)
+
+    with without_autocast(q):
+        return exact_window.forward(q, k, v, call, attend, partial(extension.call, torch.ops.fastmax.merge_.default))
+
+
+def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
+    outputs = len(exact_window.Forward._fields)
+    results, call = exact_window.Forward(*arguments[:outputs]), EXACT_WINDOW.call(arguments[outputs:])
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_exact_window(q, k, call)
+    operator_checks.check_results(q, v, o=results.o, grad_o=grad_o, lse=results.lse, grad_lse=grad_lse)
+    operator_checks.check_parts(q, k, v, results, call)
+
+    def differentiate(grad_o, grad_z, q, k, v, o, z, call):
+        operator = _part(call)
+        tensors, options = operator.signature.flatten(call, arguments[-1])
+        grads = extension.call(operator.backward, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+        return *grads[:3], grads[-1]
+
+    with without_autocast(q):
+        return exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate)
+
+
+def _merge_(o, lse, o_far, z_far, shift):
+    operator_checks.check_merge(o, lse, o_far, z_far, shift)
+    with without_autocast(o):
+        return eager.merge_(o, lse, o_far, z_far, shift)
+
+
 def _decode_step(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
     with without_autocast(q):
         return eager.decode_step(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
@@ -288,6 +337,10 @@ for _name, _implementation in {
     "eager_flash_forward": _flash_forward,
     "flash_backward": _flash_backward,
     "eager_flash_backward": _flash_backward,
+    "exact_window_forward": _exact_window_forward,
+    "exact_window_backward": _exact_window_backward,
+    "merge_": _merge_,
+    "eager_merge_": _merge_,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
     "decode_step_": _decode_step_,
@@ -326,6 +379,23 @@ def _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FASTMAX)
 @torch.library.register_fake("fastmax::flash_backward", lib=library)
 def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH)
+
+
+@torch.library.register_fake("fastmax::exact_window_forward", lib=library)
+def _exact_window_forward_fake(q, k, v, *arguments):
+    return tuple(exact_window.empty_results(q, k, v, EXACT_WINDOW.call(arguments)))
+
+
+@torch.library.register_fake("fastmax::exact_window_backward", lib=library)
+def _exact_window_backward_fake(grad_o, grad_lse, q, k, v, *arguments):
+    o, lse, *rest = arguments
+    rest = rest[len(exact_window.Forward._fields) - 2 :]
+    return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *rest, signature=EXACT_WINDOW)
+
+
+@torch.library.register_fake("fastmax::merge_", lib=library)
+def _merge_fake_(o, lse, o_far, z_far, shift):
+    return z_far.new_empty(z_far.shape)
 
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
@@ -374,59 +444,6 @@ for _name, _formula in flops.FORMULAS.items():
     register_flop_formula(getattr(torch.ops.fastmax, _name), get_raw=True)(_formula)
 
 
-def _save(ctx, inputs, output, signature: Signature) -> None:
-    last = 3 + len(signature.tensor_names)
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
-    ctx.options = inputs[last:]
-    ctx.set_materialize_grads(False)
-
-
-def _save_fastmax(ctx, inputs, output):
-    _save(ctx, inputs, output, FASTMAX)
-
-
-def _save_flash(ctx, inputs, output):
-    _save(ctx, inputs, output, FLASH)
-
-
-def _gradients(saved, options, grad_o, grad_z, signature: Signature, backward) -> tuple[Tensor | None, ...]:
-    """Of q, k, v and the call's tensors, given what `_save` saved; z is the operator's second output."""
-    if grad_o is None and grad_z is None:
-        return (None,) * (3 + len(signature.tensor_names))
-    if grad_o is None:
-        grad_o = torch.zeros_like(saved[3])
-    grads = backward(grad_o, grad_z, *saved, *options)
-    return *grads[:3], *signature.by_tensor(grads[3:], saved[5:])
-
-
-def _fastmax_gradients(saved, options, grad_o, grad_z):
-    return _gradients(saved, options, grad_o, grad_z, FASTMAX, torch.ops.fastmax.backward.default)
-
-
-def _flash_gradients(saved, options, grad_o, grad_lse):
-    return _gradients(saved, options, grad_o, grad_lse, FLASH, torch.ops.fastmax.flash_backward.default)
-
-
-def _save_prefill(ctx, inputs, output):
-    (q, k, v, mask, log_decay, *tokens_and_state), ctx.options = inputs[:8], inputs[8:]
-    o, z, *state = output
-    # What the gradient of log_decay alone takes is not kept alive for others.
-    state = (None, None) if log_decay is None else state
-    ctx.save_for_backward(q, k, v, o, z, *state, mask, log_decay, *tokens_and_state)
-    ctx.set_materialize_grads(False)
-
-
-def _prefill_gradients(saved, options, grad_o, grad_z, grad_values, grad_weights):
-    if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
-        return (None,) * 8
-    if grad_o is None:
-        grad_o = torch.zeros_like(saved[3])
-    backward = torch.ops.fastmax.prefill_backward.default
-    *tokens, of_decay, values, weights = backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
-    has_decay = saved[8] is not None
-    return *tokens, None, of_decay if has_decay else None, None, values, weights
-
-
 def refuse_second_derivative(ctx, *grads):
     """The backward of a gradient that is not to be differentiated."""
     raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
@@ -440,26 +457,75 @@ def _refuse_second_derivative_of_prefill(ctx, *grads):
 
 
 class _Differentiable(NamedTuple):
-    """An operator and its gradient."""
+    """An operator and its gradient; its outputs from the third on are for the backward alone."""
+
+    signature: Signature
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        last = 3 + len(self.signature.tensor_names)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
+        ctx.options = inputs[last:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+
+    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
+        """Of q, k, v and the call's tensors, given what `save` saved; z is the second output."""
+        names = self.signature.tensor_names
+        if grad_o is None and grad_z is None:
+            return (None,) * (3 + len(names))
+        if grad_o is None:
+            grad_o = torch.zeros_like(saved[3])
+        grads = self.backward(grad_o, grad_z, *saved, *options)
+        return *grads[:3], *self.signature.by_tensor(grads[3:], saved[len(saved) - len(names) :])
+
+
+class _Prefill(NamedTuple):
+    """`prefill` and its gradient."""
 
     forward: torch._ops.OpOverload
-    save: Callable  # (ctx, inputs, outputs)
-    gradients: Callable  # (saved tensors, options, gradients of the outputs) -> gradients of the inputs that are tensors
+    backward: torch._ops.OpOverload
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        (q, k, v, mask, log_decay, *tokens_and_state), ctx.options = inputs[:8], inputs[8:]
+        o, z, *state = output
+        # What the gradient of log_decay alone takes is not kept alive for others.
+        state = (None, None) if log_decay is None else state
+        ctx.save_for_backward(q, k, v, o, z, *state, mask, log_decay, *tokens_and_state)
+        ctx.set_materialize_grads(False)
+
+    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_values, grad_weights) -> tuple[Tensor | None, ...]:
+        """Of q, k, v, what accompanies them, and the state."""
+        if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
+            return (None,) * 8
+        if grad_o is None:
+            grad_o = torch.zeros_like(saved[3])
+        *tokens, of_decay, values, weights = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
+        has_decay = saved[8] is not None
+        return *tokens, None, of_decay if has_decay else None, None, values, weights
 
 
-_FASTMAX = _Differentiable(torch.ops.fastmax.forward.default, _save_fastmax, _fastmax_gradients)
-_FLASH = _Differentiable(torch.ops.fastmax.flash_forward.default, _save_flash, _flash_gradients)
-_PREFILL = _Differentiable(torch.ops.fastmax.prefill.default, _save_prefill, _prefill_gradients)
+_OPERATORS = torch.ops.fastmax
+_FASTMAX = _Differentiable(FASTMAX, _OPERATORS.forward.default, _OPERATORS.backward.default)
+_FLASH = _Differentiable(FLASH, _OPERATORS.flash_forward.default, _OPERATORS.flash_backward.default)
+_EXACT_WINDOW = _Differentiable(EXACT_WINDOW, _OPERATORS.exact_window_forward.default, _OPERATORS.exact_window_backward.default)
+_PREFILL = _Prefill(_OPERATORS.prefill.default, _OPERATORS.prefill_backward.default)
 
-for _operator in (_FASTMAX, _FLASH, _PREFILL):
+for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _PREFILL):
 
-    def _differentiate(ctx, *grads, gradients=_operator.gradients):
-        return *gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
+    def _differentiate(ctx, *grads, operator=_operator):
+        return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
 
     torch.library.register_autograd(_operator.forward, _differentiate, setup_context=_operator.save, lib=library)
-for _name in ("backward", "flash_backward"):
-    torch.library.register_autograd(f"fastmax::{_name}", refuse_second_derivative, lib=library)
-torch.library.register_autograd("fastmax::prefill_backward", _refuse_second_derivative_of_prefill, lib=library)
+for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW):
+    torch.library.register_autograd(_operator.backward, refuse_second_derivative, lib=library)
+torch.library.register_autograd(_PREFILL.backward, _refuse_second_derivative_of_prefill, lib=library)
+
+
+def _part(call: Call) -> _Differentiable:
+    """What computes a call without an exact window."""
+    return _FLASH if isinstance(call.score, Softmax) else _FASTMAX
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
@@ -508,8 +574,21 @@ def _decode_step_version(keyset, *args):
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
+def _merge_autograd(keyset, *args):
+    if eager.differentiating(*args):
+        raise RuntimeError("torch.ops.fastmax.merge_ has no gradient: use fastmax.merge_attention")
+    return torch.ops.fastmax.merge_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _merge_version(keyset, *args):
+    torch.autograd.graph.increment_version(args[:2])
+    return torch.ops.fastmax.merge_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
+library.impl("merge_", _merge_autograd, "Autograd", with_keyset=True)
+library.impl("merge_", _merge_version, "ADInplaceOrView", with_keyset=True)
 
 
 def _save_finite_decay(ctx, inputs, output):
@@ -561,13 +640,13 @@ class _Fused(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
             output = extension.call(operator.forward, *inputs)
         operator.save(ctx, inputs, output)
-        ctx.gradients = operator.gradients
+        ctx.operator = operator
         return output
 
     @staticmethod
     def backward(ctx, *grads):
         saved = ctx.saved_tensors  # unpacked once, and where a checkpoint that runs its function again records it
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
-            return None, None, *extension.call(ctx.gradients, saved, ctx.options, *grads)
+            return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)
         with torch._C._AutoDispatchBelowAutograd():
-            return None, None, *extension.call(ctx.gradients, saved, ctx.options, *grads)
+            return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)

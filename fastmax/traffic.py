@@ -78,7 +78,9 @@ def hbm_traffic(
       With a `block_size` no key is counted that no query of a block sees.
     - `window`: keys outside are not visited, which a `block_size` alone shows; a cache reads each key once all the same.
     - `exact_window` of W: "flash" with this window; the algorithm itself, causal, for the T - W queries and keys that are so
-      far apart (not causal: for those behind as well); and outputs and float32 sums of these parts, read and written merged.
+      far apart (not causal: for those behind as well); and a merge of each such part into the outputs and float32 sums of those
+      queries: 2 (T - W) (d e + 4) read, (T - W) (d e + 8) written, 4 (T - W) of it the sums that a backward divides by; with
+      `log_decay` 4 (T - W) more read, the decay of the tokens between.
     - `state`, as `prefill` has: with R = 1 + d + d (d + 1) / 2 rows (p = 1: 1 + d), R (d + 1) float32 are read and written;
       there is a state before each of the chunks, and all keys are summed. p = 1 has chunks of 256, whose sums, D (D + 2) + 1
       float32, are written and read once more before they are made states, D^2 bf16 or float32 numbers and 2 D + 1 float32.
@@ -142,7 +144,7 @@ def hbm_traffic(
         if far > 0:
             options["cu_seqlens"] = None if cu_seqlens is None else (0, far)  # one number a query, whatever they are
             parts += [hbm_traffic(far, head_dim, dtype, algorithm, causal=True, p=p, **options)] * (1 if causal else 2)
-        return sum(parts, _merged(len(parts), seqlen, head_dim, dtype))
+        return sum(parts[1:], parts[0]) + _merged(len(parts) - 1, far, head_dim, dtype, log_decay)
     along = _along(seqlen, causal, log_decay, bounds is not None)
     if algorithm == "linear":
         return along + _linear(seqlen, head_dim, dtype, causal, p, log_decay, state)
@@ -186,9 +188,11 @@ def _along(seqlen: int, causal: bool, log_decay: bool, packed: bool) -> Traffic:
     return sums + Traffic((4 if causal else 8) * seqlen if log_decay or packed else 0, 0)
 
 
-def _merged(parts: int, seqlen: int, head_dim: int, dtype: torch.dtype) -> Traffic:
-    output = seqlen * head_dim * dtype.itemsize + _FLOAT * seqlen
-    return Traffic(parts * output, output) if parts > 1 else Traffic(0, 0)
+def _merged(parts: int, queries: int, head_dim: int, dtype: torch.dtype, shifted: bool) -> Traffic:
+    """So many parts merged into the output, in place."""
+    output = queries * head_dim * dtype.itemsize + _FLOAT * queries
+    number = _FLOAT * queries
+    return Traffic(parts * (2 * output + (number if shifted else 0)), parts * (output + number))
 
 
 def _keys_of_blocks(seqlen: int, rows: int, causal: bool, left: int, right: int, bounds: list[int] | None) -> int:

@@ -35,6 +35,10 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.b
 # few numbers are summed; for TF32 one of each operand of two products, since cuBLAS takes no TF32 for the smallest; for float64
 # another order of summation, since nothing more exact is there to compare with.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-8, "float32": 1e-6, "float64": 1e-12}
+# A float32 log-sum of size L is off by up to 2^-24 L, and so is every weight exp(s - L) made of it, in the backward of softmax
+# and in the merge of an exact window; plain PyTorch, whose sums are relative to the largest score, has no such numbers. What
+# weights lose for each unit of the largest log-sum, by dtype.
+ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 for dtype in FLOOR}
 # The linear algorithm adds up features that cancel (docs/algorithm.md): roundings of terms this much larger than f are nothing.
 CANCELLATION = 16.0
 # From this error on the plain formula is no standard: sums or weights left the range of float16. Then so many roundings are.
@@ -238,6 +242,7 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     plain = run(by_definition, tensors, plain_options)
     custom = run(checked, tensors, {**options, "use_custom_gradient": True})
     autograd = run(checked, tensors, {**options, "use_custom_gradient": False})
+    of_log_sums = ROUNDING_OF_LOG_SUM[q.dtype] * largest_log_sum(tensors, plain_options, softmax)
     natural = math.sqrt(exact["o"].numel())  # the expected norm of grad_o
     longest = tensors["v"].double().norm(dim=-1).max().item() if tensors["v"].numel() else 1.0
 
@@ -256,14 +261,27 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     def allowed(name: str) -> float:
         plain_error = error(plain, name)
         dtype = torch.finfo(q.dtype)  # numbers below its normal range are rounded to multiples of the least of them
-        rounded_to = 0.5 * dtype.smallest_normal * dtype.eps * math.sqrt(exact[name].numel()) / size(name)
+        more = 0.5 * dtype.smallest_normal * dtype.eps * math.sqrt(exact[name].numel()) / size(name)
+        if name != "lse":
+            more += of_log_sums
         if rounding is None:
-            return 2.0 * plain_error + FLOOR[q.dtype] + rounded_to
+            return 2.0 * plain_error + FLOOR[q.dtype] + more
         if not plain_error < PLAIN_FAILED:
-            return ROUNDINGS_WHERE_PLAIN_FAILED * rounding + rounded_to
-        return max(2.0 * plain_error + FLOOR[q.dtype], rounding) + rounded_to
+            return ROUNDINGS_WHERE_PLAIN_FAILED * rounding + more
+        return max(2.0 * plain_error + FLOOR[q.dtype], rounding) + more
 
     return [Errors(name, error(custom, name), error(autograd, name), allowed(name)) for name in exact]
+
+
+def largest_log_sum(tensors: dict[str, Tensor], options: dict, softmax: bool) -> float:
+    """The largest magnitude of a row's log of the sum of exp(s) and f(s), by definition; 0 where nothing is exponentiated."""
+    if not softmax and not options.get("exact_window"):
+        return 0.0
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    by_definition = naive_softmax_attention if softmax else definition
+    lse = by_definition(**wide, **(options if softmax else {**options, "return_lse": True}))[1]
+    lse = lse[lse.isfinite()]
+    return lse.abs().max().item() if lse.numel() else 0.0
 
 
 def token_major(x: Tensor) -> Tensor:

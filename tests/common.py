@@ -303,15 +303,15 @@ def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[st
 
 
 def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options) -> None:
-    """`torch.ops.fastmax`'s forward and backward ("" or "flash_"); `options` are the arguments after q, k and v."""
+    """`torch.ops.fastmax`'s forward and backward ("", "flash_", "exact_window_"); `options` are the arguments after q, k, v."""
     forward, backward = (getattr(torch.ops.fastmax, f"{name}{which}") for which in ("forward", "backward"))
 
     def leaf(x):
         return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
     torch.library.opcheck(forward.default, tuple(map(leaf, (*inputs.values(), *options))))
-    o, second = forward(*inputs.values(), *options)
-    torch.library.opcheck(backward.default, (*grads, *inputs.values(), o, second, *options))
+    outputs = forward(*inputs.values(), *options)
+    torch.library.opcheck(backward.default, (*grads, *inputs.values(), *outputs, *options))
 
 
 def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:

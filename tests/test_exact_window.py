@@ -24,6 +24,7 @@ from common import (
     make_decay,
     make_inputs,
     make_options,
+    opcheck,
     relative,
     run,
 )
@@ -202,6 +203,196 @@ def test_scores_of_hundreds_beyond_the_window_are_the_polynomial(algorithm, caus
     torch.testing.assert_close(actual["lse"][0, 0, -1].item(), far, rtol=1e-12, atol=0.0)
 
 
+@by_gradient
+@by_algorithm
+def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, device):
+    """Their near scores of -300 add up to 0 in float32, in whose units their far keys, all hidden, have no sum."""
+    inputs, grads = make(Case("", n=40, h=2, hk=1, d=2), device=device)
+    inputs["q"] = torch.tensor([1.0, 0.01], device=device).expand_as(inputs["q"]).contiguous()
+    inputs["k"][..., 0] = torch.where(torch.arange(40, device=device) < 30, -300.0, 1.0)
+    mask = torch.arange(40, device=device)[None] >= 12
+    options = {"causal": True, "exact_window": 8, "key_padding_mask": mask}
+    wide = {name: x.double() for name, x in inputs.items()}, tuple(x.double() for x in grads)
+    exact = run(reference, *wide, **options)
+    actual = run(partial(with_lse, use_custom_gradient=custom, algorithm=algorithm), inputs, grads, **options)
+    assert actual["lse"][..., 12:20].lt(-290.0).all() and actual["lse"][..., :12].isneginf().all()
+    for name, x in exact.items():
+        y, seen = actual[name].double(), x.isfinite()
+        size = max(x[seen].norm().item(), grads[0].norm().item() * (300.0 if name == "grad q" else 1.0))
+        assert torch.equal(y.isfinite(), seen) and (y[seen] - x[seen]).norm().item() <= 1e-4 * size, name
+
+
+# ---- keys that fade between a query and its far keys
+
+
+@pytest.mark.parametrize("decay", [0.0, -1e-3, -50.0, -200.0])
+@pytest.mark.parametrize("hidden", ["none", "near", "far"])
+@by_gradient
+@by_algorithm
+def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
+    """Of one token. Where the near keys are hidden, what it leaves of the far ones is all that there is, however little."""
+    inputs, grads = make(Case("", n=40, m=43, h=2, hk=1, d=3), torch.float64, device)
+    token = torch.arange(43, device=device)
+    inputs["log_decay"] = torch.where(token == 24, decay, -0.05).double().expand(1, 1, 43)
+    hides = {"none": token < 0, "near": (token >= 9) & (token < 40), "far": token <= 26}
+    options = {"causal": True, "exact_window": 8, "key_padding_mask": ~hides[hidden][None]}
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+    assert_equals_definition(attention, reference, inputs, grads, **options)
+
+
+@pytest.mark.parametrize("at", [20, 21])
+@by_gradient
+@by_algorithm
+def test_forgetting_at_the_border_of_the_window(algorithm, custom, at, device):
+    """Later queries are as far from that token as there are distances: none, some or all of their far keys are forgotten."""
+    inputs, grads = make(Case("", n=40, h=4, hk=2, d=3), torch.float64, device)
+    decay = -0.1 * torch.rand(1, 2, 40, dtype=torch.float64)
+    decay[:, 0, at] = decay[:, 1, 5] = decay[:, 1, 13] = -math.inf
+    inputs["log_decay"] = decay.to(device)
+    attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
+    assert_equals_definition(attention, reference, inputs, grads, causal=True, exact_window=8)
+
+
+def test_float32_loses_no_digits_to_a_long_decay(device):
+    """The log-sums of the last queries, which have no near key, are -4000, rounded to 2e-4; their gradients are not."""
+    inputs, grads = make(Case("", n=50, h=2, hk=1, d=3), device=device)
+    grads[0][:, :, :40], grads[1][..., :40] = 0.0, 0.0
+    token = torch.arange(50, device=device)
+    inputs["log_decay"] = torch.where(token == 20, -4000.0, -0.01).expand(1, 1, 50)
+    options = {"causal": True, "exact_window": 30, "key_padding_mask": token[None] < 10}
+    wide = {name: x.double() for name, x in inputs.items()}, tuple(x.double() for x in grads)
+    exact = run(reference, *wide, **options)
+    actual = run(partial(with_lse, algorithm="linear"), inputs, grads, **options)
+    assert exact["lse"][..., 40:].lt(-3990.0).all()
+    for name, rows in {"o": 40, "grad q": 40, "grad k": 0, "grad v": 0}.items():
+        assert relative(actual[name][:, :, rows:], exact[name][:, :, rows:]) <= 2e-6, name
+
+
+# ---- what is asked of one of the outputs alone, and of how tensors lie
+
+
+@pytest.mark.parametrize("output", [0, 1], ids=["o", "lse"])
+@by_causal
+@by_gradient
+@by_algorithm
+def test_gradient_of_one_output(algorithm, custom, causal, output, device):
+    inputs, grads = make(SMALL, torch.float64, device)
+    if causal:
+        inputs["log_decay"] = make_decay("ordinary", 2, 2, SMALL.m, dtype=torch.float64, device=device)
+
+    def one(attention):
+        return lambda v, **options: attention(v=v, **options)[output] + 0.0 * v.sum()  # of which lse is no function
+
+    attention = one(partial(with_lse, use_custom_gradient=custom, algorithm=algorithm))
+    assert_equals_definition(attention, one(reference), inputs, grads[output], causal=causal, exact_window=7)
+
+
+@pytest.mark.parametrize("layout", ["token-major", "packed qkv", "transposed"])
+@by_causal
+def test_any_strides(causal, layout, device):
+    """Of q, k and v, and of gradients that are expanded or turned: as if all were contiguous."""
+    inputs, _ = make_inputs(Case("", n=30, b=2, h=2, d=8), device=device, layout=layout)
+    attention = partial(with_lse, causal=causal, exact_window=6)
+    dense = {name: x.contiguous() for name, x in inputs.items()}
+    turned = torch.randn(8, 30, 2, 2, device=device).permute(2, 3, 1, 0), torch.randn(30, 2, 2, device=device).permute(1, 2, 0)
+    for grads in (turned, (torch.ones((), device=device).expand(2, 2, 30, 8), torch.ones((), device=device).expand(2, 2, 30))):
+        compare(run(attention, inputs, grads), run(attention, dense, tuple(x.contiguous() for x in grads)))
+
+
+@by_causal
+def test_what_is_kept_for_the_backward(causal, device):
+    """q, k, v, the output, and a few numbers for each query: nothing of the size of another output."""
+    inputs, grads = make(LONG, device=device)
+    kept = []
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        o, lse = with_lse(**leaves, causal=causal, exact_window=20, algorithm="linear")
+    shapes = [tuple(x.shape) for x in kept if x.dim() == 4]
+    assert sorted(shapes) == sorted(tuple(x.shape) for x in (*inputs.values(), o))
+    assert sum(x.numel() for x in kept if x.dim() != 4) <= 3 * lse.numel()
+    torch.autograd.backward((o, lse), grads)
+
+
+# ---- the operators
+
+
+OPERATOR_CALLS = {
+    "causal": {},
+    "full": {"causal": False},
+    "linear, mask": {"algorithm": "linear", "mask": True},
+    "decay": {"decay": True},
+    "decay, wider than the keys": {"decay": True, "window": 40},
+    "wider than the keys": {"window": 40, "causal": False},
+    "bfloat16, token-major": {"dtype": torch.bfloat16, "layout": "token-major", "decay": True},
+    "empty": {"case": Case("", n=0, b=2)},
+}
+
+
+def operator_arguments(device, case=None, dtype=torch.float32, layout="contiguous", causal=True, algorithm="auto", window=5,
+                       mask=False, decay=False):  # fmt: skip
+    """q, k and v, gradients of o and lse, and the other arguments of torch.ops.fastmax.exact_window_forward."""
+    case = case or (SMALL if layout == "contiguous" else Case("", n=30, b=2, h=2, d=8))
+    inputs, grad_o = make_inputs(case, dtype, device, layout)
+    mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
+    decay = make_decay("ordinary", case.b, case.hk, case.m, device=device) if decay else None
+    options = (mask, decay, None, None, 0.5, 1.0, 1.0, 0.5, 2, causal, algorithm, window, False)
+    return inputs, (grad_o, torch.randn(grad_o.shape[:3], device=device)), options
+
+
+@pytest.mark.parametrize("call", OPERATOR_CALLS)
+def test_opcheck(call, device):
+    inputs, grads, options = operator_arguments(device, **OPERATOR_CALLS[call])
+    opcheck("exact_window_", inputs, grads, *options)
+
+
+@pytest.mark.parametrize("call", OPERATOR_CALLS)
+def test_fake_tensors_have_the_real_layout(call, device):
+    inputs, grads, options = operator_arguments(device, **OPERATOR_CALLS[call])
+
+    def both(*tensors):
+        q, k, v, grad_o, grad_lse, mask, decay = tensors
+        rest = (mask, decay, *options[2:])
+        outputs = torch.ops.fastmax.exact_window_forward(q, k, v, *rest)
+        return *outputs, *torch.ops.fastmax.exact_window_backward(grad_o, grad_lse, q, k, v, *outputs, *rest)
+
+    tensors = (*inputs.values(), *grads, *options[:2])
+    real = both(*tensors)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = both(*(None if x is None else mode.from_tensor(x) for x in tensors))
+    for x, y in zip(real, fake, strict=True):
+        assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+WRONG = {
+    "a window of 0": ("exact_window", 0, "exact_window must be at least 1, got 0"),
+    "z_before of other queries": ("z_before", torch.ones(2, 4, 7), "z_before must have shape"),
+    "z_behind of a causal call": ("z_behind", torch.ones(2, 4, 7), "z_behind must have shape"),
+    "o_far of another dtype": ("o_far", torch.ones(2, 4, 24, 6).double(), "o_far must be torch.float32"),
+    "z_far of one head": ("z_far", torch.ones(2, 1, 24), "z_far must have shape"),
+    "lse of one head": ("lse", torch.ones(2, 1, 24), "lse must have shape"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_direct_call_is_refused_by_name(name):
+    inputs, grads, options = operator_arguments(torch.device("cpu"), decay=True)
+    outputs = torch.ops.fastmax.exact_window_forward(*inputs.values(), *options)
+    operator = torch.ops.fastmax.exact_window_backward.default
+    names = [argument.name for argument in operator._schema.arguments]
+    given = dict(zip(names, (*grads, *inputs.values(), *outputs, *options), strict=True))
+    operator(*given.values())
+    argument, value, message = WRONG[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        operator(*(given | {argument: value}).values())
+
+
+def test_more_queries_than_keys_in_a_direct_call():
+    inputs, _, options = operator_arguments(torch.device("cpu"), causal=False)
+    inputs |= {name: inputs[name][:, :, :9] for name in "kv"}
+    with pytest.raises(ValueError, match="exact_window takes at most as many queries as keys"):
+        torch.ops.fastmax.exact_window_forward(*inputs.values(), *options)
+
+
 # ---- inside PyTorch
 
 
@@ -250,9 +441,14 @@ def test_bitwise_repeatable(algorithm, causal, device, several_threads):
     assert all(torch.equal(x, second[name]) for name, x in first.items())
 
 
+@by_gradient
 @pytest.mark.parametrize("algorithm, causal", [("linear", True), ("quadratic", False)])
-def test_compile(algorithm, causal, device, fresh_dynamo):
-    check_compiled(partial(with_lse, causal=causal, algorithm=algorithm, exact_window=6), *make(SMALL, device=device))
+def test_compile(algorithm, causal, custom, device, fresh_dynamo):
+    attention = partial(with_lse, causal=causal, algorithm=algorithm, exact_window=6, use_custom_gradient=custom)
+    inputs, grads = make(SMALL, device=device)
+    if causal and custom:
+        inputs["log_decay"] = make_decay("ordinary", 2, 2, SMALL.m, device=device)
+    check_compiled(attention, inputs, grads)
 
 
 def test_compile_dynamic_is_one_graph_for_all_lengths(device, fresh_dynamo):

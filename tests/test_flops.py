@@ -122,11 +122,12 @@ def test_packed_sequences_and_decays(causal):
 
 
 def test_exact_window_is_two_attentions():
-    """100 tokens: the near pairs, and those of 90 queries with as many keys."""
+    """100 tokens: the near pairs, and those of 90 queries with as many keys; not causal, with keys on either side."""
     inputs = tensors(100)
+    options = {"exact_window": 10, "algorithm": "quadratic"}
     near, far = 2 * (10 * 100 - 45), 2 * 90 * 91 // 2
-    counted = both(fastmax_attention, inputs, causal=True, exact_window=10, algorithm="quadratic")
-    assert counted == of_pairs(inputs, near + far)
+    assert both(fastmax_attention, inputs, causal=True, **options) == of_pairs(inputs, near + far)
+    assert both(fastmax_attention, inputs, **options) == of_pairs(inputs, 2 * near - 2 * 100 + 2 * far)
 
 
 def test_rpe_matrix():
@@ -170,4 +171,4 @@ def test_nothing_is_counted_where_nothing_is_computed():
 
 def test_every_operator_of_products_has_a_formula():
     names = {name.removeprefix("fastmax::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastmax::")}
-    assert {name for name in names if not name.startswith("eager_")} == {*flops.FORMULAS, "finite_decay", "softmax"}
+    assert {name for name in names if not name.startswith("eager_")} == {*flops.FORMULAS, "softmax", "merge_", "finite_decay"}

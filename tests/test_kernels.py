@@ -233,7 +233,7 @@ def denominators(q, k, v, mask, noise, rpe, decay, first, end, scale, a0, a1, a2
 
 
 def test_the_library_registers_every_operator():
-    for name in ("forward", "backward", "decode_step", "decode_step_", "prefill", "prefill_backward"):
+    for name in ("forward", "backward", "merge_", "decode_step", "decode_step_", "prefill", "prefill_backward", "finite_decay"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
 
 

@@ -113,14 +113,20 @@ def test_windows_are_not_seen_behind_a_cache():
 
 
 def test_exact_window():
-    output = 512 * 128 * 2 + 4 * 512
+    merge = 412 * (128 * 2 + 4)
     for algorithm in ("quadratic", "linear"):
         near = hbm_traffic(512, 128, algorithm="flash", causal=True, **BF16)
         far = hbm_traffic(412, 128, algorithm=algorithm, causal=True, **BF16)
         exact = hbm_traffic(512, 128, algorithm=algorithm, causal=True, exact_window=100, **BF16)
-        assert exact == (near.read + far.read + 2 * output, near.written + far.written + output)
+        written = merge + 4 * 412
+        assert exact == (near.read + far.read + 2 * merge, near.written + far.written + written)
         exact = hbm_traffic(512, 128, algorithm=algorithm, exact_window=100, **BF16)
-        assert exact == (near.read + 2 * far.read + 3 * output, near.written + 2 * far.written + output)
+        assert exact == (near.read + 2 * far.read + 4 * merge, near.written + 2 * far.written + 2 * written)
+        decay = {"causal": True, "log_decay": True} | BF16
+        near, far = hbm_traffic(512, 128, algorithm="flash", **decay), hbm_traffic(412, 128, algorithm=algorithm, **decay)
+        exact = hbm_traffic(512, 128, algorithm=algorithm, exact_window=100, **decay)
+        assert exact == (near.read + far.read + 2 * merge + 4 * 412, near.written + far.written + written)
+        near = hbm_traffic(512, 128, algorithm="flash", causal=True, **BF16)
         for window in (512, 1000):  # softmax attention
             assert hbm_traffic(512, 128, algorithm=algorithm, causal=True, exact_window=window, **BF16) == near
     packed = hbm_traffic(512, 128, algorithm="linear", exact_window=100, cu_seqlens=(0, 9, 512), **BF16)

@@ -281,6 +281,33 @@ def test_rounding_is_the_least_that_is_allowed():
     assert all(row.allowed == plain[row.tensor] for row in verify.measure(tensors, case.options, rounding=1e-12))
 
 
+def scores_of_200(softmax):
+    """Between 200 and 202 for every pair, without rounding: their log-sum alone has one."""
+    k = 200.0 + torch.randint(0, 9, (1, 2, 40, 1)) / 4.0
+    options = {"causal": True} | ({"scale": 1.0} if softmax else {"exact_window": 40, "algorithm": "quadratic", "p": 2})
+    return {"q": torch.ones(1, 2, 40, 1), "k": k, "v": torch.randn(1, 2, 40, 8)}, options
+
+
+@pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "exact window"])
+def test_the_rounding_of_log_sums_is_allowed(softmax, monkeypatch):
+    """In proportion to the largest: gradients that are right to a rounding of it pass, and not by another allowance."""
+    tensors, options = scores_of_200(softmax)
+    plain = {name: x for name, x in options.items() if name != "algorithm"}
+    largest = verify.largest_log_sum(tensors, plain, softmax)
+    assert 200.0 < largest < 220.0
+    assert all(row.passed for row in verify.measure(tensors, options, 1e-6, softmax))
+    monkeypatch.setattr(verify, "ROUNDING_OF_LOG_SUM", dict.fromkeys(verify.FLOOR, 0.0))
+    without = {row.tensor: row for row in verify.measure(tensors, options, 1e-6, softmax)}
+    assert not without["v"].passed and without["v"].custom < 2.0**-24 * largest
+
+
+def test_nothing_is_lost_to_log_sums_where_there_are_none():
+    tensors, _ = scores_of_200(softmax=True)
+    assert verify.largest_log_sum(tensors, {"causal": True}, softmax=False) == 0.0
+    tensors["key_padding_mask"] = torch.zeros(1, 40, dtype=torch.bool)
+    assert verify.largest_log_sum(tensors, {"exact_window": 3}, softmax=False) == 0.0
+
+
 def test_a_plain_formula_that_overflows_is_no_standard():
     """f(s) of 1e6 is past float16: the plain formula returns NaN, the operator does not, and is held to a few roundings."""
     case = verify.Case("", {"temperature": 1.0}, queries=50, keys=50, dtype=torch.float16, magnitude=20.0)

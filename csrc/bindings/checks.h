@@ -37,9 +37,9 @@ inline void check_cuda_tensor(const char* name, const Tensor& x) {
   FASTMAX_CHECK(x.is_cuda(), name, " is on ", device_name(x), ", and other arguments are on CUDA");
 }
 
-inline void check_device(const char* name, const Tensor& x, const Tensor& q) {
-  FASTMAX_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " is on ", device_name(x),
-                ", and q is on ", device_name(q));
+inline void check_device(const char* name, const Tensor& x, const Tensor& q, const char* q_name = "q") {
+  FASTMAX_CHECK(x.is_cuda() && x.get_device_index() == q.get_device_index(), name, " is on ", device_name(x), ", and ", q_name,
+                " is on ", device_name(q));
 }
 
 inline void check_shape(const char* name, const Tensor& x, std::initializer_list<int64_t> shape) {

@@ -35,24 +35,6 @@ bool is_covered(const Tensor& q, const Tensor& v) {
   return kernels_run_on(q) && std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim;
 }
 
-// The memory that a tensor reaches, in bytes.
-struct Extent {
-  const char* begin;
-  const char* end;
-};
-
-Extent extent(const Tensor& x) {
-  int64_t last = 0;
-  for (int64_t i = 0; i < x.dim(); ++i) last += (x.size(i) - 1) * x.stride(i);
-  const char* begin = static_cast<const char*>(x.data_ptr());
-  return {begin, x.numel() == 0 ? begin : begin + (last + 1) * x.element_size()};
-}
-
-bool overlap(const Tensor& x, const Tensor& y) {
-  const Extent a = extent(x), b = extent(y);
-  return a.begin < b.end && b.begin < a.end;
-}
-
 // The state is written to new_values and new_weights, which may be values and weights themselves; returns o.
 Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask,

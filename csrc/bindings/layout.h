@@ -96,6 +96,24 @@ inline Tensor zero_decay_gradient(const OptionalTensor& log_decay, const Tensor&
   return torch::stable::zero_(x);
 }
 
+// The memory that a tensor reaches, in bytes.
+struct Extent {
+  const char* begin;
+  const char* end;
+};
+
+inline Extent extent(const Tensor& x) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < x.dim(); ++i) last += (x.size(i) - 1) * x.stride(i);
+  const char* begin = static_cast<const char*>(x.data_ptr());
+  return {begin, x.numel() == 0 ? begin : begin + (last + 1) * x.element_size()};
+}
+
+inline bool overlap(const Tensor& x, const Tensor& y) {
+  const Extent a = extent(x), b = extent(y);
+  return a.begin < b.end && b.begin < a.end;
+}
+
 inline bool is_empty(const Tensor& x) { return x.numel() == 0; }
 
 }  // namespace fastmax

@@ -52,8 +52,9 @@ struct PolynomialScore {
     const float inverse = z == 0.f ? 0.f : 1.f / z;
     return make_float4(c0 * inverse, c1 * inverse, c2 * inverse, delta);
   }
-  // What a gradient of z takes from delta; of a row that sees no key it is not read.
-  __device__ __forceinline__ static float delta_of_z(float z, const float* grad_z) { return z == 0.f ? 0.f : z * *grad_z; }
+  // What a gradient of z takes from delta. Of a row that sees no key it is not read, nor where z is infinite, as that of an exact
+  // window may be, beside which the weights are 0.
+  __device__ __forceinline__ static float delta_of_z(float z, const float* grad_z) { return z == 0.f || isinf(z) ? 0.f : z * *grad_z; }
   __device__ __forceinline__ static float weight(const float4& row, float x) { return fmaf(fmaf(row.z, x, row.y), x, row.x); }
   __device__ __forceinline__ static Line slope_line(const float4& row) { return {2.f * row.z, row.y}; }
   __device__ __forceinline__ static float slope(float line) { return line; }

@@ -24,6 +24,7 @@ from fastmax.eager.blocks import (
     to_blocks,
 )
 from fastmax.eager.decay import Decay, finite_decay
+from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
 from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
@@ -43,6 +44,7 @@ __all__ = [
     "forward_from_state",
     "in_functorch",
     "is_transformed",
+    "merge_",
     "recording",
     "softmax_step",
     "sums_of_weights",
@@ -53,9 +55,11 @@ def _token_major(x: Tensor) -> bool:
     return x.stride(1) < x.stride(2)
 
 
-def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Uninitialised (b, h, n, channels), token-major in memory, as (b, n, h, channels), where x is, else contiguous."""
+def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None, tokens: int | None = None) -> Tensor:
+    """Uninitialised (b, h, n, channels), token-major in memory, as (b, n, h, channels), where x is, else contiguous; n is that
+    of x where `tokens` is None."""
     b, h, n, _ = x.shape
+    n = n if tokens is None else tokens
     if _token_major(x):
         return x.new_empty(b, n, h, channels, dtype=dtype).transpose(1, 2)
     return x.new_empty(b, h, n, channels, dtype=dtype)

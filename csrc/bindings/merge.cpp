@@ -1,0 +1,85 @@
+// fastmax::merge_ for CUDA tensors (merge.h).
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <climits>
+#include <cstdio>
+#include <utility>
+
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/torch_abi.h"
+#include "merge/merge.h"
+
+namespace fastmax {
+namespace {
+
+void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_far, const Tensor& z_far, const OptionalTensor& shift) {
+  FASTMAX_CHECK(o.dim() == 4, "o must be 4-dimensional, got ", o.dim(), " dimensions");
+  const int64_t b = o.size(0), h = o.size(1), n = o.size(2);
+  FASTMAX_CHECK(b <= INT_MAX && h <= INT_MAX && b * h <= INT_MAX, "o has too many heads: ", b, " x ", h);
+  FASTMAX_CHECK(n <= INT_MAX / 2 && o.size(3) <= INT_MAX / 2, "o is too large: ", n, " queries, ", o.size(3), " columns");
+  check_device("o_far", o_far, o, "o");
+  check_shape("o_far", o_far, {b, h, n, o.size(3)});
+  FASTMAX_CHECK(o_far.scalar_type() == o.scalar_type(), "o_far must have o's dtype");
+  const auto check_number = [&](const char* name, const Tensor& x, int64_t heads) {
+    const bool wide = o.scalar_type() == ScalarType::Double;
+    check_device(name, x, o, "o");
+    check_shape(name, x, {b, heads, n});
+    FASTMAX_CHECK(x.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ", wide ? "float64" : "float32");
+  };
+  check_number("lse", lse, h);
+  check_number("z_far", z_far, h);
+  if (shift.has_value()) {
+    const int64_t heads = shift->dim() == 3 ? shift->size(1) : 1;
+    check_number("shift", *shift, heads);
+    FASTMAX_CHECK(heads > 0 ? h % heads == 0 : h == 0, "shift must have a number of heads that divides o's ", h, ", got ", heads);
+  }
+  for (const auto& [name, x] : {std::pair("o", &o), std::pair("lse", &lse)}) {
+    for (int i = 0; i < x->dim(); ++i) FASTMAX_CHECK(x->stride(i) != 0 || x->size(i) <= 1, name, " is written over and must not be expanded");
+  }
+  FASTMAX_CHECK(!overlap(o, o_far), "o_far must not overlap o, which is written over");
+  FASTMAX_CHECK(!overlap(lse, z_far), "z_far must not overlap lse, which is written over");
+}
+
+// Whether the kernel computes this call.
+bool is_covered(const Tensor& o) { return kernels_run_on(o) && (o.stride(3) == 1 || o.size(3) == 1); }
+
+Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_far_in, const Tensor& z_far, const OptionalTensor& shift) {
+  check_cuda_tensor("o", o);
+  const torch::stable::accelerator::DeviceGuard guard(o.get_device_index());
+  check_merge(o, lse, o_far_in, z_far, shift);
+  if (!is_covered(o)) return call_operator<1>("fastmax::eager_merge_", o, lse, o_far_in, z_far, shift)[0];
+
+  const Tensor z = empty_dense(z_far, ScalarType::Float);
+  if (is_empty(z)) return z;
+  const Tensor o_far = o_far_in.stride(3) == 1 || o_far_in.size(3) == 1 ? o_far_in : dense_copy(o_far_in, o.scalar_type());
+  MergeParams p{};
+  p.b = static_cast<int>(o.size(0)), p.h = static_cast<int>(o.size(1)), p.n = static_cast<int>(o.size(2));
+  p.dv = static_cast<int>(o.size(3));
+  p.shift_heads = shift.has_value() ? static_cast<int>(shift->size(1)) : 1;
+  p.math = math_mode(o.scalar_type(), /*allow_tf32=*/false);
+  p.aligned = is_aligned(o) && is_aligned(o_far);
+  p.o = o.data_ptr(), p.o_stride = stride_of(o);
+  p.o_far = o_far.data_ptr(), p.o_far_stride = stride_of(o_far);
+  p.lse = static_cast<float*>(lse.data_ptr()), p.lse_stride = stride_of(lse);
+  p.z_far = static_cast<const float*>(z_far.data_ptr()), p.z_far_stride = stride_of(z_far);
+  p.shift = shift.has_value() ? static_cast<const float*>(shift->data_ptr()) : nullptr;
+  p.shift_stride = shift.has_value() ? stride_of(*shift) : Stride{};
+  p.z = static_cast<float*>(z.data_ptr());
+  if (is_debugging()) {
+    std::fprintf(stderr, "fastmax::merge_: merge_sm80: b %d, h %d, n %d, dv %d%s\n", p.b, p.h, p.n, p.dv, shift.has_value() ? ", shift" : "");
+  }
+  launch_merge(p, current_stream(o.get_device_index()));
+  return z;
+}
+
+}  // namespace
+}  // namespace fastmax
+
+STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+  m.impl("merge_", TORCH_BOX(&fastmax::merge));
+}

@@ -1,0 +1,209 @@
+"""`torch.ops.fastmax.merge_`: far keys joined to near ones, in place; its kernel on CUDA."""
+
+import math
+
+import pytest
+import torch
+from common import DTYPES, dtype_id, relative
+
+from fastmax import eager, verify
+
+merge_ = torch.ops.fastmax.merge_.default
+
+
+def operands(device, b=2, h=4, n=37, dv=24, dtype=torch.float32, shift_heads=None):
+    """o, lse, o_far, z_far, shift: ordinary ones."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    o, o_far = (torch.randn(b, h, n, dv, device=device).to(dtype) for _ in range(2))
+    lse, z_far = torch.randn(b, h, n, device=device, dtype=wide), 3.0 * torch.rand(b, h, n, device=device, dtype=wide) + 0.1
+    shift = None if shift_heads is None else -torch.rand(b, shift_heads, n, device=device, dtype=wide)
+    return o, lse, o_far, z_far, shift
+
+
+def merged(o, lse, o_far, z_far, shift):
+    """By its definition, in float64."""
+    o, lse, o_far, z_far = (x.double() for x in (o, lse, o_far, z_far))
+    shift = torch.zeros_like(lse) if shift is None else shift.double().repeat_interleave(o.shape[1] // shift.shape[1], dim=1)
+    far = z_far.log() + shift
+    total = torch.logaddexp(lse, far)
+    weights = [torch.exp(x - total).unsqueeze(-1) for x in (lse, far)]
+    return weights[0] * o + weights[1] * o_far, total, z_far + torch.exp(lse - shift)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shift_heads", [None, 1, 2, 4])
+@pytest.mark.parametrize("dv", [1, 7, 16, 24, 64, 128, 256, 700])
+def test_against_float64(dv, shift_heads, dtype, device):
+    given = operands(device, n=300 if dv == 64 else 37, dv=dv, dtype=dtype, shift_heads=shift_heads)
+    exact = merged(*given)
+    z = merge_(*given)
+    assert z.dtype == given[1].dtype and z.is_contiguous()
+    tolerance = {torch.float64: 1e-14, torch.float32: 3e-7}.get(dtype, verify.ROUNDING[dtype_id(dtype)])
+    assert relative(given[0], exact[0]) <= tolerance
+    for x, y in ((given[1], exact[1]), (z, exact[2])):
+        assert relative(x, y) <= (1e-14 if dtype == torch.float64 else 3e-7)
+
+
+LAYOUTS = {
+    "later queries": lambda x: torch.cat((x, x), dim=2)[:, :, x.shape[2] :],
+    "token-major": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "unaligned": lambda x: torch.cat((x[..., :1], x, x[..., :2]), dim=-1)[..., 1:-2] if x.dim() == 4 else x,
+    "transposed": lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("far", [*LAYOUTS, "dense"])
+@pytest.mark.parametrize("near", LAYOUTS)
+def test_any_strides(near, far, dtype, device):
+    """As if all were contiguous, and what lies around is not written."""
+    dense = operands(device, dtype=dtype, shift_heads=2)
+    o, lse = (LAYOUTS[near](x.clone()) for x in dense[:2])
+    rest = [LAYOUTS.get(far, lambda x: x)(x) for x in dense[2:]]
+    around = {x: x._base.clone() if x._base is not None else None for x in (o, lse)}
+    z = merge_(o, lse, *rest)
+    expected = merge_(*dense)
+    for x, y in ((o, dense[0]), (lse, dense[1]), (z, expected)):
+        torch.testing.assert_close(x, y, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=1e-6)
+    for x, before in around.items():
+        if before is not None:
+            assert int((x._base != before).sum()) <= x.numel()
+
+
+def one_row(device, lse, z_far, shift=None):
+    o, o_far = torch.full((1, 1, 1, 8), 2.0, device=device), torch.full((1, 1, 1, 8), 5.0, device=device)
+    lse, z_far = (torch.full((1, 1, 1), x, device=device) for x in (lse, z_far))
+    shift = None if shift is None else torch.full((1, 1, 1), shift, device=device)
+    z = merge_(o, lse, o_far, z_far, shift)
+    assert (o == o[..., :1]).all() or o.isnan().all()
+    return o[0, 0, 0, 0].item(), lse.item(), z.item()
+
+
+def test_limits(device):
+    """Output, log of the sum, and the sum in units of the far weights."""
+    inf = math.inf
+    assert one_row(device, 0.5, 0.0) == (2.0, 0.5, 0.0), "no far keys"
+    assert one_row(device, -inf, 0.0)[1:] == (-inf, 0.0), "no keys"
+    assert one_row(device, -inf, 1.0) == (5.0, 0.0, 1.0), "no near keys"
+    assert one_row(device, 300.0, 1.0) == (2.0, 300.0, inf), "near keys outweigh all"
+    assert one_row(device, -300.0, 1.0) == (5.0, 0.0, 1.0), "far keys outweigh all"
+    assert one_row(device, 0.5, 1.0, -5000.0) == (2.0, 0.5, inf), "far keys have faded to nothing"
+    assert one_row(device, -inf, 1.0, -5000.0) == (5.0, -5000.0, 1.0), "which is all that there is"
+    both = ((2.0 + 3.0 * 5.0) / 4.0, -5000.0 + math.log(4.0), 4.0)
+    assert one_row(device, -5000.0, 3.0, -5000.0) == pytest.approx(both, rel=1e-6)
+    assert one_row(device, 1.25, 1.0, -5000.0) == (2.0, 1.25, inf), "the shift rounds nothing of what outweighs it"
+    assert one_row(device, 0.5, 1.0, -inf) == (2.0, 0.5, 0.0), "forgotten"
+    assert one_row(device, -inf, 1.0, -inf)[1:] == (-inf, 0.0)
+    for negative in (one_row(device, 0.5, -1.0), one_row(device, -inf, -1.0), one_row(device, math.nan, 1.0)):
+        assert all(map(math.isnan, negative)), "the log of a negative sum"
+
+
+def test_rows_are_on_their_own(device):
+    """Rows without far keys keep their bits, and NaN stays in its row."""
+    o, lse, o_far, z_far, _ = operands(device, n=70)
+    z_far[:, :, ::3] = 0.0
+    z_far[:, 1, 4] = -1.0
+    before = o.clone()
+    merge_(o, lse, o_far, z_far, None)
+    assert torch.equal(o[:, :, ::3], before[:, :, ::3]) and (o[:, :, 1::3] != before[:, :, 1::3]).any(-1).all()
+    assert o.isnan().any(-1).sum() == 2 and o[:, 1, 4].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize("shift_heads", [None, 2])
+def test_opcheck(shift_heads, dtype, device):
+    torch.library.opcheck(merge_, operands(device, dtype=dtype, shift_heads=shift_heads))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 0, 5, 8), (2, 2, 0, 8)], ids=str)
+def test_empty(shape, device):
+    b, h, n, dv = shape
+    assert merge_(*operands(device, b, h, n, dv)).shape == (b, h, n)
+
+
+def test_it_records_nothing(device):
+    o, lse, *rest = operands(device)
+    with pytest.raises(RuntimeError, match="merge_ has no gradient: use fastmax.merge_attention"):
+        merge_(o, lse, rest[0].requires_grad_(), *rest[1:])
+    with torch.no_grad():
+        merge_(o, lse, *rest)
+    x = torch.ones_like(o, requires_grad=True)
+    y = x * o
+    with torch.no_grad():
+        merge_(o, lse, *rest)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+REFUSED = {
+    "rank of o": (0, lambda x: x[0], "o must be 4-dimensional"),
+    "shape of o_far": (2, lambda x: x[:, :, :-1], "o_far must have shape"),
+    "dtype of o_far": (2, lambda x: x.double(), "o_far must (be torch.float32|have o's dtype)"),
+    "shape of lse": (1, lambda x: x[..., :-1], "lse must have shape"),
+    "dtype of lse": (1, lambda x: x.half(), "lse must be (torch.)?float32"),
+    "shape of z_far": (3, lambda x: x[:, :1], "z_far must have shape"),
+    "dtype of z_far": (3, lambda x: x.double(), "z_far must be (torch.)?float32"),
+    "rank of shift": (4, lambda x: x[0], "shift must have shape"),
+    "heads of shift": (4, lambda x: x[:, :1].expand(-1, 3, -1), "shift must have a number of heads that divides o's 4, got 3"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name, device):
+    given = list(operands(device, shift_heads=2))
+    index, change, message = REFUSED[name]
+    given[index] = change(given[index])
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=message):
+        merge_(*given)
+
+
+def test_what_is_written_over_is_not_read_as_something_else(device):
+    o, lse, o_far, z_far, _ = operands(device)
+    with pytest.raises((ValueError, RuntimeError), match="o_far must not"):
+        merge_(o, lse, o, z_far, None)
+    with pytest.raises((ValueError, RuntimeError), match="z_far must not"):
+        merge_(o, lse, o_far, lse, None)
+    with pytest.raises(RuntimeError, match="expanded|single memory location"):
+        merge_(o[:, :1].expand(-1, 4, -1, -1), lse, o_far, z_far, None)
+
+
+@pytest.mark.cuda
+def test_a_tensor_on_the_cpu_is_named():
+    for index, name in ((2, "o_far"), (3, "z_far"), (4, "shift")):
+        given = list(operands("cuda", shift_heads=2))
+        given[index] = given[index].cpu()
+        with pytest.raises(RuntimeError, match=f"{name} is on cpu, and o is on cuda:0"):
+            merge_(*given)
+
+
+@pytest.mark.cuda
+def test_the_kernel_merges(monkeypatch):
+    """And PyTorch operations what it does not know: float64."""
+    calls = []
+    right = eager.merge_
+    monkeypatch.setattr(eager, "merge_", lambda *given: calls.append(None) or right(*given))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        merge_(*operands("cuda", dtype=dtype, dv=7))
+    assert not calls
+    merge_(*operands("cuda", dtype=torch.float64))
+    assert len(calls) == 1
+
+
+@pytest.mark.cuda
+def test_many_rows():
+    """More heads than a grid has in y, and strides beyond 2^31 elements."""
+    given = operands("cuda", b=300, h=300, n=3, dv=8, dtype=torch.bfloat16)
+    exact = merged(*given)
+    merge_(*given)
+    assert relative(given[0], exact[0]) <= 2.0**-8
+    lse, z_far = torch.randn(1, 2, 3, device="cuda"), torch.rand(1, 2, 3, device="cuda") + 0.1
+    o = (
+        torch.empty(2, 2**31 + 64, device="cuda", dtype=torch.bfloat16)[:, -24:]
+        .unflatten(1, (1, 3, 8))
+        .transpose(0, 1)
+        .normal_()
+    )
+    o_far = torch.randn(1, 2, 3, 8, device="cuda", dtype=torch.bfloat16)
+    exact = merged(o, lse, o_far, z_far, None)
+    merge_(o, lse, o_far, z_far, None)
+    assert o.stride(1) > 2**31 and relative(o, exact[0]) <= 2.0**-8
