@@ -269,7 +269,7 @@ def test_float32_loses_no_digits_to_a_long_decay(device):
 
 
 def test_rounding_does_not_flow_to_tokens_long_before():
-    """In PyTorch operations: sums by query and by key, whose difference a thousand earlier tokens get, are taken to be equal."""
+    """In PyTorch operations: a thousand earlier tokens get the difference of sums by query and by key, which are the same."""
     inputs, grads = make(Case("", n=59, m=1100, b=3, h=1, d=32))
     inputs["log_decay"] = make_decay("ordinary", 3, 1, 1100)
     options = {"causal": True, "exact_window": 3, "temperature": 6.6}
