@@ -268,6 +268,17 @@ def test_float32_loses_no_digits_to_a_long_decay(device):
         assert relative(actual[name][:, :, rows:], exact[name][:, :, rows:]) <= 2e-6, name
 
 
+def test_rounding_does_not_flow_to_tokens_long_before():
+    """In PyTorch operations: a thousand earlier tokens get the difference of sums by query and by key, which are the same."""
+    inputs, grads = make(Case("", n=59, m=1100, b=3, h=1, d=32))
+    inputs["log_decay"] = make_decay("ordinary", 3, 1, 1100)
+    options = {"causal": True, "exact_window": 3, "temperature": 6.6}
+    wide = {name: x.double() for name, x in inputs.items()}, tuple(x.double() for x in grads)
+    exact = run(reference, *wide, **options)["grad log_decay"]
+    error = run(partial(with_lse, algorithm="linear"), inputs, grads, **options)["grad log_decay"] - exact
+    assert error.norm() <= 6e-7 * exact.norm() and error[..., :900].norm() <= 1e-7 * exact.norm()
+
+
 # ---- what is asked of one of the outputs alone, and of how tensors lie
 
 

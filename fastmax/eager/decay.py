@@ -219,17 +219,18 @@ class DecayGradient:
 
     def __init__(self, log_decay: Tensor, shift: int):
         self._flow = torch.zeros_like(log_decay, dtype=torch.float64, memory_format=torch.contiguous_format)
+        self._size = torch.zeros_like(self._flow)  # of the sums that the flow comes from
         self._diagonal = torch.zeros_like(self._flow)
         self._shift = shift
 
     def add_queries(self, start: int, x: Tensor, group: int) -> None:
         """Sums over the keys of other chunks: x (b * hk * count, group * length, 1), of the queries from `start` on."""
         x = rearrange(x, "b (g t) 1 -> b g t", g=group).sum(1, dtype=torch.float64)
-        self._add(self._flow, start + self._shift, x)
+        self._add_flow(start + self._shift, x)
 
     def add_keys(self, start: int, x: Tensor) -> None:
         """Sums over the queries of other chunks: x (b * hk * count, length, 1), of the keys from `start` on."""
-        self._add(self._flow, start, -x.squeeze(-1))
+        self._add_flow(start, -x.squeeze(-1))
 
     def add_tile(self, query: int, key: int, pairs: Tensor) -> None:
         """p (b * hk * count, rows, cols) of tiles that begin with the query and the key of these numbers, and follow each other
@@ -242,12 +243,20 @@ class DecayGradient:
             self._add(self._diagonal, key, F.pad(below, (1, 0)))
             pairs, query = pairs[:, before + cols :], query + before + cols
         if pairs.shape[1] > 0:
-            self._add(self._flow, query + self._shift, pairs.sum(2))
-            self._add(self._flow, key, -pairs.sum(1))
+            self._add_flow(query + self._shift, pairs.sum(2))
+            self._add_flow(key, -pairs.sum(1))
 
     def result(self) -> Tensor:
         """(b, hk, m), float64."""
-        return self._diagonal + self._flow.flip(-1).cumsum(-1).flip(-1)
+        flow, size = (x.flip(-1).cumsum(-1).flip(-1) for x in (self._flow, self._size))
+        # By query and by key all pairs have the same sum; what rounding leaves of the difference goes back where it came from.
+        total, size_of_all = flow[..., :1], size[..., :1]
+        rounding = torch.where(total.isfinite() & (size_of_all > 0), total * (size / size_of_all), 0.0)
+        return self._diagonal + flow - rounding
+
+    def _add_flow(self, start: int, x: Tensor) -> None:
+        self._add(self._flow, start, x)
+        self._add(self._size, start, x.abs())
 
     @staticmethod
     def _add(total: Tensor, start: int, x: Tensor) -> None:
