@@ -60,6 +60,8 @@ def near_call(call: Call) -> Call:
 
 def far_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
     """How many queries have keys of another part before and behind them; of symbolic sizes without guards."""
+    if all(isinstance(size, int) for size in (n, m)):
+        return max(0, min(n, m - window)), 0 if causal else max(0, n - window)
     before = torch.sym_max(0, torch.sym_min(n, m - window))
     return before, 0 if causal else torch.sym_max(0, n - window)
 

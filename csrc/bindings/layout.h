@@ -33,8 +33,9 @@ inline bool is_token_major(const Tensor& x) { return x.stride(1) < x.stride(2); 
 // (b, h, tokens, d), token-major (b, tokens, h, d) in memory or contiguous.
 inline Tensor empty_like_layout(const Tensor& like, int64_t d) {
   const int64_t b = like.size(0), h = like.size(1), n = like.size(2);
-  const std::vector<int64_t> strides = is_token_major(like) ? std::vector<int64_t>{n * h * d, d, h * d, 1}
-                                                            : std::vector<int64_t>{h * n * d, n * d, d, 1};
+  const int64_t h1 = std::max<int64_t>(1, h), n1 = std::max<int64_t>(1, n);  // strides as PyTorch's own, of empty tensors too
+  const std::vector<int64_t> strides = is_token_major(like) ? std::vector<int64_t>{n1 * h1 * d, d, h1 * d, 1}
+                                                            : std::vector<int64_t>{h1 * n1 * d, n1 * d, d, 1};
   return empty_strided({b, h, n, d}, strides, like.scalar_type(), like.get_device_index());
 }
 
