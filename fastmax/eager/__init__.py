@@ -292,7 +292,7 @@ def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, c
             _backward_between_states(given, state_grads, ops, plan, terms, sums, workspace)
         sums.write()
         if grad_decay is not None:
-            grad_decay[batch, heads] = sums.decay.result().to(grad_decay.dtype)
+            grad_decay[batch, heads] = sums.decay.result(has_states=states is not None).to(grad_decay.dtype)
 
 
 def _backward_between_states(given, grads, ops: Operands, plan, terms, sums: Gradients, workspace: Workspace) -> None:

@@ -246,9 +246,11 @@ class DecayGradient:
             self._add_flow(query + self._shift, pairs.sum(2))
             self._add_flow(key, -pairs.sum(1))
 
-    def result(self) -> Tensor:
-        """(b, hk, m), float64."""
+    def result(self, has_states: bool = False) -> Tensor:
+        """(b, hk, m), float64. `has_states`: queries see keys of a state as well, whose pairs are sums by query alone."""
         flow, size = (x.flip(-1).cumsum(-1).flip(-1) for x in (self._flow, self._size))
+        if has_states:
+            return self._diagonal + flow
         # By query and by key all pairs have the same sum; what rounding leaves of the difference goes back where it came from.
         total, size_of_all = flow[..., :1], size[..., :1]
         rounding = torch.where(total.isfinite() & (size_of_all > 0), total * (size / size_of_all), 0.0)
