@@ -396,6 +396,51 @@ def test_what_is_switched_off_has_no_weights():
     assert "exact_window=0" in repr(layer) and "window=3" in repr(FastmaxSelfAttention(C, 4, window=3, **SOFTMAX))
 
 
+# ---- on a GPU
+
+
+@pytest.mark.cuda
+@by_attention
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_kernels(options, dtype):
+    """Outputs and gradients, packed too, and pieces."""
+    layer = FastmaxSelfAttention(64, 4, num_kv_heads=2, head_dim=64, device="cuda", dtype=dtype, **options)
+    exact = copy.deepcopy(layer).cpu().double()
+    x = torch.randn(1, 150, 64, device="cuda", dtype=dtype, requires_grad=True)
+    x_exact = x.detach().cpu().double().requires_grad_()
+    limit = 0.05 if dtype == torch.bfloat16 else 0.01
+    for cu_seqlens in (None, torch.tensor([0, 70, 71, 150], dtype=torch.int32)):
+        expected = exact(x_exact, cu_seqlens=cu_seqlens)
+        y = layer(x, cu_seqlens=None if cu_seqlens is None else cu_seqlens.cuda())
+        assert y.dtype == dtype and relative(y.cpu().double(), expected) < limit
+        expected = gradients(expected, x_exact, exact)
+        for name, gradient in gradients(y, x, layer).items():
+            assert relative(gradient.cpu().double(), expected[name]) < limit, name
+    y, _ = in_pieces(layer, x, [70, 1, 79])
+    assert relative(y.cpu().double(), exact(x_exact)) < limit
+
+
+@pytest.mark.cuda
+@torch.no_grad()
+def test_a_replayed_graph_advances_the_state():
+    layer = make(torch.float32, **FASTMAX).cuda()
+    x = tokens(dtype=torch.float32).cuda()
+    state, token = layer.init_state(2), x[:, :1].clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer.step_(token, state.clone())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer.step_(token, state)
+    outputs = []
+    for i in range(N):
+        token.copy_(x[:, i : i + 1])
+        graph.replay()
+        outputs.append(y.clone())
+    assert relative(torch.cat(outputs, dim=1), layer(x)) < 1e-2 and state.positions.tolist() == [N, N]
+
+
 # ---- refusals
 
 
