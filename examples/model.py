@@ -1,8 +1,9 @@
-"""The GPT that the language-model examples share: nanoGPT's shape, with RoPE, RMS-normalised queries and keys, and an
-attention that is one replaceable module per block.
+"""The GPT that the language-model examples share: nanoGPT's shape, with RoPE and RMS-normalised queries and keys.
 
-`block.attn.attend` takes q, k, v of shape (B, nh, T, hd) and returns the same shape, causally. It is `SoftmaxAttention` or
-`fastmax.FASTMultiHeadAttention`, neither of which has weights: exchanging them keeps every parameter of the model.
+With `parts` the attention of a block is the layer `fastmax.FastmaxSelfAttention`, for Fastmax and for softmax alike. Without,
+it is one replaceable module and nothing else: `block.attn.attend` takes q, k, v of shape (B, nh, T, hd) and returns the same
+shape, causally. It is `SoftmaxAttention` or `fastmax.FASTMultiHeadAttention`, neither of which has weights: exchanging them
+keeps every parameter of the model.
 """
 
 import math
@@ -30,6 +31,8 @@ class GPTConfig:
     qk_norm: bool = True
     rope: bool = True
     custom_gradient: bool = True
+    parts: bool = False  # decay, short convolution, norm and gate of the output, and for Fastmax an exact window
+    exact_window: int = 16  # of Fastmax with parts
 
 
 class SoftmaxAttention(nn.Module):
@@ -52,6 +55,28 @@ def make_attention(config: GPTConfig) -> nn.Module:
     else:
         options = {"p": 1, "normalize": "token", "temperature": 1.1}
     return fastmax.FASTMultiHeadAttention(config.custom_gradient, mask=True, **options)
+
+
+def make_layer(config: GPTConfig) -> nn.Module:
+    """x (B, T, C) -> (B, T, C)."""
+    if not config.parts:
+        return CausalSelfAttention(config)
+    options = {}
+    if config.attention == "fastmax":
+        options = {"exact_window": config.exact_window, "p": config.p}
+        if config.p == 2:
+            temperature = config.temperature or math.sqrt(config.n_embd / config.n_head)
+            options |= {"temperature": temperature, "normalize": config.normalize}
+    return fastmax.FastmaxSelfAttention(
+        config.n_embd,
+        config.n_head,
+        attention=config.attention,
+        qk_norm=config.qk_norm,
+        rope=config.rope,
+        longest_half_life=config.block_size,
+        use_custom_gradient=config.custom_gradient,
+        **options,
+    )
 
 
 class CausalSelfAttention(nn.Module):
@@ -78,7 +103,7 @@ class Block(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.attn_norm = nn.LayerNorm(config.n_embd)
-        self.attn = CausalSelfAttention(config)
+        self.attn = make_layer(config)
         self.mlp_norm = nn.LayerNorm(config.n_embd)
         self.mlp = nn.Sequential(
             nn.Linear(config.n_embd, 4 * config.n_embd), nn.GELU(), nn.Linear(4 * config.n_embd, config.n_embd)
@@ -99,9 +124,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() == 2 and not name.endswith("decay_proj.weight"):
                 # GPT-2: residual projections start smaller, so that the residual stream does not grow with depth
-                residual = name.endswith(("proj.weight", "mlp.2.weight"))
+                residual = name.endswith((".proj.weight", "out_proj.weight", "mlp.2.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * config.n_layer) if residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:

@@ -60,6 +60,8 @@ def main():
         config = GPTConfig(**checkpoint["config"])
         if config.attention != "softmax":
             parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
+        if config.parts:
+            parser.error(f"{args.checkpoint} was trained with --parts, whose layers have no attention to be exchanged alone")
         softmax = GPT(config).to(args.device)
         softmax.load_state_dict(checkpoint["model"])
 

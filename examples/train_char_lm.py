@@ -2,6 +2,7 @@
 
     python examples/train_char_lm.py                        # Fastmax, p = 2: under two minutes on two CPU cores
     python examples/train_char_lm.py --attention softmax    # the same model with softmax attention
+    python examples/train_char_lm.py --parts                # with all that makes it learn: fastmax.FastmaxSelfAttention
     python examples/train_char_lm.py --data my_text.txt
     python examples/train_char_lm.py --compare              # Fastmax p = 2, p = 1 and softmax from one seed, on one figure
 
@@ -30,6 +31,12 @@ def arguments() -> argparse.ArgumentParser:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="Fastmax's analytic backward, or autograd through the same forward",
+    )
+    parser.add_argument(
+        "--parts",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="decay, short convolution, norm and gate of the output, and for Fastmax an exact window of 16 bytes",
     )
     parser.add_argument("--compare", action="store_true", help="train Fastmax p = 2, p = 1 and softmax, one after another")
     parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
@@ -171,6 +178,7 @@ def main():
         temperature=args.temperature,
         qk_norm=args.qk_norm,
         custom_gradient=args.custom_gradient,
+        parts=args.parts,
     )
     configs = [config]
     if args.compare:

@@ -65,6 +65,29 @@ def test_char_lm_compares_three_attentions(tmp_path, trained):
     assert (tmp_path / "char_lm.png").stat().st_size > 1000
 
 
+@pytest.fixture(scope="module")
+def trained_with_parts(trained, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("char_lm_parts")
+    options = ["--sample", 1, "--data", trained[0], "--device", "cpu", "--out", out]
+    for attention in ("softmax", "fastmax"):
+        run("examples/train_char_lm.py", "--parts", "--attention", attention, *TINY, *options)
+    return out
+
+
+@pytest.mark.parametrize("name", ["softmax", "fastmax_p2"])
+def test_char_lm_with_parts(name, trained, trained_with_parts):
+    plain, parts = (torch.load(out / f"char_lm_{name}.pt", weights_only=True) for out in (trained[1], trained_with_parts))
+    assert parts["config"]["parts"] and not plain["config"]["parts"]
+    assert len(parts["model"]) > len(plain["model"])
+    assert 0.0 < float(rows(trained_with_parts / f"char_lm_{name}.csv")[-1]["val"]) < 6.0
+
+
+def test_swap_refuses_a_checkpoint_with_parts(tmp_path, trained, trained_with_parts):
+    checkpoint = trained_with_parts / "char_lm_softmax.pt"
+    options = ["--data", trained[0], "--out", tmp_path]
+    run("examples/swap_into_transformer.py", "--checkpoint", checkpoint, *options, status=2)
+
+
 def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
     text, out = trained
     run(
