@@ -455,6 +455,12 @@ def char_lm_gap(results: Results) -> str:
     return f"{last['fastmax_p2'] - last['softmax']:.2f}"
 
 
+@block
+def layer_parts(results: Results) -> str:
+    lines = ([row["variant"], row["loss"], row["last_quarter"]] for row in results.plain("docs/figures/layer_parts.csv"))
+    return table(["attention", "loss (nats per byte)", "of the last quarter of positions"], lines)
+
+
 def _accuracies(path: str, results: Results) -> str:
     rows = results.plain(path)
     pairs = [name for name in rows[0] if name.startswith("pairs_")]
