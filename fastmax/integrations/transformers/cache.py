@@ -172,7 +172,7 @@ class FastmaxLayer(CacheLayerMixin):
             )
             mask.history_is_checked = True
         self.hidden = hidden + new
-        return None if mask.padding is None else mask.padding[:, -n:].to(device)
+        return None if mask.padding is None else mask.padding[:, mask.padding.shape[1] - n :].to(device)
 
     def _start(self, query: Tensor, key: Tensor, value: Tensor, options: dict) -> None:
         dtype = query.dtype

@@ -78,7 +78,8 @@ class FastmaxMask(Unreadable):
             x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
             x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
             numbers = torch.where(self.padding, 0, x)
-            self._hidden = numbers[:, :-new].sum(-1), numbers[:, -new:].sum(-1)
+            before = numbers.shape[1] - new
+            self._hidden = numbers[:, :before].sum(-1), numbers[:, before:].sum(-1)
         return self._hidden
 
     def _misuse(self, use: str) -> str:
