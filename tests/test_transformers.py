@@ -237,6 +237,18 @@ def test_options_from_the_configuration():
     assert restored.fastmax == {"p": 1, "temperature": 30.0}
 
 
+def test_exact_window():
+    """As wide as the sequence it is softmax attention, which the model had."""
+    model, ids, mask = llama(), tokens(3, 9), padding_mask("left")
+    plain = run(model, ids, mask)
+    integration.configure(model, exact_window=9)
+    exact = run(model, ids, mask)
+    model.set_attn_implementation("eager")
+    first = slice(1)  # the sequence without padding, of which softmax makes NaN
+    torch.testing.assert_close(exact[first], run(model, ids, mask)[first], rtol=1e-4, atol=1e-5)  # its softmax is float32
+    assert not torch.allclose(exact, plain)
+
+
 def test_configure():
     model = llama()
     ids = tokens(2, 5)

@@ -9,6 +9,7 @@ from torch import Tensor
 transformers = pytest.importorskip("transformers")
 
 from tiny_decoders import PAD, VOCABULARY, gpt2, llama, make, padding_mask, run, tokens  # noqa: E402
+from tiny_transformers import tiny_config, tiny_model  # noqa: E402
 
 from fastmax.integrations.transformers import FastmaxCache, fastmax_attention_forward, fastmax_mask  # noqa: E402
 from fastmax.integrations.transformers.cache import FastmaxLayer  # noqa: E402
@@ -89,6 +90,33 @@ def test_logits_in_parts(family, side, options):
         assert cache.get_seq_length() == last
     real = torch.ones(3, 9, dtype=torch.bool) if mask is None else mask.bool()
     torch.testing.assert_close(torch.cat(parts, dim=1)[real], expected[real])
+
+
+WITH_STATES = ["GPTNeoX", "GPTBigCode", "OPT", "Phi3", "Qwen3", "Gemma", "Cohere", "Mixtral", "Olmo2", "StableLm"]
+COMPUTES_ON_KEYS = {"JetMoe": "repeat", "DiffLlama": "chunk", "DeepseekV3": "shape"}
+
+
+def tiny(name):
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    config = tiny_config(kind.config_class)
+    config._attn_implementation = "fastmax"
+    return tiny_model(kind, config)
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_other_models(name):
+    model, ids, mask = tiny(name), tokens(3, 9), padding_mask("left")
+    options = {"pad_token_id": PAD, "eos_token_id": None, "bos_token_id": None}
+    cached = generate(model, ids, mask, FastmaxCache(model.config), **options)
+    assert torch.equal(cached, generate(model, ids, mask, **options))
+
+
+@pytest.mark.parametrize("name, use", COMPUTES_ON_KEYS.items())
+def test_model_that_computes_on_cached_keys(name, use):
+    model = tiny(name)
+    model(tokens(1, 4))
+    with pytest.raises(ValueError, match=rf"FastmaxCache holds no keys and values, and they were used \({use}\)"):
+        model(tokens(1, 4), past_key_values=FastmaxCache(model.config))
 
 
 def test_prefill_in_chunks():
@@ -182,7 +210,7 @@ def test_size_does_not_depend_on_the_length(options):
 
 def test_before_any_token():
     cache = FastmaxCache(llama().config)
-    assert len(cache) == 2 and cache.nbytes == cache.get_seq_length() == 0 and cache.get_max_length() == -1
+    assert len(cache) == 2 and cache.nbytes == cache.get_seq_length() == 0 and cache.layers[0].get_max_length() == -1
     assert cache.get_mask_sizes(5, 0) == (5, 0)
     assert not cache.is_compileable and not cache.is_croppable
     cache.reorder_cache(torch.tensor([0]))

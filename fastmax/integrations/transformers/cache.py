@@ -71,7 +71,7 @@ class FastmaxLayer(CacheLayerMixin):
 
     def _clear(self) -> None:
         self.state: DecodeState | None = None
-        self.hidden: Tensor | None = None  # FastmaxMask.hidden of the tokens seen, on the state's device; None = none is
+        self.hidden: Tensor | None = None  # as FastmaxMask.hidden, of the tokens seen, on the state's device; None = none is
         self.options: dict = {}
         self.pending: tuple[NewTokens, NewTokens] | None = None
         self.offloads = False
@@ -132,7 +132,7 @@ class FastmaxLayer(CacheLayerMixin):
     def _check(self, n: int, mask: FastmaxMask, options: dict) -> None:
         if not mask.causal:
             raise ValueError(
-                "FastmaxCache is for causal self-attention. For an encoder-decoder model pass "
+                "FastmaxCache is for causal self-attention, and this layer sees all keys. In an encoder-decoder model pass "
                 "EncoderDecoderCache(FastmaxCache(config), DynamicCache())"
             )
         keys = self.number_of_keys()
@@ -182,7 +182,7 @@ class FastmaxLayer(CacheLayerMixin):
         batch, kv_heads, _, head_dim = key.shape
         sizes = batch, kv_heads, head_dim, value.shape[3]
         self.state = init_state(*sizes, dtype=dtype, device=query.device, **self.options)
-        self.dtype, self.device = dtype, query.device
+        self.device = query.device
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
@@ -196,7 +196,7 @@ class FastmaxLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.5
+    get_max_cache_shape = get_max_length  # its name in transformers 5.4
 
     def reset(self) -> None:
         self._clear()
@@ -232,9 +232,10 @@ class FastmaxLayer(CacheLayerMixin):
             self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
+        # Not non_blocking: the cache prefetches on a stream of its own, for which selecting from the batch does not wait.
         if self.state is not None and self.state.device != device:
-            self.state = self.state.to(device, non_blocking=True)
-            self.hidden = None if self.hidden is None else self.hidden.to(device, non_blocking=True)
+            self.state = self.state.to(device)
+            self.hidden = None if self.hidden is None else self.hidden.to(device)
 
 
 class FastmaxCache(Cache):
@@ -244,18 +245,17 @@ class FastmaxCache(Cache):
 
     Padding is read from the `attention_mask` of all tokens, from the first call on; tokens that are padding never join.
     `crop` is refused, and with it assisted decoding. `copy.deepcopy` gives a cache to go on from twice.
+
+    Args:
+        config: the model's; of a composite model that of its text part is used.
+        offloading: keep states on the CPU, but those of the layer that runs and the next, as transformers' other caches do.
+
+    Raises:
+        TypeError: no configuration.
+        ValueError: a configuration of another attention, or with layers that are not full attention.
     """
 
     def __init__(self, config: PreTrainedConfig, offloading: bool = False):
-        """
-        Args:
-            config: the model's; of a composite model that of its text part is used.
-            offloading: keep states on the CPU, but those of the layer that runs and the next. As transformers' other caches.
-
-        Raises:
-            TypeError: no configuration.
-            ValueError: a configuration of another attention, or with layers that are not full attention.
-        """
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
         config = config.get_text_config(decoder=True)
