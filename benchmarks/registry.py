@@ -463,7 +463,7 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
             algorithm=None,
             window=1024,
         ),
-        _option_case("prefill", size, ("fastmax_prefill", "fastmax"), 1.10, mode="fwd"),
+        *(_option_case("prefill", size, ("fastmax_prefill", "fastmax"), 1.10, mode=mode) for mode in ("fwd", "fwd+bwd")),
     )
 
 

@@ -57,6 +57,8 @@ SPILL_EXCEPTIONS = {
     "words beside what fills the registers, read once per block",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
+    r"sm_120 .*linear_carried_state_kernel<fastmax::Bf16, (32|64|96), false>": "four words, once per number of a state, on "
+    "that architecture alone",
     r"sm_(8\d|100|120) .*linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; none on sm_90",
 }
 

@@ -246,12 +246,14 @@ class DecayGradient:
             self._add_flow(query + self._shift, pairs.sum(2))
             self._add_flow(key, -pairs.sum(1))
 
-    def result(self) -> Tensor:
-        """(b, hk, m), float64."""
+    def result(self, before: Tensor | float = 0.0, behind: Tensor | float = 0.0) -> Tensor:
+        """(b, hk, m), float64. Of a call between states, the sums (b, hk, 1) of the pairs of the one before all tokens, which
+        are those of a key, and of the one behind them, of a query."""
         flow, size = (x.flip(-1).cumsum(-1).flip(-1) for x in (self._flow, self._size))
+        flow += behind
         # By query and by key all pairs have the same sum; what rounding leaves of the difference goes back where it came from.
-        total, size_of_all = flow[..., :1], size[..., :1]
-        rounding = torch.where(total.isfinite() & (size_of_all > 0), total * (size / size_of_all), 0.0)
+        left, size_of_all = flow[..., :1] - before, size[..., :1]
+        rounding = torch.where(left.isfinite() & (size_of_all > 0), left * (size / size_of_all), 0.0)
         return self._diagonal + flow - rounding
 
     def _add_flow(self, start: int, x: Tensor) -> None:
