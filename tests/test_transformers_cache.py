@@ -272,6 +272,18 @@ def test_offloaded_state_waits_for_its_tokens(monkeypatch):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_in_parts_on_a_gpu(dtype):
+    model, ids = llama(hidden_size=64, num_attention_heads=2, num_key_value_heads=1).to("cuda", dtype), tokens(2, 40).cuda()
+    cache = FastmaxCache(model.config)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([32, 1, 1, 6], dim=1)]
+        expected = model(ids).logits
+    tolerance = 1e-3 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=tolerance, atol=tolerance * expected.abs().max().item())
+
+
+@pytest.mark.cuda
 def test_offloading():
     model = llama(num_hidden_layers=3).cuda()
     ids, mask = tokens(3, 9).cuda(), padding_mask("left").cuda()
@@ -372,6 +384,13 @@ def test_mask_that_comes_too_late():
         model(tokens(3, 1), past_key_values=cache, attention_mask=torch.ones(3, 10))
     with pytest.raises(ValueError, match="attention_mask differs from that of earlier calls"):
         model(tokens(3, 1), attention_mask=later_mask(lambda mask: None)[:, [0, *range(10)]], past_key_values=cache)
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 10)], ids=["no mask", "mask"])
+def test_another_batch(mask):
+    model, cache = started()
+    with pytest.raises(ValueError, match="holds states for a batch of 3, got one of 1; .*batch_repeat_interleave"):
+        model(tokens(1, 1), attention_mask=mask, past_key_values=cache)
 
 
 def test_options_of_a_state_are_fixed():

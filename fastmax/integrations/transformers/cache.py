@@ -110,7 +110,7 @@ class FastmaxLayer(CacheLayerMixin):
         """
         key, value = (tokens.tensor for tokens in self.pending)
         n = query.shape[2]
-        self._check(n, mask, options)
+        self._check(query.shape[0], n, mask, options)
         self.prefetch()
         padding = self._padding_of_new(n, mask, query.device)
         if self.state is None:
@@ -129,7 +129,7 @@ class FastmaxLayer(CacheLayerMixin):
         """That the last of the tokens of the last `update` sees, itself among them."""
         return self.get_seq_length() + self.pending[0].tensor.shape[2]
 
-    def _check(self, n: int, mask: FastmaxMask, options: dict) -> None:
+    def _check(self, batch: int, n: int, mask: FastmaxMask, options: dict) -> None:
         if not mask.causal:
             raise ValueError(
                 "FastmaxCache is for causal self-attention, and this layer sees all keys. In an encoder-decoder model pass "
@@ -143,6 +143,11 @@ class FastmaxLayer(CacheLayerMixin):
             raise ValueError(
                 f"layers of this FastmaxCache have seen different numbers of tokens ({seen}, where the first has seen "
                 f"{mask.keys - n}), since an earlier call failed: make a new cache, or reset() this one"
+            )
+        if self.state is not None and self.state.values.shape[0] != batch:
+            raise ValueError(
+                f"FastmaxCache holds states for a batch of {self.state.values.shape[0]}, got one of {batch}; "
+                "cache.batch_repeat_interleave(repeats) makes several of each"
             )
         if options.get("dropout"):
             raise ValueError("FastmaxCache has no form with noise (the option dropout): model.eval(), or use_cache=False")
