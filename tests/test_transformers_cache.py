@@ -92,8 +92,7 @@ def test_logits_in_parts(family, side, options):
     torch.testing.assert_close(torch.cat(parts, dim=1)[real], expected[real])
 
 
-WITH_STATES = ["GPTNeoX", "GPTBigCode", "OPT", "Phi3", "Qwen3", "Gemma", "Cohere", "Mixtral", "Olmo2", "StableLm"]
-COMPUTES_ON_KEYS = {"JetMoe": "repeat", "DiffLlama": "chunk", "DeepseekV3": "shape"}
+WITH_STATES = ["GPTNeoX", "GPTBigCode", "OPT", "Phi3", "Qwen3", "Gemma", "Cohere", "Mixtral", "Granite", "StableLm"]
 
 
 def tiny(name):
@@ -111,11 +110,10 @@ def test_other_models(name):
     assert torch.equal(cached, generate(model, ids, mask, **options))
 
 
-@pytest.mark.parametrize("name, use", COMPUTES_ON_KEYS.items())
-def test_model_that_computes_on_cached_keys(name, use):
-    model = tiny(name)
+def test_model_that_computes_on_cached_keys():
+    model = tiny("JetMoe")
     model(tokens(1, 4))
-    with pytest.raises(ValueError, match=rf"FastmaxCache holds no keys and values, and they were used \({use}\)"):
+    with pytest.raises(ValueError, match=r"FastmaxCache holds no keys and values, and they were used \(repeat\)"):
         model(tokens(1, 4), past_key_values=FastmaxCache(model.config))
 
 
@@ -212,7 +210,7 @@ def test_before_any_token():
     cache = FastmaxCache(llama().config)
     assert len(cache) == 2 and cache.nbytes == cache.get_seq_length() == 0 and cache.layers[0].get_max_length() == -1
     assert cache.get_mask_sizes(5, 0) == (5, 0)
-    assert not cache.is_compileable and not cache.is_croppable
+    assert not cache.is_compileable and not cache.layers[0].is_croppable
     cache.reorder_cache(torch.tensor([0]))
     cache.batch_repeat_interleave(2)
     cache.layers[0].offload()
