@@ -7,6 +7,8 @@ from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.merge import merge_attention
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.positional import rpe_matrix_creator
+from fastmax.self_attention import FastmaxSelfAttention
+from fastmax.self_attention_state import SelfAttentionState
 from fastmax.swap import swap_attention
 from fastmax.traffic import hbm_traffic
 
@@ -15,6 +17,8 @@ __version__ = "0.1.0"
 __all__ = [
     "DecodeState",
     "FASTMultiHeadAttention",
+    "FastmaxSelfAttention",
+    "SelfAttentionState",
     "fastmax_attention",
     "flash_attention",
     "hbm_traffic",

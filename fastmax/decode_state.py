@@ -107,19 +107,7 @@ class DecodeState:
             indices: (entries,) integers from 0 to b - 1, each as often as wanted; a tensor on any device, or a sequence. Those
                 on a CUDA device are not copied to the host to be checked: PyTorch's kernel asserts them.
         """
-        indices = torch.as_tensor(indices)
-        batch = self.values.shape[0]
-        if indices.numel() == 0:
-            indices = indices.long()  # of an empty list
-        if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                "indices must be a tensor or sequence of integers of shape (entries,), "
-                f"got shape {tuple(indices.shape)} of {indices.dtype}"
-            )
-        on_host = indices.device.type == "cpu" and not torch.compiler.is_compiling()
-        if on_host and not ((indices >= 0) & (indices < batch)).all():
-            raise IndexError(f"indices must be from 0 to {batch - 1}, the last batch entry, got {indices.tolist()}")
-        indices = indices.to(self.device)
+        indices = batch_entries(indices, self.values.shape[0], self.device)
         return self.map(lambda x: x.index_select(0, indices))
 
     def repeat_interleave(self, repeats: int) -> DecodeState:
@@ -147,6 +135,22 @@ class DecodeState:
     def __setstate__(self, saved: dict) -> None:
         # Through __init__: a name that this version does not know, of a later version's file, is an error.
         self.__init__(**(saved | {"score": Score(*saved["score"])}))
+
+
+def batch_entries(indices: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
+    """Checked, (entries,), on the device of the state whose batch they index."""
+    indices = torch.as_tensor(indices)
+    if indices.numel() == 0:
+        indices = indices.long()  # of an empty list
+    if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            "indices must be a tensor or sequence of integers of shape (entries,), "
+            f"got shape {tuple(indices.shape)} of {indices.dtype}"
+        )
+    on_host = indices.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and not ((indices >= 0) & (indices < batch)).all():
+        raise IndexError(f"indices must be from 0 to {batch - 1}, the last batch entry, got {indices.tolist()}")
+    return indices.to(device)
 
 
 _TOKENS = ("near_keys", "near_values")  # in the dtype of q, k and v

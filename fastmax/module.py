@@ -49,7 +49,7 @@ class FASTMultiHeadAttention(nn.Module):
         validation.check_flag("mask", mask)
         validation.check_dropout(dropout)
         validation.check_normalize(normalize, validation.DEFAULT_LIM)
-        validation.check_lim(lim)
+        validation.check_positive("lim", lim)
         validation.check_score(temperature, a0, a1, a2, p)
         validation.check_algorithm(algorithm, rpe_matrix)
         validation.check_exact_window(exact_window)

@@ -126,12 +126,18 @@ def _number(name: str, value: object) -> float:
     return value
 
 
-def check_count(name: str, value: object) -> None:
-    """An int of at least 1."""
+def check_positive(name: str, value: object) -> None:
+    """A finite number above 0."""
+    if _number(name, value) <= 0.0:
+        raise ValueError(f"{name} must be > 0, got {value}")
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """An int of at least so much."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {describe(value)}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 def check_dtype(name: str, dtype: object) -> None:
@@ -167,18 +173,12 @@ def check_normalize(normalize: object, lim: object) -> str | None:
     """None, "sequence" or "token"."""
     if not isinstance(normalize, (bool, str)) or normalize not in NORMALIZE:
         raise ValueError(f'normalize must be False, True, "sequence" or "token", got {describe(normalize)}')
-    check_lim(lim)
+    check_positive("lim", lim)
     if normalize is False:
         if lim != DEFAULT_LIM:
             raise ValueError(f"lim has no effect without normalize, got lim = {lim} and normalize = False")
         return None
     return "sequence" if normalize is True else normalize
-
-
-def check_lim(lim: object) -> None:
-    """The radius of `normalize`."""
-    if _number("lim", lim) <= 0.0:
-        raise ValueError(f"lim must be > 0, got {lim}")
 
 
 def check_dropout(dropout: object) -> float:
@@ -289,10 +289,7 @@ def check_log_decay(log_decay: object, q: Tensor, k: Tensor, causal: bool) -> No
 
 def check_exact_window(window: object) -> None:
     """A number of tokens."""
-    if isinstance(window, bool) or not isinstance(window, int):
-        raise TypeError(f"exact_window must be an int, got {describe(window)}")
-    if window < 0:
-        raise ValueError(f"exact_window must be at least 0, got {window}")
+    check_count("exact_window", window, least=0)
 
 
 def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: object) -> None:

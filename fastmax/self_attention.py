@@ -1,0 +1,409 @@
+"""`FastmaxSelfAttention`: causal self-attention with all that was found to matter, as a layer."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmax import decode, key_value_cache, ops, validation
+from fastmax.bounds import sequence_of_token
+from fastmax.decode_state import DecodeState
+from fastmax.functional import fastmax_attention, flash_attention
+from fastmax.key_value_cache import KeyValueCache
+from fastmax.rotary import rotate
+from fastmax.self_attention_state import SelfAttentionState
+from fastmax.short_convolution import ShortConvolution
+
+DEFAULT_EXACT_WINDOW = 128
+SHORTEST_HALF_LIFE = 4.0  # tokens
+
+
+class FastmaxSelfAttention(nn.Module):
+    """Causal self-attention from x (b, n, embed_dim) to y of the same shape: projections, attention and what makes it learn.
+
+        q, k, v = conv(x W_qkv)                          RMS-normalised and rotated: q and k
+        o = attention(q, k, v, logsigmoid(x W_decay + b_decay))
+        y = (norm(o) * silu(x W_gate)) W_out
+
+    Every part is switched by a keyword of its own; the defaults are what learned best (docs/parameters.md). With
+    `attention="softmax"` the same layer has `flash_attention` in the place of `fastmax_attention`, to compare with and for
+    layers between: the parts, the names and shapes of the weights and the numbers they start from are the same.
+
+    Args:
+        embed_dim: of x and y.
+        num_heads: of q.
+        num_kv_heads: of k and v, a divisor of num_heads; num_heads when None.
+        head_dim: of q, k and v; embed_dim / num_heads when None.
+        attention: "fastmax" or "softmax".
+        qk_norm: RMS normalisation of each head's q and k with a learned scale for each channel (Zhang and Sennrich, 2019,
+            arXiv:1910.07467), before the rotation.
+        rope: rotary positions (Su et al., 2021, arXiv:2104.09864); needs an even head_dim.
+        rope_base: of their wavelengths, up to `2 pi rope_base` tokens.
+        decay: a gate for each key/value head, by which older keys fade (Lin et al., 2025, arXiv:2503.02130).
+        longest_half_life: tokens after which a key of the slowest head weighs half when training begins; the context's length
+            is a good value, at least 4. Those of the heads are spread geometrically from 4 tokens up to it.
+        exact_window: tokens whose keys are weighed by exp(s), as in `fastmax_attention`; None: 128. 0 for softmax or None.
+        window: of softmax attention alone: each token sees itself and the `window - 1` before it.
+        output_norm: RMS normalisation of each head's output, as of q and k.
+        conv: width of a causal convolution of each channel of q, k and v over the last tokens; 0 or 1: none.
+        output_gate: the output is multiplied by silu(x W_gate).
+        p, algorithm: of `fastmax_attention`.
+        temperature: of `fastmax_attention`; None: 1 for p = 2, 1.1 for p = 1. Softmax's scale is `1 / sqrt(head_dim)`.
+        normalize: of `fastmax_attention`, False or "token"; None: False for p = 2, "token" for p = 1, which keeps 1 + s
+            positive.
+        use_custom_gradient: of both attentions.
+        bias: biases in the projections of q, k, v, of the gate and of the output.
+        norm_eps: what the RMS normalisations add to mean squares.
+        device, dtype: of the weights.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what is accepted; an option that has no effect, too.
+
+    `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None where they are switched off.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        attention: str = "fastmax",
+        qk_norm: bool = True,
+        rope: bool = True,
+        rope_base: float = 10000.0,
+        decay: bool = True,
+        longest_half_life: float = 1024.0,
+        exact_window: int | None = None,
+        window: int | None = None,
+        output_norm: bool = True,
+        conv: int = 4,
+        output_gate: bool = True,
+        p: int = 2,
+        temperature: float | None = None,
+        normalize: bool | str | None = None,
+        algorithm: str = "auto",
+        use_custom_gradient: bool = True,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size is not None:
+                validation.check_count(name, size)
+        if head_dim is None:
+            if embed_dim % num_heads != 0:
+                raise ValueError(
+                    f"embed_dim must be a multiple of num_heads without a head_dim, got {embed_dim} and {num_heads}"
+                )
+            head_dim = embed_dim // num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if attention not in ("fastmax", "softmax"):
+            raise ValueError(f'attention must be "fastmax" or "softmax", got {validation.describe(attention)}')
+        switches = {"qk_norm": qk_norm, "rope": rope, "decay": decay, "output_norm": output_norm, "output_gate": output_gate}
+        for name, switch in (switches | {"use_custom_gradient": use_custom_gradient, "bias": bias}).items():
+            validation.check_bool(name, switch)
+        validation.check_positive("rope_base", rope_base)
+        validation.check_positive("longest_half_life", longest_half_life)
+        validation.check_positive("norm_eps", norm_eps)
+        if longest_half_life < SHORTEST_HALF_LIFE:
+            raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest_half_life}")
+        if rope and head_dim % 2 != 0:
+            raise ValueError(f"head_dim must be even for rope, which turns pairs of channels, got {head_dim}; or rope=False")
+        validation.check_count("conv", conv, least=0)
+
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
+        self.attention, self.use_custom_gradient = attention, use_custom_gradient
+        self.rope_base = float(rope_base) if rope else None
+        self.longest_half_life = float(longest_half_life)
+        self.window = window
+        of_fastmax = {
+            "exact_window": exact_window,
+            "p": p,
+            "temperature": temperature,
+            "normalize": normalize,
+            "algorithm": algorithm,
+        }
+        if attention == "softmax":
+            _refuse_options_of_fastmax(**of_fastmax)
+            if window is not None:
+                validation.check_count("window", window)
+            self.options = {}
+        else:
+            if window is not None:
+                raise ValueError(f'window is of attention="softmax", got {window} for "fastmax"; it has exact_window')
+            self.options = _options_of_fastmax(**of_fastmax)
+
+        made = {"device": device, "dtype": dtype}
+        heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
+        self.qkv_proj = nn.Linear(embed_dim, heads + 2 * kv_heads, bias, **made)
+        self.out_proj = nn.Linear(heads, embed_dim, bias, **made)
+        self.gate_proj = nn.Linear(embed_dim, heads, bias, **made) if output_gate else None
+        self.decay_proj = nn.Linear(embed_dim, num_kv_heads, **made) if decay else None
+        self.conv = ShortConvolution(heads + 2 * kv_heads, conv, **made) if conv > 1 else None
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
+        self.output_norm = nn.RMSNorm(head_dim, norm_eps, **made) if output_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projections: normal of standard deviation 0.02, as GPT-2's, biases 0. Convolution: the identity. Norms: 1.
+
+        Decay gates do not depend on x at first (weights 0); their biases give half-lives from 4 tokens to `longest_half_life`,
+        spread geometrically over the key/value heads, or `longest_half_life` to a single one.
+        """
+        for proj in (self.qkv_proj, self.out_proj, self.gate_proj):
+            if proj is not None:
+                nn.init.normal_(proj.weight, std=0.02)
+                if proj.bias is not None:
+                    nn.init.zeros_(proj.bias)
+        for part in (self.conv, self.q_norm, self.k_norm, self.output_norm):
+            if part is not None:
+                part.reset_parameters()
+        if self.decay_proj is not None:
+            longest = math.log(self.longest_half_life)
+            shortest = math.log(SHORTEST_HALF_LIFE) if self.num_kv_heads > 1 else longest
+            half_lives = torch.linspace(shortest, longest, self.num_kv_heads, dtype=torch.float64).exp()
+            nn.init.zeros_(self.decay_proj.weight)
+            with torch.no_grad():  # sigmoid(bias) ** half_life = 1/2
+                self.decay_proj.bias.copy_(-torch.expm1(math.log(2.0) / half_lives).log())
+
+    def init_state(
+        self, batch: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> SelfAttentionState:
+        """The state before any token.
+
+        Args:
+            batch: sequences that are generated together.
+            dtype: of q, k and v; None: that of the weights. Under autocast they are cast to it.
+            device: None: that of the weights.
+        """
+        weight = self.qkv_proj.weight
+        dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
+        validation.check_dtype("dtype", dtype)
+        validation.check_count("batch", batch, least=0)
+        if self.attention == "softmax":
+            state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device)
+        else:
+            options = {name: x for name, x in self.options.items() if name != "algorithm"}
+            state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
+        recent = None
+        if self.conv is not None:
+            recent = torch.zeros(batch, self.conv.width - 1, weight.shape[0], dtype=dtype, device=device)
+        return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, SelfAttentionState]:
+        """
+        Args:
+            x: (b, n, embed_dim), in the dtype of the weights, or any under autocast.
+            state: from `init_state` or `forward`; x continues from it: in any pieces, of one token or many, the outputs are
+                those of one call. It is not modified.
+            cu_seqlens: int32 (s + 1,), from 0 to n: the n tokens of a batch of one are s sequences end to end, apart from each
+                other in attention, convolution and positions, which count from 0 in each. Not with a state.
+            key_padding_mask: bool (b, n), True = the token takes part. Another is not seen by later ones: not its key, nor in
+                the convolution, nor does it make others fade. It counts in positions and windows, and its own output means
+                nothing.
+
+        Returns:
+            y (b, n, embed_dim); with a state also the state after x. Differentiable.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what it was and what is accepted.
+        """
+        self._check(x, state, cu_seqlens, key_padding_mask)
+        if state is None:
+            q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask)
+            accompanying = {"log_decay": log_decay, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
+            options = {"causal": True, "use_custom_gradient": self.use_custom_gradient} | accompanying
+            if self.attention == "softmax":
+                o = flash_attention(q, k, v, window=self.window, **options)
+            else:
+                o = fastmax_attention(q, k, v, **self.options, **options)
+            return self._output(o, x)
+        q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
+        options = {"log_decay": log_decay, "key_padding_mask": key_padding_mask}
+        if self.attention == "softmax":
+            options |= {"window": self.window, "use_custom_gradient": self.use_custom_gradient}
+            o, attention = key_value_cache.attend(q, k, v, state.attention, **options)
+        else:
+            attend = decode.step if x.shape[1] == 1 else decode.prefill
+            o, attention = attend(q, k, v, state.attention, **options)
+        return self._output(o, x), SelfAttentionState(attention, recent, state.positions + x.shape[1])
+
+    def step_(self, x: Tensor, state: SelfAttentionState, *, key_padding_mask: Tensor | None = None) -> Tensor:
+        """`forward` of one token in place: the state itself takes it, at the addresses it has, as CUDA graphs want it.
+
+        Args:
+            x: (b, 1, embed_dim).
+            state: of fastmax attention; a softmax layer's grows. Its tensors as `fastmax.step_` wants them.
+            key_padding_mask: bool (b, 1), as in `forward`.
+
+        Returns:
+            y (b, 1, embed_dim).
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+            RuntimeError: autograd records x, the weights or the state: use `torch.no_grad()`, or `forward`.
+        """
+        if self.attention == "softmax":
+            raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
+        if state is None:
+            raise TypeError("state must come from this layer's init_state, got None")
+        self._check(x, state, None, key_padding_mask)
+        if x.shape[1] != 1:
+            raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
+        q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
+        o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
+        if recent is not None:
+            state.recent.copy_(recent)
+        state.positions.add_(1)
+        return self._output(o, x)
+
+    def _heads(
+        self, x: Tensor, state: SelfAttentionState | None, cu_seqlens: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution."""
+        qkv = self.qkv_proj(x)
+        positions = torch.arange(x.shape[1], device=x.device)
+        recent = places = None
+        if state is not None:
+            qkv, recent = qkv.to(state.dtype), state.recent
+            positions = state.positions.unsqueeze(-1) + positions
+        if cu_seqlens is not None:
+            positions = places = positions - cu_seqlens[sequence_of_token(cu_seqlens, x.shape[1])]
+        if self.conv is not None:
+            if mask is not None:
+                qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
+            qkv, recent = self.conv(qkv, recent, places)
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+        q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
+        if self.rope_base is not None:
+            q, k = (rotate(rows, positions, self.rope_base) for rows in (q, k))
+        q, k, v = (rows.to(qkv.dtype).transpose(1, 2) for rows in (q, k, v))
+        return q, k, v, self._log_decay(x, mask), recent
+
+    def _log_decay(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        if self.decay_proj is None:
+            return None
+        # The bias is added in float32: bfloat16 has no half-life between 977 and 1007 tokens.
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        gate = F.linear(x, self.decay_proj.weight).to(dtype) + self.decay_proj.bias.to(dtype)
+        log_decay = F.logsigmoid(gate)
+        if mask is not None:
+            log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
+        return log_decay.transpose(1, 2)
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        o = _normalized(o.transpose(1, 2), self.output_norm).flatten(2)
+        if self.gate_proj is not None:
+            o = o * F.silu(self.gate_proj(x))
+        return self.out_proj(o)
+
+    def _check(self, x: Tensor, state: SelfAttentionState | None, cu_seqlens: Tensor | None, mask: Tensor | None) -> None:
+        accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
+        validation.check_dense("x", x)
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must be {accepted}, got shape {tuple(x.shape)}")
+        weight = self.qkv_proj.weight
+        validation.check_dtype("x", x.dtype)
+        if x.dtype != weight.dtype and not ops.in_autocast(x):
+            raise TypeError(f"x must have the dtype of the weights {weight.dtype}, got {x.dtype}")
+        if x.device != weight.device:
+            raise ValueError(f"x must be on the device of the weights {weight.device}, got {x.device}")
+        one_head = x.unsqueeze(1)
+        validation.check_key_padding_mask(mask, one_head, one_head)
+        validation.check_cu_seqlens(cu_seqlens, one_head, one_head)
+        if state is not None:
+            self._check_state(state, x)
+            if cu_seqlens is not None:
+                raise ValueError("cu_seqlens is for whole sequences, got a state as well: pass a batch entry for each sequence")
+
+    def _check_state(self, state: SelfAttentionState, x: Tensor) -> None:
+        if not isinstance(state, SelfAttentionState):
+            raise TypeError(f"state must come from this layer's init_state, got {validation.describe(state)}")
+        expected = DecodeState if self.attention == "fastmax" else KeyValueCache
+        if not isinstance(state.attention, expected):
+            raise TypeError(
+                f'state must come from a layer of attention="{self.attention}", got one of {type(state.attention).__name__}'
+            )
+        if state.positions.shape != (x.shape[0],):
+            raise ValueError(f"state must have x's batch {x.shape[0]}, got {state.positions.shape[0]}")
+        if state.device != x.device:
+            raise ValueError(f"state must be on x's device {x.device}, got {state.device}")
+        if state.dtype != x.dtype and not ops.in_autocast(x):
+            raise TypeError(f"state must be for x's dtype {x.dtype}, got {state.dtype}")
+        channels = self.qkv_proj.out_features
+        recent = None if self.conv is None else (x.shape[0], self.conv.width - 1, channels)
+        got = None if state.recent is None else tuple(state.recent.shape)
+        if got != recent:
+            raise ValueError(f"state must have a recent of shape {recent}, as this layer's convolution keeps, got {got}")
+        if self.attention == "softmax":
+            heads, kept = (self.num_kv_heads, self.head_dim), (state.attention.keys.shape[1], state.attention.keys.shape[3])
+            if heads != kept:
+                raise ValueError(f"state must have key/value heads of this layer's {heads}, heads and head_dim, got {kept}")
+            return
+        made = {name: getattr(state.attention, name) for name in ("score", "normalize", "exact_window")}
+        score = validation.check_score(self.options["temperature"], 1.0, 1.0, 0.5, self.options["p"])
+        normalize = self.options["normalize"] or None
+        for name, option in zip(made, (score, normalize, self.options["exact_window"]), strict=True):
+            if made[name] != option:
+                raise ValueError(f"state must have this layer's {name} {option!r}, got {made[name]!r}")
+
+    def extra_repr(self) -> str:
+        options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        options |= {"attention": self.attention, "rope_base": self.rope_base}
+        options |= {"window": self.window} if self.attention == "softmax" else self.options
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _options_of_fastmax(
+    exact_window: int | None, p: int, temperature: float | None, normalize: bool | str | None, algorithm: str
+) -> dict:
+    """Checked, with the defaults that go together with p."""
+    exact_window = DEFAULT_EXACT_WINDOW if exact_window is None else exact_window
+    validation.check_exact_window(exact_window)
+    if temperature is None:
+        temperature = 1.1 if p == 1 else 1.0
+    if normalize is None:
+        normalize = "token" if p == 1 else False
+    if validation.check_normalize(normalize, validation.DEFAULT_LIM) == "sequence":
+        raise ValueError(f'normalize must be False or "token" in a causal layer, got {normalize!r}: it looks at later tokens')
+    p = validation.check_score(temperature, 1.0, 1.0, 0.5, p).order
+    validation.check_algorithm(algorithm, None)
+    return {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
+
+
+def _refuse_options_of_fastmax(
+    exact_window: int | None, p: int, temperature: float | None, normalize: bool | str | None, algorithm: str
+) -> None:
+    given = {"temperature": temperature is not None, "normalize": normalize is not None, "algorithm": algorithm != "auto"}
+    given |= {"exact_window": exact_window not in (None, 0), "p": p != 2}
+    for name, is_given in given.items():
+        if is_given:
+            why = ": all of its keys are weighed by exp" if name == "exact_window" else ""
+            raise ValueError(f'{name} has no effect with attention="softmax"{why}')
+
+
+def _normalized(rows: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    """Of the rows' dtype, whatever that of the weights is."""
+    if norm is None:
+        return rows
+    return F.rms_norm(rows, norm.normalized_shape, norm.weight.to(rows.dtype), norm.eps)

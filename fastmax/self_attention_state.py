@@ -1,0 +1,99 @@
+"""What `FastmaxSelfAttention` keeps between tokens: the state of its attention, the last tokens, and where the next one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fastmax import validation
+from fastmax.decode_state import DecodeState, batch_entries
+from fastmax.key_value_cache import KeyValueCache
+
+
+@dataclass(eq=False)
+class SelfAttentionState:
+    """The state of a `FastmaxSelfAttention` between tokens; from its `init_state`.
+
+    `attention` is a `fastmax.DecodeState`, whose size does not depend on the number of tokens, or for softmax attention the
+    keys and values of the tokens seen, which grow. `recent` (b, width - 1, channels) are the last inputs of the short
+    convolution, None without one; `positions` (b,) int64 is where the next token stands.
+    """
+
+    attention: DecodeState | KeyValueCache
+    recent: Tensor | None
+    positions: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q, k and v."""
+        return self.attention.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.positions.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name. The first dimension of each is the batch."""
+        own = {"recent": self.recent, "positions": self.positions}
+        return self.attention.tensors() | {name: x for name, x in own.items() if x is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SelfAttentionState:
+        """The state with `function` of each of its tensors."""
+        recent = None if self.recent is None else function(self.recent)
+        return SelfAttentionState(self.attention.map(function), recent, function(self.positions))
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> SelfAttentionState:
+        """The state on another device, or for q, k and v of another dtype, as `DecodeState.to`."""
+        if isinstance(device, torch.dtype):
+            if dtype is not None:
+                raise TypeError(f"to takes one device and one dtype, got {device} and {dtype}")
+            device, dtype = None, device
+        dtype = self.dtype if dtype is None else dtype
+        validation.check_dtype("dtype", dtype)
+        recent = None if self.recent is None else self.recent.to(device=device, dtype=dtype)
+        return SelfAttentionState(self.attention.to(device, dtype), recent, self.positions.to(device=device))
+
+    def clone(self) -> SelfAttentionState:
+        """A state with memory of its own, contiguous. Differentiable."""
+        return self.map(lambda x: x.clone(memory_format=torch.contiguous_format))
+
+    def detach(self) -> SelfAttentionState:
+        """The state without the graph that made it, on the same memory: where truncated backpropagation through time cuts."""
+        return self.map(Tensor.detach)
+
+    def select(self, indices: Tensor | Sequence[int]) -> SelfAttentionState:
+        """The state of these batch entries in this order, (entries,) integers, as `DecodeState.select`. Differentiable."""
+        indices = batch_entries(indices, self.positions.shape[0], self.device)
+        return self.map(lambda x: x.index_select(0, indices))
+
+    def repeat_interleave(self, repeats: int) -> SelfAttentionState:
+        """The state with each batch entry `repeats` times in a row: one prompt, several continuations. Differentiable."""
+        validation.check_count("repeats", repeats)
+        return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+
+torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])
+
+
+def _register(node: type) -> None:
+    """As a pytree node, whose children are the fields."""
+    pytree.register_pytree_node(
+        node,
+        lambda state: (list(vars(state).values()), tuple(vars(state))),
+        lambda children, names: node(**dict(zip(names, children, strict=True))),
+    )
+
+
+for _node in (KeyValueCache, SelfAttentionState):
+    _register(_node)
