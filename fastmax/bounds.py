@@ -25,7 +25,8 @@ def with_bounds(
     (b, hk, m), n = k.shape[:3], q.shape[2]
     first = end = None
     if log_decay is not None:
-        log_decay, first = ops.finite_decay(log_decay.view(b, hk, m), n, continues, eager.compute_dtype(q.dtype))
+        log_decay, first = ops.finite_decay(log_decay.view(b, hk, m), continues, eager.compute_dtype(q.dtype))
+        first = first[..., m - n :]
     if cu_seqlens is not None:
         sequence = sequence_of_token(cu_seqlens, n)
         begin = cu_seqlens[sequence].expand(b, hk, n)

@@ -64,9 +64,7 @@ for _prefix in ("", "eager_"):
         "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, "
         "int p, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
-    library.define(
-        f"{_prefix}finite_decay(Tensor log_decay, int queries, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
-    )
+    library.define(f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
     library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 _EXACT_WINDOW_RESULTS = ", ".join(f"Tensor {name}" for name in exact_window.Forward._fields)
@@ -166,16 +164,15 @@ def prefill(
     return _call(_PREFILL, tensors, (*call.score, _allow_tf32(q)))
 
 
-def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that each of the last
-    `queries` tokens may see, int32 (b, hk, queries): the last token up to its own that forgets, else 0, or -1 with `continues`.
-    """
+def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that a query at the
+    place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with `continues`."""
     if not log_decay.is_cuda or eager.is_transformed():
-        return eager.finite_decay(log_decay, queries, continues, dtype)
+        return eager.finite_decay(log_decay, continues, dtype)
     wide = dtype == torch.float64
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.finite_decay.default(log_decay, queries, continues, wide)
-    return _FiniteDecay.apply(log_decay, queries, continues, wide)
+        return torch.ops.fastmax.finite_decay.default(log_decay, continues, wide)
+    return _FiniteDecay.apply(log_decay, continues, wide)
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
@@ -293,12 +290,10 @@ def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v
     return *grads, q.new_empty(0) if grad_decay is None else grad_decay, *of_state
 
 
-def _finite_decay(log_decay, queries, continues, wide):
+def _finite_decay(log_decay, continues, wide):
     if log_decay.dim() != 3:
         raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
-    if not 0 <= queries <= log_decay.shape[-1]:
-        raise ValueError(f"queries must be from 0 to m = {log_decay.shape[-1]}, got {queries}")
-    finite, first_key = eager.finite_decay(log_decay, queries, continues, torch.float64 if wide else torch.float32)
+    finite, first_key = eager.finite_decay(log_decay, continues, torch.float64 if wide else torch.float32)
     return finite.contiguous(), first_key.contiguous()
 
 
@@ -428,11 +423,9 @@ def _prefill_backward_fake(
 
 
 @torch.library.register_fake("fastmax::finite_decay", lib=library)
-def _finite_decay_fake(log_decay, queries, continues, wide):
-    return (
-        log_decay.new_empty(log_decay.shape, dtype=torch.float64 if wide else torch.float32),
-        log_decay.new_empty((*log_decay.shape[:-1], queries), dtype=torch.int32),
-    )
+def _finite_decay_fake(log_decay, continues, wide):
+    dtypes = (torch.float64 if wide else torch.float32, torch.int32)
+    return tuple([log_decay.new_empty(log_decay.shape, dtype=dtype) for dtype in dtypes])
 
 
 @torch.library.register_fake("fastmax::softmax", lib=library)
@@ -598,7 +591,7 @@ def _save_finite_decay(ctx, inputs, output):
 
 def _differentiate_finite_decay(ctx, grad, _):
     (log_decay,) = ctx.saved_tensors
-    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None, None
+    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None
 
 
 torch.library.register_autograd(

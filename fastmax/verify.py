@@ -37,7 +37,7 @@ FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.b
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-8, "float32": 1e-6, "float64": 1e-12}
 # A float32 log-sum of size L is off by up to 2^-24 L, and so is every weight exp(s - L) made of it, in the backward of softmax
 # and in the merge of an exact window; plain PyTorch, whose sums are relative to the largest score, has no such numbers. What
-# weights lose for each unit of the largest log-sum, by dtype.
+# weights lose for each unit of the largest log-sum, by dtype; where products are TF32, scores themselves lose more.
 ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 for dtype in FLOOR}
 # The linear algorithm adds up features that cancel (docs/algorithm.md): roundings of terms this much larger than f are nothing.
 CANCELLATION = 16.0
@@ -242,7 +242,7 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     plain = run(by_definition, tensors, plain_options)
     custom = run(checked, tensors, {**options, "use_custom_gradient": True})
     autograd = run(checked, tensors, {**options, "use_custom_gradient": False})
-    of_log_sums = ROUNDING_OF_LOG_SUM[q.dtype] * largest_log_sum(tensors, plain_options, softmax)
+    of_log_sums = rounding_of_scores(q) * largest_log_sum(tensors, plain_options, softmax)
     natural = math.sqrt(exact["o"].numel())  # the expected norm of grad_o
     longest = tensors["v"].double().norm(dim=-1).max().item() if tensors["v"].numel() else 1.0
 
@@ -271,6 +271,13 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
         return max(2.0 * plain_error + FLOOR[q.dtype], rounding) + more
 
     return [Errors(name, error(custom, name), error(autograd, name), allowed(name)) for name in exact]
+
+
+def rounding_of_scores(q: Tensor) -> float:
+    """By how much of itself a score that is exponentiated, or the log of a sum, is off."""
+    if q.is_cuda and q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return 2.0**-11
+    return ROUNDING_OF_LOG_SUM[q.dtype]
 
 
 def largest_log_sum(tensors: dict[str, Tensor], options: dict, softmax: bool) -> float:

@@ -113,7 +113,7 @@ def decays_that_forget(m, device, dtype=torch.float32, share=0.1):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=dtype_id)
 def test_opcheck_finite_decay(dtype, device):
     log_decay = decays_that_forget(50, device, dtype).requires_grad_()
-    for options in ((50, False, False), (7, True, True), (0, True, False)):
+    for options in ((False, False), (True, True)):
         torch.library.opcheck(torch.ops.fastmax.finite_decay.default, (log_decay, *options))
 
 
@@ -123,19 +123,17 @@ def test_finite_decay(m, share, device):
     """2048 is a tile of the kernel."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         log_decay = decays_that_forget(m, device, dtype, share)
-        for queries, continues in ((m, False), (m - m // 3, True)):
-            finite, first_key = torch.ops.fastmax.finite_decay(log_decay, queries, continues, False)
+        for continues in (False, True):
+            finite, first_key = torch.ops.fastmax.finite_decay(log_decay, continues, False)
             forgets = (log_decay == -torch.inf).cpu().numpy()
             last = np.maximum.accumulate(np.where(forgets, np.arange(m), -1 if continues else 0), axis=-1)
-            assert np.array_equal(first_key.cpu().numpy(), last[..., m - queries :])
+            assert np.array_equal(first_key.cpu().numpy(), last)
             assert torch.equal(finite, torch.where(log_decay == -torch.inf, 0.0, log_decay.float()))
 
 
 def test_finite_decay_refuses_by_name(device):
     with pytest.raises((ValueError, RuntimeError), match=r"log_decay must have shape \(b, hk, m\), got \(4, 5\)"):
-        torch.ops.fastmax.finite_decay(torch.zeros(4, 5, device=device), 5, False, False)
-    with pytest.raises((ValueError, RuntimeError), match="queries must be from 0 to m = 5, got 6"):
-        torch.ops.fastmax.finite_decay(torch.zeros(1, 4, 5, device=device), 6, False, False)
+        torch.ops.fastmax.finite_decay(torch.zeros(4, 5, device=device), False, False)
 
 
 def test_the_gradient_of_a_decay_that_forgets_is_zero(device):

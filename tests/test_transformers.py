@@ -14,6 +14,7 @@ from fastmax import fastmax_attention, swap_attention
 
 transformers = pytest.importorskip("transformers")
 
+from tiny_decoders import PAD, VOCABULARY, gpt2, llama, make, padding_mask, run, tokens  # noqa: E402
 from tiny_transformers import tiny_config  # noqa: E402
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask  # noqa: E402
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
@@ -21,8 +22,6 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noq
 import fastmax.integrations.transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
-
-VOCABULARY, PAD = 40, 0
 
 
 def polynomial_forward(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
@@ -41,69 +40,7 @@ transformers.AttentionInterface.register("polynomial", polynomial_forward)
 transformers.AttentionMaskInterface.register("polynomial", eager_mask)
 
 
-def llama(**options):
-    options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.3,  # scores of order one, so that masks and scales matter
-        "pad_token_id": PAD,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    } | options
-    return make(transformers.LlamaForCausalLM, transformers.LlamaConfig(**options))
-
-
-def gpt2(**options):
-    options = {
-        "vocab_size": VOCABULARY,
-        "n_embd": 24,
-        "n_layer": 2,
-        "n_head": 3,
-        "n_positions": 64,
-        "initializer_range": 0.3,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "pad_token_id": PAD,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    } | options
-    return make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**options))
-
-
-def make(kind, config):
-    """A float64 model in eval mode, with attn_implementation="fastmax"."""
-    torch.manual_seed(0)
-    config._attn_implementation = "fastmax"
-    return kind(config).double().eval()
-
-
 FAMILIES = pytest.mark.parametrize("family", [llama, gpt2])
-
-
-def tokens(*shape) -> Tensor:
-    return torch.randint(1, VOCABULARY, shape)
-
-
-def padding_mask(side: str | None, lengths=(9, 6, 1)) -> Tensor | None:
-    """(batch, keys), 1 = takes part."""
-    if side is None:
-        return None
-    position = torch.arange(max(lengths))
-    rows = [position < length if side == "right" else position >= max(lengths) - length for length in lengths]
-    return torch.stack(rows).long()
-
-
-def run(model, ids, mask, **kwargs) -> Tensor:
-    """Logits. Positions count from the first token that is no padding, as generate counts them."""
-    if mask is not None:
-        kwargs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    return model(ids, **kwargs).logits
 
 
 # ---- the whole model
@@ -298,6 +235,18 @@ def test_options_from_the_configuration():
     assert call.kwargs["p"] == 1 and call.kwargs["temperature"] == 30.0
     restored = transformers.LlamaConfig.from_dict(model.config.to_dict())
     assert restored.fastmax == {"p": 1, "temperature": 30.0}
+
+
+def test_exact_window():
+    """As wide as the sequence it is softmax attention, which the model had."""
+    model, ids, mask = llama(), tokens(3, 9), padding_mask("left")
+    plain = run(model, ids, mask)
+    integration.configure(model, exact_window=9)
+    exact = run(model, ids, mask)
+    model.set_attn_implementation("eager")
+    first = slice(1)  # the sequence without padding, of which softmax makes NaN
+    torch.testing.assert_close(exact[first], run(model, ids, mask)[first], rtol=1e-4, atol=1e-5)  # its softmax is float32
+    assert not torch.allclose(exact, plain)
 
 
 def test_configure():

@@ -16,29 +16,28 @@
 namespace fastmax {
 namespace {
 
-std::tuple<Tensor, Tensor> finite_decay(const Tensor& log_decay, int64_t queries, bool continues, bool wide) {
+std::tuple<Tensor, Tensor> finite_decay(const Tensor& log_decay, bool continues, bool wide) {
   check_cuda_tensor("log_decay", log_decay);
   const torch::stable::accelerator::DeviceGuard guard(log_decay.get_device_index());
   FASTMAX_CHECK(log_decay.dim() == 3, "log_decay must have shape (b, hk, m), got ", shape_text(log_decay.sizes()));
   const int64_t b = log_decay.size(0), hk = log_decay.size(1), m = log_decay.size(2);
-  FASTMAX_CHECK(queries >= 0 && queries <= m, "queries must be from 0 to m = ", m, ", got ", queries);
   if (wide || !kernels_run_on(log_decay) || m > INT_MAX / 2 || b > INT_MAX || hk > INT_MAX || b * hk > INT_MAX) {
-    const auto [finite, first_key] = call_operator<2>("fastmax::eager_finite_decay", log_decay, queries, continues, wide);
+    const auto [finite, first_key] = call_operator<2>("fastmax::eager_finite_decay", log_decay, continues, wide);
     return {finite, first_key};
   }
   const int device = log_decay.get_device_index();
   const Tensor finite = empty_dense(log_decay, ScalarType::Float);
-  const Tensor first_key = empty_strided({b, hk, queries}, {hk * queries, queries, 1}, ScalarType::Int, device);
+  const Tensor first_key = empty_dense(log_decay, ScalarType::Int);
   if (log_decay.numel() == 0) return {finite, first_key};
 
   FiniteDecayParams p{};
-  p.b = static_cast<int>(b), p.hk = static_cast<int>(hk), p.n = static_cast<int>(queries), p.m = static_cast<int>(m);
+  p.b = static_cast<int>(b), p.hk = static_cast<int>(hk), p.m = static_cast<int>(m);
   p.dtype = math_mode(log_decay.scalar_type(), /*allow_tf32=*/false);
   p.log_decay = log_decay.data_ptr(), p.log_decay_stride = stride_of(log_decay);
   p.continues = continues;
   p.finite = static_cast<float*>(finite.data_ptr());
   p.first_key = static_cast<int32_t*>(first_key.data_ptr());
-  if (is_debugging()) std::fprintf(stderr, "fastmax::finite_decay: finite_decay_sm80: b %d, hk %d, n %d, m %d\n", p.b, p.hk, p.n, p.m);
+  if (is_debugging()) std::fprintf(stderr, "fastmax::finite_decay: finite_decay_sm80: b %d, hk %d, m %d\n", p.b, p.hk, p.m);
   const Tensor workspace = allocate_workspace(finite_decay_workspace_bytes(p), device);
   launch_finite_decay(p, workspace.data_ptr(), current_stream(device));
   return {finite, first_key};

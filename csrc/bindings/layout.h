@@ -11,13 +11,18 @@
 
 namespace fastmax {
 
+// Strides as PyTorch's own, of empty tensors too.
+inline Tensor empty_contiguous(const std::vector<int64_t>& sizes, ScalarType dtype, int device_index) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t i = sizes.size(); i-- > 0; step *= std::max<int64_t>(1, sizes[i])) strides[i] = step;
+  return empty_strided(sizes, strides, dtype, device_index);
+}
+
 // Contiguous, of like's shape.
 inline Tensor empty_dense(const Tensor& like, ScalarType dtype) {
   const auto shape = like.sizes();
-  std::vector<int64_t> sizes(shape.begin(), shape.end()), strides(sizes.size());
-  int64_t step = 1;
-  for (size_t i = sizes.size(); i-- > 0; step *= std::max<int64_t>(1, sizes[i])) strides[i] = step;
-  return empty_strided(sizes, strides, dtype, like.get_device_index());
+  return empty_contiguous({shape.begin(), shape.end()}, dtype, like.get_device_index());
 }
 
 // A contiguous copy. The stable ABI has functions for this and for zeros; theirs do not tell that memory ran out.

@@ -97,7 +97,7 @@ struct Results {
 // (b, h, n) fp32 on q's device.
 inline Tensor empty_per_query(const Tensor& q) {
   const int64_t b = q.size(0), h = q.size(1), n = q.size(2);
-  return empty_strided({b, h, n}, {h * n, n, 1}, ScalarType::Float, q.get_device_index());
+  return empty_contiguous({b, h, n}, ScalarType::Float, q.get_device_index());
 }
 
 // The gradients of q, k and v, and the forward's results and grad_o as the kernels read them.

@@ -14,15 +14,15 @@ namespace fastmax {
 inline constexpr float kForget = -2900.f;
 
 // log_decay as it is given, with -inf where a token forgets all before it, taken apart into finite decays, 0 there, and a bound on keys
-// for each query.
+// for each token, as a query at its place has it.
 struct FiniteDecayParams {
-  int b, hk, n, m;
+  int b, hk, m;
   MathMode dtype;         // of log_decay; fp32 is kFP32
   const void* log_decay;  // (b, hk, m)
   Stride log_decay_stride;
   bool continues;      // from a state: what no token forgot reaches before the first one
   float* finite;       // (b, hk, m) contiguous
-  int32_t* first_key;  // (b, hk, n) contiguous: the last token up to the query's that forgets, else 0, where the call continues -1
+  int32_t* first_key;  // (b, hk, m) contiguous: the last token up to this one that forgets, else 0, where the call continues -1
 };
 size_t finite_decay_workspace_bytes(const FiniteDecayParams& p);
 void launch_finite_decay(const FiniteDecayParams& p, void* workspace, cudaStream_t stream);

@@ -76,12 +76,13 @@ __global__ void __launch_bounds__(kThreads) finite_decay_kernel(const FiniteDeca
   const int none = p.continues ? -1 : 0;
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    const int token = begin + i, query = token - (p.m - p.n);
+    const int token = begin + i;
     if (token >= p.m) break;
     const bool forgets = x.log_decay[i] == -INFINITY;
     if (forgets) last = token;
-    p.finite[static_cast<int64_t>(head) * p.m + token] = forgets ? 0.f : x.log_decay[i];
-    if (query >= 0) p.first_key[static_cast<int64_t>(head) * p.n + query] = last == kNone ? none : last;
+    const int64_t at = static_cast<int64_t>(head) * p.m + token;
+    p.finite[at] = forgets ? 0.f : x.log_decay[i];
+    p.first_key[at] = last == kNone ? none : last;
   }
 }
 

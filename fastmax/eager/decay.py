@@ -23,12 +23,12 @@ def is_at_hand(x: Tensor) -> bool:
     return x.device.type == "cpu" and not is_fake(x)
 
 
-def finite_decay(log_decay: Tensor, queries: int, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `fastmax.ops.finite_decay`."""
-    m = log_decay.shape[-1]
     forgets = log_decay == -torch.inf
-    first = torch.where(forgets, torch.arange(m, device=log_decay.device), -1 if continues else 0).cummax(-1).values
-    return torch.where(forgets, 0.0, log_decay.to(dtype)), first[..., m - queries :].to(torch.int32)
+    tokens = torch.arange(log_decay.shape[-1], device=log_decay.device)
+    first = torch.where(forgets, tokens, -1 if continues else 0).cummax(-1).values
+    return torch.where(forgets, 0.0, log_decay.to(dtype)), first.to(torch.int32)
 
 
 class Factor(NamedTuple):

@@ -12,6 +12,7 @@ mask or an argument that asks for another function in the layer that gets it (`m
 """
 
 from fastmax.integrations.transformers._installed import MINIMUM_VERSION
+from fastmax.integrations.transformers.cache import FastmaxCache
 from fastmax.integrations.transformers.forward import fastmax_attention_forward, register
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
 from fastmax.integrations.transformers.models import check, watch
@@ -21,6 +22,7 @@ __all__ = [
     "MINIMUM_VERSION",
     "NAME",
     "OPTIONS",
+    "FastmaxCache",
     "FastmaxMask",
     "check",
     "configure",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax.functional import fastmax_attention
+from fastmax.integrations.transformers.cache import NewTokens
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
 from fastmax.integrations.transformers.options import NAME, options_of
 
@@ -49,6 +50,7 @@ def fastmax_attention_forward(
 
     Args:
         module: the attention layer; its `config.fastmax` holds the options and its `is_causal` the default of the argument.
+        key, value: those that query sees, or of a `FastmaxCache` the new ones, on their way to its state.
         attention_mask: what `fastmax_mask` returns; or bool (batch, 1, 1, keys), True = takes part, of a bidirectional layer.
         dropout: of attention weights; must be 0.
         scaling: softmax attention's scale; the temperature is its inverse unless an option says otherwise.
@@ -65,10 +67,12 @@ def fastmax_attention_forward(
         raise ValueError(f'attn_implementation="{NAME}" has no attention weights to return: output_attentions must be False')
     if dropout:
         raise ValueError(_no_dropout(module, dropout))
+    state = key.take(value) if isinstance(key, NewTokens) else None
+    keys = key.shape[2] if state is None else state.number_of_keys()
     if isinstance(attention_mask, FastmaxMask):
         mask = attention_mask
     else:
-        mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], key.shape[2])
+        mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], keys)
     if mask.refusal is not None:
         raise ValueError(f"{type(module).__name__}: {mask.refusal}")
     if kwargs.get("position_ids") is not None:
@@ -77,13 +81,16 @@ def fastmax_attention_forward(
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
-    if mask.causal and query.shape[2] < key.shape[2] and options.get("normalize") in (True, "sequence"):
+    if mask.causal and (state is not None or query.shape[2] < keys) and options.get("normalize") in (True, "sequence"):
         raise ValueError(
             'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
             'or normalize="token"'
         )
-    padding = None if mask.padding is None else mask.padding.to(key.device)
-    o = fastmax_attention(query, key, value, causal=mask.causal, key_padding_mask=padding, **options)
+    if state is not None:
+        o = state.attend(query, mask, options)
+    else:
+        padding = None if mask.padding is None else mask.padding.to(key.device)
+        o = fastmax_attention(query, key, value, causal=mask.causal, key_padding_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
 
 

@@ -16,34 +16,41 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from transformers.utils.import_utils import is_tracing
 
 from fastmax.integrations.transformers.options import NAME
+from fastmax.integrations.transformers.unreadable import Unreadable
 
 
-class ForeignAttentionError(AttributeError, ValueError):
-    """An attention that is not fastmax used fastmax's mask. An AttributeError, so that `hasattr` says False."""
-
-
-class FastmaxMask:
+class FastmaxMask(Unreadable):
     """What the queries of a layer may see.
 
     Attributes:
         causal: each query sees the keys up to its own position, aligned at the end; else all keys.
         padding: bool (batch, keys), True = takes part; None = all do.
         refusal: why fastmax cannot run a layer with this mask; None = it can.
+        keys: how many there are, those in a cache included; None = not known.
         model: the kind of model, for messages.
     """
 
-    def __init__(self, causal: bool, padding: Tensor | None, refusal: str | None = None, model: str = "this model"):
+    def __init__(
+        self,
+        causal: bool,
+        padding: Tensor | None,
+        refusal: str | None = None,
+        model: str = "this model",
+        keys: int | None = None,
+    ):
         self.causal = causal
         self.padding = padding
         self.refusal = refusal
         self.model = model
+        self.keys = keys
         self.positions_are_checked = False
+        self.history_is_checked = False
+        self._hidden: tuple[Tensor, Tensor] | None = None
 
     def refuse_packing(self, position_ids: Tensor) -> None:
         """Raise where the positions of tokens that take part start again, once for all layers that share the mask.
 
-        transformers itself looks at the positions only where there is no cache. Under `torch.compile` the values are not known:
-        there an assertion is left in the graph, whose RuntimeError says the same.
+        transformers itself looks at the positions only where there is no cache.
 
         Args:
             position_ids: (batch or 1, queries).
@@ -55,43 +62,42 @@ class FastmaxMask:
         if self.padding is not None:
             real = self.padding[:, -position_ids.shape[1] :].to(again.device)
             again = again & real[:, 1:] & real[:, :-1]
-        if is_tracing(position_ids):
-            torch._assert_async(~again.any(), PACKED)
-        elif again.any():
-            raise ValueError(PACKED)
+        refuse_where(again, PACKED)
 
-    def __getattr__(self, name: str):
-        raise self._foreign(name)
+    def hidden(self, new: int) -> tuple[Tensor, Tensor]:
+        """Which tokens are padding, in a number for each row: of those before the last `new`, and of these.
 
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        masks = [argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, cls)]
-        raise (masks[0] if masks else cls(True, None))._foreign(getattr(function, "__name__", str(function)))
+        A sum of one number for each such token (splitmix64 of its place, modulo 2**64): 0 where there is none, and the numbers
+        of two parts add up, so that what earlier masks said is known without keeping them.
 
-    def _foreign(self, use: str) -> ForeignAttentionError:
+        Returns:
+            Two int64 tensors (batch,).
+        """
+        if self._hidden is None:
+            x = torch.arange(1, self.padding.shape[1] + 1, device=self.padding.device) * -0x61C8864680B583EB
+            x = (x ^ (x >> 30)) * -0x40A7B892E31B1A47
+            x = (x ^ (x >> 27)) * -0x6B2FB644ECCEEE15
+            numbers = torch.where(self.padding, 0, x)
+            before = numbers.shape[1] - new
+            self._hidden = numbers[:, :before].sum(-1), numbers[:, before:].sum(-1)
+        return self._hidden
+
+    def _misuse(self, use: str) -> str:
         if self.refusal is not None:
-            return ForeignAttentionError(self.refusal)
-        return ForeignAttentionError(
+            return self.refusal
+        return (
             f'{self.model} cannot run attn_implementation="{NAME}": a part of it computes attention of its own, and used '
             f"fastmax's mask ({use}), which only fastmax can read"
         )
 
-    __hash__ = object.__hash__
 
-
-def _raise_foreign(name: str) -> Callable:
-    def use(self, *args):
-        raise self._foreign(name)
-
-    use.__name__ = name
-    return use
-
-
-# What Python looks up on the class, and so passes __getattr__ by.
-_BINARY = ("add", "sub", "mul", "truediv", "matmul", "and", "or", "xor")
-_OTHER = ("bool", "int", "float", "index", "len", "iter", "contains", "getitem", "setitem", "invert", "neg", "abs", "array")
-for _name in (*_BINARY, *(f"r{_binary}" for _binary in _BINARY), *_OTHER, "eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(FastmaxMask, f"__{_name}__", _raise_foreign(f"__{_name}__"))
+def refuse_where(wrong: Tensor, message: str) -> None:
+    """Raise where any is True. Under `torch.compile` the values are not known: there an assertion is left in the graph, whose
+    RuntimeError says the same."""
+    if is_tracing(wrong):
+        torch._assert_async(~wrong.any(), message)
+    elif wrong.any():
+        raise ValueError(message)
 
 
 PACKED = (
@@ -145,4 +151,4 @@ def fastmax_mask(
             f'attention_mask must cover all {kv_offset + kv_length} keys with attn_implementation="{NAME}", those in the cache '
             f"included, got shape {tuple(attention_mask.shape)}"
         )
-    return FastmaxMask(causal, attention_mask, refusal, model)
+    return FastmaxMask(causal, attention_mask, refusal, model, kv_offset + kv_length)

@@ -8,7 +8,20 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "fastmax"
 OPTIONS = frozenset(
-    {"normalize", "temperature", "a0", "a1", "a2", "lim", "p", "dropout", "rpe_matrix", "algorithm", "use_custom_gradient"}
+    {
+        "normalize",
+        "temperature",
+        "a0",
+        "a1",
+        "a2",
+        "lim",
+        "p",
+        "dropout",
+        "rpe_matrix",
+        "exact_window",
+        "algorithm",
+        "use_custom_gradient",
+    }
 )
 
 
@@ -21,7 +34,7 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
         model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
             itself once it is made.
         options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
-            `rpe_matrix` ("sinusoidal"), `algorithm`, `use_custom_gradient`, as in `fastmax_attention`.
+            `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`.
 
     Raises:
         TypeError: an unknown option.

@@ -1,0 +1,292 @@
+"""A cache of constant size for `generate`: the states of recurrent fastmax attention in place of keys and values.
+
+transformers' layers hand new keys and values to the cache and what it returns, all keys and values, to the attention function.
+A state has none to return: `update` gives back objects that only `fastmax_attention_forward` can read. It takes them to the
+state together with the queries, the mask and the options, which the cache never sees. Any other use of them raises an error.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin
+
+from fastmax import ops
+from fastmax.decode import init_state, prefill, step, step_
+from fastmax.decode_state import DecodeState
+from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
+from fastmax.integrations.transformers.options import NAME
+from fastmax.integrations.transformers.unreadable import Unreadable
+
+_NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # who computes, and noise: the rest says what
+_GOES_FORWARD = (
+    "FastmaxCache cannot forget tokens: its sums hold no single one. Decoding that takes tokens back (assisted, prompt lookup, "
+    "contrastive search) needs transformers' DynamicCache"
+)
+
+
+class NewTokens(Unreadable):
+    """Keys, or values, on their way to the state of a layer: what `FastmaxLayer.update` returns, for fastmax alone."""
+
+    def __init__(self, layer: FastmaxLayer | None, tensor: Tensor | None):
+        self.layer = layer
+        self.tensor = tensor
+
+    def take(self, values: NewTokens) -> FastmaxLayer:
+        """The layer that these keys wait for, with these values.
+
+        Raises:
+            ValueError: they wait for none.
+        """
+        waiting = None if self.layer is None else self.layer.pending
+        if waiting is None or waiting[0] is not self or waiting[1] is not values:
+            raise ValueError(
+                "FastmaxCache takes the keys and values of each call once, into the state of one layer, in the order of the "
+                "calls: layers that share keys and values, or read those of the cache, and recomputation (gradient "
+                "checkpointing) need transformers' DynamicCache"
+            )
+        return self.layer
+
+    def _misuse(self, use: str) -> str:
+        return (
+            f"FastmaxCache holds no keys and values, and they were used ({use}) by what is not "
+            f'attn_implementation="{NAME}": a model whose layers compute on cached keys, or run another attention, needs '
+            "transformers' DynamicCache"
+        )
+
+
+class FastmaxLayer(CacheLayerMixin):
+    """The `DecodeState` of one layer, made in its first call from the options of that call."""
+
+    is_compileable = False  # the state advances in Python
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False  # only the attention function knows the options
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.keys = self.values = NewTokens(None, None)
+        self._clear()
+
+    def _clear(self) -> None:
+        self.state: DecodeState | None = None
+        self.hidden: Tensor | None = None  # as FastmaxMask.hidden, of the tokens seen, on the state's device; None = none is
+        self.options: dict = {}
+        self.pending: tuple[NewTokens, NewTokens] | None = None
+        self.offloads = False
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a layer of FastmaxCache is initialised by the first call of its attention")
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[NewTokens, NewTokens]:
+        """Announce tokens, which join the state in `attend`.
+
+        Raises:
+            ValueError: those of an earlier call have not.
+        """
+        if self.pending is not None:
+            raise ValueError(
+                "FastmaxCache was given new keys and values before those of an earlier call came to fastmax's attention, "
+                "which may have failed: make a new cache, or reset() this one"
+            )
+        self.pending = NewTokens(self, key_states), NewTokens(self, value_states)
+        return self.pending
+
+    def attend(self, query: Tensor, mask: FastmaxMask, options: dict) -> Tensor:
+        """Attention of the tokens of the last `update` to themselves and all before; they join the state.
+
+        Args:
+            query: (b, h, n, d).
+            mask: its last n keys are the new ones.
+            options: of `fastmax_attention`; `temperature` among them.
+
+        Returns:
+            (b, h, n, dv).
+
+        Raises:
+            ValueError: anything but causal self-attention of these tokens with the options and the padding of earlier calls.
+        """
+        key, value = (tokens.tensor for tokens in self.pending)
+        n = query.shape[2]
+        self._check(query.shape[0], n, mask, options)
+        self.prefetch()
+        padding = self._padding_of_new(n, mask, query.device)
+        if self.state is None:
+            self._start(query, key, value, options)
+        if n == 1 and _can_overwrite(self.state):
+            o = step_(query, key, value, self.state, key_padding_mask=padding)
+        else:
+            attend = step if n == 1 else prefill
+            o, self.state = attend(query, key, value, self.state, key_padding_mask=padding)
+        self.pending = None
+        if self.offloads:
+            self._move(torch.device("cpu"))
+        return o
+
+    def number_of_keys(self) -> int:
+        """That the last of the tokens of the last `update` sees, itself among them."""
+        return self.get_seq_length() + self.pending[0].tensor.shape[2]
+
+    def _check(self, batch: int, n: int, mask: FastmaxMask, options: dict) -> None:
+        if not mask.causal:
+            raise ValueError(
+                "FastmaxCache is for causal self-attention, and this layer sees all keys. In an encoder-decoder model pass "
+                "EncoderDecoderCache(FastmaxCache(config), DynamicCache())"
+            )
+        keys = self.number_of_keys()
+        seen = self.get_seq_length()
+        if keys != seen + n:
+            raise ValueError(f"FastmaxCache takes as many new keys as queries, got {keys - seen} and {n}")
+        if mask.keys is not None and mask.keys != keys:
+            raise ValueError(
+                f"layers of this FastmaxCache have seen different numbers of tokens ({seen}, where the first has seen "
+                f"{mask.keys - n}), since an earlier call failed: make a new cache, or reset() this one"
+            )
+        if self.state is not None and self.state.values.shape[0] != batch:
+            raise ValueError(
+                f"FastmaxCache holds states for a batch of {self.state.values.shape[0]}, got one of {batch}; "
+                "cache.batch_repeat_interleave(repeats) makes several of each"
+            )
+        if options.get("dropout"):
+            raise ValueError("FastmaxCache has no form with noise (the option dropout): model.eval(), or use_cache=False")
+        if options.get("algorithm") == "quadratic":
+            raise ValueError('FastmaxCache has no form with algorithm="quadratic": "auto" or "linear", or use_cache=False')
+        if options.get("use_custom_gradient") is False and torch.is_grad_enabled():
+            raise ValueError("FastmaxCache has no form with use_custom_gradient=False: torch.no_grad(), or use_cache=False")
+        options = _of_state(options)
+        if self.state is not None and options != self.options:
+            raise ValueError(f"the state in FastmaxCache was made with the options {self.options}, got {options}")
+
+    def _padding_of_new(self, n: int, mask: FastmaxMask, device: torch.device) -> Tensor | None:
+        """(b, n), True = joins the state; None = all do. Checks that the mask says of earlier tokens what it said then."""
+        if mask.padding is None and self.hidden is None:
+            return None
+        if mask.padding is None:
+            before, new = torch.zeros_like(self.hidden), 0
+        else:
+            before, new = (x.to(device) for x in mask.hidden(n))
+        hidden = torch.zeros_like(before) if self.hidden is None else self.hidden
+        if not mask.history_is_checked:  # once for all layers that share the mask
+            refuse_where(
+                before != hidden,
+                "attention_mask differs from that of earlier calls in tokens that the FastmaxCache has seen: those that were "
+                "padding then are not in its state, and the others cannot leave it. Pass the mask of all tokens from the first "
+                "call on",
+            )
+            mask.history_is_checked = True
+        self.hidden = hidden + new
+        return None if mask.padding is None else mask.padding[:, mask.padding.shape[1] - n :].to(device)
+
+    def _start(self, query: Tensor, key: Tensor, value: Tensor, options: dict) -> None:
+        dtype = query.dtype
+        if dtype != torch.float64 and ops.in_autocast(query):
+            dtype = torch.get_autocast_dtype(query.device.type)
+        self.options = _of_state(options)
+        batch, kv_heads, _, head_dim = key.shape
+        sizes = batch, kv_heads, head_dim, value.shape[3]
+        self.state = init_state(*sizes, dtype=dtype, device=query.device, **self.options)
+        self.device = query.device
+        self.is_initialized = True
+
+    def get_seq_length(self) -> int:
+        """All tokens that have joined or are padding."""
+        return 0 if self.state is None else self.state.tokens
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Number of keys that the mask is about, and the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers 5.4
+
+    def reset(self) -> None:
+        self._clear()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = self.state.select(indices)
+            self.hidden = None if self.hidden is None else self.hidden[indices.to(self.hidden.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = self.state.repeat_interleave(repeats)
+            self.hidden = None if self.hidden is None else self.hidden.repeat_interleave(repeats)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError(_GOES_FORWARD)
+
+    def activate_past_recording(self) -> None:
+        """What assisted decoding calls before all else."""
+        raise ValueError(_GOES_FORWARD)
+
+    def offload(self) -> None:
+        """Move the state to the CPU: now, or where tokens wait for it, once they have joined."""
+        self.offloads = True
+        if self.pending is None:
+            self._move(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        if self.state is not None:
+            self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        # Not non_blocking: the cache prefetches on a stream of its own, for which selecting from the batch does not wait.
+        if self.state is not None and self.state.device != device:
+            self.state = self.state.to(device)
+            self.hidden = None if self.hidden is None else self.hidden.to(device)
+
+
+class FastmaxCache(Cache):
+    """The `past_key_values` of a causal model that runs fastmax in all layers, of a size that no number of tokens changes.
+
+        model.generate(**inputs, past_key_values=FastmaxCache(model.config))
+
+    Padding is read from the `attention_mask` of all tokens, from the first call on; tokens that are padding never join.
+    `crop` is refused, and with it assisted decoding. `copy.deepcopy` gives a cache to go on from twice.
+
+    Args:
+        config: the model's; of a composite model that of its text part is used.
+        offloading: keep states on the CPU, but those of the layer that runs and the next, as transformers' other caches do.
+
+    Raises:
+        TypeError: no configuration.
+        ValueError: a configuration of another attention, or with layers that are not full attention.
+    """
+
+    def __init__(self, config: PreTrainedConfig, offloading: bool = False):
+        if not isinstance(config, PreTrainedConfig):
+            raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
+        config = config.get_text_config(decoder=True)
+        if config._attn_implementation != NAME:
+            raise ValueError(
+                f'config must be of a model with attn_implementation="{NAME}", got {config._attn_implementation!r} in '
+                f"{config.model_type}: set it first"
+            )
+        other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+        if other:
+            raise ValueError(
+                f"config.layer_types must be full_attention in all layers, got {', '.join(other)} too in {config.model_type}"
+            )
+        super().__init__(layers=[FastmaxLayer() for _ in range(config.num_hidden_layers)], offloading=offloading)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states."""
+        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+
+
+def _of_state(options: dict) -> dict:
+    return {name: value for name, value in options.items() if name not in _NOT_OF_A_STATE}
+
+
+def _can_overwrite(state: DecodeState) -> bool:
+    """Whether no graph needs the state and PyTorch lets it be written: inference mode's tensors only within it."""
+    recorded = torch.is_grad_enabled() or state.values.requires_grad
+    return not recorded and (torch.is_inference_mode_enabled() or not state.values.is_inference())
