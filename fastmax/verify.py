@@ -243,6 +243,7 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     custom = run(checked, tensors, {**options, "use_custom_gradient": True})
     autograd = run(checked, tensors, {**options, "use_custom_gradient": False})
     of_log_sums = rounding_of_scores(q) * largest_log_sum(tensors, plain_options, softmax)
+    of_outputs = lost_to_rounded_outputs(tensors, plain_options, softmax, exact["o"])
     natural = math.sqrt(exact["o"].numel())  # the expected norm of grad_o
     longest = tensors["v"].double().norm(dim=-1).max().item() if tensors["v"].numel() else 1.0
 
@@ -264,6 +265,7 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
         more = 0.5 * dtype.smallest_normal * dtype.eps * math.sqrt(exact[name].numel()) / size(name)
         if name != "lse":
             more += of_log_sums
+        more += 2.0 * of_outputs.get(name, 0.0) / size(name)
         if rounding is None:
             return 2.0 * plain_error + FLOOR[q.dtype] + more
         if not plain_error < PLAIN_FAILED:
@@ -271,6 +273,26 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
         return max(2.0 * plain_error + FLOOR[q.dtype], rounding) + more
 
     return [Errors(name, error(custom, name), error(autograd, name), allowed(name)) for name in exact]
+
+
+def lost_to_rounded_outputs(tensors: dict[str, Tensor], options: dict, softmax: bool, o: Tensor) -> dict[str, float]:
+    """By how much gradients of a half dtype are off, in the Frobenius norm, since o is saved in it.
+
+    What a rounding of a row of o changes grad_o . o by enters the gradients as a gradient of the row's log of the sum of
+    weights does; where one key has nearly all of the weight it is what is left of them.
+    """
+    dtype = tensors["q"].dtype
+    if dtype not in (torch.float16, torch.bfloat16) or not o.numel():
+        return {}
+    wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    leaves = {name: wide[name].requires_grad_() for name in ("q", "k", "rpe_matrix", "log_decay") if name in wide}
+    by_definition = naive_softmax_attention if softmax else definition
+    lse = by_definition(**wide, **(options if softmax else {**options, "return_lse": True}))[1]
+    signs = torch.randint(2, lse.shape, generator=torch.Generator().manual_seed(0)).to(lse) * 2 - 1
+    changes = 0.25 * torch.finfo(dtype).eps * o.norm(dim=-1) * signs  # half of the largest rounding of each element
+    seen = lse.isfinite()
+    grads = torch.autograd.grad((lse[seen] * changes[seen]).sum(), list(leaves.values()), materialize_grads=True)
+    return {name: x.norm().item() for name, x in zip(leaves, grads, strict=True)}
 
 
 def rounding_of_scores(q: Tensor) -> float:
