@@ -171,11 +171,12 @@ class States(NamedTuple):
     grads: tuple[Tensor | None, Tensor | None]  # of the new ones; None for zeros
 
 
-def _pairs_of_state(state: tuple[Tensor | None, Tensor | None], grads: tuple[Tensor, Tensor]) -> Tensor:
-    """(b, hk, 1), float64: the derivative by the logarithm of everything that is in a state."""
-    # What has no gradient has no part in it, even if it is not finite.
-    products = (torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in zip(state, grads, strict=True))
-    return sum(x.flatten(2).sum(-1, keepdim=True) for x in products)
+def _pairs_of_state(state: tuple[Tensor | None, Tensor | None], grads: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    """(b, hk, 1), float64: the derivative by the logarithm of everything that is in a state; None without any gradient."""
+    # What has no gradient has no part in it, even if it is not finite or not there.
+    given = [(x, grad) for x, grad in zip(state, grads, strict=True) if grad is not None]
+    products = [torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given]
+    return sum(x.flatten(2).sum(-1, keepdim=True) for x in products) if products else None
 
 
 def backward_from_state(
@@ -192,7 +193,7 @@ def backward_from_state(
     new_grads = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(states.given, states.grads, strict=True))
     state_grads = tuple(x.clone(memory_format=torch.contiguous_format) for x in new_grads)
     if q.numel() > 0:
-        behind = None if grad_decay is None else _pairs_of_state(states.new, state_grads)
+        behind = None if grad_decay is None else _pairs_of_state(states.new, states.grads)
         _add_gradients(grads, None, grad_decay, grad_o, grad_z, q, k, v, o, z, call, (states.given, state_grads), behind)
     return grads, grad_decay, state_grads
 
@@ -266,7 +267,7 @@ def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, c
     """Writes `grads` and `grad_decay` and adds to `grad_rpe`, on one head group after the other.
 
     `states`: values and weights that the forward was given, and the gradients of those that it returned, which become those of
-    the former. `behind`: with `grad_decay`, what `_pairs_of_state` says of those that it returned.
+    the former. `behind`: what `_pairs_of_state` says of those that it returned.
     """
     hk = k.shape[1]
     rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
@@ -291,8 +292,9 @@ def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, c
             _backward_between_states(given, state_grads, ops, plan, terms, sums, workspace)
         sums.write()
         if grad_decay is not None:
-            ends = () if states is None else (_pairs_of_state(given, state_grads), behind[batch, heads])
-            grad_decay[batch, heads] = sums.decay.result(*ends).to(grad_decay.dtype)
+            before = 0.0 if states is None else _pairs_of_state(given, state_grads)
+            behind_group = 0.0 if behind is None else behind[batch, heads]
+            grad_decay[batch, heads] = sums.decay.result(before, behind_group).to(grad_decay.dtype)
 
 
 def _backward_between_states(given, grads, ops: Operands, plan, terms, sums: Gradients, workspace: Workspace) -> None:
