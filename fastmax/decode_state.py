@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fastmax import eager, validation
+from fastmax.batch_state import BatchState
 from fastmax.score import Score
 
 
 @dataclass(eq=False, repr=False)
-class DecodeState:
+class DecodeState(BatchState):
     """Sums over the tokens seen so far, and the options they were made with; from `fastmax.init_state`.
 
     `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
@@ -57,11 +58,6 @@ class DecodeState:
     def device(self) -> torch.device:
         return self.values.device
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(x.nbytes for x in self.tensors().values())
-
     def to(
         self,
         device: torch.device | str | int | torch.dtype | None = None,
@@ -92,29 +88,6 @@ class DecodeState:
 
         return replace(self, dtype=dtype, **{name: move(name, x) for name, x in self.tensors().items()})
 
-    def clone(self) -> DecodeState:
-        """A state with memory of its own, contiguous. Differentiable."""
-        return self.map(lambda x: x.clone(memory_format=torch.contiguous_format))
-
-    def detach(self) -> DecodeState:
-        """The state without the graph that made it, on the same memory: where truncated backpropagation through time cuts."""
-        return self.map(Tensor.detach)
-
-    def select(self, indices: Tensor | Sequence[int]) -> DecodeState:
-        """The state of these batch entries in this order: beams that go on, requests that are left. Differentiable.
-
-        Args:
-            indices: (entries,) integers from 0 to b - 1, each as often as wanted; a tensor on any device, or a sequence. Those
-                on a CUDA device are not copied to the host to be checked: PyTorch's kernel asserts them.
-        """
-        indices = batch_entries(indices, self.values.shape[0], self.device)
-        return self.map(lambda x: x.index_select(0, indices))
-
-    def repeat_interleave(self, repeats: int) -> DecodeState:
-        """The state with each batch entry `repeats` times in a row: one prompt, several continuations. Differentiable."""
-        validation.check_count("repeats", repeats)
-        return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
-
     def __repr__(self) -> str:
         options = {name: f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.tensors().items()}
         if isinstance(self.values, Tensor):
@@ -135,22 +108,6 @@ class DecodeState:
     def __setstate__(self, saved: dict) -> None:
         # Through __init__: a name that this version does not know, of a later version's file, is an error.
         self.__init__(**(saved | {"score": Score(*saved["score"])}))
-
-
-def batch_entries(indices: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
-    """Checked, (entries,), on the device of the state whose batch they index."""
-    indices = torch.as_tensor(indices)
-    if indices.numel() == 0:
-        indices = indices.long()  # of an empty list
-    if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            "indices must be a tensor or sequence of integers of shape (entries,), "
-            f"got shape {tuple(indices.shape)} of {indices.dtype}"
-        )
-    on_host = indices.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and not ((indices >= 0) & (indices < batch)).all():
-        raise IndexError(f"indices must be from 0 to {batch - 1}, the last batch entry, got {indices.tolist()}")
-    return indices.to(device)
 
 
 _TOKENS = ("near_keys", "near_values")  # in the dtype of q, k and v

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from fastmax import validation
-from fastmax.decode_state import DecodeState, batch_entries
+from fastmax.batch_state import BatchState
+from fastmax.decode_state import DecodeState
 from fastmax.key_value_cache import KeyValueCache
 
 
 @dataclass(eq=False)
-class SelfAttentionState:
+class SelfAttentionState(BatchState):
     """The state of a `FastmaxSelfAttention` between tokens; from its `init_state`.
 
     `attention` is a `fastmax.DecodeState`, whose size does not depend on the number of tokens, or for softmax attention the
@@ -35,11 +36,6 @@ class SelfAttentionState:
     @property
     def device(self) -> torch.device:
         return self.positions.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors."""
-        return sum(x.nbytes for x in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name. The first dimension of each is the batch."""
@@ -63,24 +59,6 @@ class SelfAttentionState:
         validation.check_dtype("dtype", dtype)
         recent = None if self.recent is None else self.recent.to(device=device, dtype=dtype)
         return SelfAttentionState(self.attention.to(device, dtype), recent, self.positions.to(device=device))
-
-    def clone(self) -> SelfAttentionState:
-        """A state with memory of its own, contiguous. Differentiable."""
-        return self.map(lambda x: x.clone(memory_format=torch.contiguous_format))
-
-    def detach(self) -> SelfAttentionState:
-        """The state without the graph that made it, on the same memory: where truncated backpropagation through time cuts."""
-        return self.map(Tensor.detach)
-
-    def select(self, indices: Tensor | Sequence[int]) -> SelfAttentionState:
-        """The state of these batch entries in this order, (entries,) integers, as `DecodeState.select`. Differentiable."""
-        indices = batch_entries(indices, self.positions.shape[0], self.device)
-        return self.map(lambda x: x.index_select(0, indices))
-
-    def repeat_interleave(self, repeats: int) -> SelfAttentionState:
-        """The state with each batch entry `repeats` times in a row: one prompt, several continuations. Differentiable."""
-        validation.check_count("repeats", repeats)
-        return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
 
 torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])

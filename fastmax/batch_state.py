@@ -1,0 +1,73 @@
+"""`BatchState`: what every state of generation can do with the entries of its batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fastmax import validation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class BatchState:
+    """A state made of tensors, the first dimension of each of which is the batch."""
+
+    device: torch.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name. The first dimension of each is the batch."""
+        raise NotImplementedError
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """The state with `function` of each of its tensors."""
+        raise NotImplementedError
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        return sum(x.nbytes for x in self.tensors().values())
+
+    def clone(self) -> Self:
+        """A state with memory of its own, contiguous. Differentiable."""
+        return self.map(lambda x: x.clone(memory_format=torch.contiguous_format))
+
+    def detach(self) -> Self:
+        """The state without the graph that made it, on the same memory: where truncated backpropagation through time cuts."""
+        return self.map(Tensor.detach)
+
+    def select(self, indices: Tensor | Sequence[int]) -> Self:
+        """The state of these batch entries in this order: beams that go on, requests that are left. Differentiable.
+
+        Args:
+            indices: (entries,) integers from 0 to b - 1, each as often as wanted; a tensor on any device, or a sequence. Those
+                on a CUDA device are not copied to the host to be checked: PyTorch's kernel asserts them.
+        """
+        batch = next(iter(self.tensors().values())).shape[0]
+        indices = _batch_entries(indices, batch, self.device)
+        return self.map(lambda x: x.index_select(0, indices))
+
+    def repeat_interleave(self, repeats: int) -> Self:
+        """The state with each batch entry `repeats` times in a row: one prompt, several continuations. Differentiable."""
+        validation.check_count("repeats", repeats)
+        return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+
+def _batch_entries(indices: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
+    """Checked, (entries,), on the device of the state whose batch they index."""
+    indices = torch.as_tensor(indices)
+    if indices.numel() == 0:
+        indices = indices.long()  # of an empty list
+    if indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            "indices must be a tensor or sequence of integers of shape (entries,), "
+            f"got shape {tuple(indices.shape)} of {indices.dtype}"
+        )
+    on_host = indices.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host and not ((indices >= 0) & (indices < batch)).all():
+        raise IndexError(f"indices must be from 0 to {batch - 1}, the last batch entry, got {indices.tolist()}")
+    return indices.to(device)
