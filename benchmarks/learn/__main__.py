@@ -23,14 +23,16 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.learn import ablation, equal_steps, equal_time, recall
+from benchmarks.learn import ablation, conversion, equal_steps, equal_time, needle, recall
 from benchmarks.learn.runner import Place, perform
 
 EXPERIMENTS = {
     "equal-steps": equal_steps.EXPERIMENT,
     "equal-time": equal_time.EXPERIMENT,
     "ablation": ablation.EXPERIMENT,
+    "conversion": conversion.EXPERIMENT,
     "recall": recall.EXPERIMENT,
+    "needle": needle.EXPERIMENT,
 }
 DATA = Path(tempfile.gettempdir()) / "fastmax-learn.uint8"
 RESULTS = Path(__file__).parents[1] / "results/learn"

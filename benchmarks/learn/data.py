@@ -36,12 +36,19 @@ def on_device(path: Path, device: torch.device) -> tuple[Tensor, Tensor, str]:
     return *(part.to(device) for part in text.split(data)), described
 
 
-def windows(data: Tensor, context: int, batch: int, generator: torch.Generator) -> text.Batch:
-    """Windows at random places; `generator` is on the device of data, and nothing is copied from the host."""
+Edit = Callable[[Tensor, torch.Generator], Tensor]  # of windows (B, T + 1)
+
+
+def unchanged(window: Tensor, drawn: torch.Generator) -> Tensor:
+    return window
+
+
+def windows(data: Tensor, context: int, batch: int, drawn: torch.Generator, edit: Edit = unchanged) -> text.Batch:
+    """Windows at random places; the generator is on the device of data, and nothing is copied from the host."""
     if len(data) <= context:
         raise SystemExit(f"{len(data)} bytes of text are too few for a context of {context}")
-    start = torch.randint(len(data) - context, (batch, 1), generator=generator, device=data.device)
-    window = data[start + torch.arange(context + 1, device=data.device)].long()
+    start = torch.randint(len(data) - context, (batch, 1), generator=drawn, device=data.device)
+    window = edit(data[start + torch.arange(context + 1, device=data.device)].long(), drawn)
     return text.Batch(window[:, :-1], window[:, 1:])
 
 
@@ -49,13 +56,15 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def validation_windows(data: Tensor, context: int, batch: int, count: int) -> list[text.Batch]:
+def validation_windows(data: Tensor, context: int, batch: int, count: int, edit: Edit = unchanged) -> list[text.Batch]:
     """`count` windows, the same for every run, in batches of at most `batch`."""
-    tokens, targets, _ = windows(data, context, count, generator(data.device, VALIDATION_SEED))
+    tokens, targets, _ = windows(data, context, count, generator(data.device, VALIDATION_SEED), edit)
     return [text.Batch(*parts) for parts in zip(tokens.split(batch), targets.split(batch), strict=True)]
 
 
-def training_windows(data: Tensor, context: int, batch: int, seed: int) -> Callable[[torch.Generator], text.Batch]:
+def training_windows(
+    data: Tensor, context: int, batch: int, seed: int, edit: Edit = unchanged
+) -> Callable[[torch.Generator], text.Batch]:
     """For `training.Trainer`, whose generator is on the host and left aside. Every variant of a seed sees the same windows."""
     drawn = generator(data.device, seed)
-    return lambda _: windows(data, context, batch, drawn)
+    return lambda _: windows(data, context, batch, drawn, edit)

@@ -13,6 +13,7 @@ import fastmax
 from benchmarks import peers
 from benchmarks.learn.examples import model
 
+SAME_SIZE = 0.02
 PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 
 
@@ -26,6 +27,7 @@ class Variant:
     sdpa: bool = False  # softmax through PyTorch's kernels, which know no decays
     fla: str = ""  # a layer of flash-linear-attention in the place of ours
     fla_options: dict = field(default_factory=dict)
+    as_large_as: str = ""  # a variant whose model has as many weights, within SAME_SIZE
 
     @property
     def missing(self) -> str:
@@ -38,13 +40,13 @@ class Variant:
 
 VARIANTS = {
     "softmax": Variant("softmax", "softmax", PLAIN),
-    "softmax_parts": Variant("softmax, same parts", "softmax"),
-    "p2": Variant("p = 2", parts=PLAIN, window=False),
+    "softmax_parts": Variant("softmax, same parts", "softmax", as_large_as="p2_all"),
+    "p2": Variant("p = 2", parts=PLAIN, window=False, as_large_as="softmax"),
     "p2_decay": Variant("p = 2, decay", parts=PLAIN | {"decay": True}, window=False),
     "p2_window": Variant("p = 2, exact window", parts=PLAIN),
     "p2_all": Variant("p = 2, all parts"),
-    "p1_all": Variant("p = 1, all parts", parts={"p": 1}),
-    "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4),
+    "p1_all": Variant("p = 1, all parts", parts={"p": 1}, as_large_as="p2_all"),
+    "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
     # All parts but one
     "p2_without_decay": Variant("without decay", parts={"decay": False}),
     "p2_without_window": Variant("without exact window", window=False),
@@ -61,15 +63,20 @@ VARIANTS = {
         "GLA (FLA)",
         fla="GatedLinearAttention",
         fla_options={"num_heads": 5, "expand_k": 0.625, "expand_v": 1.25, "use_short_conv": True},
+        as_large_as="p2_all",
     ),
     "fla_gdn": Variant(
-        "Gated DeltaNet (FLA)", fla="GatedDeltaNet", fla_options={"num_heads": 5, "head_dim": 64, "expand_v": 2.0}
+        "Gated DeltaNet (FLA)",
+        fla="GatedDeltaNet",
+        fla_options={"num_heads": 5, "head_dim": 64, "expand_v": 2.0},
+        as_large_as="p2_all",
     ),
     # 4 width^2, as p2 has: it has no gate. Its polynomial is that of p = 2, of heads of 64
     "fla_based": Variant(
         "Based (FLA)",
         fla="BasedLinearAttention",
         fla_options={"num_heads": 8, "num_key_value_heads": 8, "feature_dim": 64},
+        as_large_as="p2",
     ),
 }
 
@@ -79,16 +86,27 @@ def make_gpt(variant: Variant, window: int, **sizes) -> model.GPT:
     Args:
         window: the exact window of the variants that have one.
         sizes: of GPTConfig.
+
+    Raises:
+        ValueError: it has not as many weights as the variant that it is `as_large_as`.
     """
+    gpt = _make_gpt(variant, window, sizes)
+    if variant.as_large_as:
+        with torch.device("meta"):
+            other = parameters(_make_gpt(VARIANTS[variant.as_large_as], window, sizes))
+        if not abs(parameters(gpt) / other - 1) <= SAME_SIZE:
+            raise ValueError(f"{variant.title} has {parameters(gpt)} weights, {variant.as_large_as} {other}")
+    return gpt
+
+
+def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
     parts = dict(variant.parts)
     if variant.attention == "fastmax":
         parts["exact_window"] = window if variant.window else 0
     config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
     if variant.fla:
         return model.GPT(config, lambda config, index: FLALayer(variant, config))
-    if variant.sdpa:
-        return model.GPT(config, make_sdpa_layer)
-    return model.GPT(config)
+    return model.GPT(config, make_sdpa_layer) if variant.sdpa else model.GPT(config)
 
 
 def parameters(module: nn.Module) -> int:
