@@ -76,6 +76,20 @@ VARIANTS = {
     "p2_decay": {"exact_window": 0, "output_norm": False},
     "softmax_decay_norm": {"attention": "softmax"},
 }
+TITLES = {
+    "softmax": "softmax",
+    "softmax_decay_norm": "softmax, decay, norm",
+    "p2": "p = 2",
+    "p2_window": "p = 2, exact window",
+    "p2_decay": "p = 2, decay",
+    "p2_norm": "p = 2, norm",
+    "p2_norm_window": "p = 2, norm, exact window",
+    "p2_norm_decay": "p = 2, norm, decay",
+    "p2_all": "p = 2, norm, exact window, decay",
+    "p1": "p = 1",
+    "p1_norm": "p = 1, norm",
+    "p1_all": "p = 1, norm, exact window, decay",
+}
 
 
 class Batch(NamedTuple):
