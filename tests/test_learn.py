@@ -13,14 +13,17 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parents[1]))
 
+from benchmarks import tables
 from benchmarks.learn import (
     __main__,
     conversion,
     data,
     equal_steps,
     equal_time,
+    figures,
     language,
     needle,
+    pages,
     recall,
     rows,
     runner,
@@ -310,7 +313,7 @@ def test_compiled_blocks_are_compiled_once():
 
     counter = CompileCounterWithBackend("eager")
     torch.compiler.reset()
-    gpt = variants.make_gpt(variants.VARIANTS["p2_all"], 4, n_layer=3, n_head=2, n_embd=16, block_size=16)
+    gpt = variants.make_gpt(variants.VARIANTS["p2"], 4, n_layer=3, n_head=2, n_embd=16, block_size=16)
     for block in gpt.blocks:
         block.compile(backend=counter, fullgraph=True)
     gpt(torch.randint(256, (2, 16))).sum().backward()
@@ -408,3 +411,99 @@ def test_needle_is_found_where_every_letter_is_right():
         return logits
 
     assert needle.found(knows, texts, bf16=False).tolist() == [True, False, True]
+
+
+# ---- what becomes of the rows
+
+
+def loss_rows(experiment: str) -> list[dict]:
+    """Of two seeds where seeds are compared: what the pages need, with numbers that follow from the names' order."""
+    found = []
+    names = {"equal-steps": ("softmax", "p2_all"), "equal-time": ("softmax_sdpa", "p2_all")}
+    for index, variant in enumerate(names.get(experiment, ("p2_all", "p2_without_rope"))):
+        for seed in (1, 2):
+            key = {
+                "variant": variant,
+                "setting": "tiny",
+                "lr": 1e-3,
+                "seed": seed,
+                "torch": "2",
+                "device": "CPU",
+                "data": "1 MB",
+            }
+            key |= {"parameters": 2_000_000, "tokens": 3_000_000}
+            for step in (1, 2):
+                loss = 1.0 - 0.1 * index - 0.2 * step + 0.01 * seed
+                found.append(key | {"measure": "val", "at": step, "step": step, "seconds": 10.0 * step, "value": loss})
+            for measure in ("position", "last_quarter", "loss"):
+                found.append(key | {"measure": measure, "at": 32, "step": 2, "seconds": 20.0, "value": loss})
+    return found
+
+
+def text_of(name: str, found: list[dict], tmp_path: Path) -> str:
+    rows.append(tmp_path / pages.FOLDER / f"{name}.csv", found)
+    return pages.section(name, tmp_path, tables.table)
+
+
+def test_page_of_equal_steps(tmp_path):
+    assert pages.section("equal-steps", tmp_path, tables.table) == "Not measured yet: `python -m benchmarks.learn equal-steps`."
+    text = text_of("equal-steps", loss_rows("equal-steps"), tmp_path)
+    assert "tiny. Seeds 1, 2; text 1 MB; CPU; PyTorch 2." in text
+    assert "| softmax | 2.0 M | 0.6150 | 0.6100 to 0.6200 | 0.6150 | +0.0000 |" in text
+    assert "| p = 2, all parts | 2.0 M | 0.5150 | 0.5100 to 0.5200 | 0.5150 | -0.1000 |" in text
+    assert text.endswith("![validation loss by step](figures/learn_equal_steps.png)")
+
+
+def test_page_of_equal_time(tmp_path):
+    text = text_of("equal-time", loss_rows("equal-time"), tmp_path)
+    assert "| softmax (SDPA) | 20 | 3.0 M | 0.6150 | 0.6150 | 20 |" in text
+    assert "| p = 2, all parts | 20 | 3.0 M | 0.5150 | 0.5150 | 20 |" in text
+
+
+def test_page_of_the_ablation(tmp_path):
+    text = text_of("ablation", loss_rows("ablation"), tmp_path)
+    assert "| without rotary positions | 0.5150 | 0.5150 | -0.1000 |" in text
+
+
+def recall_rows() -> list[dict]:
+    key = {"variant": "p2_norm", "setting": "width 64", "seed": 1, "measure": "accuracy", "device": "CPU", "torch": "2"}
+    values = {1e-3: (100, 50), 1e-2: (90, 80)}
+    return [key | {"lr": lr, "at": at, "value": x} for lr, pair in values.items() for at, x in zip((4, 256), pair, strict=True)]
+
+
+def needle_rows() -> list[dict]:
+    key = {"variant": "hybrid", "setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
+    shares = [key | {"measure": "needle", "at": at, "value": x} for at, x in ((4096, 100.0), (8192, 62.5))]
+    return [*shares, key | {"measure": "loss", "at": 8192, "value": 0.75}]
+
+
+def test_other_pages(tmp_path):
+    assert "| p = 2, norm | 1.0e-02 | 90.0 | 80.0 |" in text_of("recall", recall_rows(), tmp_path), "the best learning rate"
+    text = text_of("needle", needle_rows(), tmp_path)
+    assert "| attention | 4k tokens | 8k tokens | validation loss |" in text
+    assert "| p = 2, all parts; softmax in every fourth layer | 100% | 62% | 0.7500 |" in text
+    key = {"setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
+    stages = {"before": 0.5, "swapped": 0.9, "finetuned": 0.6}
+    found = [key | {"variant": "untransferred", "measure": name, "value": x} for name, x in stages.items()]
+    title = conversion.VARIANTS["untransferred"].title
+    assert f"| {title} | 0.5000 | 0.9000 |  | 0.6000 |" in text_of("conversion", found, tmp_path)
+
+
+def test_pages_fail_rather_than_leave_a_blank(tmp_path):
+    found = loss_rows("ablation")
+    with pytest.raises(LookupError, match="one row of each seed"):
+        text_of("ablation", [row for row in found if row["variant"] != "p2_all"], tmp_path)
+    with pytest.raises(LookupError, match="not known: p9"):
+        text_of("equal-steps", [found[0] | {"variant": "p9"}], tmp_path)
+
+
+def test_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("equal-steps", "equal-time", "ablation"):
+        rows.append(tmp_path / f"{name}.csv", loss_rows(name))
+    rows.append(tmp_path / "recall.csv", recall_rows())
+    written = figures.draw(tmp_path, tmp_path / "figures")
+    assert [path.stem for path in written] == [f"learn_{name}" for name in figures.DRAWN if name != "needle"]
+    assert all(path.stat().st_size > 5000 for path in written)
+    linked = {figure for _, shown in pages.TABLES.values() for figure in shown}
+    assert linked == set(figures.DRAWN), "every figure is in the page"
