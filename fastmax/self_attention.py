@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmax import decode, key_value_cache, ops, validation
 from fastmax.bounds import sequence_of_token
+from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.key_value_cache import KeyValueCache
@@ -18,7 +17,6 @@ from fastmax.self_attention_state import SelfAttentionState
 from fastmax.short_convolution import ShortConvolution
 
 DEFAULT_EXACT_WINDOW = 128
-SHORTEST_HALF_LIFE = 4.0  # tokens
 
 
 class FastmaxSelfAttention(nn.Module):
@@ -169,12 +167,9 @@ class FastmaxSelfAttention(nn.Module):
             if part is not None:
                 part.reset_parameters()
         if self.decay_proj is not None:
-            longest = math.log(self.longest_half_life)
-            shortest = math.log(SHORTEST_HALF_LIFE) if self.num_kv_heads > 1 else longest
-            half_lives = torch.linspace(shortest, longest, self.num_kv_heads, dtype=torch.float64).exp()
             nn.init.zeros_(self.decay_proj.weight)
-            with torch.no_grad():  # sigmoid(bias) ** half_life = 1/2
-                self.decay_proj.bias.copy_(-torch.expm1(math.log(2.0) / half_lives).log())
+            with torch.no_grad():
+                self.decay_proj.bias.copy_(biases_of_half_lives(self.num_kv_heads, self.longest_half_life))
 
     def init_state(
         self, batch: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
@@ -301,10 +296,7 @@ class FastmaxSelfAttention(nn.Module):
     def _log_decay(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if self.decay_proj is None:
             return None
-        # The bias is added in float32: bfloat16 has no half-life between 977 and 1007 tokens.
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        gate = F.linear(x, self.decay_proj.weight).to(dtype) + self.decay_proj.bias.to(dtype)
-        log_decay = F.logsigmoid(gate)
+        log_decay = log_decay_of(x, self.decay_proj.weight, self.decay_proj.bias)
         if mask is not None:
             log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
         return log_decay.transpose(1, 2)
