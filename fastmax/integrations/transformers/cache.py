@@ -94,13 +94,14 @@ class FastmaxLayer(CacheLayerMixin):
         self.pending = NewTokens(self, key_states), NewTokens(self, value_states)
         return self.pending
 
-    def attend(self, query: Tensor, mask: FastmaxMask, options: dict) -> Tensor:
+    def attend(self, query: Tensor, mask: FastmaxMask, options: dict, log_decay: Tensor | None = None) -> Tensor:
         """Attention of the tokens of the last `update` to themselves and all before; they join the state.
 
         Args:
             query: (b, h, n, d).
             mask: its last n keys are the new ones.
             options: of `fastmax_attention`; `temperature` among them.
+            log_decay: (b, hk, n), of the new tokens.
 
         Returns:
             (b, h, n, dv).
@@ -116,10 +117,10 @@ class FastmaxLayer(CacheLayerMixin):
         if self.state is None:
             self._start(query, key, value, options)
         if n == 1 and _can_overwrite(self.state):
-            o = step_(query, key, value, self.state, key_padding_mask=padding)
+            o = step_(query, key, value, self.state, key_padding_mask=padding, log_decay=log_decay)
         else:
             attend = step if n == 1 else prefill
-            o, self.state = attend(query, key, value, self.state, key_padding_mask=padding)
+            o, self.state = attend(query, key, value, self.state, key_padding_mask=padding, log_decay=log_decay)
         self.pending = None
         if self.offloads:
             self._move(torch.device("cpu"))
@@ -186,7 +187,8 @@ class FastmaxLayer(CacheLayerMixin):
         self.options = _of_state(options)
         batch, kv_heads, _, head_dim = key.shape
         sizes = batch, kv_heads, head_dim, value.shape[3]
-        self.state = init_state(*sizes, dtype=dtype, device=query.device, **self.options)
+        options = {name: value for name, value in self.options.items() if name != "log_decay"}  # it comes with the tokens
+        self.state = init_state(*sizes, dtype=dtype, device=query.device, **options)
         self.device = query.device
         self.is_initialized = True
 

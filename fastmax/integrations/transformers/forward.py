@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens
+from fastmax.integrations.transformers.decay import refuse_missing
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
 from fastmax.integrations.transformers.options import NAME, options_of
 
@@ -86,12 +87,48 @@ def fastmax_attention_forward(
             'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
             'or normalize="token"'
         )
+    padding = None if mask.padding is None else mask.padding.to(query.device)
+    log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
     if state is not None:
-        o = state.attend(query, mask, options)
+        o = state.attend(query, mask, options, log_decay)
     else:
-        padding = None if mask.padding is None else mask.padding.to(key.device)
+        options["log_decay"] = log_decay
         o = fastmax_attention(query, key, value, causal=mask.causal, key_padding_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _log_decay(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | NewTokens,
+    causal: bool,
+    padding: Tensor | None,
+    constant: list | None,
+    of_gate: Tensor | None,
+) -> Tensor | None:
+    """(b, hk, keys) of the keys, or of a `FastmaxCache` of the new ones: padding makes no other key fade."""
+    refuse_missing(module, of_gate)
+    if constant is None and of_gate is None:
+        return None
+    if not causal:
+        raise ValueError(f"decays need a causal layer, and {type(module).__name__} sees all keys in this call")
+    batch, heads, m = (key.tensor if isinstance(key, NewTokens) else key).shape[:3]
+    if of_gate is None:
+        if len(constant) != heads:
+            raise ValueError(
+                f"the option log_decay must have a number for each of the {heads} key/value heads of {type(module).__name__}, "
+                f"got {len(constant)}"
+            )
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        log_decay = torch.tensor(constant, dtype=dtype, device=query.device)[:, None].expand(batch, heads, m)
+    elif of_gate.shape[2] != m:
+        raise ValueError(
+            f"{type(module).__name__} has a decay gate, and those of {m - of_gate.shape[2]} keys in the cache are not known: "
+            "past_key_values=FastmaxCache(config), or use_cache=False"
+        )
+    else:
+        log_decay = of_gate
+    return log_decay if padding is None else torch.where(padding[:, None, -m:], log_decay, 0)
 
 
 def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:

@@ -19,6 +19,7 @@ OPTIONS = frozenset(
         "dropout",
         "rpe_matrix",
         "exact_window",
+        "log_decay",
         "algorithm",
         "use_custom_gradient",
     }
@@ -34,10 +35,12 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
         model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
             itself once it is made.
         options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
-            `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`.
+            `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
+            `log_decay`, a list of a number <= 0 for each key/value head, by which keys fade with every token.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an unknown option; `log_decay` that is no list of numbers.
+        ValueError: `log_decay` > 0.
     """
     check_options(options)
     for config in configurations(model):
@@ -59,6 +62,16 @@ def check_options(options: dict) -> None:
     unknown = sorted(set(options) - OPTIONS)
     if unknown:
         raise TypeError(f"unknown fastmax option {', '.join(map(repr, unknown))}; known are {', '.join(sorted(OPTIONS))}")
+    log_decay = options.get("log_decay")
+    if log_decay is None:
+        return
+    accepted = "log_decay must be a list of numbers <= 0, one for each key/value head"
+    if not isinstance(log_decay, (list, tuple)) or not all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) for x in log_decay
+    ):
+        raise TypeError(f"{accepted}, got {log_decay!r}")
+    if not all(x <= 0 for x in log_decay):
+        raise ValueError(f"{accepted}, got {log_decay}")
 
 
 def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:
