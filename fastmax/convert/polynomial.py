@@ -22,12 +22,11 @@ LONGEST_STEP = 1.0  # of one of the numbers in a round
 def fit_polynomial(
     model: nn.Module, teacher: nn.Module, batches: Iterable[Batch], *, rounds: int = 8
 ) -> list[dict[str, float]]:
-    """Find the polynomial, `a0`, `a1` and `a2` of `fastmax_attention`, one for all layers, that makes the error of `transfer` least.
+    """Find the polynomial of `fastmax_attention`, one for all layers, by which layers are nearest to the teacher's.
 
-    That of `swap`, the Taylor polynomial of exp at 0, is right for scores near 0; those of a trained model spread over several
-    units. Least squares by Gauss, Newton, Levenberg and Marquardt over the positive polynomials of degree 2, with slopes from
-    differences: in each round the teacher runs on the batches, and each of the model's attention layers four times on its
-    inputs. A polynomial costs what another does.
+    That of `swap`, Taylor's for exp, is near exp for scores near 0; those of a trained model spread over several units. Damped
+    least squares (Marquardt, 1963) over the positive polynomials of degree 2, with slopes from differences: in each round the
+    teacher runs on the batches, and each layer four times on its input there. What is found costs what Taylor's costs.
 
     Args:
         model, teacher: as of `transfer`. The polynomial is set in the layers' options, of a Hugging Face model in its

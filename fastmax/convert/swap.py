@@ -38,8 +38,8 @@ def swap(
             exchanged; in a Hugging Face model as `fastmax.integrations.transformers` counts them. None: all.
         temperature: of `fastmax_attention`, of near keys too; None: softmax's own, `sqrt(head_dim)`.
         decay: add gates, by which older keys fade, to the layers that have none. They do not depend on x at first.
-        longest_half_life: tokens after which a key of the slowest new gate weighs half at first; the gates of a layer are spread
-            geometrically over its heads from an eighth of that.
+        longest_half_life: tokens after which a key of the slowest new gate weighs half at first; those of a layer's heads are
+            spread geometrically from an eighth of that.
 
     Returns:
         Names of the parameters that are new.
@@ -75,8 +75,8 @@ def _softmax_layers(model: nn.Module) -> dict[str, FastmaxSelfAttention]:
     if not found:
         got = {layer.attention + (" with a window" if layer.window else "") for layer in layers.values()}
         raise ValueError(
-            f'model ({type(model).__name__}) must have layers FastmaxSelfAttention(attention="softmax") without a window, or be a '
-            f"Hugging Face model; got {'layers of ' + ' and '.join(sorted(got)) if layers else 'none of these layers'}"
+            f'model ({type(model).__name__}) must have layers FastmaxSelfAttention(attention="softmax") without a window, or be '
+            f"a Hugging Face model; got {'layers of ' + ' and '.join(sorted(got)) if layers else 'none of these layers'}"
         )
     return found
 
@@ -133,7 +133,7 @@ def _swap_in_transformers(
         shortest = SHORTEST_NEW_HALF_LIFE * longest_half_life
         gates = integration.add_decay(model, longest_half_life, shortest_half_life=shortest)
     except Exception:
-        for config, implementation, attributes in before:
+        for config, _, attributes in before:
             vars(config).clear()
             vars(config).update(attributes)
         raise
