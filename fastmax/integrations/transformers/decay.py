@@ -15,7 +15,12 @@ from transformers import PreTrainedModel, initialization
 
 from fastmax import validation
 from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
-from fastmax.integrations.transformers.layers import attention_layers, is_causal_self_attention, runs_fastmax
+from fastmax.integrations.transformers.layers import (
+    attention_layers,
+    implementation,
+    is_causal_self_attention,
+    runs_fastmax,
+)
 from fastmax.integrations.transformers.options import NAME, configurations, options_of
 
 GATE = "fastmax_decay"  # the submodule of a layer, and the entry of the configuration
@@ -114,7 +119,7 @@ def refuse_layer(name: str, layer: nn.Module) -> None:
     if not runs_fastmax(layer):
         raise ValueError(
             f"a decay gate is for layers that run fastmax, and {name} ({type(layer).__name__}) runs softmax attention "
-            f'({layer.config._attn_implementation!r}): attn_implementation="{NAME}", or a configuration without {GATE}'
+            f'({implementation(layer)!r}): attn_implementation="{NAME}", or a configuration without {GATE}'
         )
     if not is_causal_self_attention(layer):
         raise ValueError(

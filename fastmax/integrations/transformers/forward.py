@@ -11,8 +11,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens
 from fastmax.integrations.transformers.decay import refuse_missing
+from fastmax.integrations.transformers.layers import runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
-from fastmax.integrations.transformers.options import NAME, options_of
+from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
 
 # Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
 _OTHER_FUNCTIONS = {
@@ -28,6 +29,7 @@ _OTHER_FUNCTIONS = {
     "cu_seq_lens_k": "packed sequences",
     "cache": "a paged cache",
 }
+_IN_MASK = {"sliding_window"}  # what softmax attention reads from the mask
 
 
 def register() -> None:
@@ -49,6 +51,8 @@ def fastmax_attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv) -> (b, n, h, dv).
 
+    Layers that the option `layers` leaves out go on to transformers' "sdpa".
+
     Args:
         module: the attention layer; its `config.fastmax` holds the options and its `is_causal` the default of the argument.
         key, value: those that query sees, or of a `FastmaxCache` the new ones, on their way to its state.
@@ -61,11 +65,17 @@ def fastmax_attention_forward(
         ValueError: the layer asks for another function than fastmax attention (sliding window, sinks, custom mask, ...).
         TypeError: an unknown option.
     """
+    of_softmax = not runs_fastmax(module)
     for name, meaning in _OTHER_FUNCTIONS.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f'attn_implementation="{NAME}" does not support {name} ({meaning})')
+        if kwargs.get(name) is not None and not (of_softmax and name in _IN_MASK):
+            layer = f" in {type(module).__name__}, a layer of softmax attention" if of_softmax else ""
+            raise ValueError(f'attn_implementation="{NAME}" does not support {name} ({meaning}){layer}')
     if kwargs.get("output_attentions"):
         raise ValueError(f'attn_implementation="{NAME}" has no attention weights to return: output_attentions must be False')
+    if of_softmax:
+        mask = attention_mask.dense() if isinstance(attention_mask, FastmaxMask) else attention_mask
+        softmax = AttentionInterface()[SOFTMAX]
+        return softmax(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
     if dropout:
         raise ValueError(_no_dropout(module, dropout))
     state = key.take(value) if isinstance(key, NewTokens) else None
@@ -79,6 +89,7 @@ def fastmax_attention_forward(
     if kwargs.get("position_ids") is not None:
         mask.refuse_packing(kwargs["position_ids"])
     options = options_of(module.config)
+    options.pop("layers", None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0

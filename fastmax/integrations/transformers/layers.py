@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastmax.integrations.transformers.classes import asks_interface
-from fastmax.integrations.transformers.options import NAME
+from fastmax.integrations.transformers.options import NAME, SOFTMAX, fastmax_layers
 
 
 def attention_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
@@ -25,4 +25,25 @@ def is_causal_self_attention(layer: nn.Module) -> bool:
 
 
 def runs_fastmax(layer: nn.Module) -> bool:
-    return layer.config._attn_implementation == NAME
+    """
+    Raises:
+        ValueError: the configuration names layers, and this one does not say which it is.
+    """
+    if layer.config._attn_implementation != NAME:
+        return False
+    layers = fastmax_layers(layer.config)
+    if layers is None:
+        return True
+    index = getattr(layer, "layer_idx", None)
+    if not isinstance(index, int):
+        raise ValueError(
+            f"{type(layer).__name__} has no layer_idx, by which the option layers could tell whether it runs {NAME}: leave the "
+            "option out, or choose the parts of a composite model by attn_implementation"
+        )
+    return index in layers
+
+
+def implementation(layer: nn.Module) -> str:
+    """What it runs."""
+    chosen = layer.config._attn_implementation
+    return SOFTMAX if chosen == NAME and not runs_fastmax(layer) else chosen

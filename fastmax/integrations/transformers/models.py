@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastmax.integrations.transformers.classes import asks_interface, computes_attention, looks_attention_up
 from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
-from fastmax.integrations.transformers.layers import attention_layers
-from fastmax.integrations.transformers.options import NAME, configurations, remember_choice
+from fastmax.integrations.transformers.layers import attention_layers, implementation
+from fastmax.integrations.transformers.options import NAME, SOFTMAX, configurations, fastmax_layers, remember_choice
 
 _INSTEAD = (
     "In a composite model choose the parts that can, as in "
@@ -24,7 +24,7 @@ _INSTEAD = (
 )
 
 
-def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> None:
+def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> dict[str, str]:
     """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
 
     Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand.
@@ -33,12 +33,17 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         model: the model.
         left_out: configurations of parts that were meant to run another attention; by default those that do now.
 
+    Returns:
+        What each attention layer runs, by its name: "fastmax", or "sdpa" where the option `layers` leaves it out or the
+        configuration of its part says so.
+
     Raises:
-        ValueError: the parts with attention of their own, by name.
+        ValueError: the parts with attention of their own, by name; `layers` that the model does not have.
     """
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
             _check_dispatch(part)
+            _check_layers(part)
     for name, layer in attention_layers(model):
         if gate_of(layer) is not None:
             refuse_layer(name, layer)
@@ -48,6 +53,17 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         raise ValueError(
             f'{type(model).__name__} cannot run attn_implementation="{NAME}": {names} would compute softmax attention all the '
             f"same. {_INSTEAD}"
+        )
+    return {name: implementation(layer) for name, layer in attention_layers(model)}
+
+
+def _check_layers(part: PreTrainedModel) -> None:
+    """Where the option `layers` leaves layers out, transformers must have the softmax attention that these are to run."""
+    uncapped = getattr(part.config, "attn_logit_softcapping", 0) is None  # Gemma 2, which can then, whatever it says
+    if fastmax_layers(part.config) is not None and not part._supports_sdpa and not uncapped:
+        raise ValueError(
+            f'{type(part).__name__} has no attn_implementation="{SOFTMAX}" in transformers, which layers run that the option '
+            "layers leaves out"
         )
 
 
