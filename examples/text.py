@@ -1,15 +1,20 @@
 """Text for the language-model examples: files to tokens, tokens to batches."""
 
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 NO_TARGET = -100  # what F.cross_entropy ignores
+END_OF_TEXT = "<|endoftext|>"
+BPE_BYTES = 64_000_000  # of text that a vocabulary is learnt from
 
 
 class Batch(NamedTuple):
@@ -63,8 +68,82 @@ def _shuffled(files: set[Path]) -> list[Path]:
 
 
 def load_bytes(paths: Sequence[Path] | None = None) -> Tensor:
-    """The documents with a line break between them, (N,) uint8."""
-    return torch.frombuffer(bytearray(b"\n".join(load_documents(paths))), dtype=torch.uint8)
+    """The bytes of the documents, each with a line break behind it, (N,) uint8."""
+    return byte_tokens(load_documents(paths)).tokens
+
+
+class Text(NamedTuple):
+    """Documents end to end: tokens (N,), uint8 or int32, and where each begins, `starts` (s,) int64 on the CPU, from 0."""
+
+    tokens: Tensor
+    starts: Tensor
+
+    def split(self) -> tuple["Text", "Text"]:
+        """Training and validation: the first nine tenths of the tokens and the rest."""
+        train, validation = split(self.tokens)
+        of_train = int(torch.searchsorted(self.starts, len(train)))
+        later = self.starts[of_train:] - len(train)
+        if len(later) == 0 or later[0] > 0:
+            later = torch.cat([torch.zeros(1, dtype=torch.int64), later])
+        return Text(train, self.starts[:of_train]), Text(validation, later)
+
+
+def byte_tokens(documents: Sequence[bytes]) -> Text:
+    """Their bytes, uint8, each document with a line break behind it."""
+    tokens = torch.frombuffer(bytearray(b"\n".join([*documents, b""])), dtype=torch.uint8)
+    return Text(tokens, _starts([len(document) + 1 for document in documents]))
+
+
+def _starts(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths[:-1]]).cumsum(0)
+
+
+def train_bpe(documents: Sequence[bytes], vocab_size: int) -> "Tokenizer":
+    """A tokenizer of byte pairs with so many tokens, learnt from the first 64 MB; any text can be written with it."""
+    tokenizers = _import_tokenizers()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_first(documents, BPE_BYTES), trainer)
+    return tokenizer
+
+
+def load_bpe(path: Path) -> "Tokenizer":
+    """What `Tokenizer.save` wrote."""
+    return _import_tokenizers().Tokenizer.from_file(str(path))
+
+
+def bpe_tokens(documents: Sequence[bytes], tokenizer: "Tokenizer") -> Text:
+    """Their tokens, int32, each document with END_OF_TEXT behind it."""
+    end, pieces = tokenizer.token_to_id(END_OF_TEXT), []
+    for first in range(0, len(documents), 256):
+        texts = [document.decode(errors="replace") for document in documents[first : first + 256]]
+        encodings = tokenizer.encode_batch_fast(texts)
+        pieces += [torch.tensor([*encoding.ids, end], dtype=torch.int32) for encoding in encodings]
+    return Text(torch.cat(pieces), _starts([len(piece) for piece in pieces]))
+
+
+def _first(documents: Iterable[bytes], count: int) -> Iterator[str]:
+    """Documents until they have so many bytes."""
+    for document in documents:
+        yield document.decode(errors="replace")
+        count -= len(document)
+        if count <= 0:
+            return
+
+
+def _import_tokenizers():
+    try:
+        import tokenizers
+    except ModuleNotFoundError:
+        raise SystemExit("BPE tokens need the package tokenizers: pip install tokenizers; bytes need nothing") from None
+    return tokenizers
 
 
 def split(data: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,13 +161,13 @@ def random_windows(data: Tensor, block_size: int, batch_size: int, generator: to
     return Batch(window[:, :-1], window[:, 1:])
 
 
-def packed_windows(data: Tensor, starts: Tensor, block_size: int, batch_size: int, generator: torch.Generator) -> Batch:
-    """One row of batch_size * block_size tokens from a random place of data (N,), as the sequences that lie there.
+def packed_windows(text: Text, block_size: int, batch_size: int, generator: torch.Generator) -> Batch:
+    """One row of batch_size * block_size tokens from a random place of the text, as the sequences that lie there.
 
-    A document begins at each of `starts` (s,) int64 on the CPU, sorted, the first at 0; it is cut into sequences of block_size
-    tokens. The last of its tokens has no target. cu_seqlens is filled up with empty sequences to a power of two, so that
-    compiled code sees few shapes of it.
+    Documents are cut into sequences of block_size tokens. The last token of a document has no target. cu_seqlens is filled up
+    with empty sequences to a power of two, so that compiled code sees few shapes of it.
     """
+    data, starts = text
     n = batch_size * block_size
     if len(data) <= n:
         raise SystemExit(f"{len(data)} tokens of text are too few for a batch of {n}")

@@ -70,15 +70,16 @@ class Trainer:
         self._losses: list[Tensor] = []  # of the steps since the last row
         self._compiled = torch.compile(model) if recipe.compile else model
 
-    def run(self) -> Iterator[dict]:
-        """Rows of step, tokens, seconds (of training alone: no validation, no compilation), and train and val, mean losses
-        since the last row and of the validation batches in nats per token."""
+    def run(self, after_step: Callable[[], object] = lambda: None) -> Iterator[dict]:
+        """Rows of step, tokens, seconds (of training alone: no validation, no compilation), train and val (mean losses since
+        the last row and of the validation batches, nats per token) and peak_bytes (of a GPU's memory in training, or None)."""
         self.model.train()
         self._warm_up()
-        every = max(1, self.recipe.steps // self.recipe.rows)
+        every, cuda = max(1, self.recipe.steps // self.recipe.rows), self.device.type == "cuda"
         began = self._now() - self.seconds
         while not self.stop and self._progress() < 1:
             self._train_step()
+            after_step()
             self.seconds = time.perf_counter() - began
             ended = self._progress() >= 1
             if self.step % every == 0 or ended or self.stop:
@@ -86,8 +87,12 @@ class Trainer:
             if self.step % every == 0 or ended:
                 train = torch.stack(self._losses).mean(dtype=torch.float64).item()
                 self._losses = []
-                counts = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}
-                yield counts | {"train": train, "val": evaluate(self.model, self.validation, self.recipe.bf16)}
+                peak = torch.cuda.max_memory_allocated(self.device) if cuda else None
+                row = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "train": train}
+                row |= {"val": evaluate(self.model, self.validation, self.recipe.bf16), "peak_bytes": peak}
+                yield row
+                if cuda:
+                    torch.cuda.reset_peak_memory_stats(self.device)
                 began = self._now() - self.seconds
 
     @property

@@ -17,6 +17,7 @@ from fastmax.self_attention_state import SelfAttentionState
 from fastmax.short_convolution import ShortConvolution
 
 DEFAULT_EXACT_WINDOW = 128
+EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
 
 
 class FastmaxSelfAttention(nn.Module):
@@ -48,7 +49,7 @@ class FastmaxSelfAttention(nn.Module):
         output_norm: RMS normalisation of each head's output, as of q and k.
         conv: width of a causal convolution of each channel of q, k and v over the last tokens; 0 or 1: none.
         output_gate: the output is multiplied by silu(x W_gate).
-        p, algorithm: of `fastmax_attention`.
+        p, a0, a1, a2, algorithm: of `fastmax_attention`.
         temperature: of `fastmax_attention`; None: 1 for p = 2, 1.1 for p = 1. Softmax's scale is `1 / sqrt(head_dim)`.
         normalize: of `fastmax_attention`, False or "token"; None: False for p = 2, "token" for p = 1, which keeps 1 + s
             positive.
@@ -85,6 +86,9 @@ class FastmaxSelfAttention(nn.Module):
         temperature: float | None = None,
         normalize: bool | str | None = None,
         algorithm: str = "auto",
+        a0: float = 1.0,
+        a1: float = 1.0,
+        a2: float = 0.5,
         use_custom_gradient: bool = True,
         bias: bool = False,
         norm_eps: float = 1e-6,
@@ -130,9 +134,10 @@ class FastmaxSelfAttention(nn.Module):
             "temperature": temperature,
             "normalize": normalize,
             "algorithm": algorithm,
+            "coefficients": (a0, a1, a2),
         }
         if attention == "softmax":
-            _refuseoptions_of_fastmax(**of_fastmax)
+            _refuse_options_of_fastmax(**of_fastmax)
             if window is not None:
                 validation.check_count("window", window)
             self.options = {}
@@ -353,7 +358,7 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError(f"state must have key/value heads of this layer's {heads}, heads and head_dim, got {kept}")
             return
         made = {name: getattr(state.attention, name) for name in ("score", "normalize", "exact_window")}
-        score = validation.check_score(self.options["temperature"], 1.0, 1.0, 0.5, self.options["p"])
+        score = validation.check_score(*(self.options[name] for name in ("temperature", "a0", "a1", "a2", "p")))
         normalize = self.options["normalize"] or None
         for name, option in zip(made, (score, normalize, self.options["exact_window"]), strict=True):
             if made[name] != option:
@@ -367,7 +372,12 @@ class FastmaxSelfAttention(nn.Module):
 
 
 def options_of_fastmax(
-    exact_window: int | None, p: int, temperature: float | None, normalize: bool | str | None, algorithm: str
+    exact_window: int | None,
+    p: int = 2,
+    temperature: float | None = None,
+    normalize: bool | str | None = None,
+    algorithm: str = "auto",
+    coefficients: tuple[float, float, float] = EXPANSION_OF_EXP,
 ) -> dict:
     """Checked, with the defaults that go together with p."""
     exact_window = DEFAULT_EXACT_WINDOW if exact_window is None else exact_window
@@ -378,16 +388,23 @@ def options_of_fastmax(
         normalize = "token" if p == 1 else False
     if validation.check_normalize(normalize, validation.DEFAULT_LIM) == "sequence":
         raise ValueError(f'normalize must be False or "token" in a causal layer, got {normalize!r}: it looks at later tokens')
-    p = validation.check_score(temperature, 1.0, 1.0, 0.5, p).order
+    p = validation.check_score(temperature, *coefficients, p).order
     validation.check_algorithm(algorithm, None)
-    return {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
+    options = {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
+    return options | dict(zip(("a0", "a1", "a2"), map(float, coefficients), strict=True))
 
 
-def _refuseoptions_of_fastmax(
-    exact_window: int | None, p: int, temperature: float | None, normalize: bool | str | None, algorithm: str
+def _refuse_options_of_fastmax(
+    exact_window: int | None,
+    p: int,
+    temperature: float | None,
+    normalize: bool | str | None,
+    algorithm: str,
+    coefficients: tuple[float, float, float],
 ) -> None:
     given = {"temperature": temperature is not None, "normalize": normalize is not None, "algorithm": algorithm != "auto"}
     given |= {"exact_window": exact_window not in (None, 0), "p": p != 2}
+    given |= {name: x != a for name, x, a in zip(("a0", "a1", "a2"), coefficients, EXPANSION_OF_EXP, strict=True)}
     for name, is_given in given.items():
         if is_given:
             why = ": all of its keys are weighed by exp" if name == "exact_window" else ""
