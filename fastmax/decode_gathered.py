@@ -27,7 +27,7 @@ def folded(state: DecodeState) -> DecodeState:
     is_gathered = place < state.gathered.unsqueeze(-1)  # (b, hk, T)
     keys, tokens, mask, decays = (x[:, :, :count] for x in _kept(state))
     mask, decays = mask & is_gathered, torch.where(is_gathered, decays, 0.0)
-    # Each head as a batch entry of its own, as each has a mask of its own; the keys stand in for queries, whose output nobody sees.
+    # Each head as a batch entry of its own, as each has a mask of its own; keys in the place of queries.
     keys, tokens, decays, values, weights = (
         x.flatten(0, 1).unsqueeze(1) for x in (keys, tokens, decays, state.values, state.weights)
     )

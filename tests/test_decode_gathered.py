@@ -72,12 +72,8 @@ def test_every_dtype(dtype, device):
     inputs, _ = make_inputs(case, dtype, device)
     log_decay = make_decay("ordinary", case.b, case.hk, case.n, device=device)
     actual, state = advance(inputs, [1] * case.n, new_state(case, 0, 16, device, dtype), True, log_decay=log_decay)
-    exact, sums = advance(
-        {name: exactly(x) for name, x in inputs.items()},
-        [1] * case.n,
-        new_state(case, 0, 1, device),
-        log_decay=exactly(log_decay),
-    )
+    exactly_of = {name: exactly(x) for name, x in inputs.items()}
+    exact, sums = advance(exactly_of, [1] * case.n, new_state(case, 0, 1, device), log_decay=exactly(log_decay))
     assert actual.dtype == dtype
     assert_within_contract("o", actual, definition(**inputs, causal=True, log_decay=log_decay), exact)
     if device.type != "cpu":  # `folded` runs the kernels of prefill, which round products of 16-bit tokens

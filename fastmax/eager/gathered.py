@@ -61,9 +61,8 @@ def _fold_(full: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ..
     new_values = _faded(values, factor.unsqueeze(-1))
     for t in range(count):  # a matrix product might round to TF32
         new_values.addcmul_(features[:, :, t].unsqueeze(-1), tokens[:, :, t].unsqueeze(-2))
-    for x, new in ((values, new_values), (weights, new_weights)) + tuple(
-        (x[:, :, :exact_window], x[:, :, count:]) for x in kept
-    ):
+    moved = ((x[:, :, :exact_window], x[:, :, count:]) for x in kept)
+    for x, new in ((values, new_values), (weights, new_weights), *moved):
         x.copy_(torch.where(full.view(*full.shape, *(1,) * (x.dim() - 2)), new, x))
 
 

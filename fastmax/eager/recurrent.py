@@ -85,7 +85,7 @@ def fading_to_last(decays: Tensor) -> Tensor:
 
 
 def softmax_of(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Output (..., rows, dv) and log of the sums of weights (..., rows) of scores (..., rows, m), -inf where a key is not seen."""
+    """Output (..., rows, dv) and log of the sums of weights (..., rows) of scores (..., rows, m), -inf for unseen keys."""
     largest = s.detach().amax(-1, keepdim=True)
     base = torch.where(largest == -torch.inf, 0.0, largest)
     w = (s - base).exp()
