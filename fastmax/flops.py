@@ -53,7 +53,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> i
     (b, h, n, d), (_, hk, m, dv) = q.shape, v.shape
     of_score = d if call.rpe_matrix is None else 2 * d
     products = 3 * of_score + 2 * dv if backward else of_score + dv
-    if isinstance(call.score, Softmax) or algorithm_of(q, k, v, call) == "quadratic":
+    if isinstance(call.score, Softmax) or call.exact_window > 0 or algorithm_of(q, k, v, call) == "quadratic":
         return 2 * products * visible_pairs(q, k, call)
     readers, keys, pairs = n, m, 0
     if call.causal:  # what is in no other chunk than a token's own
@@ -107,6 +107,14 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments, out_val=None) 
     return _exact_window(q, k, v, EXACT_WINDOW.call(arguments[len(Forward._fields) :]), backward=True)
 
 
+def _exact_tiles_forward(*arguments, out_val=None) -> int:
+    return _forward(*arguments, signature=EXACT_WINDOW)
+
+
+def _exact_tiles_backward(*arguments, out_val=None) -> int:
+    return _backward(*arguments, signature=EXACT_WINDOW)
+
+
 def _decode_step(q, k, v, values, *arguments, out_val=None) -> int:
     b, hk, features, dv = values.shape
     return 2 * b * (hk + q.shape[1]) * (features - 1) * dv  # the first feature is 1
@@ -133,6 +141,8 @@ FORMULAS = {
     "flash_backward": _flash_backward,
     "exact_window_forward": _exact_window_forward,
     "exact_window_backward": _exact_window_backward,
+    "exact_tiles_forward": _exact_tiles_forward,
+    "exact_tiles_backward": _exact_tiles_backward,
     "decode_step": _decode_step,
     "decode_step_": _decode_step,
     "prefill": _prefill,
