@@ -12,14 +12,16 @@ A run writes OUT/char_lm_NAME.csv, .png (losses by step) and .pt (checkpoint); -
 import argparse
 import csv
 import sysconfig
-import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-from model import GPT, GPTConfig
+from model import GPT, PLAIN, GPTConfig
+from text import Batch, load_bytes, random_windows, split
 from torch import Tensor
 from tqdm import tqdm
+from training import Recipe, Trainer
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -63,78 +65,30 @@ def arguments() -> argparse.ArgumentParser:
 
 def load_data(path: Path | None, device: str) -> tuple[Tensor, Tensor]:
     """Training and validation bytes, (N,) uint8: the first nine tenths and the rest."""
-    if path is None:
-        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        if not sources:
-            raise SystemExit("this Python has no standard library sources on disk: pass --data FILE")
-        text = b"\n".join(source.read_bytes() for source in sources)
-    else:
-        text = path.read_bytes()
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    split = 9 * len(data) // 10
-    return data[:split], data[split:]
+    paths = [path] if path is not None else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if not paths:
+        raise SystemExit("this Python has no standard library sources on disk: pass --data FILE")
+    return split(load_bytes(paths).to(device))
 
 
-def get_batch(data: Tensor, block_size: int, batch_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random windows: tokens (B, T) and the same moved by one."""
-    if len(data) <= block_size:
-        raise SystemExit(f"{len(data)} bytes of text are too few for a block of {block_size}")
-    start = torch.randint(len(data) - block_size, (batch_size, 1), generator=generator)
-    window = data[(start + torch.arange(block_size + 1)).to(data.device)].long()
-    return window[:, :-1], window[:, 1:]
-
-
-@torch.no_grad()
-def evaluate(model: GPT, data: Tensor, batches: int = 8) -> float:
-    """Mean loss on windows that are the same at every call."""
-    model.eval()
+def validation_windows(data: Tensor, block_size: int) -> list[Batch]:
+    """Always the same."""
     generator = torch.Generator().manual_seed(0)
-    losses = [model(*get_batch(data, model.config.block_size, 32, generator)).item() for _ in range(batches)]
-    model.train()
-    return sum(losses) / batches
+    return [random_windows(data, block_size, 32, generator) for _ in range(8)]
 
 
 def train(model: GPT, train_data: Tensor, val_data: Tensor, args: argparse.Namespace, label: str) -> list[dict]:
-    """AdamW with warmup and a cosine, as nanoGPT; returns rows of step, train, val and tokens/s, ten to a run or so."""
-    model.train()
-    decay = [x for x in model.parameters() if x.dim() == 2]
-    rest = [x for x in model.parameters() if x.dim() != 2]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
-    warmup = max(1, args.steps // 20)
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, args.steps - warmup), args.lr / 10),
-        ],
-        [warmup],
-    )
-    generator = torch.Generator().manual_seed(args.seed)
-    every = max(1, args.steps // 10)
-    history, recent, seconds = [], [], 0.0
-    progress = tqdm(range(1, args.steps + 1), desc=label, unit="step")
-    for step in progress:
-        began = time.perf_counter()
-        loss = model(*get_batch(train_data, model.config.block_size, args.batch_size, generator))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        recent.append(loss.item())
-        seconds += time.perf_counter() - began
-        if step % every == 0 or step == args.steps:
-            row = {
-                "run": label,
-                "step": step,
-                "train": sum(recent) / len(recent),
-                "val": evaluate(model, val_data),
-                "tokens_per_second": round(step * args.batch_size * model.config.block_size / seconds),
-            }
-            history.append(row)
-            recent = []
-            progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}")
+    """Rows of step, train, val and tokens/s, ten to a run or so."""
+    block_size = model.config.block_size
+    recipe = Recipe(args.steps, lr=args.lr, warmup=max(1, args.steps // 20), betas=(0.9, 0.99))
+    batch = partial(random_windows, train_data, block_size, args.batch_size)
+    trainer = Trainer(model, recipe, batch, validation_windows(val_data, block_size), args.seed)
+    history = []
+    with tqdm(total=args.steps, desc=label, unit="step") as progress:
+        for row in trainer.run():
+            history.append({"run": label, **row, "tokens_per_second": round(row["tokens"] / row["seconds"])})
+            progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}", refresh=False)
+            progress.update(row["step"] - progress.n)
     return history
 
 
@@ -162,33 +116,27 @@ def save_history(history: list[dict], stem: Path) -> None:
     plt.close(figure)
 
 
+def make_config(args: argparse.Namespace, attention: str, p: int) -> GPTConfig:
+    sizes = {name: getattr(args, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    parts = {"exact_window": 16} if args.parts else dict(PLAIN)
+    parts |= {"qk_norm": args.qk_norm, "use_custom_gradient": args.custom_gradient, "p": p}
+    if p == 2:
+        parts["temperature"] = args.temperature
+    return GPTConfig(**sizes, attention=attention, parts=parts)
+
+
 def name_of(config: GPTConfig) -> str:
-    return "softmax" if config.attention == "softmax" else f"fastmax_p{config.p}"
+    return "softmax" if config.attention == "softmax" else f"fastmax_p{config.parts['p']}"
 
 
 def main():
     args = arguments().parse_args()
-    config = GPTConfig(
-        block_size=args.block_size,
-        n_layer=args.n_layer,
-        n_head=args.n_head,
-        n_embd=args.n_embd,
-        attention=args.attention,
-        p=args.p,
-        temperature=args.temperature,
-        qk_norm=args.qk_norm,
-        custom_gradient=args.custom_gradient,
-        parts=args.parts,
-    )
-    configs = [config]
-    if args.compare:
-        configs = [
-            replace(config, attention=attention, p=p) for attention, p in (("fastmax", 2), ("fastmax", 1), ("softmax", 2))
-        ]
+    runs = [("fastmax", 2), ("fastmax", 1), ("softmax", 2)] if args.compare else [(args.attention, args.p)]
     train_data, val_data = load_data(args.data, args.device)
 
     history = []
-    for config in configs:
+    for attention, p in runs:
+        config = make_config(args, attention, p)
         torch.manual_seed(args.seed)  # every run starts from the same weights
         model = GPT(config).to(args.device)
         history += train(model, train_data, val_data, args, name_of(config))
