@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fastmax.call import EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import algorithm_of
 from fastmax.exact_window import Forward, far_keys, near_call
 from fastmax.score import Softmax
@@ -53,7 +53,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> i
     (b, h, n, d), (_, hk, m, dv) = q.shape, v.shape
     of_score = d if call.rpe_matrix is None else 2 * d
     products = 3 * of_score + 2 * dv if backward else of_score + dv
-    if isinstance(call.score, Softmax) or call.exact_window > 0 or algorithm_of(q, k, v, call) == "quadratic":
+    if isinstance(call.score, Softmax) or algorithm_of(q, k, v, call) == "quadratic":
         return 2 * products * visible_pairs(q, k, call)
     readers, keys, pairs = n, m, 0
     if call.causal:  # what is in no other chunk than a token's own
@@ -108,11 +108,11 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments, out_val=None) 
 
 
 def _exact_tiles_forward(*arguments, out_val=None) -> int:
-    return _forward(*arguments, signature=EXACT_WINDOW)
+    return _forward(*arguments, signature=EXACT_TILES)
 
 
 def _exact_tiles_backward(*arguments, out_val=None) -> int:
-    return _backward(*arguments, signature=EXACT_WINDOW)
+    return _backward(*arguments, signature=EXACT_TILES)
 
 
 def _decode_step(q, k, v, values, *arguments, out_val=None) -> int:

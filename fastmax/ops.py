@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`, `decode_step_`, `prefill`, `prefill_backward`,
-`finite_decay` and `softmax`.
+`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
+`decode_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmax import eager, exact_window, extension, flops, operator_checks
-from fastmax.call import EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
@@ -73,10 +73,10 @@ library.define(
     f"exact_window_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXACT_WINDOW_RESULTS}, "
     f"{EXACT_WINDOW.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-library.define(f"exact_tiles_forward(Tensor q, Tensor k, Tensor v, {EXACT_WINDOW.schema}) -> (Tensor o, Tensor lse)")
+library.define(f"exact_tiles_forward(Tensor q, Tensor k, Tensor v, {EXACT_TILES.schema}) -> (Tensor o, Tensor lse)")
 library.define(
     "exact_tiles_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{EXACT_WINDOW.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"{EXACT_TILES.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -224,13 +224,13 @@ def _check_exact_window(q, k, v, call):
 
 
 def _exact_tiles_forward(q, k, v, *arguments):
-    _check_exact_window(q, k, v, EXACT_WINDOW.call(arguments))
-    return _forward(q, k, v, *arguments, signature=EXACT_WINDOW)
+    _check_exact_window(q, k, v, EXACT_TILES.call(arguments))
+    return _forward(q, k, v, *arguments, signature=EXACT_TILES)
 
 
 def _exact_tiles_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
-    _check_exact_window(q, k, v, EXACT_WINDOW.call(arguments))
-    return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_WINDOW, statistic="lse")
+    _check_exact_window(q, k, v, EXACT_TILES.call(arguments))
+    return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_TILES, statistic="lse")
 
 
 def _exact_window_forward(q, k, v, *arguments):
@@ -399,7 +399,7 @@ def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
 
 @torch.library.register_fake("fastmax::exact_tiles_backward", lib=library)
 def _exact_tiles_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
-    return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_WINDOW)
+    return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_TILES)
 
 
 @torch.library.register_fake("fastmax::exact_window_forward", lib=library)
@@ -529,7 +529,7 @@ _OPERATORS = torch.ops.fastmax
 _FASTMAX = _Differentiable(FASTMAX, _OPERATORS.forward.default, _OPERATORS.backward.default)
 _FLASH = _Differentiable(FLASH, _OPERATORS.flash_forward.default, _OPERATORS.flash_backward.default)
 _EXACT_WINDOW = _Differentiable(EXACT_WINDOW, _OPERATORS.exact_window_forward.default, _OPERATORS.exact_window_backward.default)
-_EXACT_TILES = _Differentiable(EXACT_WINDOW, _OPERATORS.exact_tiles_forward.default, _OPERATORS.exact_tiles_backward.default)
+_EXACT_TILES = _Differentiable(EXACT_TILES, _OPERATORS.exact_tiles_forward.default, _OPERATORS.exact_tiles_backward.default)
 _PREFILL = _Prefill(_OPERATORS.prefill.default, _OPERATORS.prefill_backward.default)
 
 for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES, _PREFILL):
@@ -551,8 +551,10 @@ def _part(call: Call) -> _Differentiable:
 def _exact(q: Tensor, k: Tensor, v: Tensor, call: Call) -> _Differentiable:
     """What computes a call with an exact window: where PyTorch operations walk over all tiles anyway, one walk does both kinds
     of weights. Compiled code is to hold for other sizes too."""
-    tiles = not q.is_cuda and not torch.compiler.is_compiling() and eager.algorithm_of(q, k, v, call) == "quadratic"
-    return _EXACT_TILES if tiles else _EXACT_WINDOW
+    if q.is_cuda or torch.compiler.is_compiling():
+        return _EXACT_WINDOW
+    algorithm = eager.algorithm_of(q, k, v, call._replace(exact_window=0))
+    return _EXACT_TILES if algorithm == "quadratic" else _EXACT_WINDOW
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:

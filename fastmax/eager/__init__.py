@@ -75,7 +75,7 @@ def _tiles(call: Call):
 def algorithm_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """ "quadratic" or "linear": what is asked for, or chosen, or the one that there is."""
     bounded = not call.causal and (call.first_key is not None or call.end_key is not None)
-    if isinstance(call.score, Softmax) or call.rpe_matrix is not None or bounded:
+    if isinstance(call.score, Softmax) or call.exact_window > 0 or call.rpe_matrix is not None or bounded:
         return "quadratic"
     if call.algorithm != "auto":
         return call.algorithm

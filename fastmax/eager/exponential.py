@@ -1,8 +1,8 @@
 """exp of weights without denormal numbers.
 
-They say nothing beside the sums that they are added to, and cost a CPU a hundred times what others do: of 32 x 128 x 128 numbers
-half of which come out denormal, exp takes 30 ms in place of 0.3 ms, and a product with them 90 ms in place of 0.4 ms. exp of
--inf and of numbers far below is slow as well (2 to 10 ms), which clamping cures.
+They say nothing beside the sums that they are added to, and cost a CPU a hundred times what others do. Of 32 x 128 x 128
+numbers (fp32, one core with AVX-512) exp takes 0.3 ms, but 30 ms where half of them come out denormal, and a product with those
+90 ms in place of 0.4 ms. exp of -inf and of numbers far below is slow as well (2 to 10 ms), which clamping cures.
 """
 
 from __future__ import annotations

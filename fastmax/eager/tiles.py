@@ -156,8 +156,8 @@ def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:
 
 
 def hide_beyond(heads: Tensor, place: Place) -> Tensor | None:
-    """What is to be added to logarithms of weights, (rows, cols), -inf where a key is beyond the diagonal or the lower one; None
-    for nothing. Scores (B, group, rows, cols) there are made 0, which is faster than to fill them with -inf."""
+    """What is to be added to logarithms of weights, (rows, cols): -inf where a key is beyond the diagonal or the lower one;
+    None for nothing. Scores (B, group, rows, cols) are made 0 there: both together are faster than to fill them with -inf."""
     rows, cols = heads.shape[2:]
     above = place.diagonal is not None and place.diagonal < cols - 1
     below = place.lower is not None and place.lower > 1 - rows
