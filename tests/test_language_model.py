@@ -335,15 +335,21 @@ def test_streamed_tokens_are_those_of_the_full_forward(options):
     model, prompt = tiny(**options), torch.randint(32, (2, 5))
     model = loaded(model)
     logits, states = generate.read(model, prompt, model.init_states(2))
-    before, sizes = generate.in_place(model, states, 9), []
-    step = generate.make_step(model, before, graph=False)
+    moving, sizes, made = generate.in_place(model, states, 9), [], []
+    plain = generate.make_step(model, moving, graph=False)
+
+    def step(token):
+        made.append(plain(token))
+        return made[-1]
+
     tokens = prompt
     for token in generate.generate(step, logits, 9, 0.0, torch.Generator()):
-        sizes.append(generate.mib(before))
-        expected = model(tokens)[:, -1].argmax(-1, keepdim=True)
-        assert token.equal(expected)
+        sizes.append(generate.mib(moving))
+        expected = model(tokens)[:, -1]
+        torch.testing.assert_close(made[-1] if made else logits, expected, rtol=1e-9, atol=1e-9)
+        assert token.equal(expected.argmax(-1, keepdim=True))
         tokens = torch.cat([tokens, token], dim=1)
-    assert len(set(sizes)) == 1
+    assert len(set(sizes)) == 1 and len(made) == 8
     _, again = generate.read(model, prompt, model.init_states(2))
     for state, other in zip(states, again, strict=True):  # what was stepped are copies
         assert all(x.equal(y) for x, y in zip(state.tensors().values(), other.tensors().values(), strict=True))
