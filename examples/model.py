@@ -19,7 +19,7 @@ from fastmax.self_attention_state import SelfAttentionState
 
 # Parts of the layer, all switched off: attention, normalised q and k, and rotary positions are what is left.
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
-OF_FASTMAX = {"exact_window", "p", "temperature", "normalize", "algorithm"}  # keywords that softmax refuses
+OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}  # keywords that softmax refuses
 LOGITS = 8192 * 50304  # so many are in memory together while a loss is computed: 1.5 GiB, and as much for their gradient
 
 
