@@ -146,6 +146,20 @@ def test_compiled_with_bounds():
     torch.testing.assert_close(gradients(compiled), gradients(model))
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "make_model", [lambda: gated(exact_window=2), lambda: llama(fastmax={"layers": [1]})], ids=["gates", "layers"]
+)
+def test_rows_of_a_batch_on_a_gpu(make_model):
+    model, ids = make_model(), tokens(2, 300)
+    given = {"position_ids": torch.cat([positions((100, 1, 199)), positions((170, 130))]), "use_cache": False}
+    packed, gradients = logits_and_gradients(model, model(ids, **given).logits)
+    model, given = model.float().cuda(), given | {"position_ids": given["position_ids"].cuda()}
+    ours, ours_gradients = logits_and_gradients(model, model(ids.cuda(), **given).logits)
+    for x, y in zip((packed, *gradients), (ours, *ours_gradients), strict=True):
+        assert (y.cpu().double() - x).norm() < 2e-3 * x.norm()
+
+
 # ---- what is not packed
 
 

@@ -88,7 +88,6 @@ def fastmax_attention_forward(
     if cu_seqlens is None and kwargs.get("position_ids") is not None:
         mask.refuse_packing(kwargs["position_ids"])
     options = options_of(module.config)
-    options.pop("layers", None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
