@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import FastmaxSelfAttention
+from fastmax.key_value_cache import KeyValueCache
 from fastmax.self_attention_state import SelfAttentionState
 
 # Parts of the layer, all switched off: attention, normalised q and k, and rotary positions are what is left.
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
-OF_FASTMAX = {"exact_window", "p", "temperature", "normalize", "algorithm"}  # keywords that softmax refuses
+OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}  # keywords that softmax refuses
 LOGITS = 8192 * 50304  # so many are in memory together while a loss is computed: 1.5 GiB, and as much for their gradient
 
 
@@ -144,11 +145,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def step_(self, tokens: Tensor, states: list[SelfAttentionState]) -> Tensor:
-        """tokens (B, 1) -> logits (B, 1, vocab). The states take the token in place; those of softmax layers are exchanged in
-        the list, since they grow."""
+        """tokens (B, 1) -> logits (B, 1, vocab). The states take the token in place; a KeyValueCache, which grows, is exchanged
+        in the list."""
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
-            if getattr(block.attn, "attention", None) == "softmax":
+            if isinstance(states[index].attention, KeyValueCache):
                 x, states[index] = block.prefill(x, states[index])
             else:
                 x = block.step_(x, states[index])

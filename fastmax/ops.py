@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
 `exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
-`decode_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
+`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -52,6 +52,11 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? key_padding_mask, "
         "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> Tensor"
+    )
+    library.define(
+        f"{_prefix}gathered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
+        "Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) gathered, Tensor? key_padding_mask, "
+        "Tensor? log_decay, int exact_window, float scale, float a0, float a1, float a2, int p) -> Tensor"
     )
     library.define(
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
@@ -149,6 +154,34 @@ def decode_step_(
     torch.autograd.graph.increment_version((values, weights))
     with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
         return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, *score)
+
+
+def gathered_step_(
+    q: Tensor,
+    token: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    sums: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    gathered: Tensor,
+    exact_window: int,
+    score: Score,
+) -> Tensor:
+    """A step that writes over a state that gathers tokens, on 4-d, checked arguments: the output; see `fastmax.decode`. The
+    token and those that are kept: keys, values, mask and decays, in the dtype of the sums.
+
+    Raises:
+        RuntimeError: a gradient would have to be recorded.
+    """
+    k, v, mask, log_decay = token
+    written = (*sums, *kept, gathered)
+    tensors = (q, k, v, *written, mask, log_decay)
+    refuse_to_record(*tensors)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.gathered_step_.default(*tensors, exact_window, *score)
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    torch.autograd.graph.increment_version(written)
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # as decode_step_
+        return extension.call(torch.ops.fastmax.gathered_step_.default, *tensors, exact_window, *score)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
@@ -279,6 +312,14 @@ def _decode_step_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, 
         return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
 
 
+def _gathered_step_(
+    q, k, v, values, weights, near_keys, near_values, near_mask, near_decays, gathered, mask, log_decay, exact_window, *score
+):
+    kept = near_keys, near_values, near_mask, near_decays
+    with without_autocast(q):
+        return eager.gathered_step_(q, k, v, values, weights, *kept, gathered, mask, log_decay, exact_window, Score(*score))
+
+
 def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
     """The call, checked."""
     score = Score(scale, a0, a1, a2, p)
@@ -360,6 +401,8 @@ for _name, _implementation in {
     "eager_decode_step": _decode_step,
     "decode_step_": _decode_step_,
     "eager_decode_step_": _decode_step_,
+    "gathered_step_": _gathered_step_,
+    "eager_gathered_step_": _gathered_step_,
     "prefill": _prefill,
     "eager_prefill": _prefill,
     "prefill_backward": _prefill_backward,
@@ -427,6 +470,11 @@ def _decode_step_fake(q, k, v, values, weights, mask, log_decay, scale, a0, a1, 
 
 @torch.library.register_fake("fastmax::decode_step_", lib=library)
 def _decode_step_fake_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@torch.library.register_fake("fastmax::gathered_step_", lib=library)
+def _gathered_step_fake_(q, k, v, *arguments):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -603,6 +651,16 @@ def _decode_step_version(keyset, *args):
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
+def _gathered_step_autograd(keyset, *args):
+    refuse_to_record(*args[:12])
+    return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _gathered_step_version(keyset, *args):
+    torch.autograd.graph.increment_version(args[3:10])
+    return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+
 def _merge_autograd(keyset, *args):
     if eager.differentiating(*args):
         raise RuntimeError("torch.ops.fastmax.merge_ has no gradient: use fastmax.merge_attention")
@@ -616,6 +674,8 @@ def _merge_version(keyset, *args):
 
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
+library.impl("gathered_step_", _gathered_step_autograd, "Autograd", with_keyset=True)
+library.impl("gathered_step_", _gathered_step_version, "ADInplaceOrView", with_keyset=True)
 library.impl("merge_", _merge_autograd, "Autograd", with_keyset=True)
 library.impl("merge_", _merge_version, "ADInplaceOrView", with_keyset=True)
 

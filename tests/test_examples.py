@@ -243,3 +243,22 @@ def test_info_tells_kernels_from_their_absence(monkeypatch):
     monkeypatch.setattr(info.extension, "problem", lambda device=None: "there is no nvcc")
     assert info.implementation(device).endswith("not its CUDA kernels: there is no nvcc.")
     assert dict(info.report())["loaded"] == "no: there is no nvcc"
+
+
+@pytest.mark.parametrize("options", [[], ["--every", 2, "--fit-batches", 0, "--transfer-steps", 0]], ids=["all", "hybrid"])
+def test_convert_lm(tmp_path, trained, options):
+    text, out = trained
+    sizes = ["--steps", 2, "--batch-size", 2, "--val-batches", 1, "--exact-window", 4, "--device", "cpu"]
+    small = [] if options else ["--fit-batches", 1, "--transfer-steps", 2]
+    checkpoint = out / "char_lm_softmax.pt"
+    run("examples/convert_lm.py", "--checkpoint", checkpoint, "--data", text, "--out", tmp_path, *sizes, *small, *options)
+    stages = [row["stage"] for row in rows(tmp_path / "stages.csv")]
+    assert stages[:2] == ["softmax", "swapped"] and stages[-1] == "softmax, 2 steps of fine-tuning"
+    assert len(stages) == (4 if options else 6)
+    assert all(0.0 < float(row["loss"]) < 6.0 for row in rows(tmp_path / "stages.csv"))
+    assert len(rows(tmp_path / "finetuning.csv")) == 2 and (tmp_path / "convert.png").stat().st_size > 1000
+    made = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert made["config"]["attention"] == "fastmax" and made["config"]["parts"]["exact_window"] == 4
+    load = "import sys; sys.path.insert(0, 'examples'); import torch; from model import GPT, GPTConfig; "
+    load += "made = torch.load(sys.argv[1]); GPT(GPTConfig(**made['config'])).load_state_dict(made['model'])"
+    run("-c", load, tmp_path / "checkpoint.pt")

@@ -24,6 +24,7 @@ from fastmax.eager.blocks import (
     to_blocks,
 )
 from fastmax.eager.decay import Decay, finite_decay
+from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
@@ -42,6 +43,7 @@ __all__ = [
     "finite_decay",
     "forward",
     "forward_from_state",
+    "gathered_step_",
     "in_functorch",
     "is_transformed",
     "merge_",
