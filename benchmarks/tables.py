@@ -288,7 +288,7 @@ def crossover(results: Results) -> str:
 @block
 def decode(results: Results) -> str:
     lines = []
-    for case in results.cases("decode", provider="fastmax", mode="step"):
+    for case in results.cases("decode", provider="fastmax", tokens=1, mode="step"):
         row = results.row("decode", case=case, provider="fastmax", mode="step")
         host = results.median("decode", case=case, provider="fastmax", mode="host")
         rate = row["gb_per_s"]
@@ -309,7 +309,7 @@ def decode_rate(results: Results) -> str:
     """Where there are enough heads to fill the device."""
     rates = [
         1e9 * row["gb_per_s"] / COPY
-        for row in results.rows("decode", provider="fastmax", mode="step")
+        for row in results.rows("decode", provider="fastmax", tokens=1, mode="step")
         if row["batch"] * row["heads"] >= 64
     ]
     return f"{min(rates):.0%} to {max(rates):.0%}"

@@ -59,7 +59,7 @@ def swap(
     options = {}
     for name, layer in chosen.items():
         scale = math.sqrt(layer.head_dim) if temperature is None else temperature
-        options[name] = options_of_fastmax(exact_window, temperature=scale)
+        options[name] = options_of_fastmax(layer.head_dim, exact_window, temperature=scale)
     gates = {name: _new_gate(layer, longest_half_life) for name, layer in chosen.items() if decay and layer.decay_proj is None}
     for name, layer in chosen.items():
         layer.attention, layer.options = "fastmax", options[name]
