@@ -18,7 +18,7 @@ LONG = Setting(
     n_head=8,
     n_embd=512,
     context=16384,
-    batch=8,
+    batch=4,  # 65536 tokens a step, here and below
     steps=100_000,  # more than there is time for
     seconds=SECONDS,
     rows=100_000 // 20,  # one every 20 steps
@@ -31,7 +31,7 @@ LONG = Setting(
 )
 SETTINGS = {
     "16k": LONG,
-    "64k": replace(LONG, context=65536, batch=2, validation=4, final=16),
+    "64k": replace(LONG, context=65536, batch=1, validation=4, final=16),
     "64k, 124M": replace(
         LONG, n_layer=12, n_head=12, n_embd=768, context=65536, batch=1, validation=2, final=8, lr=6e-4, rows=100_000 // 10
     ),
