@@ -166,6 +166,21 @@ def test_rows_have_known_columns(tmp_path):
     assert rows.read(tmp_path / "x.csv") == []
 
 
+def test_runs_of_another_machine_are_collected(tmp_path, capsys):
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = {"variant": "a", "setting": "s", "lr": 1e-3, "seed": 1, "measure": "loss", "at": 1, "value": 0.5}
+    other = run | {"variant": "b"}
+    rows.append(here / "x.csv", [run])
+    rows.append(there / "x.csv", [run | {"value": 0.75}, other, other | {"at": 2}])
+    rows.append(there / "y.csv", [other])
+    assert __main__.main(["collect", "--from", str(there), "--out", str(here)]) == 0
+    assert capsys.readouterr().out.startswith("2 runs added")
+    assert rows.read(here / "x.csv") == [run, other, other | {"at": 2}] and rows.read(here / "y.csv") == [other]
+    assert rows.collect(there, here) == 0
+    with pytest.raises(SystemExit):
+        __main__.main(["collect", "--out", str(here)])
+
+
 def test_command_line(tiny, text, capsys):
     assert learn(text, "recall", "--list", "--only", "p2", "--seeds", 1, 2) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
