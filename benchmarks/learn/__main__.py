@@ -7,8 +7,8 @@ several of them, on GPUs that CUDA_VISIBLE_DEVICES gives them, share the work.
     CUDA_VISIBLE_DEVICES=0 python -m benchmarks.learn equal-steps --budget 540 &
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.learn equal-steps --budget 540 &
 
-`collect --from FOLDER` adds the runs that another machine did to those of OUT. `figures` draws what is in OUT into docs/figures/;
-then `python -m benchmarks.tables` writes the tables of docs/quality.md.
+`collect --from FOLDER` adds the runs that another machine did to those of OUT. `figures` draws what is in OUT into
+docs/figures/; then `python -m benchmarks.tables` writes the tables of docs/quality.md.
 
 experiments:
 """
