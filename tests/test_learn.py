@@ -75,7 +75,7 @@ MEASURES = {
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
     "needle": ("hybrid", {"train", "val", "position", "last_quarter", "loss", "needle"}),
     "recall": ("p1_all", {"train", "accuracy"}),
-    "conversion": ("window_decay", {"before", "swapped", "transferred", "finetuned"}),
+    "conversion": ("window_decay", {"before", "swapped", "fitted", "transferred", "finetuned"}),
 }
 
 
@@ -95,7 +95,7 @@ def test_experiment(tiny, text, capsys, name):
     if name == "equal-time":
         assert last["seconds"] >= 0.05
     if name == "conversion":
-        assert [row["at"] for row in found] == [0, 0, 2, 4]
+        assert [row["at"] for row in found] == [0, 0, 0, 2, 4]
 
     before = (text.parent / f"{name}.csv").read_bytes()
     capsys.readouterr()
@@ -164,6 +164,21 @@ def test_rows_have_known_columns(tmp_path):
     with pytest.raises(ValueError, match="got los$"):
         rows.append(tmp_path / "x.csv", [{"los": 1.0}])
     assert rows.read(tmp_path / "x.csv") == []
+
+
+def test_runs_of_another_machine_are_collected(tmp_path, capsys):
+    here, there = tmp_path / "here", tmp_path / "there"
+    run = {"variant": "a", "setting": "s", "lr": 1e-3, "seed": 1, "measure": "loss", "at": 1, "value": 0.5}
+    other = run | {"variant": "b"}
+    rows.append(here / "x.csv", [run])
+    rows.append(there / "x.csv", [run | {"value": 0.75}, other, other | {"at": 2}])
+    rows.append(there / "y.csv", [other])
+    assert __main__.main(["collect", "--from", str(there), "--out", str(here)]) == 0
+    assert capsys.readouterr().out.startswith("2 runs added")
+    assert rows.read(here / "x.csv") == [run, other, other | {"at": 2}] and rows.read(here / "y.csv") == [other]
+    assert rows.collect(there, here) == 0
+    with pytest.raises(SystemExit):
+        __main__.main(["collect", "--out", str(here)])
 
 
 def test_command_line(tiny, text, capsys):
@@ -484,9 +499,9 @@ def test_other_pages(tmp_path):
     assert "| p = 2, all parts; softmax in every fourth layer | 100% | 62% | 0.7500 |" in text
     key = {"setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
     stages = {"before": 0.5, "swapped": 0.9, "finetuned": 0.6}
-    found = [key | {"variant": "untransferred", "measure": name, "value": x} for name, x in stages.items()]
-    title = conversion.VARIANTS["untransferred"].title
-    assert f"| {title} | 0.5000 | 0.9000 |  | 0.6000 |" in text_of("conversion", found, tmp_path)
+    found = [key | {"variant": "unprepared", "measure": name, "value": x} for name, x in stages.items()]
+    title = conversion.VARIANTS["unprepared"].title
+    assert f"| {title} | 0.5000 | 0.9000 |  |  | 0.6000 |" in text_of("conversion", found, tmp_path)
 
 
 def test_pages_fail_rather_than_leave_a_blank(tmp_path):

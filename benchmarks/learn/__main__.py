@@ -7,7 +7,8 @@ several of them, on GPUs that CUDA_VISIBLE_DEVICES gives them, share the work.
     CUDA_VISIBLE_DEVICES=0 python -m benchmarks.learn equal-steps --budget 540 &
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.learn equal-steps --budget 540 &
 
-`figures` draws what is in OUT into docs/figures/; then `python -m benchmarks.tables` writes the tables of docs/quality.md.
+`collect --from FOLDER` adds the runs that another machine did to those of OUT. `figures` draws what is in OUT into
+docs/figures/; then `python -m benchmarks.tables` writes the tables of docs/quality.md.
 
 experiments:
 """
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.learn import ablation, conversion, equal_steps, equal_time, needle, recall
+from benchmarks.learn import ablation, conversion, equal_steps, equal_time, needle, recall, rows
 from benchmarks.learn.runner import Place, perform
 
 EXPERIMENTS = {
@@ -41,7 +42,7 @@ RESULTS = Path(__file__).parents[1] / "results/learn"
 def main(arguments: list[str] | None = None) -> int:
     known = "\n".join(f"  {name:<13}{experiment.what}" for name, experiment in EXPERIMENTS.items())
     parser = argparse.ArgumentParser(description=__doc__ + known, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("experiment", choices=[*EXPERIMENTS, "figures"], metavar="EXPERIMENT")
+    parser.add_argument("experiment", choices=[*EXPERIMENTS, "collect", "figures"], metavar="EXPERIMENT")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", action="append", metavar="VARIANT", help="may be repeated")
     parser.add_argument("--setting", help="the runs of this setting alone")
@@ -56,11 +57,17 @@ def main(arguments: list[str] | None = None) -> int:
         "--data", type=Path, default=Path(tempfile.gettempdir()) / "fastmax-learn.uint8", help="one file of bytes"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="of the CSVs")
+    parser.add_argument("--from", type=Path, dest="source", metavar="FOLDER", help="of CSVs, for collect")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
     parser.add_argument("--list", action="store_true", help="name the runs and do none")
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
 
+    if (options.experiment == "collect") != (options.source is not None):
+        parser.error("collect and --from FOLDER belong together")
+    if options.source is not None:
+        print(f"{rows.collect(options.source, options.out)} runs added to {options.out}")
+        return 0
     if options.experiment == "figures":
         from benchmarks.learn import figures
 

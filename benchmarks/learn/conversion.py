@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,24 +19,26 @@ from fastmax import convert
 
 TEACHER = "softmax"  # of equal_steps
 LEARNING_RATE = 3e-4  # of the fine-tuning
-TRANSFER_STEPS, FINETUNE_STEPS = 100, 300
+FIT_BATCHES, TRANSFER_STEPS, FINETUNE_STEPS = 4, 100, 300
+HALF_LIVES = 8.0  # contexts, of the slowest new gate
 
 
 @dataclass(frozen=True)
 class Conversion:
     title: str
     swap: dict | None = field(default_factory=dict)  # keywords of convert.swap beside the window; None: softmax stays
-    transfer: tuple[str, ...] | None = ()  # trained in the transfer: what is new, and what has such a name; None: no transfer
+    fit: bool = True  # the polynomial
+    transfer: tuple[str, ...] | None = ()  # trained then: what is new, and what is named so; None: nothing
 
 
-SOFTMAX_IN_EVERY_FOURTH = [0, 1, 2, 4, 5, 6]
+NORMS = ("q_norm.weight", "k_norm.weight")
 VARIANTS = {
-    "softmax": Conversion("softmax, trained on", swap=None, transfer=None),
-    "window": Conversion("exact window", {}, ("q_norm", "k_norm")),
-    "window_decay": Conversion("exact window and decay", {"decay": True}, ("q_norm", "k_norm")),
-    "window_decay_only": Conversion("the same, norms of q and k not transferred", {"decay": True}),
-    "untransferred": Conversion("the same without transfer", {"decay": True}, None),
-    "hybrid": Conversion("in three of four layers", {"decay": True, "layers": SOFTMAX_IN_EVERY_FOURTH}, ("q_norm", "k_norm")),
+    "softmax": Conversion("nothing, softmax is trained on", None, False, None),
+    "window_decay": Conversion("all layers, with decay", {"decay": True}, transfer=NORMS),
+    "window": Conversion("all layers, without decay", transfer=NORMS),
+    "gates_alone": Conversion("all layers, with decay; gates alone transferred", {"decay": True}),
+    "unprepared": Conversion("all layers, with decay; neither fit nor transfer", {"decay": True}, False, None),
+    "hybrid": Conversion("three layers of four, with decay", {"decay": True, "layers": [0, 1, 2, 4, 5, 6]}, transfer=NORMS),
 }
 
 
@@ -45,50 +48,50 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
-    """ "before", "swapped", "transferred" and "finetuned": the loss then, `at` so many steps of the conversion."""
+    """ "before", "swapped", "fitted", "transferred" and "finetuned": the loss then, `at` so many steps after the swap."""
     setting, conversion = equal_steps.SETTINGS[run.setting], VARIANTS[run.variant]
-    transfer_steps = place.steps or TRANSFER_STEPS
-    finetune_steps = place.steps or FINETUNE_STEPS
     train_data, held_out, described = data.on_device(place.data, place.device)
     validation = data.validation_windows(held_out, setting.context, setting.batch, setting.final)
     gpt = trained_teacher(setting, run.seed, place)
     draw = data.training_windows(train_data, setting.context, setting.batch, 1000 + run.seed)
-    constant = {"data": described, "seconds": 0.0, "tokens": 0}
+    began = time.perf_counter()
 
     def row(stage: str, step: int) -> Row:
+        counts = {"at": step, "step": step, "tokens": step * setting.batch * setting.context, "parameters": parameters(gpt)}
+        seconds = time.perf_counter() - began
         loss = training.evaluate(gpt, validation, setting.bf16)
-        tokens = step * setting.batch * setting.context
-        constant_now = constant | {"step": step, "tokens": tokens, "parameters": parameters(gpt)}
-        return {"measure": stage, "at": step, "value": loss} | constant_now
+        return {"measure": stage, "value": loss, "data": described, "seconds": seconds} | counts
 
-    def batches(steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        return (draw(None)[:2] for _ in range(steps))
+    def batches(count: int) -> Iterator[dict]:
+        return (draw(None)._asdict() for _ in range(count))
 
     yield row("before", 0)
-    done = 0
+    step = 0
     with training.autocast(place.device, setting.bf16):
         if conversion.swap is not None:
             teacher = copy.deepcopy(gpt)
-            new = convert.swap(gpt, exact_window=setting.window, longest_half_life=setting.context, **conversion.swap)
+            options = {"exact_window": setting.window, "longest_half_life": HALF_LIVES * setting.context}
+            new = convert.swap(gpt, **options, **conversion.swap)
             yield row("swapped", 0)
+            if conversion.fit:
+                convert.fit_polynomial(gpt, teacher, batches(FIT_BATCHES))
+                yield row("fitted", 0)
             if conversion.transfer is not None:
-                exchanged = [name for name, layer in gpt.named_modules() if getattr(layer, "attention", "") == "fastmax"]
-                chosen = [
-                    name
-                    for name, _ in gpt.named_parameters()
-                    if name in new
-                    or (
-                        any(name.startswith(f"{layer}.") for layer in exchanged)
-                        and any(part in name for part in conversion.transfer)
-                    )
-                ]
-                convert.transfer(gpt, teacher, batches(transfer_steps), chosen, steps=transfer_steps)
-                done = transfer_steps
-                yield row("transferred", done)
+                step = place.steps or TRANSFER_STEPS
+                convert.transfer(gpt, teacher, batches(step), new + named(gpt, conversion.transfer), steps=step)
+                yield row("transferred", step)
         if place.compile:
             language.compile_blocks(gpt)
-        convert.finetune(gpt, batches(finetune_steps), steps=finetune_steps, learning_rate=run.lr)
-        yield row("finetuned", done + finetune_steps)
+        steps = place.steps or FINETUNE_STEPS
+        convert.finetune(gpt, batches(steps), steps=steps, learning_rate=run.lr)
+        yield row("finetuned", step + steps)
+
+
+def named(gpt: model.GPT, endings: tuple[str, ...]) -> list[str]:
+    """Parameters of the layers that were exchanged whose names end so."""
+    exchanged = [name for name, layer in gpt.named_modules() if getattr(layer, "attention", "") == "fastmax"]
+    parameters_of = {f"{name}.{own}" for name in exchanged for own, _ in gpt.get_submodule(name).named_parameters()}
+    return sorted(name for name in parameters_of if name.endswith(endings))
 
 
 def trained_teacher(setting: language.Setting, seed: int, place: Place) -> model.GPT:

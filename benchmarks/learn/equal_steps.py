@@ -36,7 +36,7 @@ THEIRS = ("fla_gla", "fla_gdn", "fla_based")
 
 def runs(device: torch.device) -> list[Run]:
     name, variants = ("25M", (*OURS, *THEIRS)) if device.type == "cuda" else ("0.8M", OURS)
-    seconds = 45.0 if device.type == "cuda" else 150.0
+    seconds = 75.0 if device.type == "cuda" else 150.0
     return [Run(variant, name, SETTINGS[name].lr, 1, seconds) for variant in variants]
 
 

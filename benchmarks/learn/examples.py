@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # before what else is named text or model
 try:
     import model
     import text
     import training
 finally:
-    sys.path.pop()
+    sys.path.pop(0)
 
 __all__ = ["model", "text", "training"]

@@ -70,7 +70,8 @@ def _zoomed(figure, found: list[Row], measure: str):
     for axis, setting in zip(figure.axes, values(found, "setting"), strict=True):
         losses = sorted(row["value"] for row in where(found, setting=setting, measure=measure))
         lowest, middle = losses[0], losses[len(losses) // 2]
-        axis.set_ylim(lowest - 0.05 * (middle - lowest), lowest + 3 * (middle - lowest))
+        if middle > lowest:
+            axis.set_ylim(lowest - 0.05 * (middle - lowest), lowest + 3 * (middle - lowest))
     return figure
 
 

@@ -85,7 +85,8 @@ def needle(found: list[Row]) -> Lines:
 
 
 def conversions(found: list[Row]) -> Lines:
-    stages = {"before": "before", "swapped": "at once", "transferred": "after the transfer", "finetuned": "after fine-tuning"}
+    stages = {"before": "before", "swapped": "swapped", "fitted": "polynomial fitted", "transferred": "attention transferred"}
+    stages["finetuned"] = "fine-tuned"
     yield ["exchanged for fastmax", *stages.values()]
     for name, title in in_order(found, CONVERSIONS).items():
         losses = {row["measure"]: row for row in where(found, variant=name)}

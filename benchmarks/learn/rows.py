@@ -31,6 +31,11 @@ def read(path: Path) -> list[Row]:
         return [{key: _TYPES.get(key, str)(cell) for key, cell in row.items() if cell != ""} for row in csv.DictReader(file)]
 
 
+def key(row: Row) -> tuple:
+    """Of the run that a row is of."""
+    return tuple(row[name] for name in KEY)
+
+
 def append(path: Path, new: list[Row]) -> None:
     """All of them or, where the process dies, none; other processes may do the same."""
     if unknown := {key for row in new for key in row} - set(COLUMNS):
@@ -43,6 +48,17 @@ def append(path: Path, new: list[Row]) -> None:
             writer.writeheader()
             writer.writerows([*read(path), *new])
         written.replace(path)
+
+
+def collect(source: Path, target: Path) -> int:
+    """Adds to the CSVs of `target` the runs that those of the same name in `source` have besides; how many runs that were."""
+    added = 0
+    for path in sorted(source.glob("*.csv")):
+        known = {key(row) for row in read(target / path.name)}
+        new = [row for row in read(path) if key(row) not in known]
+        append(target / path.name, new)
+        added += len({key(row) for row in new})
+    return added
 
 
 @contextmanager

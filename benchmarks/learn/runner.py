@@ -69,7 +69,7 @@ def perform(
             continue
         with rows.locked(path, str(run.key), wait=False) as mine:
             known = rows.read(path)
-            if not mine or any(tuple(row[name] for name in rows.KEY) == run.key for row in known):
+            if not mine or any(rows.key(row) == run.key for row in known):
                 continue
             expected = expected_seconds(run, known)
             if time.monotonic() - began + expected > budget:

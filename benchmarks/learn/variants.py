@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -106,16 +107,11 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
     config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
     if variant.fla:
         return model.GPT(config, lambda config, index: FLALayer(variant, config))
-    return model.GPT(config, make_sdpa_layer) if variant.sdpa else model.GPT(config)
+    return model.GPT(config, partial(model.make_layer, layer=SDPASelfAttention)) if variant.sdpa else model.GPT(config)
 
 
 def parameters(module: nn.Module) -> int:
     return sum(x.numel() for x in module.parameters())
-
-
-def make_sdpa_layer(config: model.GPTConfig, index: int) -> nn.Module:
-    parts = {"longest_half_life": max(4, config.block_size)} | config.parts
-    return SDPASelfAttention(config.n_embd, config.n_head, attention="softmax", **parts)
 
 
 class SDPASelfAttention(fastmax.FastmaxSelfAttention):
