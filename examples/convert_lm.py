@@ -55,10 +55,7 @@ def arguments() -> argparse.ArgumentParser:
 def load_text(args: argparse.Namespace, tokenizer: str | None) -> tuple[Tensor, Tensor]:
     """Tokens for training and validation; `tokenizer` is the file beside the checkpoint, None: bytes."""
     documents = load_documents(args.data)
-    if tokenizer is None:
-        text = byte_tokens(documents)
-    else:
-        text = bpe_tokens(documents, load_bpe(args.checkpoint.parent / tokenizer))
+    text = bpe_tokens(documents, load_bpe(args.checkpoint.parent / tokenizer)) if tokenizer else byte_tokens(documents)
     return tuple(part.tokens.to(args.device) for part in text.split())
 
 

@@ -41,9 +41,13 @@ def pairs_of(model: nn.Module, teacher: nn.Module) -> Pairs:
 
 
 def _attention_of_transformers(model: nn.Module) -> dict[str, nn.Module]:
-    from fastmax.integrations.transformers.layers import attention_layers, runs_fastmax
+    from fastmax.integrations.transformers.layers import attention_layers, is_causal_self_attention, runs_fastmax
 
-    return {name: layer for name, layer in attention_layers(model) if runs_fastmax(layer)}
+    found = {name: layer for name, layer in attention_layers(model) if runs_fastmax(layer)}
+    for name, layer in found.items():
+        if not is_causal_self_attention(layer):
+            raise ValueError(f"model must have causal self-attention, which {name!r} ({type(layer).__name__}) is not")
+    return found
 
 
 def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str, Callable[[], Tensor], Tensor], None]) -> None:
