@@ -523,7 +523,8 @@ SUITES = {
         report="crossings",
     ),
     "decode": Suite(
-        "one recurrent step from a state that is not in the cache, against a copy of as many bytes",
+        "one step of generation: from a state that is not in the cache, against a copy of as many bytes, and against softmax "
+        "attention with a cache of n keys and values",
         {
             "cuda": tuple(
                 Case(
@@ -534,8 +535,31 @@ SUITES = {
                     targets={"step": AtMost(1 / 0.6, of_peer=True)} if heads >= 64 else {},
                 )
                 for heads in (16, 64, 128, 512)
+            )
+            + tuple(
+                Case(
+                    *(batch, heads, n, d, 2, None, "bf16"),
+                    modes=("step",),
+                    providers=("fastmax_gathered", "fastmax_in_place", "sdpa_flash", "sdpa_cudnn"),
+                    peer="sdpa_flash",
+                    targets={"step": AtMost(1 / 4, of_peer=True)} if batch == d == 64 and n >= 16384 else {},
+                )
+                for d in (64, 128)
+                for batch, heads in ((1, 1), (1, 8), (8, 8), (64, 8))
+                for n in (4096, 16384, 65536, 131072)
             ),
-            "cpu": (Case(1, 16, 1, 64, 2, None, "fp32", modes=("step",), providers=("fastmax", "copy"), peer="copy"),),
+            "cpu": (
+                Case(1, 16, 1, 64, 2, None, "fp32", modes=("step",), providers=("fastmax", "copy"), peer="copy"),
+                *(
+                    Case(
+                        *(1, 16, n, 64, 2, None, "fp32"),
+                        modes=("step",),
+                        providers=("fastmax_in_place", "sdpa_flash"),
+                        peer="sdpa_flash",
+                    )
+                    for n in (4096, 16384)
+                ),
+            ),
         },
         workload="decode",
     ),

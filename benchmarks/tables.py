@@ -29,6 +29,7 @@ import torch
 import fastmax
 from benchmarks import report
 from benchmarks.floors import COPY, MATMUL
+from benchmarks.learn import pages
 from benchmarks.workloads import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -287,7 +288,7 @@ def crossover(results: Results) -> str:
 @block
 def decode(results: Results) -> str:
     lines = []
-    for case in results.cases("decode", provider="fastmax", mode="step"):
+    for case in results.cases("decode", provider="fastmax", tokens=1, mode="step"):
         row = results.row("decode", case=case, provider="fastmax", mode="step")
         host = results.median("decode", case=case, provider="fastmax", mode="host")
         rate = row["gb_per_s"]
@@ -308,7 +309,7 @@ def decode_rate(results: Results) -> str:
     """Where there are enough heads to fill the device."""
     rates = [
         1e9 * row["gb_per_s"] / COPY
-        for row in results.rows("decode", provider="fastmax", mode="step")
+        for row in results.rows("decode", provider="fastmax", tokens=1, mode="step")
         if row["batch"] * row["heads"] >= 64
     ]
     return f"{min(rates):.0%} to {max(rates):.0%}"
@@ -492,6 +493,10 @@ def _recall(name: str, results: Results) -> str:
 
 BLOCKS["recall-rms"] = partial(_recall, "RMS-normalised, temperature 1")
 BLOCKS["recall-token"] = partial(_recall, 'as projected, normalize="token", temperature 1')
+
+
+for _name in pages.TABLES:
+    BLOCKS[f"learn-{_name}"] = partial(lambda name, results: pages.section(name, results.root, table), _name)
 
 
 # ---- softmax

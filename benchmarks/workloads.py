@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-import fastmax
-from benchmarks import floors, timing, training
+from benchmarks import decoding, floors, timing, training
 from benchmarks.check import LIMITS, WrongResult, check
-from benchmarks.registry import DTYPES, PROVIDERS, UNITS, Case, Pairs, Provider
+from benchmarks.registry import DTYPES, PROVIDERS, UNITS, Case, Provider
 from benchmarks.timing import Call, Protocol, Spread
 
 Row = dict[str, object]
@@ -146,60 +143,50 @@ def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Ma
 
 
 def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
-    """`fastmax.step` from states that together do not fit into the cache. On CUDA the steps of one pass are replayed as a
+    """A step, from states or caches that together do not fit into the device's. On CUDA the steps of one pass are replayed as a
     graph, so that the host's time is not in "step"; it is what "host" measures."""
     with torch.no_grad(), precision(case.dtype):
-        q, k, v, state = _decode_inputs(case, device)
-        names = [name for name in case.providers if name not in skip]
+        errors, passes = {}, {}
         notes = dict.fromkeys(case.providers, "") | dict(skip)
-        try:
-            error = _check_decode(case, q, k, v, state)
-        except WrongResult as wrong:
-            error, notes["fastmax"] = "", f"refused: {wrong}"
-            names.remove("fastmax")
-
-        bytes_of_state = state.values.nbytes + state.weights.nbytes
-        count = math.ceil(8 * _cache_bytes(device) / bytes_of_state)
-        states = [replace(state, values=state.values.clone(), weights=state.weights.clone()) for _ in range(count)]
-        source = torch.randn(count, bytes_of_state // 4, device=device)
-        target = torch.empty_like(source)
-        token = [x[:, :, -1:] for x in (q, k, v)]
-        new_states = []  # kept, so that each step writes memory of its own
-
-        def one_pass() -> None:
-            new_states[:] = [fastmax.step(*token, x)[1] for x in states]
-
-        def copy_pass() -> None:
-            for to, x in zip(target, source, strict=True):
-                to.copy_(x)
-
-        passes = {"fastmax": one_pass, "copy": copy_pass}
+        for name in (name for name in case.providers if name not in skip):
+            try:
+                if name in decoding.FASTMAX:
+                    errors[name] = decoding.check_pass(name, case, device)
+                passes[name] = decoding.make_pass(name, case, device, _cache_bytes(device))
+            except WrongResult as wrong:
+                notes[name] = f"refused: {wrong}"
+            except RuntimeError as failed:
+                notes[name] = _failure(failed)
         rows = []
         for mode in case.modes:
             if mode == "host":
-                timed = [name for name in names if name != "copy"]
-                measured = timing.host_us([Call(lambda: fastmax.step(*token, state))] * len(timed), device, protocol)
+                timed = [name for name, x in passes.items() if x.one is not None]
+                measured = timing.host_us([Call(passes[name].one, passes[name].context) for name in timed], device, protocol)
             else:
                 timed, calls = [], []
-                for name in names:
+                for name, x in passes.items():
                     try:
-                        calls.append(Call(_replayed(passes[name], device)))
+                        with x.context():
+                            calls.append(Call(_replayed(x.function, device)))
                         timed.append(name)
                     except RuntimeError as failed:
                         notes[name] = _failure(failed)
                 times = timing.device_ms(calls, device, protocol)
-                each = 1e3 / count
-                measured = [Spread(x.median * each, x.p20 * each, x.p80 * each, x.samples) for x in times]
+                measured = []
+                for name, x in zip(timed, times, strict=True):
+                    each = 1e3 / passes[name].steps
+                    measured.append(Spread(x.median * each, x.p20 * each, x.p80 * each, x.samples))
             results = dict(zip(timed, measured, strict=True))
             for name in case.providers:
                 if mode == "host" and name == "copy":
                     continue
                 row = _row(case, mode, name, results, notes[name]) | {"sm_mhz": _sm_mhz(device)}
-                row["error"] = error if name == "fastmax" else ""
+                row["error"] = errors.get(name, "")
                 if mode == "step" and name in results:
-                    row["gb_per_s"] = 2 * bytes_of_state / results[name].median / 1e3
+                    moved = passes[name].bytes_of_step
+                    row["gb_per_s"] = moved / results[name].median / 1e3
                     if has_floor(device):
-                        row["floor_ms"] = floors.copy_ms(2 * bytes_of_state)
+                        row["floor_ms"] = floors.copy_ms(moved)
                         row["of_floor"] = results[name].median / 1e3 / row["floor_ms"]
                 rows.append(row)
         return rows
@@ -292,35 +279,6 @@ def inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
     shape = (case.batch, *inner, case.head_dim)
     tensors = (torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in range(4))
     return tuple(x.transpose(1, 2) if case.token_major else x for x in tensors)
-
-
-CONTEXT = 30  # tokens in the state of the decode workload; two steps follow
-
-
-def _decode_inputs(case: Case, device: torch.device) -> tuple[Tensor, Tensor, Tensor, fastmax.DecodeState]:
-    """q, k, v of CONTEXT + 2 tokens, and the state after CONTEXT of them."""
-    q, k, v, _ = inputs(replace(case, tokens=CONTEXT + 2), device)
-    options = {"dtype": q.dtype, "device": device, "temperature": case.head_dim**0.5, "p": case.p}
-    state = fastmax.init_state(case.batch, case.heads, case.head_dim, **options)
-    return q, k, v, fastmax.prefill(*(x[:, :, :CONTEXT] for x in (q, k, v)), state)[1]
-
-
-def _check_decode(case: Case, q: Tensor, k: Tensor, v: Tensor, state: fastmax.DecodeState) -> float:
-    """Two steps against the definition in float64: the second one sees the state that the first one returned."""
-    outputs = []
-    for t in (CONTEXT, CONTEXT + 1):
-        o, state = fastmax.step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
-        outputs.append(o)
-    got = torch.cat(outputs, 2).double()
-    distance = torch.arange(CONTEXT, CONTEXT + 2, device=q.device)[:, None] - torch.arange(CONTEXT + 2, device=q.device)
-    pairs = Pairs(case, torch.arange(case.batch * case.heads, device=q.device), distance)
-    weight = PROVIDERS["fastmax"].weight(q.double()[:, :, CONTEXT:] @ k.double().mT, pairs)
-    weight = torch.where(distance >= 0, weight, 0.0)
-    expected = (weight @ v.double()) / weight.sum(-1, keepdim=True)
-    error = ((got - expected).norm() / expected.norm()).item()
-    if not error < LIMITS[case.dtype]:
-        raise WrongResult(f"fastmax.step is wrong on {case.label()}: relative error {error:.1e}")
-    return error
 
 
 def _cache_bytes(device: torch.device) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import FastmaxSelfAttention
+from fastmax.key_value_cache import KeyValueCache
 from fastmax.self_attention_state import SelfAttentionState
 
 # Parts of the layer, all switched off: attention, normalised q and k, and rotary positions are what is left.
@@ -144,11 +145,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def step_(self, tokens: Tensor, states: list[SelfAttentionState]) -> Tensor:
-        """tokens (B, 1) -> logits (B, 1, vocab). The states take the token in place; those of softmax layers are exchanged in
-        the list, since they grow."""
+        """tokens (B, 1) -> logits (B, 1, vocab). The states take the token in place; a KeyValueCache, which grows, is exchanged
+        in the list."""
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
-            if getattr(block.attn, "attention", None) == "softmax":
+            if isinstance(states[index].attention, KeyValueCache):
                 x, states[index] = block.prefill(x, states[index])
             else:
                 x = block.step_(x, states[index])

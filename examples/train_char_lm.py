@@ -1,10 +1,10 @@
 """Train a small GPT with Fastmax attention, byte by byte, on text that is on every machine: Python's standard library.
 
-    python examples/train_char_lm.py                        # Fastmax, p = 2: under two minutes on two CPU cores
-    python examples/train_char_lm.py --attention softmax    # the same model with softmax attention
-    python examples/train_char_lm.py --parts                # with all that makes it learn: fastmax.FastmaxSelfAttention
+    python examples/train_char_lm.py                        # fastmax.FastmaxSelfAttention: two minutes on two CPU cores
+    python examples/train_char_lm.py --attention softmax    # the same layer, weights and parts with softmax attention
+    python examples/train_char_lm.py --no-parts             # attention alone: no decay, window, convolution, norm or gate
     python examples/train_char_lm.py --data my_text.txt
-    python examples/train_char_lm.py --compare              # Fastmax p = 2, p = 1 and softmax from one seed, on one figure
+    python examples/train_char_lm.py --compare              # Fastmax and softmax, with parts and without, on one figure
 
 A run writes OUT/char_lm_NAME.csv, .png (losses by step) and .pt (checkpoint); --compare writes OUT/char_lm.csv and .png.
 """
@@ -23,6 +23,14 @@ from torch import Tensor
 from tqdm import tqdm
 from training import Recipe, Trainer
 
+# Of --compare: what each has of the options.
+RUNS = {
+    "fastmax": {"attention": "fastmax", "parts": True},
+    "softmax": {"attention": "softmax", "parts": True},
+    "fastmax_plain": {"attention": "fastmax", "parts": False},
+    "softmax_plain": {"attention": "softmax", "parts": False},
+}
+
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -37,10 +45,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="decay, short convolution, norm and gate of the output, and for Fastmax an exact window of 16 bytes",
+        default=True,
+        help="decay, short convolution, norm and gate of the output, and for Fastmax an exact window",
     )
-    parser.add_argument("--compare", action="store_true", help="train Fastmax p = 2, p = 1 and softmax, one after another")
+    parser.add_argument("--exact-window", type=int, default=16, help="bytes that Fastmax weighs as softmax does, with parts")
+    parser.add_argument("--compare", action="store_true", help="train " + ", ".join(RUNS) + ", one after another")
     parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -54,7 +63,7 @@ def arguments() -> argparse.ArgumentParser:
         default=True,
         help="RMS-normalise queries and keys, so that scores stay where a polynomial resembles exp",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="divides the scores of p = 2")
+    parser.add_argument("--temperature", type=float, help="divides Fastmax's scores (default: the layer's own)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -116,34 +125,35 @@ def save_history(history: list[dict], stem: Path) -> None:
     plt.close(figure)
 
 
-def make_config(args: argparse.Namespace, attention: str, p: int) -> GPTConfig:
+def make_config(args: argparse.Namespace) -> GPTConfig:
     sizes = {name: getattr(args, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
-    parts = {"exact_window": 16} if args.parts else dict(PLAIN)
-    parts |= {"qk_norm": args.qk_norm, "use_custom_gradient": args.custom_gradient, "p": p}
-    if p == 2:
+    parts = {"exact_window": args.exact_window} if args.parts else dict(PLAIN)
+    parts |= {"qk_norm": args.qk_norm, "use_custom_gradient": args.custom_gradient, "p": args.p}
+    if args.temperature is not None:
         parts["temperature"] = args.temperature
-    return GPTConfig(**sizes, attention=attention, parts=parts)
+    return GPTConfig(**sizes, attention=args.attention, parts=parts)
 
 
-def name_of(config: GPTConfig) -> str:
-    return "softmax" if config.attention == "softmax" else f"fastmax_p{config.parts['p']}"
+def name_of(args: argparse.Namespace) -> str:
+    degree = "_p1" if args.attention == "fastmax" and args.p == 1 else ""
+    return args.attention + degree + ("" if args.parts else "_plain")
 
 
 def main():
     args = arguments().parse_args()
-    runs = [("fastmax", 2), ("fastmax", 1), ("softmax", 2)] if args.compare else [(args.attention, args.p)]
+    runs = [argparse.Namespace(**vars(args) | options) for options in RUNS.values()] if args.compare else [args]
     train_data, val_data = load_data(args.data, args.device)
 
     history = []
-    for attention, p in runs:
-        config = make_config(args, attention, p)
-        torch.manual_seed(args.seed)  # every run starts from the same weights
-        model = GPT(config).to(args.device)
-        history += train(model, train_data, val_data, args, name_of(config))
+    for run in runs:
+        config = make_config(run)
+        torch.manual_seed(run.seed)  # with the same parts, from the same weights
+        model = GPT(config).to(run.device)
+        history += train(model, train_data, val_data, run, name_of(run))
 
     parameters = sum(x.numel() for x in model.parameters())
     print(
-        f"\n{parameters / 1e6:.2f} M parameters, {len(train_data) / 1e6:.1f} MB of text, {args.steps} steps of "
+        f"\n{parameters / 1e6:.1f} M parameters, {len(train_data) / 1e6:.1f} MB of text, {args.steps} steps of "
         f"{args.batch_size} x {args.block_size} bytes on {args.device}"
     )
     print(f"{'attention':<14}{'train loss':>12}{'val loss':>12}{'tokens/s':>12}")
@@ -156,7 +166,7 @@ def main():
         save_history(history, stem)
         print(f"wrote {stem}.csv and {stem}.png")
         return
-    stem = args.out / f"char_lm_{name_of(config)}"
+    stem = args.out / f"char_lm_{name_of(args)}"
     save_history(history, stem)
     torch.save({"config": asdict(config), "model": model.state_dict()}, f"{stem}.pt")
     prompt = torch.tensor([list(b"def ")], device=args.device)

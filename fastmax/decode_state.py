@@ -14,6 +14,11 @@ from fastmax.batch_state import BatchState
 from fastmax.score import Score
 
 
+def width_of_keys(head_dim: int, sinusoidal: bool) -> int:
+    """Channels of q and k with those that a sinusoidal rpe_matrix appends."""
+    return head_dim + 2 * ((head_dim + 1) // 2) if sinusoidal else head_dim
+
+
 @dataclass(eq=False, repr=False)
 class DecodeState(BatchState):
     """Sums over the tokens seen so far, and the options they were made with; from `fastmax.init_state`.
@@ -26,6 +31,11 @@ class DecodeState(BatchState):
     With an exact window of W tokens the sums hold the tokens before the last W, and `near_keys` (b, hk, W, d), `near_values`
     (b, hk, W, dv), `near_mask` (b, W) and `near_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
     q, k and v, whether each takes part (False in places that no token has yet), and its log_decay, in the dtype of the sums.
+
+    With `fold_every` = T above 1, `step_` puts a token behind those W and takes the oldest T of them into the sums together,
+    once T are gathered: the `near_` tensors have W + T places, `near_mask` one for each head (b, hk, W + T), and `gathered`
+    (b, hk) int32 counts the tokens beyond the W, 0 to T, which are weighed as those in the sums. What lies behind them means
+    nothing.
 
     `torch.save`, `torch.load` (with its default `weights_only=True`), `copy.deepcopy` and `torch.utils._pytree` know it; two
     states are equal only where they are the same object.
@@ -45,6 +55,8 @@ class DecodeState(BatchState):
     near_values: Tensor | None = None
     near_mask: Tensor | None = None
     near_decays: Tensor | None = None
+    fold_every: int = 1
+    gathered: Tensor | None = None  # None where fold_every is 1
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name. The first dimension of each is the batch."""
@@ -71,7 +83,7 @@ class DecodeState(BatchState):
             device: where to; as `Tensor.to`, it may be the dtype.
             dtype: of the q, k and v to come. The sums are float32 for float32, float16 and bfloat16, so between these none of
                 them is rounded; they become float64 for float64 and are rounded on the way back. The keys and values of an
-                exact window are rounded to the dtype.
+                exact window, and those that are gathered, are rounded to the dtype.
             non_blocking: as in `Tensor.to`.
         """
         if isinstance(device, torch.dtype):
@@ -96,6 +108,8 @@ class DecodeState(BatchState):
         options |= {"temperature": f"{1.0 / self.score.scale:g}"}
         if self.exact_window > 0:
             options |= {"exact_window": self.exact_window}
+        if self.fold_every > 1:
+            options |= {"fold_every": self.fold_every}
         options |= {name: f"{getattr(self.score, name):g}" for name in ("a0", "a1", "a2")}
         if self.normalize is not None:
             options |= {"normalize": repr(self.normalize), "lim": f"{self.lim:g}"}

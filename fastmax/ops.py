@@ -1,13 +1,13 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `merge_`, `decode_step`, `decode_step_`, `prefill`, `prefill_backward`,
-`finite_decay` and `softmax`.
+`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
+`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
 (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
 implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema;
-`fastmax.flops` says what PyTorch's counter counts for them. On every device those of an exact window are made of others
-(`fastmax.exact_window`).
+`fastmax.flops` says what PyTorch's counter counts for them. On every device `exact_window_*` are made of others
+(`fastmax.exact_window`); `exact_tiles_*` are the quadratic algorithm in PyTorch operations (`fastmax.eager.exact`).
 
 Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an exact window both, and what
 `fastmax.exact_window.Forward` names) and what accompanies the call (`fastmax.call.Call`) are saved for the backward.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmax import eager, exact_window, extension, flops, operator_checks
-from fastmax.call import EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
@@ -54,6 +54,11 @@ for _prefix in ("", "eager_"):
         "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> Tensor"
     )
     library.define(
+        f"{_prefix}gathered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
+        "Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) gathered, Tensor? key_padding_mask, "
+        "Tensor? log_decay, int exact_window, float scale, float a0, float a1, float a2, int p) -> Tensor"
+    )
+    library.define(
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
         "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
         "-> (Tensor o, Tensor z, Tensor new_values, Tensor new_weights)"
@@ -73,12 +78,17 @@ library.define(
     f"exact_window_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXACT_WINDOW_RESULTS}, "
     f"{EXACT_WINDOW.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+library.define(f"exact_tiles_forward(Tensor q, Tensor k, Tensor v, {EXACT_TILES.schema}) -> (Tensor o, Tensor lse)")
+library.define(
+    "exact_tiles_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{EXACT_TILES.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax and with an exact window, the log
     of the sums of weights."""
-    operator = _EXACT_WINDOW if call.exact_window > 0 else _part(call)
+    operator = _exact(q, k, v, call) if call.exact_window > 0 else _part(call)
     tensors, options = operator.signature.flatten(call, _allow_tf32(q))
     o, z, *_ = _call(operator, (q, k, v, *tensors), options)
     return o, z
@@ -144,6 +154,34 @@ def decode_step_(
     torch.autograd.graph.increment_version((values, weights))
     with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
         return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, *score)
+
+
+def gathered_step_(
+    q: Tensor,
+    token: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    sums: tuple[Tensor, Tensor],
+    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    gathered: Tensor,
+    exact_window: int,
+    score: Score,
+) -> Tensor:
+    """A step that writes over a state that gathers tokens, on 4-d, checked arguments: the output; see `fastmax.decode`. The
+    token and those that are kept: keys, values, mask and decays, in the dtype of the sums.
+
+    Raises:
+        RuntimeError: a gradient would have to be recorded.
+    """
+    k, v, mask, log_decay = token
+    written = (*sums, *kept, gathered)
+    tensors = (q, k, v, *written, mask, log_decay)
+    refuse_to_record(*tensors)
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.gathered_step_.default(*tensors, exact_window, *score)
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    torch.autograd.graph.increment_version(written)
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # as decode_step_
+        return extension.call(torch.ops.fastmax.gathered_step_.default, *tensors, exact_window, *score)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
@@ -213,10 +251,24 @@ def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH, statistic="lse")
 
 
-def _exact_window_forward(q, k, v, *arguments):
-    call = EXACT_WINDOW.call(arguments)
+def _check_exact_window(q, k, v, call):
     operator_checks.check_call(q, k, v, call)
     operator_checks.check_exact_window(q, k, call)
+
+
+def _exact_tiles_forward(q, k, v, *arguments):
+    _check_exact_window(q, k, v, EXACT_TILES.call(arguments))
+    return _forward(q, k, v, *arguments, signature=EXACT_TILES)
+
+
+def _exact_tiles_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
+    _check_exact_window(q, k, v, EXACT_TILES.call(arguments))
+    return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_TILES, statistic="lse")
+
+
+def _exact_window_forward(q, k, v, *arguments):
+    call = EXACT_WINDOW.call(arguments)
+    _check_exact_window(q, k, v, call)
 
     def attend(q, k, v, call):
         operator = _part(call)
@@ -230,8 +282,7 @@ def _exact_window_forward(q, k, v, *arguments):
 def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
     outputs = len(exact_window.Forward._fields)
     results, call = exact_window.Forward(*arguments[:outputs]), EXACT_WINDOW.call(arguments[outputs:])
-    operator_checks.check_call(q, k, v, call)
-    operator_checks.check_exact_window(q, k, call)
+    _check_exact_window(q, k, v, call)
     operator_checks.check_results(q, v, o=results.o, grad_o=grad_o, lse=results.lse, grad_lse=grad_lse)
     operator_checks.check_parts(q, k, v, results, call)
 
@@ -259,6 +310,14 @@ def _decode_step(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p
 def _decode_step_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
     with without_autocast(q):
         return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
+
+
+def _gathered_step_(
+    q, k, v, values, weights, near_keys, near_values, near_mask, near_decays, gathered, mask, log_decay, exact_window, *score
+):
+    kept = near_keys, near_values, near_mask, near_decays
+    with without_autocast(q):
+        return eager.gathered_step_(q, k, v, values, weights, *kept, gathered, mask, log_decay, exact_window, Score(*score))
 
 
 def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
@@ -334,12 +393,16 @@ for _name, _implementation in {
     "eager_flash_backward": _flash_backward,
     "exact_window_forward": _exact_window_forward,
     "exact_window_backward": _exact_window_backward,
+    "exact_tiles_forward": _exact_tiles_forward,
+    "exact_tiles_backward": _exact_tiles_backward,
     "merge_": _merge_,
     "eager_merge_": _merge_,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
     "decode_step_": _decode_step_,
     "eager_decode_step_": _decode_step_,
+    "gathered_step_": _gathered_step_,
+    "eager_gathered_step_": _gathered_step_,
     "prefill": _prefill,
     "eager_prefill": _prefill,
     "prefill_backward": _prefill_backward,
@@ -357,6 +420,7 @@ extension.load()
 
 @torch.library.register_fake("fastmax::forward", lib=library)
 @torch.library.register_fake("fastmax::flash_forward", lib=library)
+@torch.library.register_fake("fastmax::exact_tiles_forward", lib=library)
 def _forward_fake(q, k, v, *arguments):
     return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
@@ -374,6 +438,11 @@ def _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FASTMAX)
 @torch.library.register_fake("fastmax::flash_backward", lib=library)
 def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH)
+
+
+@torch.library.register_fake("fastmax::exact_tiles_backward", lib=library)
+def _exact_tiles_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
+    return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_TILES)
 
 
 @torch.library.register_fake("fastmax::exact_window_forward", lib=library)
@@ -401,6 +470,11 @@ def _decode_step_fake(q, k, v, values, weights, mask, log_decay, scale, a0, a1, 
 
 @torch.library.register_fake("fastmax::decode_step_", lib=library)
 def _decode_step_fake_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+@torch.library.register_fake("fastmax::gathered_step_", lib=library)
+def _gathered_step_fake_(q, k, v, *arguments):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -503,15 +577,16 @@ _OPERATORS = torch.ops.fastmax
 _FASTMAX = _Differentiable(FASTMAX, _OPERATORS.forward.default, _OPERATORS.backward.default)
 _FLASH = _Differentiable(FLASH, _OPERATORS.flash_forward.default, _OPERATORS.flash_backward.default)
 _EXACT_WINDOW = _Differentiable(EXACT_WINDOW, _OPERATORS.exact_window_forward.default, _OPERATORS.exact_window_backward.default)
+_EXACT_TILES = _Differentiable(EXACT_TILES, _OPERATORS.exact_tiles_forward.default, _OPERATORS.exact_tiles_backward.default)
 _PREFILL = _Prefill(_OPERATORS.prefill.default, _OPERATORS.prefill_backward.default)
 
-for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _PREFILL):
+for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES, _PREFILL):
 
     def _differentiate(ctx, *grads, operator=_operator):
         return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
 
     torch.library.register_autograd(_operator.forward, _differentiate, setup_context=_operator.save, lib=library)
-for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW):
+for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES):
     torch.library.register_autograd(_operator.backward, refuse_second_derivative, lib=library)
 torch.library.register_autograd(_PREFILL.backward, _refuse_second_derivative_of_prefill, lib=library)
 
@@ -519,6 +594,15 @@ torch.library.register_autograd(_PREFILL.backward, _refuse_second_derivative_of_
 def _part(call: Call) -> _Differentiable:
     """What computes a call without an exact window."""
     return _FLASH if isinstance(call.score, Softmax) else _FASTMAX
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, call: Call) -> _Differentiable:
+    """What computes a call with an exact window: where PyTorch operations walk over all tiles anyway, one walk does both kinds
+    of weights. Compiled code is to hold for other sizes too."""
+    if q.is_cuda or torch.compiler.is_compiling():
+        return _EXACT_WINDOW
+    algorithm = eager.algorithm_of(q, k, v, call._replace(exact_window=0))
+    return _EXACT_TILES if algorithm == "quadratic" else _EXACT_WINDOW
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
@@ -567,6 +651,16 @@ def _decode_step_version(keyset, *args):
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
+def _gathered_step_autograd(keyset, *args):
+    refuse_to_record(*args[:12])
+    return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _gathered_step_version(keyset, *args):
+    torch.autograd.graph.increment_version(args[3:10])
+    return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+
 def _merge_autograd(keyset, *args):
     if eager.differentiating(*args):
         raise RuntimeError("torch.ops.fastmax.merge_ has no gradient: use fastmax.merge_attention")
@@ -580,6 +674,8 @@ def _merge_version(keyset, *args):
 
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
+library.impl("gathered_step_", _gathered_step_autograd, "Autograd", with_keyset=True)
+library.impl("gathered_step_", _gathered_step_version, "ADInplaceOrView", with_keyset=True)
 library.impl("merge_", _merge_autograd, "Autograd", with_keyset=True)
 library.impl("merge_", _merge_version, "ADInplaceOrView", with_keyset=True)
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
-from benchmarks import check, floors, kernels, profile, report, run, training, workloads
+from benchmarks import check, decoding, floors, kernels, profile, report, run, training, workloads
 from benchmarks.registry import PROVIDERS, SUITES, AtMost, Case, Provider, Suite
 
 CASE = Case(1, 2, 48, 8, algorithm="linear", peer="sdpa")
@@ -394,10 +394,35 @@ def test_decode(measure, monkeypatch):
     assert [(row["mode"], row["provider"]) for row in rows] == [("step", "fastmax"), ("step", "copy"), ("host", "fastmax")]
     assert float(rows[0]["gb_per_s"]) > 0 and 0 < float(rows[0]["error"]) < 1e-5
 
-    honest = workloads.fastmax.step
-    monkeypatch.setattr(workloads.fastmax, "step", lambda *x: (honest(*x)[0], x[-1]))  # the state does not advance
+    honest = fastmax.step
+    monkeypatch.setattr(fastmax, "step", lambda *x: (honest(*x)[0], x[-1]))  # the state does not advance
     status, rows = measure(case, workload="decode")
     assert status == 1 and rows[0]["note"].startswith("refused") and rows[0]["median"] == "" and rows[1]["median"]
+
+
+def test_decode_beside_a_cache(measure, monkeypatch):
+    case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_gathered", "fastmax_in_place", "sdpa_flash"))
+    case = replace(case, peer="sdpa_flash")
+    monkeypatch.setattr(workloads, "_cache_bytes", lambda device: 2**12)
+    status, rows = measure(case, workload="decode")
+    assert status == 0 and [row["provider"] for row in rows] == list(case.providers)
+    assert all(float(row["of_peer"]) > 0 for row in rows) and 0 < float(rows[0]["error"]) < 1e-5
+
+
+@pytest.mark.parametrize("cache_bytes", [2**12, 2**15], ids=["few states", "many states"])
+def test_a_pass_of_gathered_steps_has_its_share_of_folds(cache_bytes, monkeypatch):
+    folds, honest = [], fastmax.step_
+
+    def step_(*token_and_state):
+        folds.append((token_and_state[-1].gathered == 32).float().mean().item())
+        return honest(*token_and_state)
+
+    monkeypatch.setattr(fastmax, "step_", step_)
+    case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_gathered",))
+    made = decoding.make_pass("fastmax_gathered", case, torch.device("cpu"), cache_bytes)
+    for _ in range(2):
+        made.function()
+    assert len(folds) == 2 * made.steps and sum(folds[made.steps :]) * 32 == made.steps
 
 
 def test_crossover_report(measure, capsys):
@@ -608,5 +633,5 @@ def test_every_suite_names_what_exists():
         for case in (case for cases in suite.cases.values() for case in cases):
             assert case.peer == "" or case.peer in case.providers
             assert case.dtype in check.LIMITS
-            known = {"softmax": workloads.ROW_SOFTMAX, "decode": ("fastmax", "copy"), "train": training.ATTENTION}
+            known = {"softmax": workloads.ROW_SOFTMAX, "decode": decoding.NAMES, "train": training.ATTENTION}
             assert all(name in known.get(suite.workload, PROVIDERS) for name in case.providers)

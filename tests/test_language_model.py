@@ -303,3 +303,158 @@ def test_bpe_writes_any_text():
     assert text.tokens.dtype == torch.int32 and text.starts.tolist()[0] == 0
     assert tokenizer.decode(text.tokens[: text.starts[1]].tolist()) == documents[0]
     assert tokenizer.decode(text.tokens.tolist(), skip_special_tokens=False).count("<|endoftext|>") == 2
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """Of a tiny model of bytes with fastmax, and of a hybrid with BPE tokens."""
+    pytest.importorskip("tokenizers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        import train_lm
+
+        out = tmp_path_factory.mktemp("checkpoints")
+        (out / "text.py").write_text("".join(TEXT))
+        for name, options in (("bytes", []), ("bpe", ["--every", "2", "--bpe", "300"])):
+            command = [*RUN, "--steps", "1", *options, "--data", str(out / "text.py"), "--out", str(out / name)]
+            assert train_lm.main(command) == 0
+    return {name: out / name / "checkpoint.pt" for name in ("bytes", "bpe")}
+
+
+def loaded(model, device: str = "cpu", dtype: torch.dtype = torch.float64):
+    """As from its checkpoint."""
+    import generate
+
+    return generate.load_model({"config": asdict(model.config), "model": model.state_dict()}, device, dtype)
+
+
+@pytest.mark.parametrize("options", MODELS, ids=NAMES)
+def test_streamed_tokens_are_those_of_the_full_forward(options):
+    import generate
+
+    model, prompt = tiny(**options), torch.randint(32, (2, 5))
+    model = loaded(model)
+    logits, states = generate.read(model, prompt, model.init_states(2))
+    moving, sizes, made = generate.in_place(model, states, 9), [], []
+    plain = generate.make_step(model, moving, graph=False)
+
+    def step(token):
+        made.append(plain(token))
+        return made[-1]
+
+    tokens = prompt
+    for token in generate.generate(step, logits, 9, 0.0, torch.Generator()):
+        sizes.append(generate.mib(moving))
+        expected = model(tokens)[:, -1]
+        torch.testing.assert_close(made[-1] if made else logits, expected, rtol=1e-9, atol=1e-9)
+        assert token.equal(expected.argmax(-1, keepdim=True))
+        tokens = torch.cat([tokens, token], dim=1)
+    assert len(set(sizes)) == 1 and len(made) == 8
+    _, again = generate.read(model, prompt, model.init_states(2))
+    for state, other in zip(states, again, strict=True):  # what was stepped are copies
+        assert all(x.equal(y) for x, y in zip(state.tensors().values(), other.tensors().values(), strict=True))
+
+
+def test_prompts_in_chunks(monkeypatch):
+    import generate
+
+    model, prompt = tiny(exact_window=4, every=2), torch.randint(32, (2, 10))
+    expected = model(prompt)[:, -1]
+    monkeypatch.setattr(generate, "CHUNK", 4)
+    torch.testing.assert_close(generate.read(model, prompt, model.init_states(2))[0], expected, rtol=1e-9, atol=1e-9)
+
+
+def test_softmax_with_the_same_weights_and_its_cache():
+    import generate
+
+    model = tiny(exact_window=4, every=2)
+    softmax = generate.with_softmax(
+        generate.load_model({"config": asdict(model.config), "model": model.state_dict()}, "cpu", torch.float64)
+    )
+    assert {block.attn.attention for block in softmax.blocks} == {"softmax"}
+    names = {name for name in model.state_dict() if "decay_proj" not in name}
+    assert softmax.state_dict().keys() == names
+    assert all(softmax.state_dict()[name].equal(model.state_dict()[name]) for name in names)
+    caches = [generate.cache_of_noise(state, 100) for state in softmax.init_states(3)]
+    assert generate.mib(generate.in_place(softmax, caches, 0)) * 2**20 == pytest.approx(
+        sum(state.recent.nbytes + state.positions.nbytes for state in caches) + 2 * 2 * 3 * 100 * 16 * 8
+    )
+
+
+def test_weights_in_bfloat16_keep_the_biases_of_decays():
+    import generate
+
+    model = tiny(exact_window=4)
+    half = loaded(model, dtype=torch.bfloat16)
+    assert half.blocks[0].attn.decay_proj.bias.dtype == torch.float32
+    assert {x.dtype for name, x in half.named_parameters() if "decay_proj.bias" not in name} == {torch.bfloat16}
+    logits, states = generate.read(half, torch.randint(32, (1, 5)), half.init_states(1))
+    assert logits.dtype == torch.bfloat16 and half.step_(torch.zeros(1, 1, dtype=torch.int64), states).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["bytes", "bpe"])
+def test_generate_prints_the_same_text_for_the_same_seed(name, checkpoints, capsys):
+    import generate
+
+    printed = []
+    for seed in ("1", "1", "2"):
+        options = ["--prompt", "def f", "--tokens", "20", "--seed", seed, "--device", "cpu", "--dtype", "float32"]
+        generate.main([str(checkpoints[name]), *options])
+        text, _, table = capsys.readouterr().out.rpartition("\n\n")
+        printed.append(text)
+    assert printed[0].startswith("def f") and len(printed[0]) > 8
+    assert printed[0] == printed[1] != printed[2]
+    assert "20 tokens" in table and ("caches, which grow" in table) is (name == "bpe")
+
+
+def test_bytes_of_a_character_are_printed_together():
+    import generate
+
+    to_text = generate.decoder(None)
+    assert [to_text(byte) for byte in "é☃".encode()] == ["", "é", "", "", "☃"]
+
+
+def test_generate_compares_states_with_caches(checkpoints, tmp_path, capsys):
+    import generate
+
+    options = ["--compare", "--contexts", "8", "40", "--steps", "2", "--device", "cpu", "--dtype", "float32"]
+    generate.main([str(checkpoints["bytes"]), *options, "--out", str(tmp_path)])
+    assert "softmax with a cache" in capsys.readouterr().out
+    with open(tmp_path / "generate.csv", newline="") as file:
+        short, long = ({name: float(x) for name, x in row.items()} for row in csv.DictReader(file))
+    assert (short["context"], long["context"]) == (8, 40)
+    assert short["state_mib"] == long["state_mib"] and long["cache_mib"] > 2 * short["cache_mib"]
+    assert min(row[name] for row in (short, long) for name in ("state_ms", "cache_ms")) > 0
+    assert (tmp_path / "generate.png").exists()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", MODELS[:2], ids=NAMES[:2])
+def test_a_graph_streams_what_plain_steps_do(options):
+    import generate
+
+    model = tiny(**options)
+    model = loaded(model, "cuda", torch.bfloat16)
+    prompt, streamed = torch.randint(32, (1, 5), device="cuda"), []
+    for graph in (False, True):
+        logits, states = generate.read(model, prompt, model.init_states(1))
+        states = generate.in_place(model, states, 30)
+        step = generate.make_step(model, states, graph)
+        streamed.append(torch.cat(list(generate.generate(step, logits, 30, 0.0, torch.Generator("cuda")))))
+    assert streamed[0].equal(streamed[1]) and len(streamed[0].unique()) > 1
+
+
+@pytest.mark.cuda
+def test_comparison_and_compiled_training_on_a_device(checkpoints, tmp_path):
+    import generate
+    import train_lm
+
+    for name, path in checkpoints.items():
+        generate.main([str(path), "--compare", "--contexts", "64", "256", "--steps", "3", "--out", str(tmp_path / name)])
+        generate.main([str(path), "--tokens", "20"])
+    for options in ([], ["--packed", "--every", "2"]):
+        out = tmp_path / f"compiled{len(options)}"
+        command = [x for x in RUN if x not in ("--device", "cpu", "--no-bf16", "--no-compile")]
+        command += ["--n-embd", "64", "--block-size", "256", "--data", str(EXAMPLES), *options, "--out", str(out)]
+        assert train_lm.main(command) == 0
+        assert all(0 < float(val) < 6 for *_, val in losses(out))

@@ -367,6 +367,22 @@ def test_softmax_has_the_same_weights():
     assert all(torch.equal(x, states[1][name]) for name, x in states[0].items())
 
 
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "head_dim": 10}])
+def test_default_temperature_is_softmax_s_where_a_window_is(options):
+    layer = make(exact_window=N, **options)
+    softmax = FastmaxSelfAttention(C, 4, dtype=torch.float64, attention="softmax", **options)
+    softmax.load_state_dict(layer.state_dict())
+    x = tokens()
+    torch.testing.assert_close(layer(x), softmax(x))
+
+
+@pytest.mark.parametrize(
+    "options, temperature", [({}, (C / 4) ** 0.5), ({"exact_window": 0}, 1.0), ({"p": 1}, 1.1), ({"temperature": 3.0}, 3.0)]
+)
+def test_default_temperature(options, temperature):
+    assert FastmaxSelfAttention(C, 4, **options).options["temperature"] == pytest.approx(temperature)
+
+
 def test_initialisation():
     layer = FastmaxSelfAttention(64, 8, num_kv_heads=4, longest_half_life=500.0, dtype=torch.float64)
     decays = F.logsigmoid(layer.decay_proj.bias)

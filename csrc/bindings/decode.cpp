@@ -1,4 +1,4 @@
-// fastmax::decode_step and decode_step_ for CUDA tensors: one token of generation (decode.h).
+// fastmax::decode_step, decode_step_ and gathered_step_ for CUDA tensors: one token of generation (decode.h, gathered.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <iterator>
 #include <tuple>
 
 #include "bindings/checks.h"
@@ -15,6 +16,7 @@
 #include "bindings/torch_abi.h"
 #include "core/device.h"
 #include "decode/decode.h"
+#include "decode/gathered.h"
 
 namespace fastmax {
 namespace {
@@ -35,10 +37,14 @@ bool is_covered(const Tensor& q, const Tensor& v) {
   return kernels_run_on(q) && std::max(q.size(3), v.size(3)) <= kMaxDecodeHeadDim;
 }
 
-// The state is written to new_values and new_weights, which may be values and weights themselves; returns o.
-Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-               const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask,
-               const OptionalTensor& log_decay, double scale, double a0, double a1, double a2, int64_t order) {
+// Uninitialised, (b, h, 1, dv).
+Tensor empty_output(const Tensor& q, const Tensor& v) {
+  return empty_contiguous({q.size(0), q.size(1), 1, v.size(3)}, q.scalar_type(), q.get_device_index());
+}
+
+DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+                       const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask,
+                       const OptionalTensor& log_decay, const Tensor& o, double scale, double a0, double a1, double a2, int64_t order) {
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
   const bool has_mask = key_padding_mask.has_value(), has_decay = log_decay.has_value();
   DecodeParams p{};
@@ -56,14 +62,24 @@ Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   p.decay_batch_stride = has_decay ? log_decay->stride(0) : 0, p.decay_head_stride = has_decay ? log_decay->stride(1) : 0;
   p.values = static_cast<const float*>(values.data_ptr()), p.new_values = static_cast<float*>(new_values.data_ptr());
   p.weights = static_cast<const float*>(weights.data_ptr()), p.new_weights = static_cast<float*>(new_weights.data_ptr());
-
-  const Tensor o = empty_strided({b, h, 1, dv}, {h * dv, dv, dv, 1}, q.scalar_type(), q.get_device_index());
   p.o = o.data_ptr();
-  if (is_debugging()) {
-    std::fprintf(stderr, "fastmax::decode_step: decode_sm80: b %d, h %d, hk %d, d %d, dv %d, order %d\n", p.b, p.h, p.hk, p.d, p.dv,
-                 p.order);
-  }
-  if (b > 0 && d > 0 && dv > 0) launch_decode(p, current_stream(q.get_device_index()));
+  return p;
+}
+
+void print_kernel(const char* name, const DecodeParams& p) {
+  if (!is_debugging()) return;
+  std::fprintf(stderr, "fastmax::%s: b %d, h %d, hk %d, d %d, dv %d, order %d\n", name, p.b, p.h, p.hk, p.d, p.dv, p.order);
+}
+
+// The state is written to new_values and new_weights, which may be values and weights themselves; returns o.
+Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+               const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask,
+               const OptionalTensor& log_decay, double scale, double a0, double a1, double a2, int64_t order) {
+  const Tensor o = empty_output(q, v);
+  const DecodeParams p =
+      params_of(q, k, v, values, weights, new_values, new_weights, key_padding_mask, log_decay, o, scale, a0, a1, a2, order);
+  print_kernel("decode_step: decode_sm80", p);
+  if (p.b > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
 
@@ -107,10 +123,82 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
   return advance(q, k, v, values, weights, values, weights, key_padding_mask, log_decay, scale, a0, a1, a2, order);
 }
 
+// What a state keeps beside its sums.
+struct Kept {
+  const Tensor &keys, &values, &mask, &decays, &gathered;
+};
+
+void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor& v, int64_t exact_window) {
+  const int64_t b = k.size(0), hk = k.size(1);
+  FASTMAX_CHECK(kept.keys.dim() == 4, "near_keys must be 4-dimensional, got ", kept.keys.dim(), " dimensions");
+  const int64_t places = kept.keys.size(2);
+  FASTMAX_CHECK(exact_window >= 0 && exact_window < places, "exact_window must be from 0 to the places of near_keys, ", places,
+                ", less 1, got ", exact_window);
+  check_shape("near_keys", kept.keys, {b, hk, places, k.size(3)});
+  check_shape("near_values", kept.values, {b, hk, places, v.size(3)});
+  check_shape("near_mask", kept.mask, {b, hk, places});
+  check_shape("near_decays", kept.decays, {b, hk, places});
+  check_shape("gathered", kept.gathered, {b, hk});
+  const ScalarType wide = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
+  const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"near_keys", &kept.keys, q.scalar_type()},
+                                                                         {"near_values", &kept.values, q.scalar_type()},
+                                                                         {"near_mask", &kept.mask, ScalarType::Bool},
+                                                                         {"near_decays", &kept.decays, wide},
+                                                                         {"gathered", &kept.gathered, ScalarType::Int}};
+  for (const auto& [name, x, dtype] : expected) {
+    check_device(name, *x, q);
+    FASTMAX_CHECK(x->scalar_type() == dtype, name, " has the wrong dtype for q's");
+    FASTMAX_CHECK(x->is_contiguous(), name, " must be contiguous to be written in place");
+  }
+}
+
+Tensor gathered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+                              const Tensor& near_keys, const Tensor& near_values, const Tensor& near_mask, const Tensor& near_decays,
+                              const Tensor& gathered, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+                              int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
+  check_cuda_tensor("q", q);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  check_step(q, k, v, values, weights, key_padding_mask, log_decay, scale, order);
+  check_kept({near_keys, near_values, near_mask, near_decays, gathered}, q, k, v, exact_window);
+  FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
+                  "values and weights must be contiguous to be written in place");
+  const Tensor* const written[] = {&values, &weights, &near_keys, &near_values, &near_mask, &near_decays, &gathered};
+  const Tensor* const read[] = {&q, &k, &v, key_padding_mask.has_value() ? &*key_padding_mask : nullptr,
+                                log_decay.has_value() ? &*log_decay : nullptr};
+  for (const Tensor* const* x = std::begin(written); x != std::end(written); ++x) {
+    for (const Tensor* const* y = x + 1; y != std::end(written); ++y) {
+      FASTMAX_CHECK(!overlap(**x, **y), "the tensors of the state must not overlap to be written in place");
+    }
+    for (const Tensor* y : read) {
+      FASTMAX_CHECK(y == nullptr || !overlap(**x, *y), "the token must not overlap the state, which is written in place");
+    }
+  }
+  const int64_t places = near_keys.size(2);
+  if (!is_covered(q, v) || places > kMaxGatheredPlaces) {
+    return call_operator<1>("fastmax::eager_gathered_step_", q, k, v, values, weights, near_keys, near_values, near_mask, near_decays,
+                            gathered, key_padding_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
+  }
+  const int device = q.get_device_index();
+  const Tensor o = empty_output(q, v);
+  GatheredParams p{};
+  p.step = params_of(q, k, v, values, weights, values, weights, key_padding_mask, log_decay, o, scale, a0, a1, a2, order);
+  p.exact_window = static_cast<int>(exact_window), p.fold_every = static_cast<int>(places - exact_window);
+  p.near_keys = near_keys.data_ptr(), p.near_values = near_values.data_ptr();
+  p.near_mask = static_cast<uint8_t*>(near_mask.data_ptr()), p.near_decays = static_cast<float*>(near_decays.data_ptr());
+  p.gathered = static_cast<int*>(gathered.data_ptr());
+  print_kernel("gathered_step_: gathered_sm80", p.step);
+  if (p.step.b == 0) return o;
+  const Tensor workspace = allocate_workspace(gathered_workspace_bytes(p), device);
+  p.workspace = workspace.data_ptr();
+  launch_gathered(p, current_stream(device));
+  return o;
+}
+
 }  // namespace
 }  // namespace fastmax
 
 STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("decode_step", TORCH_BOX(&fastmax::decode_step));
   m.impl("decode_step_", TORCH_BOX(&fastmax::decode_step_in_place));
+  m.impl("gathered_step_", TORCH_BOX(&fastmax::gathered_step_in_place));
 }

@@ -11,6 +11,7 @@
 #include "core/dispatch.h"
 #include "core/dtype.h"
 #include "core/launch.h"
+#include "decode/features.h"
 
 namespace fastmax {
 namespace {
@@ -20,51 +21,6 @@ constexpr int kUnroll = 4;     // vectors that a lane has in flight: 32 KB of st
 // Vectors of a row per block, as powers of two: 64 bytes, below which DRAM accesses are split; a warp's lanes.
 constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
 static_assert(kUnroll * (32 >> kMinLog2Slice) <= 32, "a batch of loads covers at most the 32 rows of a chunk");
-
-__device__ __forceinline__ float multiply_add(float a, float x, float y) { return fmaf(a, x, y); }
-__device__ __forceinline__ float4 multiply_add(float a, float4 x, float4 y) {
-  return make_float4(fmaf(a, x.x, y.x), fmaf(a, x.y, y.y), fmaf(a, x.z, y.z), fmaf(a, x.w, y.w));
-}
-
-// x times the factor; 0 for 0, even where x is not finite.
-__device__ __forceinline__ float faded(float x, float factor) { return factor == 0.f ? 0.f : __fmul_rn(x, factor); }
-__device__ __forceinline__ float4 faded(float4 x, float factor) {
-  return make_float4(faded(x.x, factor), faded(x.y, factor), faded(x.z, factor), faded(x.w, factor));
-}
-
-// The sum over the lanes whose numbers differ in the bits from first_bit up.
-__device__ __forceinline__ float sum_lanes(float x, int first_bit) {
-  for (int bit = first_bit; bit < 32; bit *= 2) x += __shfl_xor_sync(~0u, x, bit);
-  return x;
-}
-__device__ __forceinline__ float4 sum_lanes(float4 x, int first_bit) {
-  return make_float4(sum_lanes(x.x, first_bit), sum_lanes(x.y, first_bit), sum_lanes(x.z, first_bit), sum_lanes(x.w, first_bit));
-}
-
-// Columns of the second-order row r (counted from the first of them): a is the largest with first(a) <= r.
-__device__ __forceinline__ void pair_of_row(int r, int d, int& a, int& b) {
-  const auto first = [d](int i) { return i * d - i * (i - 1) / 2; };
-  const float n = 2.f * d + 1.f;
-  a = static_cast<int>((n - sqrtf(n * n - 8.f * r)) * 0.5f);
-  a = max(0, min(a, d - 1));
-  while (a > 0 && first(a) > r) --a;
-  while (a + 1 < d && first(a + 1) <= r) ++a;
-  b = a + r - first(a);
-}
-
-// The columns whose product is the feature of a row of the state; -1 stands for a factor 1.
-struct Feature {
-  int a, b;
-
-  __device__ __forceinline__ Feature(int row, int d) : a(-1), b(row - 1) {
-    if (row > d) pair_of_row(row - 1 - d, d, a, b);
-  }
-  __device__ __forceinline__ float of(const float* x) const { return (a < 0 ? 1.f : x[a]) * (b < 0 ? 1.f : x[b]); }
-};
-
-__device__ __forceinline__ bool joins_state(const DecodeParams& p, int batch) {
-  return p.key_padding_mask == nullptr || p.key_padding_mask[batch * p.mask_stride] != 0;
-}
 
 // Of the state before the token.
 __device__ __forceinline__ float factor_of_state(const DecodeParams& p, int batch, int kv_head) {
@@ -103,14 +59,6 @@ __device__ __forceinline__ void load_token(const DecodeParams& p, int batch, int
     case MathMode::kBF16: load_rows<__nv_bfloat16>(p, batch, kv_head, first_head, end, rows); break;
     case MathMode::kFP16: load_rows<__half>(p, batch, kv_head, first_head, end, rows); break;
     default: load_rows<float>(p, batch, kv_head, first_head, end, rows); break;
-  }
-}
-
-__device__ __forceinline__ void store(void* x, MathMode dtype, int64_t i, float value) {
-  switch (dtype) {
-    case MathMode::kBF16: static_cast<__nv_bfloat16*>(x)[i] = from_float<__nv_bfloat16>(value); break;
-    case MathMode::kFP16: static_cast<__half*>(x)[i] = from_float<__half>(value); break;
-    default: static_cast<float*>(x)[i] = value;
   }
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -56,10 +55,9 @@ def swap(
         return _swap_in_transformers(model, exact_window, layers, temperature, decay, longest_half_life)
 
     chosen = _chosen(_softmax_layers(model), layers)
-    options = {}
-    for name, layer in chosen.items():
-        scale = math.sqrt(layer.head_dim) if temperature is None else temperature
-        options[name] = options_of_fastmax(exact_window, temperature=scale)
+    options = {
+        name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()
+    }
     gates = {name: _new_gate(layer, longest_half_life) for name, layer in chosen.items() if decay and layer.decay_proj is None}
     for name, layer in chosen.items():
         layer.attention, layer.options = "fastmax", options[name]

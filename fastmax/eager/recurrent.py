@@ -60,45 +60,53 @@ def decode_step_(
 
 def _key_features(k: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Score) -> Tensor:
     """(b, hk, 1, d) -> (b, hk, features), zero where the token does not join."""
-    key = _features(k.squeeze(2).to(dtype), score.order)
+    key = distinct_features(k.squeeze(2).to(dtype), score.order)
     return key if mask is None else key * mask.unsqueeze(-1)
 
 
 def sums_of_weights(q: Tensor, weights: Tensor, score: Score) -> Tensor:
     """(b, h, 1): what the output of a token's queries was divided by; `weights` of the state after it."""
-    return (_query_features(q, weights, score) @ weights.unsqueeze(-1)).flatten(1, 2)
+    return (query_features(q, weights, score) @ weights.unsqueeze(-1)).flatten(1, 2)
 
 
 def softmax_step(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, decays: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Output (b, h, 1, dv) and log of the sums of weights (b, h, 1) of queries (b, h, 1, d) that stand at the last of a few
     keys (b, hk, m, d); mask bool (b, m), decays (b, hk, m), logarithms, -inf too. For few keys that costs less than tiles."""
-    wide, heads = decays.dtype, keys.shape[1]
-    fading = F.pad(decays[..., 1:], (0, 1)).double().flip(-1).cumsum(-1).flip(-1).to(wide)
-    fading = torch.where(mask.unsqueeze(1), fading, -torch.inf)
-    query = (scale * q.squeeze(2).to(wide)).unflatten(1, (heads, -1))  # (b, hk, group, d)
-    s = query @ keys.to(wide).mT + fading.unsqueeze(2)
+    wide = decays.dtype
+    fading = torch.where(mask.unsqueeze(1), fading_to_last(decays), -torch.inf)
+    query = (scale * q.squeeze(2).to(wide)).unflatten(1, (keys.shape[1], -1))  # (b, hk, group, d)
+    o, lse = softmax_of(query @ keys.to(wide).mT + fading.unsqueeze(2), values.to(wide))
+    return o.flatten(1, 2).unsqueeze(2).to(q.dtype), lse.flatten(1, 2).unsqueeze(2)
+
+
+def fading_to_last(decays: Tensor) -> Tensor:
+    """The logarithm of what is left of each token (b, hk, m) at the last one, of the decays that each of them brings."""
+    return F.pad(decays[..., 1:], (0, 1)).double().flip(-1).cumsum(-1).flip(-1).to(decays.dtype)
+
+
+def softmax_of(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Output (..., rows, dv) and log of the sums of weights (..., rows) of scores (..., rows, m), -inf for unseen keys."""
     largest = s.detach().amax(-1, keepdim=True)
     base = torch.where(largest == -torch.inf, 0.0, largest)
     w = (s - base).exp()
     z = w.sum(-1, keepdim=True)
-    o, lse = (w @ values.to(wide)) * reciprocal(z), base + log_of_sums(z)
-    return o.flatten(1, 2).unsqueeze(2).to(q.dtype), lse.flatten(1, 2)
+    return (w @ values) * reciprocal(z), (base + log_of_sums(z)).squeeze(-1)
 
 
 def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
-    query = _query_features(q, weights, score)
+    query = query_features(q, weights, score)
     o = (query @ values) * reciprocal(query @ weights.unsqueeze(-1))
     return o.flatten(1, 2).unsqueeze(2).to(q.dtype)
 
 
-def _query_features(q: Tensor, weights: Tensor, score: Score) -> Tensor:
+def query_features(q: Tensor, weights: Tensor, score: Score) -> Tensor:
     """(b, h, 1, d) -> (b, hk, group, features), with what f makes of each."""
-    query = _features(score.scale * q.squeeze(2).to(weights.dtype), score.order)
+    query = distinct_features(score.scale * q.squeeze(2).to(weights.dtype), score.order)
     query = query * coefficients(q.shape[-1], score, query)
     return query.unflatten(1, (weights.shape[1], -1))
 
 
-def _features(x: Tensor, order: int) -> Tensor:
+def distinct_features(x: Tensor, order: int) -> Tensor:
     """(..., d) -> (..., features): 1, x_a and, for order 2, x_a x_b for a <= b."""
     parts = [torch.ones_like(x[..., :1]), x]
     if order == 2:

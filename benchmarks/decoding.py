@@ -1,0 +1,135 @@
+"""One token of generation: what is timed, by provider, and its check against float64."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import fastmax
+from benchmarks.check import LIMITS, WrongResult
+from benchmarks.registry import DTYPES, PROVIDERS, Case, Pairs
+
+Token = tuple[Tensor, Tensor, Tensor]
+State = fastmax.DecodeState
+
+CONTEXT = 30  # tokens in the state that is timed
+FOLD_EVERY = 32
+FASTMAX = ("fastmax", "fastmax_in_place", "fastmax_gathered")
+SOFTMAX = ("sdpa_flash", "sdpa_cudnn")  # with a cache of case.tokens keys and values
+NAMES = (*FASTMAX, *SOFTMAX, "copy")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Steps one after the other, of which none finds its state or cache in the device's cache."""
+
+    function: Callable[[], None]
+    steps: int
+    bytes_of_step: float  # read and written, on average
+    one: Callable[[], object] | None = None  # a single step, whose host time is measured
+    context: Callable[[], AbstractContextManager] = nullcontext
+
+
+def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int) -> Pass:
+    """Of the provider; `cache_bytes`: of the device."""
+    if name in SOFTMAX:
+        return _softmax(name, case, device, cache_bytes)
+    state, tokens = _state(case, device, FOLD_EVERY if name == "fastmax_gathered" else 1)
+    bytes_of_state = state.values.nbytes + state.weights.nbytes
+    count = math.ceil(8 * cache_bytes / bytes_of_state)
+    if name == "copy":
+        source = torch.randn(count, bytes_of_state // 4, device=device)
+        target = torch.empty_like(source)
+
+        def copy() -> None:
+            for to, x in zip(target, source, strict=True):
+                to.copy_(x)
+
+        return Pass(copy, count, 2 * bytes_of_state)
+    token = tuple(x[:, :, -1:] for x in tokens)
+    if name == "fastmax":
+        states = [state.clone() for _ in range(count)]
+        new_states: list[State] = []  # kept, so that each step writes memory of its own
+
+        def new_state() -> None:
+            new_states[:] = [fastmax.step(*token, x)[1] for x in states]
+
+        return Pass(new_state, count, 2 * bytes_of_state, partial(fastmax.step, *token, state))
+    rounds, rate = 1, 2.0
+    if name == "fastmax_gathered":  # each state folds once in so many steps: one in so many, or each once, within a pass
+        rounds, rate = (1 if count >= FOLD_EVERY else FOLD_EVERY), 1 + 1 / FOLD_EVERY
+        count = math.ceil(count / FOLD_EVERY) * FOLD_EVERY if rounds == 1 else count
+    states = [state.clone() for _ in range(count)]
+    for i, x in enumerate(states):
+        if x.gathered is not None:
+            x.gathered.fill_(i % FOLD_EVERY)
+
+    def in_place() -> None:
+        for x in itertools.chain.from_iterable(itertools.repeat(states, rounds)):
+            fastmax.step_(*token, x)
+
+    return Pass(in_place, rounds * count, rate * bytes_of_state, partial(fastmax.step_, *token, state))
+
+
+def _softmax(name: str, case: Case, device: torch.device, cache_bytes: int) -> Pass:
+    shape = (case.batch, case.heads, case.tokens, case.head_dim)
+    dtype = DTYPES[case.dtype]
+    bytes_of_cache = 2 * math.prod(shape) * dtype.itemsize
+    caches = [
+        tuple(torch.randn(shape, dtype=dtype, device=device) for _ in "kv")
+        for _ in range(math.ceil(8 * cache_bytes / bytes_of_cache))
+    ]
+    q = torch.randn(*shape[:2], 1, case.head_dim, dtype=dtype, device=device)
+
+    def attend() -> None:
+        for cache in caches:
+            F.scaled_dot_product_attention(q, *cache)
+
+    one = partial(F.scaled_dot_product_attention, q, *caches[0])
+    return Pass(attend, len(caches), bytes_of_cache, one, PROVIDERS[name].context)
+
+
+def _state(case: Case, device: torch.device, fold_every: int = 1) -> tuple[State, Token]:
+    """The state after CONTEXT tokens, and the tokens, some more."""
+    generator = torch.Generator(device).manual_seed(case.head_dim)
+    shape = (case.batch, case.heads, CONTEXT + FOLD_EVERY + 2, case.head_dim)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in "qkv")
+    options = {"dtype": q.dtype, "device": device, "temperature": case.head_dim**0.5, "p": case.p, "fold_every": fold_every}
+    state = fastmax.init_state(case.batch, case.heads, case.head_dim, **options)
+    return fastmax.prefill(*(x[:, :, :CONTEXT] for x in (q, k, v)), state)[1], (q, k, v)
+
+
+def check_pass(name: str, case: Case, device: torch.device) -> float:
+    """Relative error of the last two of as many steps as fold, against the definition in float64.
+
+    Raises:
+        WrongResult: it is above the limit.
+    """
+    case = replace(case, batch=1, heads=min(case.heads * case.batch, 64))
+    state, (q, k, v) = _state(case, device, FOLD_EVERY if name == "fastmax_gathered" else 1)
+    n, outputs = q.shape[2], []
+    for t in range(CONTEXT, n):
+        token = tuple(x[:, :, t : t + 1] for x in (q, k, v))
+        if name == "fastmax":
+            o, state = fastmax.step(*token, state)
+        else:
+            o = fastmax.step_(*token, state)
+        outputs.append(o)
+    got = torch.cat(outputs[-2:], 2).double()
+    distance = torch.arange(n - 2, n, device=device)[:, None] - torch.arange(n, device=device)
+    pairs = Pairs(case, torch.arange(case.heads, device=device), distance)
+    weight = PROVIDERS["fastmax"].weight(q.double()[:, :, -2:] @ k.double().mT, pairs)
+    weight = torch.where(distance >= 0, weight, 0.0)
+    expected = (weight @ v.double()) / weight.sum(-1, keepdim=True)
+    error = ((got - expected).norm() / expected.norm()).item()
+    if not error < LIMITS[case.dtype]:
+        raise WrongResult(f"{name} is wrong on {case.label()}: relative error {error:.1e}")
+    return error

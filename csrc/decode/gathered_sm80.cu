@@ -1,0 +1,643 @@
+// Decoding that reads the state, and writes it every T-th step alone.
+//
+// Two launches. In the first, blocks take ranges of rows of a state, or a tile of the tokens that are kept beside it, and leave
+// partial sums in memory: a state is cut as finely as fills the device. Each block finds in the device's own count whether T
+// tokens are gathered, and then first adds them to its rows, so that the same graph serves every step. In the second launch a
+// block for each state combines the partial sums, in one order, and keeps the token.
+
+#include "decode/gathered.h"
+
+#include <algorithm>
+
+#include "core/dtype.h"
+#include "core/launch.h"
+#include "decode/features.h"
+
+namespace fastmax {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kUnroll = 4;  // vectors that a lane has in flight
+constexpr int kTile = 32;   // tokens, a lane each
+constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
+constexpr int kMaxHeads = 8;  // query heads of a launch
+constexpr int kStagedLoads = 8;  // elements that a thread has on their way into shared memory
+
+// Sums of a part for a query head: of a split of the rows, of the gathered tokens of a tile, of the exact tokens of a tile. These are
+// in units of exp(maximum); those of a tile are as of its last token.
+struct Partials {
+  float* numerators;    // (b h, parts, dv)
+  float* denominators;  // (b h, parts)
+  float* maxima;        // (b h, tiles)
+};
+
+struct Work {
+  int group, first_head;  // query heads of each group from first_head on
+  int slices, log2_vectors;
+  int splits, tiles;
+  Partials partials;
+
+  __host__ __device__ int parts() const { return splits + 2 * tiles; }
+  __host__ __device__ int first_far() const { return splits; }
+  __host__ __device__ int first_near() const { return splits + tiles; }
+};
+
+__device__ __forceinline__ int places(const GatheredParams& p) { return p.exact_window + p.fold_every; }
+
+// What a state holds when a step begins.
+struct Held {
+  bool folds;
+  int before;     // tokens that stay, before the one that comes
+  int64_t first;  // place of the oldest of them, among those of all states
+
+  __device__ Held(const GatheredParams& p, int state) {
+    const int gathered = p.gathered[state];
+    folds = gathered >= p.fold_every;
+    before = p.exact_window + (folds ? 0 : max(gathered, 0));
+    first = int64_t{state} * places(p) + (folds ? p.fold_every : 0);
+  }
+};
+
+__device__ __forceinline__ float decay_of_token(const DecodeParams& p, int batch, int kv_head) {
+  if (p.log_decay == nullptr) return 0.f;
+  return p.log_decay[batch * p.decay_batch_stride + kv_head * p.decay_head_stride];
+}
+
+// Over the numbers of a warp.
+__device__ __forceinline__ float max_lanes(float x) {
+  for (int bit = 1; bit < 32; bit *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, bit));
+  return x;
+}
+// The sum over the lanes behind this one.
+__device__ __forceinline__ float sum_behind(float x) {
+  const int lane = threadIdx.x % 32;
+  for (int step = 1; step < 32; step *= 2) {
+    const float y = __shfl_down_sync(~0u, x, step);
+    if (lane + step < 32) x += y;
+  }
+  const float behind = __shfl_down_sync(~0u, x, 1);
+  return lane == 31 ? 0.f : behind;
+}
+__device__ __forceinline__ float sum_range(const float* x, int begin, int end) {
+  float sum = 0.f;
+  for (int i = begin + threadIdx.x % 32; i < end; i += 32) sum += x[i];
+  return sum_lanes(sum, 1);
+}
+
+// Where rows of a tile come from: rows[i], and one of them, `fresh_row`, from elsewhere.
+struct Rows {
+  const void* rows;
+  int64_t first, row_stride, column_stride;  // in elements
+  int fresh_row = -1;                        // none
+  const void* fresh = nullptr;
+  int64_t fresh_first = 0, fresh_stride = 0;
+};
+
+// `count` rows into shared memory, zeros where a bit of `there` is not set.
+template <class Element, int kStaged>
+__device__ __forceinline__ void load_rows(const Rows& from, int count, int columns, uint32_t there, float factor,
+                                          float* __restrict__ to, int to_stride) {
+  const Element* __restrict__ rows = static_cast<const Element*>(from.rows) + from.first;
+  const Element* __restrict__ fresh = static_cast<const Element*>(from.fresh) + from.fresh_first;
+  const int total = count * columns;
+  for (int i0 = threadIdx.x; i0 < total; i0 += kStaged * kThreads) {
+    float x[kStaged];
+#pragma unroll
+    for (int j = 0; j < kStaged; ++j) {
+      const int i = i0 + j * kThreads, row = i / columns, column = i - row * columns;
+      x[j] = 0.f;
+      if (i < total && (there >> row & 1)) {
+        x[j] = factor * to_float(row == from.fresh_row ? fresh[column * from.fresh_stride] : rows[row * from.row_stride + column * from.column_stride]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kStaged; ++j) {
+      const int i = i0 + j * kThreads, row = i / columns, column = i - row * columns;
+      if (i < total) to[row * to_stride + column] = x[j];
+    }
+  }
+}
+template <int kStaged>
+__device__ __forceinline__ void load_rows(MathMode math, const Rows& from, int count, int columns, uint32_t there, float factor,
+                                          float* to, int to_stride) {
+  switch (math) {
+    case MathMode::kBF16: load_rows<__nv_bfloat16, kStaged>(from, count, columns, there, factor, to, to_stride); break;
+    case MathMode::kFP16: load_rows<__half, kStaged>(from, count, columns, there, factor, to, to_stride); break;
+    default: load_rows<float, kStaged>(from, count, columns, there, factor, to, to_stride); break;
+  }
+}
+
+// Queries times scale, a row of d columns each.
+__device__ __forceinline__ void load_queries(const DecodeParams& p, int batch, int first_head, int heads, float* to) {
+  const Rows rows{p.q, batch * p.q_stride.batch + first_head * p.q_stride.head, p.q_stride.head, p.q_stride.column};
+  load_rows<2>(p.math, rows, heads, p.d, ~0u, p.scale, to, p.d);
+}
+
+// Floats of shared memory.
+__host__ __device__ inline int round4(int x) { return (x + 3) / 4 * 4; }
+__host__ __device__ inline int query_floats(const DecodeParams& p, int heads) { return round4(heads * p.d); }
+// Keys at an odd stride, as lanes read a column of many; values; and numbers by token.
+__host__ __device__ inline int key_stride(int d) { return d | 1; }
+__host__ __device__ inline int tile_floats(int d, int columns) { return kTile * (key_stride(d) + round4(columns)); }
+
+// Adds the gathered tokens to rows [begin, end) of a state, and this launch's columns of them, in the order of time.
+template <class Vector>
+__device__ void fold(const GatheredParams& p, const Work& work, int state, int slice, int begin, int end, float* smem) {
+  constexpr int kWidth = sizeof(Vector) / sizeof(float);
+  const DecodeParams& s = p.step;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int rows = decode_rows(s.d, s.order), log2 = work.log2_vectors;
+  const int lane_row = lane >> log2, lane_column = (lane & ((1 << log2) - 1)) * kWidth;
+  const int rows_per_load = 32 >> log2, rows_per_batch = kUnroll * rows_per_load;
+  const int first_column = slice * (kWidth << log2), columns = min(kWidth << log2, s.dv - first_column);
+  const bool has_column = lane_column < columns;
+  const int value_stride = round4(columns), stride = key_stride(s.d);
+  float* keys = smem;
+  float* values = keys + kTile * stride;
+  float* fades = values + kTile * value_stride;
+  float* features = fades + kTile + warp * kTile * rows_per_batch;  // of a batch of rows, for each token
+  const int64_t first_place = int64_t{state} * places(p);
+  const float* decays = p.near_decays + first_place;
+
+  for (int first = 0; first < p.fold_every; first += kTile) {
+    const int count = min(kTile, p.fold_every - first);
+    const bool there = lane < count && p.near_mask[first_place + first + lane] != 0;
+    const float after = sum_behind(lane < count ? decays[first + lane] : 0.f) + sum_range(decays, first + kTile, p.fold_every);
+    const float fade = there ? expf(after) : 0.f;
+    const float factor = first == 0 ? expf(sum_range(decays, 0, p.fold_every)) : 1.f;
+    const uint32_t takes_part = __ballot_sync(~0u, fade != 0.f);
+    __syncthreads();
+    if (warp == 0) fades[lane] = fade;
+    const Rows of_keys{p.near_keys, (first_place + first) * s.d, s.d, 1};
+    const Rows of_values{p.near_values, (first_place + first) * s.dv + first_column, s.dv, 1};
+    load_rows<2>(s.math, of_keys, kTile, s.d, takes_part, 1.f, keys, stride);
+    load_rows<2>(s.math, of_values, kTile, columns, takes_part, 1.f, values, value_stride);
+    __syncthreads();
+    for (int row0 = begin + warp * rows_per_batch; row0 < end; row0 += kWarps * rows_per_batch) {
+      float* row_values = s.new_values + (int64_t{state} * rows + row0 + lane_row) * s.dv + first_column + lane_column;
+      Vector x[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const bool mine = has_column && row0 + i * rows_per_load + lane_row < end;
+        x[i] = mine ? __ldcg(reinterpret_cast<const Vector*>(row_values + int64_t{i} * rows_per_load * s.dv)) : Vector{};
+      }
+      // A row of the batch, and some of the tokens; kept in the order in which lanes want them.
+      const int r = lane & (rows_per_batch - 1), row = row0 + r;
+      const Feature columns_of_row(min(row, end - 1), s.d);
+      float sum = 0.f;
+      for (int t = lane / rows_per_batch; t < kTile; t += 32 / rows_per_batch) {
+        const float feature = fades[t] * columns_of_row.of(keys + t * stride);
+        features[t * rows_per_batch + (r & (rows_per_load - 1)) * kUnroll + r / rows_per_load] = feature;
+        sum += feature;
+      }
+      sum = sum_lanes(sum, rows_per_batch);
+      if (slice == 0 && lane < rows_per_batch && row < end) {
+        float* weight = s.new_weights + int64_t{state} * rows + row;
+        *weight = faded(__ldcg(weight), factor) + sum;
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) x[i] = faded(x[i], factor);
+#pragma unroll 2
+      for (int t = 0; t < count; ++t) {
+        const Vector value = has_column ? *reinterpret_cast<const Vector*>(values + t * value_stride + lane_column) : Vector{};
+        const float4 feature = *reinterpret_cast<const float4*>(features + t * rows_per_batch + lane_row * kUnroll);
+        x[0] = multiply_add(feature.x, value, x[0]);
+        x[1] = multiply_add(feature.y, value, x[1]);
+        x[2] = multiply_add(feature.z, value, x[2]);
+        x[3] = multiply_add(feature.w, value, x[3]);
+      }
+      static_assert(kUnroll == 4, "a float4 of features");
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const bool mine = has_column && row0 + i * rows_per_load + lane_row < end;
+        if (mine) __stcg(reinterpret_cast<Vector*>(row_values + int64_t{i} * rows_per_load * s.dv), x[i]);
+      }
+      __syncwarp();
+    }
+  }
+  __syncthreads();  // rows that other warps wrote are read next
+}
+
+// Reads a range of rows.
+template <class Vector, int kHeads>
+__device__ void read_rows(const GatheredParams& p, const Work& work, int state, int slice, int split, float* smem) {
+  constexpr int kWidth = sizeof(Vector) / sizeof(float);
+  const DecodeParams& s = p.step;
+  const int lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // which tells the compiler that loops over rows do not diverge
+  const int batch = state / s.hk, kv_head = state % s.hk;
+  const int first_head = kv_head * work.group + work.first_head, heads = min(kHeads, work.group - work.first_head);
+  const int rows = decode_rows(s.d, s.order), log2 = work.log2_vectors;
+  const int begin = static_cast<int>(int64_t{rows} * split / work.splits), end = static_cast<int>(int64_t{rows} * (split + 1) / work.splits);
+  const int warp_rows = (end - begin + kWarps - 1) / kWarps;
+  const int row_begin = min(begin + warp * warp_rows, end), row_end = min(row_begin + warp_rows, end);
+  const int slice_vectors = 1 << log2, slice_columns = slice_vectors * kWidth;
+  const int lane_row = lane >> log2, lane_column = (lane & (slice_vectors - 1)) * kWidth;
+  const int rows_per_load = 32 >> log2, rows_per_batch = kUnroll * rows_per_load;
+  const int column = slice * slice_columns + lane_column;
+  const bool has_column = column < s.dv;
+  float* queries = smem;
+  float* region = smem + query_floats(s, kHeads);
+  float* weights = region + warp * 32 * kHeads;  // of 32 rows for each query head
+
+  const int64_t first_row = int64_t{state} * rows + row_begin;
+  const float* source = s.values + (first_row + lane_row) * s.dv + column;
+  const int step = rows_per_load * s.dv;
+  int rows_left = has_column ? row_end - row_begin - lane_row : 0;  // to load
+  Vector pending[kUnroll];
+  const auto load = [&](Vector& x) {
+    x = rows_left > 0 ? __ldcg(reinterpret_cast<const Vector*>(source)) : Vector{};
+    source += step, rows_left -= rows_per_load;
+  };
+  // Vectors in flight, refilled one by one as they are used; the first are on their way while the rest is fetched.
+#pragma unroll
+  for (int i = 0; i < kUnroll; ++i) load(pending[i]);
+  if (work.first_head == 0 && Held(p, state).folds) {
+    fold<Vector>(p, work, state, slice, begin, end, region);
+    source -= kUnroll * step, rows_left += rows_per_batch;
+#pragma unroll
+    for (int i = 0; i < kUnroll; ++i) load(pending[i]);
+  }
+  load_queries(s, batch, first_head, heads, queries);
+  __syncthreads();
+
+  Vector numerator[kHeads] = {};
+  float denominator[kHeads] = {};
+  for (int chunk = 0; chunk < row_end - row_begin; chunk += 32) {
+    // This lane's row of the chunk: f's weight of its feature for each query head.
+    const int row = row_begin + chunk + lane;
+    float weight[kHeads] = {};
+    if (row < row_end) {
+      const float sum = slice == 0 ? __ldcg(s.weights + first_row + chunk + lane) : 0.f;
+      const Feature columns(row, s.d);
+      const float coefficient = columns.b < 0 ? s.a0 : columns.a < 0 ? s.a1 : columns.a == columns.b ? s.a2 : 2.f * s.a2;
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        if (h < heads) weight[h] = coefficient * columns.of(queries + h * s.d);
+        denominator[h] = fmaf(weight[h], sum, denominator[h]);
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int h = 0; h < kHeads; ++h) weights[lane * kHeads + h] = weight[h];
+    __syncwarp();
+#pragma unroll 1
+    for (int row0 = 0; row0 < min(32, row_end - row_begin - chunk); row0 += rows_per_batch) {
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const float* of_row = weights + (row0 + i * rows_per_load + lane_row) * kHeads;
+        const Vector x = pending[i];
+        load(pending[i]);
+        if constexpr (kHeads % 4 == 0) {
+#pragma unroll
+          for (int h = 0; h < kHeads; h += 4) {
+            const float4 w = *reinterpret_cast<const float4*>(of_row + h);
+            numerator[h] = multiply_add(w.x, x, numerator[h]);
+            numerator[h + 1] = multiply_add(w.y, x, numerator[h + 1]);
+            numerator[h + 2] = multiply_add(w.z, x, numerator[h + 2]);
+            numerator[h + 3] = multiply_add(w.w, x, numerator[h + 3]);
+          }
+        } else {
+#pragma unroll
+          for (int h = 0; h < kHeads; ++h) numerator[h] = multiply_add(of_row[h], x, numerator[h]);
+        }
+      }
+    }
+  }
+
+  __syncthreads();
+  float* warp_numerators = region;                                                // (kHeads, warps, columns of the slice)
+  float* warp_denominators = warp_numerators + kHeads * kWarps * slice_columns;  // (kHeads, warps)
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    const Vector sum = sum_lanes(numerator[h], slice_vectors);
+    if (lane < slice_vectors) *reinterpret_cast<Vector*>(warp_numerators + (h * kWarps + warp) * slice_columns + lane_column) = sum;
+    const float total = sum_lanes(denominator[h], 1);
+    if (lane == 0) warp_denominators[h * kWarps + warp] = total;
+  }
+  __syncthreads();
+  const int64_t head = int64_t{batch} * s.h + first_head;
+  for (int i = threadIdx.x; i < heads * slice_columns; i += kThreads) {
+    const int h = i / slice_columns, c = i % slice_columns;
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += warp_numerators[(h * kWarps + w) * slice_columns + c];
+    if (slice * slice_columns + c < s.dv) {
+      work.partials.numerators[((head + h) * work.parts() + split) * s.dv + slice * slice_columns + c] = sum;
+    }
+  }
+  if (slice == 0 && threadIdx.x < heads) {
+    float sum = 0.f;
+    for (int w = 0; w < kWarps; ++w) sum += warp_denominators[threadIdx.x * kWarps + w];
+    work.partials.denominators[(head + threadIdx.x) * work.parts() + split] = sum;
+  }
+}
+
+// Reads a tile of the tokens beside the sums, the one that comes among them.
+template <int kHeads>
+__device__ void read_tokens(const GatheredParams& p, const Work& work, int state, int tile, float* smem) {
+  constexpr int kParts = kWarps / kHeads;  // of the columns of keys
+  const DecodeParams& s = p.step;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * kTile;
+  const Held held(p, state);
+  if (first > held.before) return;
+  const int batch = state / s.hk, kv_head = state % s.hk;
+  const int first_head = kv_head * work.group + work.first_head, heads = min(kHeads, work.group - work.first_head);
+  const int stride = key_stride(s.d), value_stride = round4(s.dv);
+  float* queries = smem;
+  float* keys = queries + query_floats(s, kHeads);
+  float* values = keys + kTile * stride;
+  float* scores = values + kTile * value_stride;  // (warps, tokens)
+  float* far_weights = scores + kWarps * kTile;   // (heads, tokens)
+  float* near_weights = far_weights + kHeads * kTile;
+
+  const int token = first + lane;
+  bool there = false;
+  float decay = 0.f;
+  if (token < held.before) {
+    there = p.near_mask[held.first + token] != 0;
+    decay = p.near_decays[held.first + token];
+  } else if (token == held.before) {
+    there = joins_state(s, batch);
+    decay = decay_of_token(s, batch, kv_head);
+  }
+  const uint32_t takes_part = __ballot_sync(~0u, there);
+  const int fresh_row = held.before - first;  // beyond the tile where another has it
+  const Rows of_keys{p.near_keys, (held.first + first) * s.d, s.d, 1, fresh_row,
+                     s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column};
+  const Rows of_values{p.near_values, (held.first + first) * s.dv, s.dv, 1, fresh_row,
+                       s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column};
+  load_rows<kStagedLoads>(s.math, of_keys, kTile, s.d, takes_part, 1.f, keys, stride);
+  load_rows<kStagedLoads>(s.math, of_values, kTile, s.dv, takes_part, 1.f, values, value_stride);
+  load_queries(s, batch, first_head, heads, queries);
+  const float after = sum_behind(decay);
+  __syncthreads();
+
+  {
+    const int h = warp % kHeads, columns = (s.d + kParts - 1) / kParts, begin = warp / kHeads * columns;
+    float score = 0.f;
+    if (h < heads) {
+      for (int c = begin; c < min(begin + columns, s.d); ++c) score = fmaf(queries[h * s.d + c], keys[lane * stride + c], score);
+    }
+    scores[warp * kTile + lane] = score;
+  }
+  __syncthreads();
+  const int64_t head = int64_t{batch} * s.h + first_head;
+  if (warp < heads) {
+    float score = 0.f;
+    for (int part = 0; part < kParts; ++part) score += scores[(part * kHeads + warp) * kTile + lane];
+    const bool is_near = token > held.before - p.exact_window;
+    const float fade = expf(after), a2 = s.order == 2 ? s.a2 : 0.f;
+    const float f = there && !is_near && fade != 0.f ? fade * fmaf(score, fmaf(a2, score, s.a1), s.a0) : 0.f;
+    const float exponent = there && is_near ? score + after : -INFINITY, maximum = max_lanes(exponent);
+    const float w = exponent == -INFINITY ? 0.f : expf(exponent - maximum);
+    far_weights[warp * kTile + lane] = f, near_weights[warp * kTile + lane] = w;
+    const float far_sum = sum_lanes(f, 1), near_sum = sum_lanes(w, 1);
+    if (lane == 0) {
+      float* denominators = work.partials.denominators + (head + warp) * work.parts();
+      denominators[work.first_far() + tile] = far_sum, denominators[work.first_near() + tile] = near_sum;
+      work.partials.maxima[(head + warp) * work.tiles + tile] = maximum;
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < heads * s.dv; i += kThreads) {
+    const int h = i / s.dv, c = i - h * s.dv;
+    float far = 0.f, near = 0.f;
+#pragma unroll 8
+    for (int t = 0; t < kTile; ++t) {
+      const float value = values[t * value_stride + c], f = far_weights[h * kTile + t], w = near_weights[h * kTile + t];
+      if (f != 0.f) far = fmaf(f, value, far);
+      if (w != 0.f) near = fmaf(w, value, near);
+    }
+    float* numerators = work.partials.numerators + (head + h) * work.parts() * s.dv + c;
+    numerators[int64_t{work.first_far() + tile} * s.dv] = far, numerators[int64_t{work.first_near() + tile} * s.dv] = near;
+  }
+}
+
+template <class Vector, int kHeads>
+__global__ void __launch_bounds__(kThreads, kHeads == 1 ? 4 : kHeads == 4 ? 3 : 2)
+    gathered_kernel(const GatheredParams p, const Work work) {
+  extern __shared__ float4 dynamic_smem[];
+  float* smem = reinterpret_cast<float*>(dynamic_smem);
+  const int64_t states = int64_t{p.step.b} * p.step.hk, blocks = states * work.slices * work.splits;
+  if (blockIdx.x < blocks) {
+    const int state = blockIdx.x / (work.slices * work.splits), part = blockIdx.x % (work.slices * work.splits);
+    read_rows<Vector, kHeads>(p, work, state, part / work.splits, part % work.splits, smem);
+  } else {
+    const int block = static_cast<int>(blockIdx.x - blocks);
+    read_tokens<kHeads>(p, work, block / work.tiles, block % work.tiles, smem);
+  }
+}
+
+// The last W tokens to the front, in pieces that do not reach into what is still to be read.
+template <class Element>
+__device__ void move_to_front(Element* x, int window, int shift, int columns) {
+  const int64_t piece = int64_t{shift} * columns, total = int64_t{window} * columns;
+  for (int64_t begin = 0; begin < total; begin += piece) {
+    const int64_t end = min(begin + piece, total);
+    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) x[i] = x[i + piece];
+    __syncthreads();
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ void keep_row(void* to, int64_t first, const void* from, int64_t from_first, int64_t stride, int columns) {
+  for (int c = threadIdx.x; c < columns; c += kThreads) {
+    static_cast<Element*>(to)[first + c] = static_cast<const Element*>(from)[from_first + c * stride];
+  }
+}
+
+// Element: of so many bytes as q's.
+template <class Element>
+__device__ void keep_token(const GatheredParams& p, const Held& held, int state) {
+  const DecodeParams& s = p.step;
+  const int batch = state / s.hk, kv_head = state % s.hk;
+  const int64_t first = int64_t{state} * places(p), place = first + held.before;
+  if (held.folds) {
+    move_to_front(static_cast<Element*>(p.near_keys) + first * s.d, p.exact_window, p.fold_every, s.d);
+    move_to_front(static_cast<Element*>(p.near_values) + first * s.dv, p.exact_window, p.fold_every, s.dv);
+    move_to_front(p.near_mask + first, p.exact_window, p.fold_every, 1);
+    move_to_front(p.near_decays + first, p.exact_window, p.fold_every, 1);
+  }
+  keep_row<Element>(p.near_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
+  keep_row<Element>(p.near_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
+  if (threadIdx.x == 0) {
+    p.near_mask[place] = joins_state(s, batch);
+    p.near_decays[place] = decay_of_token(s, batch, kv_head);
+    p.gathered[state] = held.before - p.exact_window + 1;
+  }
+}
+
+// A block for each state.
+__global__ void __launch_bounds__(kThreads) combine_kernel(const GatheredParams p, const Work work) {
+  extern __shared__ float4 dynamic_smem[];
+  __shared__ float halves[kThreads];
+  const DecodeParams& s = p.step;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, state = blockIdx.x;
+  const int batch = state / s.hk, kv_head = state % s.hk, parts = work.parts();
+  float* after = reinterpret_cast<float*>(dynamic_smem);  // (tiles + 1): sums of decays from a tile on
+  float* factors = after + work.tiles + 1;                // (heads of a turn, parts)
+  const Held held(p, state);
+  const int tiles = held.before / kTile + 1;
+
+  for (int tile = warp; tile < tiles; tile += kWarps) {
+    const int token = tile * kTile + lane;
+    const float decay = token < held.before    ? p.near_decays[held.first + token]
+                        : token == held.before ? decay_of_token(s, batch, kv_head)
+                                               : 0.f;
+    const float sum = sum_lanes(decay, 1);
+    if (lane == 0) after[tile] = sum;
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    after[tiles] = 0.f;
+    for (int tile = tiles - 1; tile >= 0; --tile) after[tile] += after[tile + 1];
+  }
+  __syncthreads();
+
+  for (int turn = 0; turn < work.group; turn += kMaxHeads) {
+    const int heads = min(kMaxHeads, work.group - turn);
+    const int64_t head = int64_t{batch} * s.h + kv_head * work.group + turn;
+    if (warp < heads) {
+      const float* denominators = work.partials.denominators + (head + warp) * parts;
+      const float* maxima = work.partials.maxima + (head + warp) * work.tiles;
+      float* factor = factors + warp * parts;
+      const float of_state = expf(after[0]);
+      float sum = 0.f, far = 0.f, maximum = -INFINITY, near = 0.f;
+      for (int i = lane; i < work.splits; i += 32) sum += denominators[i];
+      far = faded(sum, of_state);
+      for (int t = lane; t < tiles; t += 32) {
+        far += faded(denominators[work.first_far() + t], expf(after[t + 1]));
+        maximum = fmaxf(maximum, maxima[t] + after[t + 1]);
+      }
+      far = sum_lanes(far, 1);
+      maximum = max_lanes(maximum);
+      const bool sees_near = maximum != -INFINITY;
+      for (int t = lane; t < tiles && sees_near; t += 32) {
+        near += denominators[work.first_near() + t] * expf(maxima[t] + after[t + 1] - maximum);
+      }
+      near = sum_lanes(near, 1);
+      // Both in units of exp(base), as far as there are both.
+      float far_scale = 1.f, near_scale = 0.f;
+      if (p.exact_window > 0) {
+        const float far_log = far == 0.f ? -INFINITY : logf(far), near_log = sees_near ? maximum + logf(near) : -INFINITY;
+        const float base = far == 0.f || near_log > far_log ? near_log : far_log;
+        far_scale = far == 0.f ? 0.f : expf(-base), near_scale = sees_near ? expf(maximum - base) : 0.f;
+      }
+      const float total = far * far_scale + near * near_scale, inverse = total == 0.f ? 0.f : 1.f / total;
+      far_scale *= inverse, near_scale *= inverse;
+      for (int i = lane; i < work.splits; i += 32) factor[i] = faded(far_scale, of_state);
+      for (int t = lane; t < work.tiles; t += 32) {
+        factor[work.first_far() + t] = t < tiles ? faded(far_scale, expf(after[t + 1])) : 0.f;
+        const float exponent = t < tiles && sees_near ? maxima[t] + after[t + 1] - maximum : -INFINITY;
+        factor[work.first_near() + t] = exponent == -INFINITY ? 0.f : near_scale * expf(exponent);
+      }
+    }
+    __syncthreads();
+    // Few outputs are each summed by several threads.
+    const int outputs = heads * s.dv, shares = max(1, min(kWarps, kThreads / outputs));
+    for (int first = 0; first < outputs; first += kThreads) {
+      const int i = shares > 1 ? threadIdx.x % outputs : first + threadIdx.x, share = shares > 1 ? threadIdx.x / outputs : 0;
+      float sum = 0.f;
+      if (i < outputs && share < shares) {
+        const int h = i / s.dv, c = i - h * s.dv;
+        const float* numerators = work.partials.numerators + (head + h) * parts * s.dv + c;
+#pragma unroll 8
+        for (int part = share; part < parts; part += shares) {
+          const float factor = factors[h * parts + part];
+          if (factor != 0.f) sum = fmaf(factor, numerators[int64_t{part} * s.dv], sum);
+        }
+      }
+      if (shares > 1) {
+        halves[threadIdx.x] = sum;
+        __syncthreads();
+        sum = 0.f;
+        for (int j = 0; j < shares && threadIdx.x < outputs; ++j) sum += halves[j * outputs + threadIdx.x];
+      }
+      if (i < outputs && share == 0) store(s.o, s.math, head * s.dv + i, sum);
+    }
+    __syncthreads();
+  }
+  if (s.math == MathMode::kBF16 || s.math == MathMode::kFP16) return keep_token<uint16_t>(p, held, state);
+  keep_token<uint32_t>(p, held, state);
+}
+
+struct Tiling {
+  int heads, log2_vectors, slices, splits;
+};
+
+int heads_of_launch(const DecodeParams& p) {
+  const int group = p.h / p.hk;
+  return group == 1 ? 1 : group <= 4 ? 4 : kMaxHeads;
+}
+
+bool takes_vectors(const DecodeParams& p) {
+  return p.dv % 4 == 0 && reinterpret_cast<uintptr_t>(p.values) % sizeof(float4) == 0;
+}
+
+// As many splits as let the blocks that fit at once, four or fewer a multiprocessor, end together soonest; a block has a cost of its own.
+Tiling choose_tiling(const DecodeParams& p) {
+  constexpr int kRowsOfStart = 48, kMinRows = 32;
+  const int vectors = takes_vectors(p) ? p.dv / 4 : p.dv;
+  Tiling tiling{heads_of_launch(p), kMinLog2Slice, 1, 1};
+  while (tiling.log2_vectors < kMaxLog2Slice && (1 << tiling.log2_vectors) < vectors) ++tiling.log2_vectors;
+  tiling.slices = ((vectors - 1) >> tiling.log2_vectors) + 1;
+  const int rows = decode_rows(p.d, p.order), resident = p.sm_count * (tiling.heads == 1 ? 4 : tiling.heads == 4 ? 3 : 2);
+  int64_t best = INT64_MAX;
+  for (int splits = 1; splits <= std::max(1, std::min(rows / kMinRows, resident)); ++splits) {
+    const int64_t waves = (int64_t{p.b} * p.hk * tiling.slices * splits + resident - 1) / resident;
+    const int64_t cost = waves * ((rows + splits - 1) / splits + kRowsOfStart);
+    if (cost < best) best = cost, tiling.splits = splits;
+  }
+  return tiling;
+}
+
+int tiles_of(const GatheredParams& p) { return (p.exact_window + p.fold_every + kTile - 1) / kTile; }
+
+size_t shared_floats(const DecodeParams& p, const Tiling& tiling) {
+  const int width = takes_vectors(p) ? 4 : 1, columns = width << tiling.log2_vectors;
+  const int rows_per_batch = kUnroll * (32 >> tiling.log2_vectors);
+  const int folding = tile_floats(p.d, std::min(columns, p.dv)) + kTile + kWarps * kTile * rows_per_batch;
+  const int reading = std::max(kWarps * 32 * tiling.heads, tiling.heads * kWarps * (columns + 1));
+  const int tokens = tile_floats(p.d, p.dv) + (kWarps + 2 * tiling.heads) * kTile;
+  return query_floats(p, tiling.heads) + std::max({folding, reading, tokens});
+}
+
+template <class Vector, int kHeads>
+void launch(const GatheredParams& p, const Tiling& tiling, const Work& work, cudaStream_t stream) {
+  const int64_t states = int64_t{p.step.b} * p.step.hk;
+  const int smem_bytes = static_cast<int>(shared_floats(p.step, tiling) * sizeof(float));
+  launch_kernel("gathered", gathered_kernel<Vector, kHeads>, grid_1d(states * (tiling.slices * tiling.splits + work.tiles)), kThreads,
+                smem_bytes, stream, p, work);
+}
+
+template <class Vector>
+void launch(const GatheredParams& p, const Tiling& tiling, const Work& work, cudaStream_t stream) {
+  if (tiling.heads == 1) return launch<Vector, 1>(p, tiling, work, stream);
+  if (tiling.heads == 4) return launch<Vector, 4>(p, tiling, work, stream);
+  launch<Vector, kMaxHeads>(p, tiling, work, stream);
+}
+
+}  // namespace
+
+size_t gathered_workspace_bytes(const GatheredParams& p) {
+  const size_t parts = choose_tiling(p.step).splits + 2 * tiles_of(p), heads = size_t(p.step.b) * p.step.h;
+  return sizeof(float) * heads * (parts * (p.step.dv + 1) + tiles_of(p));
+}
+
+void launch_gathered(const GatheredParams& p, cudaStream_t stream) {
+  const Tiling tiling = choose_tiling(p.step);
+  Work work{p.step.h / p.step.hk, 0, tiling.slices, tiling.log2_vectors, tiling.splits, tiles_of(p), {}};
+  const int64_t heads = int64_t{p.step.b} * p.step.h, states = int64_t{p.step.b} * p.step.hk;
+  work.partials.numerators = static_cast<float*>(p.workspace);
+  work.partials.denominators = work.partials.numerators + heads * work.parts() * p.step.dv;
+  work.partials.maxima = work.partials.denominators + heads * work.parts();
+  for (; work.first_head < work.group; work.first_head += tiling.heads) {
+    takes_vectors(p.step) ? launch<float4>(p, tiling, work, stream) : launch<float>(p, tiling, work, stream);
+  }
+  const int smem_bytes = static_cast<int>(sizeof(float)) * (work.tiles + 1 + kMaxHeads * work.parts());
+  launch_kernel("gathered", combine_kernel, grid_1d(states), kThreads, smem_bytes, stream, p, work);
+}
+
+}  // namespace fastmax

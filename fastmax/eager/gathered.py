@@ -1,0 +1,98 @@
+"""A recurrent step that keeps the token beside the sums; those that are gathered join them together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax.eager.decay import is_at_hand
+from fastmax.eager.merge import merge_
+from fastmax.eager.recurrent import distinct_features, fading_to_last, query_features, softmax_of
+from fastmax.score import Score, reciprocal
+
+
+def gathered_step_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    weights: Tensor,
+    near_keys: Tensor,
+    near_values: Tensor,
+    near_mask: Tensor,
+    near_decays: Tensor,
+    gathered: Tensor,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    exact_window: int,
+    score: Score,
+) -> Tensor:
+    """The output (b, h, 1, dv) in q's dtype of a step that writes over the tensors of a state, `values` to `gathered`.
+
+    q, k, v, mask and log_decay of `decode_step`; the state's tensors of `fastmax.DecodeState` with W = exact_window and
+    T = fold_every. Where T tokens are gathered already, the oldest T join the sums first.
+    """
+    b, heads = k.shape[:2]
+    kept = near_keys, near_values, near_mask, near_decays
+    full = gathered >= near_keys.shape[2] - exact_window
+    if not is_at_hand(full) or bool(full.any()):
+        _fold_(full, values, weights, kept, exact_window, score)
+        gathered.masked_fill_(full, 0)
+    at = gathered.long() + exact_window  # place of the token, (b, hk)
+    decay = near_decays.new_zeros(b, heads, 1) if log_decay is None else log_decay
+    takes_part = near_mask.new_ones(b, 1) if mask is None else mask
+    for x, new in zip(kept, (k, v, takes_part.unsqueeze(1).expand(-1, heads, -1), decay), strict=True):
+        place = at.view(b, heads, *(1,) * (x.dim() - 2)).expand_as(new)
+        x.scatter_(2, place, new)
+    gathered.add_(1)
+    return _read(q, values, weights, kept, at, exact_window, score)
+
+
+def _fold_(full: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ...], exact_window: int, score: Score) -> None:
+    """The oldest T tokens of the heads that are full (b, hk) into the sums, the last W to the front."""
+    count = kept[0].shape[2] - exact_window
+    keys, tokens, mask, decays = (x[:, :, :count] for x in kept)
+    fade = torch.where(mask, fading_to_last(decays).exp(), 0.0)
+    takes_part = (fade != 0).unsqueeze(-1)
+    features = distinct_features(torch.where(takes_part, keys, 0).to(values.dtype), score.order) * fade.unsqueeze(-1)
+    tokens = torch.where(takes_part, tokens, 0).to(values.dtype)
+    factor = decays.double().sum(-1, keepdim=True).exp().to(values.dtype)
+    new_weights = _faded(weights, factor) + features.sum(2)
+    new_values = _faded(values, factor.unsqueeze(-1))
+    for t in range(count):  # a matrix product might round to TF32
+        new_values.addcmul_(features[:, :, t].unsqueeze(-1), tokens[:, :, t].unsqueeze(-2))
+    moved = ((x[:, :, :exact_window], x[:, :, count:]) for x in kept)
+    for x, new in ((values, new_values), (weights, new_weights), *moved):
+        x.copy_(torch.where(full.view(*full.shape, *(1,) * (x.dim() - 2)), new, x))
+
+
+def _read(
+    q: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ...], at: Tensor, exact_window: int, score: Score
+) -> Tensor:
+    """Of a token at place `at` (b, hk) of those that are kept."""
+    keys, tokens, mask, decays = kept
+    place, at = torch.arange(keys.shape[2], device=q.device), at.unsqueeze(-1)
+    fading = fading_to_last(torch.where(place <= at, decays, 0.0))
+    sums_fade = torch.where(place <= at, decays, 0.0).double().sum(-1, keepdim=True).exp().to(values.dtype)
+    takes_part = mask & (place <= at)
+    keys, tokens = (torch.where(takes_part.unsqueeze(-1), x, 0).to(values.dtype) for x in (keys, tokens))
+    s = (score.scale * q.squeeze(2).to(values.dtype)).unflatten(1, (keys.shape[1], -1)) @ keys.mT  # (b, hk, group, places)
+
+    is_far = takes_part & (place <= at - exact_window)
+    polynomial = score.a0 + s * (score.a1 + (score.a2 if score.order == 2 else 0.0) * s)
+    far = torch.where(is_far.unsqueeze(2), polynomial * fading.exp().unsqueeze(2), 0.0)
+    query, sums_fade = query_features(q, weights, score), sums_fade.unsqueeze(-1)
+    z = far.sum(-1, keepdim=True) + _faded(query @ weights.unsqueeze(-1), sums_fade)
+    o = (far @ tokens + _faded(query @ values, sums_fade)) * reciprocal(z)
+    o = o.flatten(1, 2).unsqueeze(2)
+    if exact_window > 0:
+        is_near = takes_part & (place > at - exact_window)
+        near, lse = softmax_of(torch.where(is_near.unsqueeze(2), s + fading.unsqueeze(2), -torch.inf), tokens)
+        o_far, o = o, near.flatten(1, 2).unsqueeze(2)
+        merge_(o, lse.flatten(1, 2).unsqueeze(2), o_far, z.flatten(1, 2), None)
+    return o.to(q.dtype)
+
+
+def _faded(x: Tensor, factor: Tensor) -> Tensor:
+    """x times the factor; 0 for 0, even where x is not finite."""
+    return torch.where(factor == 0, 0.0, x * factor)

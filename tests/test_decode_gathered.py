@@ -1,0 +1,339 @@
+"""States that gather tokens beside their sums (`fold_every`): `step`, `step_` and `prefill` in any split against one call of
+`fastmax_attention`, and what is done with such a state between tokens. Splits are those of `test_decode_window.py`."""
+
+import copy
+import io
+from dataclasses import replace
+
+import pytest
+import torch
+from common import DTYPES, Case, assert_within_contract, by_order, definition, dtype_id, exactly, make_decay, make_inputs
+from hypothesis import given
+from hypothesis import strategies as st
+from test_decode import OPTIONS, Calls, assert_same_states, by_decode_option, first_token, pieces
+from test_decode_window import advance
+
+import fastmax
+from fastmax import eager, fastmax_attention, verify
+from fastmax.decode_gathered import folded
+from fastmax.score import Score
+
+CASE = Case("", n=16, b=2, h=4, hk=2, d=5, dv=7)
+
+
+def new_state(case, window, fold_every, device="cpu", dtype=torch.float64, **options):
+    sizes = case.b, case.hk, case.d, case.dv
+    return fastmax.init_state(*sizes, dtype=dtype, device=device, exact_window=window, fold_every=fold_every, **options)
+
+
+def accompany(case, padded, decay, device="cpu"):
+    mask = torch.rand(case.b, case.n, device=device) > 0.3 if padded else None
+    log_decay = make_decay(decay, case.b, case.hk, case.n, dtype=torch.float64, device=device) if decay else None
+    return {"mask": mask, "log_decay": log_decay}
+
+
+# ---- against one call
+
+
+@given(
+    sizes=st.lists(st.sampled_from([1, 1, 1, 2, 7, 30]), min_size=1, max_size=25),
+    window=st.sampled_from([0, 1, 3, 8, 40]),
+    fold_every=st.sampled_from([2, 3, 8, 33]),
+    decay=st.sampled_from([None, "ordinary", "none, ordinary or strong", "-inf at places"]),
+    padded=st.booleans(),
+    in_place=st.sampled_from([True, True, False]),
+)
+def test_any_split(sizes, window, fold_every, decay, padded, in_place):
+    """Also where nothing is seen: output 0."""
+    case = Case("", n=sum(sizes), b=2, h=4, hk=2, d=4, dv=3)
+    inputs, _ = make_inputs(case, torch.float64)
+    given = accompany(case, padded, decay)
+    actual, state = advance(inputs, sizes, new_state(case, window, fold_every), in_place, **given)
+    options = {"causal": True, "exact_window": window, "log_decay": given["log_decay"], "key_padding_mask": given["mask"]}
+    torch.testing.assert_close(actual, fastmax_attention(**inputs, **options), rtol=1e-9, atol=1e-10)
+    assert state.tokens == case.n and state.fold_every == fold_every
+
+
+@by_decode_option
+@pytest.mark.parametrize("window", [0, 3])
+def test_every_option(option, window, device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    sizes, options = (3, *[1] * 13), {name: x for name, x in OPTIONS[option].items() if name != "exact_window"}
+    actual, state = advance(inputs, sizes, new_state(CASE, window, 4, device, **options), True)
+    expected, plain = advance(inputs, sizes, new_state(CASE, window, 1, device, **options))
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(folded(state).tensors(), plain.tensors(), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_every_dtype(dtype, device):
+    """No token is rounded on its way into the sums, which are as precise as where each joins at once."""
+    case = replace(CASE, n=60, m=60)
+    inputs, _ = make_inputs(case, dtype, device)
+    log_decay = make_decay("ordinary", case.b, case.hk, case.n, device=device)
+    actual, state = advance(inputs, [1] * case.n, new_state(case, 0, 16, device, dtype), True, log_decay=log_decay)
+    exactly_of = {name: exactly(x) for name, x in inputs.items()}
+    exact, sums = advance(exactly_of, [1] * case.n, new_state(case, 0, 1, device), log_decay=exactly(log_decay))
+    assert actual.dtype == dtype
+    assert_within_contract("o", actual, definition(**inputs, causal=True, log_decay=log_decay), exact)
+    if device.type != "cpu":  # `folded` runs the kernels of prefill, which round products of 16-bit tokens
+        return
+    for x, y in ((folded(state).values, sums.values), (folded(state).weights, sums.weights)):
+        assert (x.double() - y).norm() <= (1e-12 if dtype == torch.float64 else 3e-6) * y.norm()
+
+
+# ---- what is gathered
+
+
+def test_the_sums_are_written_at_every_fourth_token():
+    inputs, _ = make_inputs(CASE, torch.float64)
+    state, written, counts = new_state(CASE, 2, 4), [], []
+    for token in pieces(inputs):
+        before = state.values.clone()
+        fastmax.step_(*token, state)
+        written.append(not torch.equal(state.values, before))
+        counts.append(state.gathered.unique().tolist())
+    # The fourth to leave the window is gathered; the step after it takes all four in. Two of the first have no token in them.
+    assert counts == [[1], [2], [3], [4]] * 4
+    assert written == [False] * 4 + [True, False, False, False] * 3
+
+
+def test_a_step_leaves_the_given_state_as_it_was(device):
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    _, state = advance(inputs, [1] * 7, new_state(CASE, 2, 4, device), True)
+    before = copy.deepcopy(state)
+    for token in pieces(inputs):
+        fastmax.step(*token, state)
+    fastmax.prefill(*inputs.values(), state)
+    assert_same_states(state, before)
+
+
+def test_gradients(device):
+    """Through steps and a prefill, of what was gathered too, as where nothing is."""
+    inputs, _ = make_inputs(CASE, torch.float64, device)
+    inputs = {name: x[:, :, :9] for name, x in inputs.items()}
+    log_decay = make_decay("ordinary", CASE.b, CASE.hk, 9, dtype=torch.float64, device=device)
+    grads = []
+    for fold_every in (1, 4):
+        with torch.no_grad():
+            _, state = advance(inputs, [1] * 6, new_state(CASE, 2, fold_every, device), True)
+        state = state.map(lambda x: x.requires_grad_() if x.is_floating_point() else x)
+        leaves = {name: x.clone().requires_grad_() for name, x in (inputs | {"log_decay": log_decay}).items()}
+        decays = leaves["log_decay"]
+        o, _ = advance({name: leaves[name] for name in inputs}, [1, 4, 1, 3], state, log_decay=decays)
+        grads.append(torch.autograd.grad(o.square().sum(), [*leaves.values(), state.values, state.weights]))
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-8, atol=1e-10)
+
+
+def test_step_in_place_refuses_to_record():
+    inputs, _ = make_inputs(CASE, torch.float64)
+    q, k, v = first_token(inputs)
+    with pytest.raises(RuntimeError, match="torch.no_grad"):
+        fastmax.step_(q, k, v.requires_grad_(), new_state(CASE, 2, 4))
+
+
+# ---- between tokens
+
+
+def some_steps(device="cpu", dtype=torch.float64, window=2):
+    """A state with three gathered tokens, and the inputs that follow."""
+    inputs, _ = make_inputs(CASE, dtype, device)
+    _, state = advance(inputs, [1] * 7, new_state(CASE, window, 4, device, dtype), True)
+    return state, {name: x[:, :, 7:] for name, x in inputs.items()}
+
+
+def proceed(state, inputs):
+    return advance(inputs, [1] * 6 + [3], state.clone(), True)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_save_and_load(dtype, device):
+    state, rest = some_steps(device, dtype)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert_same_states(loaded, state)
+    assert loaded.fold_every == 4 and "fold_every=4" in repr(loaded)
+    assert torch.equal(proceed(loaded, rest), proceed(state, rest))
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_beams(window, device):
+    """Entries that have gathered different numbers of tokens go on together."""
+    state, rest = some_steps(device, window=window)
+    _, other = advance({name: x[:, :, :2] for name, x in rest.items()}, [1] * 2, state.clone(), True)
+    assert state.gathered.unique().tolist() == [3] and other.gathered.unique().tolist() == [1]
+    mixed = replace(state, **{name: torch.stack([x[1], getattr(other, name)[0]]) for name, x in state.tensors().items()})
+    expected = {name: torch.stack([x[1], x[0]]) for name, x in rest.items()}
+    separate = torch.stack(
+        [proceed(state.select([1]), {name: x[:1] for name, x in expected.items()})[0],
+         proceed(other.select([0]), {name: x[1:] for name, x in expected.items()})[0]]
+    )  # fmt: skip
+    torch.testing.assert_close(proceed(mixed, expected), separate)
+    twice = proceed(state.repeat_interleave(2), {name: x.repeat_interleave(2, 0) for name, x in rest.items()})
+    torch.testing.assert_close(twice, proceed(state, rest).repeat_interleave(2, 0))
+
+
+def test_to_another_dtype():
+    state, rest = some_steps(dtype=torch.float32)
+    wide = state.to(torch.float64)
+    assert wide.near_keys.dtype == torch.float64 and wide.gathered.dtype == torch.int32
+    actual = proceed(wide, {name: x.double() for name, x in rest.items()})
+    torch.testing.assert_close(actual.float(), proceed(state, rest), rtol=1e-4, atol=1e-5)
+
+
+def test_packed_prefill_continues(device):
+    state, rest = some_steps(device)
+    cu_seqlens = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
+    packed = {name: torch.cat([x[:1, :, :3], x[1:, :, :1]], dim=2) for name, x in rest.items()}
+    o, after = fastmax.prefill(*packed.values(), state, cu_seqlens=cu_seqlens)
+    first = fastmax.prefill(*(x[:1, :, :3] for x in rest.values()), state.select([0]))[0]
+    torch.testing.assert_close(o[:, :, :3], first)
+    assert after.fold_every == 4 and after.gathered.eq(0).all()
+
+
+# ---- arguments and compilers
+
+
+@pytest.mark.parametrize("fold_every, error", [(0, ValueError), (2.0, TypeError), (True, TypeError)], ids=str)
+def test_bad_numbers(fold_every, error):
+    with pytest.raises(error, match="fold_every"):
+        new_state(CASE, 0, fold_every)
+
+
+BAD_STATES = {
+    "another number": (lambda x: replace(x, fold_every=3), r"near_keys \(2, 2, 5, 5\).*got \(2, 2, 6, 5\)"),
+    "no count": (lambda x: replace(x, gathered=None), r"gathered \(2, 2\).*got None"),
+    "a long count": (lambda x: replace(x, gathered=x.gathered.long()), r"gathered \(2, 2\) of torch.int32.*int64"),
+    "a mask for all heads": (lambda x: replace(x, near_mask=x.near_mask[:, 0]), r"near_mask \(2, 2, 6\)"),
+}
+
+
+@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", BAD_STATES)
+def test_bad_states(name, function):
+    change, message = BAD_STATES[name]
+    inputs, _ = make_inputs(CASE, torch.float64)
+    with pytest.raises(ValueError, match=message):
+        function(*first_token(inputs), change(new_state(CASE, 2, 4)))
+
+
+def test_compiled_step(device, fresh_dynamo):
+    inputs, _ = make_inputs(CASE, torch.float32, device)
+    state, calls = new_state(CASE, 2, 4, device, torch.float32), Calls()
+    expected = state.clone()
+    compiled = torch.compile(fastmax.step_, fullgraph=True, backend=calls)
+    with torch.no_grad():
+        for token in list(pieces(inputs))[:7]:
+            torch.testing.assert_close(compiled(*token, state), fastmax.step_(*token, expected))
+            torch.testing.assert_close(state.tensors(), expected.tensors())
+    assert "fastmax.gathered_step_.default" in calls.operators and calls.frame_count <= 2
+
+
+def test_the_operator_itself_refuses_to_record():
+    state, _ = some_steps()
+    q = torch.randn(2, 4, 1, 5, dtype=torch.float64, requires_grad=True)
+    k, v = torch.randn(2, 2, 1, 5, dtype=torch.float64), torch.randn(2, 2, 1, 7, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="torch.no_grad"):
+        torch.ops.fastmax.gathered_step_(q, k, v, *state.tensors().values(), None, None, 2, 1.0, 1.0, 1.0, 0.5, 2)
+
+
+# ---- CUDA
+
+
+def gathered_state(window, fold_every, gathered, hk, d, dv, dtype):
+    """Tensors of `ops.gathered_step_`, filled: finite junk in places that no token has."""
+    generator = torch.Generator("cuda").manual_seed(window + fold_every + gathered)
+    k, v = (torch.randn(3, hk, 40, x, generator=generator, device="cuda", dtype=torch.float64) for x in (d, dv))
+    state = fastmax.init_state(3, hk, d, dv, dtype=torch.float64, device="cuda", temperature=d**0.5)
+    _, state = fastmax.prefill(k, k, v, state)
+    wide, places = eager.compute_dtype(dtype), (3, hk, window + fold_every)
+    near = (torch.randn(*places, x, generator=generator, device="cuda").to(dtype) for x in (d, dv))
+    mask = torch.rand(places, generator=generator, device="cuda") > 0.2
+    decays = -torch.rand(places, generator=generator, device="cuda", dtype=wide) / 8
+    decays[:, :, 1::7] = 0.0
+    decays[0, :, window // 2] = -torch.inf
+    count = torch.full((3, hk), gathered, dtype=torch.int32, device="cuda")
+    count[1] = fold_every  # entries of their own
+    return [state.values.to(wide), state.weights.to(wide), *near, mask, decays, count]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=dtype_id)
+@pytest.mark.parametrize(
+    "window, fold_every, gathered", [(0, 32, 0), (0, 32, 32), (128, 32, 5), (128, 32, 32), (3, 70, 70), (50, 2, 1)]
+)
+@by_order
+def test_the_kernel(p, window, fold_every, gathered, dtype, d, dv):
+    """Against the PyTorch implementation in float64, with and without groups; twice the same bits."""
+    for h, hk, layout in ((8, 2, verify.unaligned), (3, 3, torch.clone), (20, 1, torch.clone), (6, 3, verify.unaligned)):
+        state = gathered_state(window, fold_every, gathered, hk, d, dv, dtype)
+        if p == 1:
+            state[0], state[1] = state[0][:, :, : 1 + d].contiguous(), state[1][:, :, : 1 + d].contiguous()
+        q, k, v = (layout(torch.randn(3, heads, 1, x, device="cuda").to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
+        mask = torch.tensor([[True], [False], [True]], device="cuda")
+        log_decay = torch.tensor([-0.3, -0.1, 0.0], dtype=state[1].dtype, device="cuda")[:, None, None].expand(3, hk, 1)
+        score = Score(0.05 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
+        exactly_of = [x.double() if x.is_floating_point() else x.clone() for x in state]
+        exact = eager.gathered_step_(*(x.double() for x in (q, k, v)), *exactly_of, mask, log_decay.double(), window, score)
+        verify.poison_free_memory(torch.device("cuda"))
+        twice = []
+        for _ in range(2):
+            new = [x.clone() for x in state]
+            twice.append((torch.ops.fastmax.gathered_step_(q, k, v, *new, mask, log_decay, window, *score), *new))
+        assert all(torch.equal(x, y) for x, y in zip(*twice, strict=True))
+        o, values, weights, *kept, count = twice[0]
+        limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
+        assert o.dtype == dtype and o.shape == (3, h, 1, dv) and relative(o, exact) <= limit
+        for x, y in ((values, exactly_of[0]), (weights, exactly_of[1])):
+            assert relative(x, y) <= (1e-12 if dtype == torch.float64 else 2e-6)
+        assert torch.equal(count, exactly_of[-1])
+        there = torch.arange(window + fold_every, device="cuda") < window + count.unsqueeze(-1)
+        for x, y in zip(kept, exactly_of[2:-1], strict=True):
+            assert torch.equal(x.double()[there], y.double()[there])
+
+
+def relative(x, y):
+    return ((x.double() - y).norm() / y.norm()).item()
+
+
+@pytest.mark.cuda
+@by_order
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=dtype_id)
+@pytest.mark.parametrize("window", [0, 1, 64, 128])
+def test_generating_on_the_kernels(window, dtype, p):
+    case = Case("", n=500, b=2, h=4, hk=2, d=64, dv=64)
+    inputs, _ = make_inputs(case, dtype, "cuda")
+    given = accompany(case, True, "-inf at places", "cuda")
+    given["log_decay"] = given["log_decay"].float()
+    options = {"temperature": 8.0, "p": p, "a0": 3.0}
+    sizes = (200, *[1] * 150, 70, *[1] * 80)
+    o, _ = advance(inputs, sizes, new_state(case, window, 32, "cuda", dtype, **options), True, **given)
+    options |= {"causal": True, "exact_window": window, "key_padding_mask": given["mask"], "log_decay": given["log_decay"]}
+    exact = definition(**{name: exactly(x) for name, x in inputs.items()}, **options)
+    assert_within_contract("o", o, definition(**inputs, **options), exact)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [0, 4])
+def test_a_replayed_graph_folds(window):
+    """One graph for steps that gather and steps that fold."""
+    inputs, _ = make_inputs(CASE, torch.float32, "cuda")
+    state, expected = (new_state(CASE, window, 3, "cuda", torch.float32) for _ in range(2))
+    token = [x.clone() for x in first_token(inputs)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fastmax.step_(*token, state.clone())
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = fastmax.step_(*token, state)
+    for next_token in pieces(inputs):
+        for x, y in zip(token, next_token, strict=True):
+            x.copy_(y)
+        graph.replay()
+        assert torch.equal(o, fastmax.step_(*next_token, expected))
+        for name, x in expected.tensors().items():
+            assert torch.equal(getattr(state, name), x), name
