@@ -218,7 +218,7 @@ def swapped() -> tuple[Model, Model, list[str]]:
     return model, teacher, convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=32.0)
 
 
-@pytest.mark.parametrize("of", ["decay_proj", "qkv_proj", "q_norm"])
+@pytest.mark.parametrize("of", ["decay_proj", "q_norm"])
 def test_transfer_makes_the_error_smaller_and_touches_nothing_else(swapped, of):
     model, teacher, _ = swapped
     batches = [tokens() for _ in range(10)]
@@ -424,6 +424,8 @@ def test_hugging_face(llama, tmp_path):
         errors = convert.attention_errors(model, teacher, [batch])
         assert list(errors) == names and all(1e-6 < error < 0.5 for error in errors.values())
 
+    with pytest.raises(ValueError, match="teacher must have softmax attention.*layers.0.self_attn', got.*of fastmax"):
+        convert.attention_errors(model, copy.deepcopy(model), [x])
     batches = [tokens() for _ in range(8)]
     before = convert.attention_errors(model, teacher, batches)
     rows = convert.fit_polynomial(model, teacher, batches[:2], rounds=3)
