@@ -462,6 +462,19 @@ def layer_parts(results: Results) -> str:
     return table(["attention", "loss (nats per byte)", "of the last quarter of positions"], lines)
 
 
+@block
+def convert(results: Results) -> str:
+    rows = results.plain("docs/figures/convert_char_lm.csv")
+    lines = ([row["stage"], f"{float(row['loss']):.4f}", f"{float(row['last_quarter']):.4f}"] for row in rows)
+    return table(["", "loss (nats per byte)", "of the last quarter of positions"], lines)
+
+
+@block
+def convert_starts(results: Results) -> str:
+    rows = results.plain("docs/figures/convert_starts.csv")
+    return table(["fitted", "before", "after"], (row.values() for row in rows))
+
+
 def _accuracies(path: str, results: Results) -> str:
     rows = results.plain(path)
     pairs = [name for name in rows[0] if name.startswith("pairs_")]

@@ -55,10 +55,7 @@ def arguments() -> argparse.ArgumentParser:
 def load_text(args: argparse.Namespace, tokenizer: str | None) -> tuple[Tensor, Tensor]:
     """Tokens for training and validation; `tokenizer` is the file beside the checkpoint, None: bytes."""
     documents = load_documents(args.data)
-    if tokenizer is None:
-        text = byte_tokens(documents)
-    else:
-        text = bpe_tokens(documents, load_bpe(args.checkpoint.parent / tokenizer))
+    text = bpe_tokens(documents, load_bpe(args.checkpoint.parent / tokenizer)) if tokenizer else byte_tokens(documents)
     return tuple(part.tokens.to(args.device) for part in text.split())
 
 
@@ -114,9 +111,13 @@ def plot(stages: list[dict], curves: dict[str, list[float]], path: Path) -> None
     left.barh(names, losses)
     left.set(xlabel="validation loss (nats per token)", xlim=(0.95 * min(losses), 1.01 * max(losses)))
     left.invert_yaxis()
-    for name, losses in curves.items():
-        right.plot(range(1, len(losses) + 1), losses, label=name, alpha=0.8)
-    right.set(xlabel="step of fine-tuning", ylabel="train loss")
+    gap = torch.tensor(curves["converted"]) - torch.tensor(curves["softmax"])  # of the same batches
+    means = gap.unfold(0, min(len(gap), 10), 1).mean(-1)
+    steps = range(1, len(gap) + 1)
+    right.plot(steps, gap, alpha=0.4, label="of a step")
+    right.plot(steps[-len(means) :], means, label="mean of the last 10")
+    right.axhline(0.0, color="black", linewidth=0.8)
+    right.set(xlabel="step of fine-tuning", ylabel="train loss, converted less softmax")
     right.legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)

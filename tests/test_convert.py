@@ -1,4 +1,4 @@
-"""Converting a trained softmax model: what `swap` changes and keeps, what `transfer` and `finetune` train, and what they refuse."""
+"""Converting a trained softmax model: what each step changes, what it leaves, and what it refuses."""
 
 import copy
 import math
@@ -218,17 +218,17 @@ def swapped() -> tuple[Model, Model, list[str]]:
     return model, teacher, convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=32.0)
 
 
-@pytest.mark.parametrize("of", ["decay_proj", "qkv_proj", "q_norm"])
+@pytest.mark.parametrize("of", ["decay_proj", "q_norm"])
 def test_transfer_makes_the_error_smaller_and_touches_nothing_else(swapped, of):
     model, teacher, _ = swapped
-    batches = [tokens() for _ in range(30)]
+    batches = [tokens() for _ in range(10)]
     names = [name for name, _ in model.named_parameters() if of in name]
     before, taught = snapshot(model), snapshot(teacher)
     model.head.weight.grad = torch.ones_like(model.head.weight)
     model.embedding.weight.requires_grad_(False)
     error = convert.attention_errors(model, teacher, batches)
-    rows = convert.transfer(model, teacher, batches, names, steps=30)
-    assert [row["step"] for row in rows] == list(range(1, 31))
+    rows = convert.transfer(model, teacher, batches, names, steps=10)
+    assert [row["step"] for row in rows] == list(range(1, 11))
     after = convert.attention_errors(model, teacher, batches)
     assert set(after) == {"blocks.0", "blocks.1", "blocks.2"} and sum(after.values()) < sum(error.values())
     first = convert.attention_errors(model, teacher, batches[:1])
@@ -296,6 +296,52 @@ def test_an_error_that_is_not_finite_ends_the_transfer(swapped):
         convert.transfer(model, teacher, [tokens()], new, steps=1)
 
 
+# ---- fit_polynomial
+
+
+def test_the_polynomial_of_least_error_is_found(swapped):
+    """The teacher has the same weights and a polynomial of its own, so that the error can vanish."""
+    model, _, _ = swapped
+    teacher = copy.deepcopy(model)
+    for own, block in zip(teacher.blocks, model.blocks, strict=True):
+        own.attention = "softmax"
+        own.forward = FastmaxSelfAttention.forward.__get__(changed := copy.deepcopy(block))
+        changed.options |= {"a0": 2.0, "a1": 2.2, "a2": 0.8}
+    before = snapshot(model)
+    rows = convert.fit_polynomial(model, teacher, [tokens(4, N)], rounds=9)
+    assert rows[0] == pytest.approx({"round": 0, "error": rows[0]["error"], "a0": 1.0, "a1": 1.0, "a2": 0.5})
+    assert rows[-1]["error"] < 1e-6 * rows[0]["error"]
+    found = [{name: block.options[name] for name in ("a0", "a1", "a2")} for block in model.blocks]
+    assert found == [pytest.approx({"a0": 2.0, "a1": 2.2, "a2": 0.8}, rel=1e-2)] * 3
+    assert found == [{name: rows[-1][name] for name in found[0]}] * 3
+    assert equal(before, snapshot(model))
+
+
+def test_a_fitted_polynomial_is_positive_and_no_worse(swapped):
+    model, teacher, _ = swapped
+    batches = [tokens() for _ in range(2)]
+    rows = convert.fit_polynomial(model, teacher, iter(batches), rounds=4)
+    errors = [row["error"] for row in rows]
+    assert len(rows) == 5 and errors == sorted(errors, reverse=True) and errors[-1] < errors[0]
+    assert all(row["a2"] > 0 and row["a1"] ** 2 < 4 * row["a0"] * row["a2"] for row in rows)
+    assert sum(convert.attention_errors(model, teacher, batches).values()) / 3 == pytest.approx(errors[-1], rel=1e-6)
+
+
+def test_fit_polynomial_refuses_and_leaves_the_model(swapped):
+    model, teacher, _ = swapped
+    options = [dict(block.options) for block in model.blocks]
+    with pytest.raises(ValueError, match="batches must hold one or more"):
+        convert.fit_polynomial(model, teacher, [])
+    with pytest.raises(ValueError, match="rounds"):
+        convert.fit_polynomial(model, teacher, [tokens()], rounds=0)
+    with pytest.raises(IndexError):
+        convert.fit_polynomial(model, teacher, [tokens(), tokens() + VOCABULARY])
+    assert [block.options for block in model.blocks] == options
+    model.blocks[0].options["a0"] = 3.0
+    with pytest.raises(ValueError, match="one positive polynomial"):
+        convert.fit_polynomial(model, teacher, [tokens()])
+
+
 # ---- finetune
 
 
@@ -348,3 +394,71 @@ def test_saving(swapped):
     anew.load_state_dict(model.state_dict())
     x = tokens()
     assert torch.equal(anew(x), model(x))
+
+
+# ---- Hugging Face models
+
+
+@pytest.fixture
+def llama():
+    """A tiny softmax model in float64, with scores of order one."""
+    transformers = pytest.importorskip("transformers")
+    options = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    options |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "initializer_range": 0.3}
+    options |= {"bos_token_id": None, "eos_token_id": None}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options)).double()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
+def test_hugging_face(llama, tmp_path):
+    model, teacher = llama, copy.deepcopy(llama)
+    weights = snapshot(model)
+    new = convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=32.0, layers=[0, 2])
+    assert len(new) == 4 and all("fastmax_decay" in name and "layers.1" not in name for name in new)
+    assert equal(weights, {name: x for name, x in snapshot(model).items() if name not in new})
+    x = tokens()
+    names = ["model.layers.0.self_attn", "model.layers.2.self_attn"]
+    padded = {"input_ids": x, "attention_mask": (torch.arange(N) >= torch.tensor([[0], [5]])).long()}
+    for batch in (x, padded):
+        errors = convert.attention_errors(model, teacher, [batch])
+        assert list(errors) == names and all(1e-6 < error < 0.5 for error in errors.values())
+
+    with pytest.raises(ValueError, match="teacher must have softmax attention.*layers.0.self_attn', got.*of fastmax"):
+        convert.attention_errors(model, copy.deepcopy(model), [x])
+    batches = [tokens() for _ in range(8)]
+    before = convert.attention_errors(model, teacher, batches)
+    rows = convert.fit_polynomial(model, teacher, batches[:2], rounds=3)
+    assert rows[-1]["error"] < rows[0]["error"] and model.config.fastmax["a1"] == rows[-1]["a1"]
+    fitted = convert.attention_errors(model, teacher, batches)
+    convert.transfer(model, teacher, batches, new, steps=8)
+    after = convert.attention_errors(model, teacher, batches)
+    assert sum(after.values()) < sum(fitted.values()) < sum(before.values())
+    changed = {name for name, x in model.state_dict().items() if name not in new and not torch.equal(x, weights[name])}
+    assert changed == set()
+    losses = convert.finetune(model, [{"input_ids": x, "labels": x}] * 10, steps=10, learning_rate=0.01)
+    assert losses[-1]["loss"] < losses[0]["loss"]
+
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
+    assert relative(loaded(x).logits, model.eval()(x).logits) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_window_as_long_as_the_sequence_is_softmax_in_a_hugging_face_model(llama):
+    x = tokens()
+    expected = llama(x).logits
+    convert.swap(llama, exact_window=N)
+    assert relative(llama(x).logits, expected) < 1e-6
+    with pytest.raises(ValueError, match="must run softmax attention"):
+        convert.swap(llama)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("options", [{"layers": [7]}, {"layers": ["a"]}, {"layers": [1, 7], "decay": True}], ids=repr)
+def test_a_hugging_face_model_is_left_as_it_was(llama, options):
+    before, config = snapshot(llama), llama.config.to_dict()
+    with pytest.raises((ValueError, TypeError), match="layer"):
+        convert.swap(llama, **options)
+    assert equal(before, snapshot(llama)) and llama.config.to_dict() == config
+    assert llama.config._attn_implementation == "sdpa"

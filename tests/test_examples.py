@@ -252,7 +252,7 @@ def test_convert_lm(tmp_path, trained, options):
     text, out = trained
     sizes = ["--steps", 2, "--batch-size", 2, "--val-batches", 1, "--exact-window", 4, "--device", "cpu"]
     small = [] if options else ["--fit-batches", 1, "--transfer-steps", 2]
-    checkpoint = out / "char_lm_softmax.pt"
+    checkpoint = out / "char_lm_softmax_plain.pt"
     run("examples/convert_lm.py", "--checkpoint", checkpoint, "--data", text, "--out", tmp_path, *sizes, *small, *options)
     stages = [row["stage"] for row in rows(tmp_path / "stages.csv")]
     assert stages[:2] == ["softmax", "swapped"] and stages[-1] == "softmax, 2 steps of fine-tuning"

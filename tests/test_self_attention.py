@@ -27,6 +27,7 @@ OPTIONS = {
     "grouped": FASTMAX | {"num_kv_heads": 2, "head_dim": 10, "bias": True, "conv": 2, "rope_base": 50.0},
     "one kv head": FASTMAX | {"num_kv_heads": 1},
     "p1": FASTMAX | {"p": 1},
+    "coefficients": FASTMAX | {"a0": 2.0, "a1": 1.5, "a2": 0.75},
     "token": FASTMAX | {"normalize": "token", "temperature": 0.5},
     "linear": FASTMAX | {"algorithm": "linear"},
     "autograd": FASTMAX | {"use_custom_gradient": False},
@@ -87,7 +88,8 @@ def written_out(layer, x, mask=None):
         if layer.options["normalize"] == "token":
             q, k = (rows / rows.norm(dim=-1, keepdim=True).clamp(min=1.0) for rows in (q, k))
         s = q @ k.mT / layer.options["temperature"]
-        f = 1 + s + (0.5 * s * s if layer.options["p"] == 2 else 0)
+        a0, a1, a2 = (layer.options[name] for name in ("a0", "a1", "a2"))
+        f = a0 + a1 * s + (a2 * s * s if layer.options["p"] == 2 else 0)
         weights, seen = torch.where(distance < layer.options["exact_window"], s.exp(), f), distance >= 0
     if layer.decay_proj is not None:
         log_decay = torch.sigmoid(layer.decay_proj(x)).log()  # (b, n, hk)
@@ -516,6 +518,8 @@ def test_a_replayed_graph_advances_the_state(fold_every):
         (SOFTMAX | {"exact_window": 16}, ValueError, "exact_window has no effect with .*softmax"),
         (SOFTMAX | {"temperature": 1.0}, ValueError, "temperature has no effect"),
         (SOFTMAX | {"p": 1}, ValueError, "p has no effect"),
+        (SOFTMAX | {"a1": 1.5}, ValueError, "a1 has no effect"),
+        ({"a2": float("nan")}, ValueError, "a2"),
         (SOFTMAX | {"algorithm": "linear"}, ValueError, "algorithm has no effect"),
         (SOFTMAX | {"normalize": False}, ValueError, "normalize has no effect"),
         (SOFTMAX | {"window": 0}, ValueError, "window must be at least 1"),

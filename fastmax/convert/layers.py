@@ -24,26 +24,35 @@ def pairs_of(model: nn.Module, teacher: nn.Module) -> Pairs:
     """By name, the attention layers that run Fastmax and those of the teacher that run softmax."""
     if model is teacher:
         raise ValueError("teacher must be the model before the swap, a copy of it, got the model itself")
-    if is_of_transformers(model):
-        exchanged = _attention_of_transformers(model)
-    else:
-        modules = model.named_modules()
-        exchanged = {name: x for name, x in modules if isinstance(x, FastmaxSelfAttention) and x.attention == "fastmax"}
+    exchanged, of_teacher, not_softmax = _fastmax_layers(model), dict(teacher.named_modules()), _fastmax_layers(teacher)
     if not exchanged:
         raise ValueError(f"model ({type(model).__name__}) must have Fastmax in some layer, got none: convert.swap(model) first")
-    of_teacher = dict(teacher.named_modules())
     for name, layer in exchanged.items():
-        own = of_teacher.get(name)
-        if type(own) is not type(layer) or getattr(own, "attention", None) == "fastmax":
-            kind = "none of that name" if own is None else f"{type(own).__name__} of {getattr(own, 'attention', 'its own')}"
-            raise ValueError(f"teacher must have softmax attention in a {type(layer).__name__} {name!r}, got {kind}")
+        own, kind = of_teacher.get(name), type(layer).__name__
+        if type(own) is not type(layer) or name in not_softmax:
+            got = "none of that name" if own is None else f"a {type(own).__name__}" + " of fastmax" * (name in not_softmax)
+            raise ValueError(f"teacher must have softmax attention in a {kind} {name!r}, got {got}")
+        if not _is_causal_self_attention(layer):
+            raise ValueError(f"model must have causal self-attention, which {name!r} ({kind}) is not")
     return {name: (layer, of_teacher[name]) for name, layer in exchanged.items()}
 
 
-def _attention_of_transformers(model: nn.Module) -> dict[str, nn.Module]:
+def _fastmax_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """By name, those whose attention is Fastmax."""
+    if not is_of_transformers(model):
+        modules = model.named_modules()
+        return {name: x for name, x in modules if isinstance(x, FastmaxSelfAttention) and x.attention == "fastmax"}
     from fastmax.integrations.transformers.layers import attention_layers, runs_fastmax
 
     return {name: layer for name, layer in attention_layers(model) if runs_fastmax(layer)}
+
+
+def _is_causal_self_attention(layer: nn.Module) -> bool:
+    if isinstance(layer, FastmaxSelfAttention):
+        return True
+    from fastmax.integrations.transformers.layers import is_causal_self_attention
+
+    return is_causal_self_attention(layer)
 
 
 def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str, Callable[[], Tensor], Tensor], None]) -> None:

@@ -121,12 +121,14 @@ def _measure(polynomial: _Polynomial, options: list[dict], pairs: Pairs, teacher
         for i in range(3):
             _set(options, polynomial.moved([DIFFERENCE * (i == j) for j in range(3)]))
             columns.append((attend() - y) / DIFFERENCE)
-        columns = torch.stack([x.flatten() for x in columns])
-        sums.add_((columns @ columns.T / expected.square().sum()).double().cpu())
+        total = expected.square().sum(dtype=torch.float64)
+        for i in range(4):  # no matrix product, whose operands autocast or TF32 would round
+            for j in range(i + 1):
+                sums[i, j] += ((columns[i] * columns[j]).sum(dtype=torch.float64) / total).cpu()
 
     for batch in batches:
         visit(pairs, teacher, batch, compare)
-    sums /= len(batches) * len(pairs)
+    sums = (sums + sums.tril(-1).T) / (len(batches) * len(pairs))
     if not sums.isfinite().all():
         raise FloatingPointError("the error of attention, or its slope, is not finite")
     return _Fit(sums[0, 0].item(), sums[1:, 0], sums[1:, 1:])

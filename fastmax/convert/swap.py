@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -20,7 +19,7 @@ def swap(
     model: nn.Module,
     *,
     exact_window: int = DEFAULT_EXACT_WINDOW,
-    layers: Iterable[int | str] | None = None,
+    layers: Iterable[int | str] | str | None = None,
     temperature: float | None = None,
     decay: bool = False,
     longest_half_life: float = 8192.0,
@@ -35,7 +34,7 @@ def swap(
         model: any module that contains such layers, or is one, or a Hugging Face model. Devices, dtypes and modes stay.
         exact_window: tokens whose keys are weighed by exp(s), as in `fastmax_attention`; at least 1.
         layers: those to exchange, by name or by number: from 0, in the order of the model, among the layers that can be
-            exchanged; in a Hugging Face model as `fastmax.integrations.transformers` counts them. None: all.
+            exchanged; of a Hugging Face model as the option `layers` of its `configure`. None: all.
         temperature: of `fastmax_attention`, of near keys too; None: softmax's own, `sqrt(head_dim)`.
         decay: add gates, by which older keys fade, to the layers that have none. They do not depend on x at first.
         longest_half_life: tokens after which a key of the slowest new gate weighs half at first; those of a layer's heads are
@@ -56,10 +55,9 @@ def swap(
         return _swap_in_transformers(model, exact_window, layers, temperature, decay, longest_half_life)
 
     chosen = _chosen(_softmax_layers(model), layers)
-    options = {}
-    for name, layer in chosen.items():
-        scale = math.sqrt(layer.head_dim) if temperature is None else temperature
-        options[name] = options_of_fastmax(layer.head_dim, exact_window, temperature=scale)
+    options = {
+        name: options_of_fastmax(layer.head_dim, exact_window, temperature=temperature) for name, layer in chosen.items()
+    }
     gates = {name: _new_gate(layer, longest_half_life) for name, layer in chosen.items() if decay and layer.decay_proj is None}
     for name, layer in chosen.items():
         layer.attention, layer.options = "fastmax", options[name]
@@ -75,8 +73,8 @@ def _softmax_layers(model: nn.Module) -> dict[str, FastmaxSelfAttention]:
     if not found:
         got = {layer.attention + (" with a window" if layer.window else "") for layer in layers.values()}
         raise ValueError(
-            f'model ({type(model).__name__}) must have layers FastmaxSelfAttention(attention="softmax") without a window, or be '
-            f"a Hugging Face model; got {'layers of ' + ' and '.join(sorted(got)) if layers else 'none of these layers'}"
+            f'model ({type(model).__name__}) must have layers FastmaxSelfAttention(attention="softmax") without a window, or '
+            f"be a Hugging Face model; got {'layers of ' + ' and '.join(sorted(got)) if layers else 'none of these layers'}"
         )
     return found
 
@@ -111,7 +109,7 @@ def _new_gate(layer: FastmaxSelfAttention, longest_half_life: float) -> nn.Linea
 def _swap_in_transformers(
     model: nn.Module,
     exact_window: int,
-    layers: Iterable[int] | None,
+    layers: Iterable[int] | str | None,
     temperature: float | None,
     decay: bool,
     longest_half_life: float,
@@ -124,7 +122,7 @@ def _swap_in_transformers(
         raise ValueError(f'model ({type(model).__name__}) must run softmax attention, got attn_implementation="fastmax"')
     options = {"exact_window": exact_window}
     options |= {} if temperature is None else {"temperature": temperature}
-    options |= {} if layers is None else {"layers": list(layers)}
+    options |= {} if layers is None else {"layers": layers if isinstance(layers, str) else list(layers)}
     try:
         integration.configure(model, **options)
         model.set_attn_implementation(integration.NAME)

@@ -26,7 +26,7 @@ def transfer(
     """Attention transfer: train a few parameters until each attention layer gives what the teacher's gives for the same input.
 
     Only the teacher runs as a whole. As soon as one of its layers has its output y, the model's layer of that name gets the
-    same input, and the error `|y' - y|^2 / |y|^2` of its output y' goes backward: no more than one layer's activations are kept.
+    same input, and the error `|y' - y|^2 / |y|^2` of its output y' goes backward: one layer's activations at a time are kept.
     Adam, with a warm-up of a twentieth of the steps and a cosine down to nothing.
 
     Args:
