@@ -29,6 +29,7 @@ import torch
 import fastmax
 from benchmarks import report
 from benchmarks.floors import COPY, MATMUL
+from benchmarks.learn import pages
 from benchmarks.workloads import Row
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -479,6 +480,10 @@ def _recall(name: str, results: Results) -> str:
 
 BLOCKS["recall-rms"] = partial(_recall, "RMS-normalised, temperature 1")
 BLOCKS["recall-token"] = partial(_recall, 'as projected, normalize="token", temperature 1')
+
+
+for _name in pages.TABLES:
+    BLOCKS[f"learn-{_name}"] = partial(lambda name, results: pages.section(name, results.root, table), _name)
 
 
 # ---- softmax

@@ -1,8 +1,7 @@
 """One training step (forward, backward, AdamW) of the examples' GPT, with the attention of a provider.
 
-Where the case asks for bf16, it is bf16 by autocast: weights, gradients, moments and the residual stream are fp32, but for the
-weights of the norms of q and k, which PyTorch's fused RMS norm takes in its input's dtype only. Activations are kept, not
-recomputed: about 60 GiB at 131072 tokens. The cross entropy goes through the tokens in chunks and recomputes the logits of each
+Where the case asks for bf16, it is bf16 by autocast: weights, gradients, moments and the residual stream are fp32. Activations
+are kept, not recomputed: about 60 GiB at 131072 tokens. The model computes its loss in chunks and recomputes the logits of each
 in its backward: 131072 x 50304 of them in fp32 would be 25 GiB, and their gradient as much.
 """
 
@@ -10,19 +9,19 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
+import fastmax
 from benchmarks.check import WrongResult
 from benchmarks.registry import Case, Provider
 
 LAYERS = 12
 VOCAB = 50304  # GPT-2's 50257, padded to a multiple of 64
-CHUNK = 8192  # tokens whose logits are in memory together
 LOSS_MARGIN = 0.5  # nats of the first loss around ln(VOCAB), which a model that knows nothing has
 
 ATTENTION = {
@@ -32,25 +31,35 @@ ATTENTION = {
 }
 
 
+class ScaledDotProductLayer(fastmax.FastmaxSelfAttention):
+    """The softmax layer with PyTorch's attention in the place of `flash_attention`, for whole sequences without decay."""
+
+    def forward(self, x: Tensor, *, cu_seqlens: None = None) -> Tensor:
+        q, k, v, log_decay, _ = self._heads(x, None, None, None)
+        if cu_seqlens is not None or log_decay is not None or self.window is not None:
+            raise ValueError("scaled_dot_product_attention takes no cu_seqlens, decay or window")
+        return self._output(F.scaled_dot_product_attention(q, k, v, is_causal=True), x)
+
+
 class Step:
     """Callable: a step on always the same batch of random tokens; returns the loss before it."""
 
     def __init__(self, case: Case, name: str, device: torch.device):
         sys.path.append(str(Path(__file__).parents[1] / "examples"))
         try:
-            from model import GPT, GPTConfig
+            from model import GPT, PLAIN, GPTConfig, make_layer
         finally:
             sys.path.pop()
         sizes = {"vocab_size": VOCAB, "block_size": case.tokens, "n_layer": LAYERS, "n_head": case.heads}
-        config = GPTConfig(**sizes, n_embd=case.heads * case.head_dim, **ATTENTION[name])
+        options = dict(ATTENTION[name])
+        config = GPTConfig(
+            **sizes, n_embd=case.heads * case.head_dim, attention=options.pop("attention"), parts=PLAIN | options
+        )
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)  # every provider starts from the same weights
-            self.model = GPT(config)
-            if case.dtype == "bf16":
-                for block in self.model.blocks:
-                    block.attn.q_norm.bfloat16(), block.attn.k_norm.bfloat16()
+            layer = fastmax.FastmaxSelfAttention if config.attention == "fastmax" else ScaledDotProductLayer
+            self.model = GPT(config, partial(make_layer, layer=layer))
             self.tokens, self.targets = torch.randint(VOCAB, (2, case.batch, case.tokens))
-        self.head, self.model.head = self.model.head, nn.Identity()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.dtype == "bf16")
 
@@ -62,15 +71,9 @@ class Step:
 
     def gradients(self) -> Tensor:
         with self.autocast:
-            hidden = self.model(self.tokens).flatten(0, 1)
-            parts = zip(hidden.split(CHUNK), self.targets.flatten().split(CHUNK), strict=True)
-            sums = [checkpoint(self._sum_of_losses, x, target, use_reentrant=False) for x, target in parts]
-            loss = torch.stack(sums).sum() / self.targets.numel()
+            loss = self.model(self.tokens, self.targets)
         loss.backward()
         return loss.detach()
-
-    def _sum_of_losses(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.head(hidden), targets, reduction="sum")
 
     @property
     def resident_bytes(self) -> int:

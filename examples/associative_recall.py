@@ -17,23 +17,28 @@ and .png: queries and keys RMS-normalised or not, temperature 1 or sqrt(head_dim
 
 import argparse
 import csv
+import math
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from model import Block, GPTConfig
+from model import PLAIN, Block, GPTConfig, make_layer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-# What each has of GPTConfig.
+# What each gives to FastmaxSelfAttention.
 ATTENTIONS = {"fastmax p=1": {"p": 1}, "fastmax p=2": {}, "softmax": {"attention": "softmax"}}
-SCALES = {
-    "RMS-normalised, temperature 1": {},
-    "RMS-normalised, temperature sqrt(d)": {"temperature": None},
-    "as projected, temperature 1": {"qk_norm": False},
-    "as projected, temperature sqrt(d)": {"qk_norm": False, "temperature": None},
-    'as projected, normalize="token", temperature 1': {"qk_norm": False, "normalize": "token"},
-}
+
+
+def scales(head_dim: int) -> dict[str, dict]:
+    root = math.sqrt(head_dim)
+    return {
+        "RMS-normalised, temperature 1": {},
+        "RMS-normalised, temperature sqrt(d)": {"temperature": root},
+        "as projected, temperature 1": {"qk_norm": False},
+        "as projected, temperature sqrt(d)": {"qk_norm": False, "temperature": root},
+        'as projected, normalize="token", temperature 1': {"qk_norm": False, "normalize": "token"},
+    }
 
 
 class Recall(nn.Module):
@@ -41,9 +46,10 @@ class Recall(nn.Module):
 
     def __init__(self, vocab: int, config: GPTConfig):
         super().__init__()
+        blocks = (Block(config, make_layer(config, index)) for index in range(config.n_layer))
         self.key = nn.Embedding(vocab, config.n_embd)
         self.value = nn.Embedding(vocab, config.n_embd)
-        self.blocks = nn.Sequential(*(Block(config) for _ in range(config.n_layer)))
+        self.blocks = nn.Sequential(*blocks)
         self.norm = nn.LayerNorm(config.n_embd)
         self.head = nn.Linear(config.n_embd, vocab, bias=False)
 
@@ -72,7 +78,9 @@ def accuracy(model: Recall, pairs: int, args: argparse.Namespace) -> float:
 def train(name: str, options: dict, args: argparse.Namespace) -> tuple[Recall, list[tuple[int, float]]]:
     """The trained model and (step, accuracy at the largest number of pairs)."""
     torch.manual_seed(args.seed)
-    config = GPTConfig(n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd, rope=False, **options)
+    options = PLAIN | {"rope": False} | options
+    attention = options.pop("attention", "fastmax")
+    config = GPTConfig(n_layer=args.n_layer, n_head=args.n_head, n_embd=args.n_embd, attention=attention, parts=options)
     model = Recall(args.vocab, config).to(args.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.99), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.steps + 1, pct_start=0.1)
@@ -113,7 +121,7 @@ def main():
         parser.error(f"{max(args.pairs)} pairs need as many different keys, --vocab is {args.vocab}")
 
     table, curves = {}, {}
-    for name, options in (SCALES if args.scales else ATTENTIONS).items():
+    for name, options in (scales(args.n_embd // args.n_head) if args.scales else ATTENTIONS).items():
         model, curves[name] = train(name, options, args)
         table[name] = [accuracy(model, pairs, args) for pairs in args.pairs]
 

@@ -4,32 +4,34 @@
     python examples/swap_into_transformer.py --checkpoint out/char_lm_softmax.pt
     python examples/swap_into_transformer.py                 # trains a short softmax model first
 
-Attention has no weights of its own, so the swap keeps every parameter; what changes is the function between them, from exp(s)
-to 1 + s + s^2 / 2. The table shows the validation loss before and after, and what the same fine-tune does for the softmax
-model itself. (For models built on `nn.MultiheadAttention`, `fastmax.swap_attention(model)` does this in one call.)
+Fastmax and softmax layers have the same weights, so the swap keeps every parameter; what changes is the function between
+them, from exp(s) to 1 + s + s^2 / 2. The table shows the validation loss before and after, and what the same fine-tune does for
+the softmax model itself. (For models built on `nn.MultiheadAttention`, `fastmax.swap_attention(model)` does this in one call.)
 
 Writes OUT/swap.csv, OUT/swap.png and the fine-tuned checkpoint OUT/swap.pt.
 """
 
 import argparse
 import math
-from copy import deepcopy
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from model import GPT, GPTConfig, make_attention
-from train_char_lm import evaluate, load_data, save_history, train
+from model import GPT, PLAIN, GPTConfig
+from train_char_lm import load_data, save_history, train, validation_windows
+from training import evaluate
 
 
 def swap_attention(model: GPT, p: int) -> GPT:
     """A copy of the model with Fastmax in every block, at softmax's scale, where the polynomial is closest to exp."""
-    model = deepcopy(model)
-    head_dim = model.config.n_embd // model.config.n_head
-    model.config = replace(model.config, attention="fastmax", p=p, temperature=math.sqrt(head_dim))
-    for block in model.blocks:
-        block.attn.attend = make_attention(model.config)
-    return model
+    parts = model.config.parts | {"p": p}
+    if p == 2:
+        parts["temperature"] = math.sqrt(model.config.n_embd / model.config.n_head)
+    else:
+        parts.pop("temperature", None)
+    swapped = GPT(replace(model.config, attention="fastmax", parts=parts)).to(model.embedding.weight.device)
+    swapped.load_state_dict(model.state_dict())
+    return swapped
 
 
 def main():
@@ -52,7 +54,8 @@ def main():
     train_data, val_data = load_data(args.data, args.device)
     torch.manual_seed(args.seed)
     if args.checkpoint is None:
-        softmax = GPT(GPTConfig(block_size=args.block_size, n_layer=args.n_layer, attention="softmax")).to(args.device)
+        config = GPTConfig(block_size=args.block_size, n_layer=args.n_layer, attention="softmax", parts=dict(PLAIN))
+        softmax = GPT(config).to(args.device)
         options = argparse.Namespace(**vars(args) | {"steps": args.train_steps, "lr": args.train_lr})
         train(softmax, train_data, val_data, options, "softmax")
     else:
@@ -60,13 +63,12 @@ def main():
         config = GPTConfig(**checkpoint["config"])
         if config.attention != "softmax":
             parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
-        if config.parts:
-            parser.error(f"{args.checkpoint} was trained with --parts, whose layers have no attention to be exchanged alone")
         softmax = GPT(config).to(args.device)
         softmax.load_state_dict(checkpoint["model"])
 
     fastmax = swap_attention(softmax, args.p)
-    as_trained, swapped = evaluate(softmax, val_data), evaluate(fastmax, val_data)
+    windows = validation_windows(val_data, softmax.config.block_size)
+    as_trained, swapped = evaluate(softmax, windows), evaluate(fastmax, windows)
     table = [("softmax, as trained", as_trained), ("swapped, no training", swapped)]
     history = []
     # Other windows than the first training saw, the same for both models.

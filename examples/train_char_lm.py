@@ -1,10 +1,10 @@
 """Train a small GPT with Fastmax attention, byte by byte, on text that is on every machine: Python's standard library.
 
-    python examples/train_char_lm.py                        # Fastmax, p = 2: under two minutes on two CPU cores
-    python examples/train_char_lm.py --attention softmax    # the same model with softmax attention
-    python examples/train_char_lm.py --parts                # with all that makes it learn: fastmax.FastmaxSelfAttention
+    python examples/train_char_lm.py                        # fastmax.FastmaxSelfAttention: two minutes on two CPU cores
+    python examples/train_char_lm.py --attention softmax    # the same layer, weights and parts with softmax attention
+    python examples/train_char_lm.py --no-parts             # attention alone: no decay, window, convolution, norm or gate
     python examples/train_char_lm.py --data my_text.txt
-    python examples/train_char_lm.py --compare              # Fastmax p = 2, p = 1 and softmax from one seed, on one figure
+    python examples/train_char_lm.py --compare              # Fastmax and softmax, with parts and without, on one figure
 
 A run writes OUT/char_lm_NAME.csv, .png (losses by step) and .pt (checkpoint); --compare writes OUT/char_lm.csv and .png.
 """
@@ -12,14 +12,24 @@ A run writes OUT/char_lm_NAME.csv, .png (losses by step) and .pt (checkpoint); -
 import argparse
 import csv
 import sysconfig
-import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-from model import GPT, GPTConfig
+from model import GPT, PLAIN, GPTConfig
+from text import Batch, load_bytes, random_windows, split
 from torch import Tensor
 from tqdm import tqdm
+from training import Recipe, Trainer
+
+# Of --compare: what each has of the options.
+RUNS = {
+    "fastmax": {"attention": "fastmax", "parts": True},
+    "softmax": {"attention": "softmax", "parts": True},
+    "fastmax_plain": {"attention": "fastmax", "parts": False},
+    "softmax_plain": {"attention": "softmax", "parts": False},
+}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -35,10 +45,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--parts",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="decay, short convolution, norm and gate of the output, and for Fastmax an exact window of 16 bytes",
+        default=True,
+        help="decay, short convolution, norm and gate of the output, and for Fastmax an exact window",
     )
-    parser.add_argument("--compare", action="store_true", help="train Fastmax p = 2, p = 1 and softmax, one after another")
+    parser.add_argument("--exact-window", type=int, default=16, help="bytes that Fastmax weighs as softmax does, with parts")
+    parser.add_argument("--compare", action="store_true", help="train " + ", ".join(RUNS) + ", one after another")
     parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=8)
@@ -52,7 +63,7 @@ def arguments() -> argparse.ArgumentParser:
         default=True,
         help="RMS-normalise queries and keys, so that scores stay where a polynomial resembles exp",
     )
-    parser.add_argument("--temperature", type=float, default=1.0, help="divides the scores of p = 2")
+    parser.add_argument("--temperature", type=float, help="divides Fastmax's scores (default: the layer's own)")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -63,78 +74,30 @@ def arguments() -> argparse.ArgumentParser:
 
 def load_data(path: Path | None, device: str) -> tuple[Tensor, Tensor]:
     """Training and validation bytes, (N,) uint8: the first nine tenths and the rest."""
-    if path is None:
-        sources = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        if not sources:
-            raise SystemExit("this Python has no standard library sources on disk: pass --data FILE")
-        text = b"\n".join(source.read_bytes() for source in sources)
-    else:
-        text = path.read_bytes()
-    data = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-    split = 9 * len(data) // 10
-    return data[:split], data[split:]
+    paths = [path] if path is not None else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    if not paths:
+        raise SystemExit("this Python has no standard library sources on disk: pass --data FILE")
+    return split(load_bytes(paths).to(device))
 
 
-def get_batch(data: Tensor, block_size: int, batch_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random windows: tokens (B, T) and the same moved by one."""
-    if len(data) <= block_size:
-        raise SystemExit(f"{len(data)} bytes of text are too few for a block of {block_size}")
-    start = torch.randint(len(data) - block_size, (batch_size, 1), generator=generator)
-    window = data[(start + torch.arange(block_size + 1)).to(data.device)].long()
-    return window[:, :-1], window[:, 1:]
-
-
-@torch.no_grad()
-def evaluate(model: GPT, data: Tensor, batches: int = 8) -> float:
-    """Mean loss on windows that are the same at every call."""
-    model.eval()
+def validation_windows(data: Tensor, block_size: int) -> list[Batch]:
+    """Always the same."""
     generator = torch.Generator().manual_seed(0)
-    losses = [model(*get_batch(data, model.config.block_size, 32, generator)).item() for _ in range(batches)]
-    model.train()
-    return sum(losses) / batches
+    return [random_windows(data, block_size, 32, generator) for _ in range(8)]
 
 
 def train(model: GPT, train_data: Tensor, val_data: Tensor, args: argparse.Namespace, label: str) -> list[dict]:
-    """AdamW with warmup and a cosine, as nanoGPT; returns rows of step, train, val and tokens/s, ten to a run or so."""
-    model.train()
-    decay = [x for x in model.parameters() if x.dim() == 2]
-    rest = [x for x in model.parameters() if x.dim() != 2]
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
-    warmup = max(1, args.steps // 20)
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [
-            torch.optim.lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup),
-            torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, args.steps - warmup), args.lr / 10),
-        ],
-        [warmup],
-    )
-    generator = torch.Generator().manual_seed(args.seed)
-    every = max(1, args.steps // 10)
-    history, recent, seconds = [], [], 0.0
-    progress = tqdm(range(1, args.steps + 1), desc=label, unit="step")
-    for step in progress:
-        began = time.perf_counter()
-        loss = model(*get_batch(train_data, model.config.block_size, args.batch_size, generator))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        recent.append(loss.item())
-        seconds += time.perf_counter() - began
-        if step % every == 0 or step == args.steps:
-            row = {
-                "run": label,
-                "step": step,
-                "train": sum(recent) / len(recent),
-                "val": evaluate(model, val_data),
-                "tokens_per_second": round(step * args.batch_size * model.config.block_size / seconds),
-            }
-            history.append(row)
-            recent = []
-            progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}")
+    """Rows of step, train, val and tokens/s, ten to a run or so."""
+    block_size = model.config.block_size
+    recipe = Recipe(args.steps, lr=args.lr, warmup=max(1, args.steps // 20), betas=(0.9, 0.99))
+    batch = partial(random_windows, train_data, block_size, args.batch_size)
+    trainer = Trainer(model, recipe, batch, validation_windows(val_data, block_size), args.seed)
+    history = []
+    with tqdm(total=args.steps, desc=label, unit="step") as progress:
+        for row in trainer.run():
+            history.append({"run": label, **row, "tokens_per_second": round(row["tokens"] / row["seconds"])})
+            progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}", refresh=False)
+            progress.update(row["step"] - progress.n)
     return history
 
 
@@ -162,40 +125,35 @@ def save_history(history: list[dict], stem: Path) -> None:
     plt.close(figure)
 
 
-def name_of(config: GPTConfig) -> str:
-    return "softmax" if config.attention == "softmax" else f"fastmax_p{config.p}"
+def make_config(args: argparse.Namespace) -> GPTConfig:
+    sizes = {name: getattr(args, name) for name in ("block_size", "n_layer", "n_head", "n_embd")}
+    parts = {"exact_window": args.exact_window} if args.parts else dict(PLAIN)
+    parts |= {"qk_norm": args.qk_norm, "use_custom_gradient": args.custom_gradient, "p": args.p}
+    if args.temperature is not None:
+        parts["temperature"] = args.temperature
+    return GPTConfig(**sizes, attention=args.attention, parts=parts)
+
+
+def name_of(args: argparse.Namespace) -> str:
+    degree = "_p1" if args.attention == "fastmax" and args.p == 1 else ""
+    return args.attention + degree + ("" if args.parts else "_plain")
 
 
 def main():
     args = arguments().parse_args()
-    config = GPTConfig(
-        block_size=args.block_size,
-        n_layer=args.n_layer,
-        n_head=args.n_head,
-        n_embd=args.n_embd,
-        attention=args.attention,
-        p=args.p,
-        temperature=args.temperature,
-        qk_norm=args.qk_norm,
-        custom_gradient=args.custom_gradient,
-        parts=args.parts,
-    )
-    configs = [config]
-    if args.compare:
-        configs = [
-            replace(config, attention=attention, p=p) for attention, p in (("fastmax", 2), ("fastmax", 1), ("softmax", 2))
-        ]
+    runs = [argparse.Namespace(**vars(args) | options) for options in RUNS.values()] if args.compare else [args]
     train_data, val_data = load_data(args.data, args.device)
 
     history = []
-    for config in configs:
-        torch.manual_seed(args.seed)  # every run starts from the same weights
-        model = GPT(config).to(args.device)
-        history += train(model, train_data, val_data, args, name_of(config))
+    for run in runs:
+        config = make_config(run)
+        torch.manual_seed(run.seed)  # with the same parts, from the same weights
+        model = GPT(config).to(run.device)
+        history += train(model, train_data, val_data, run, name_of(run))
 
     parameters = sum(x.numel() for x in model.parameters())
     print(
-        f"\n{parameters / 1e6:.2f} M parameters, {len(train_data) / 1e6:.1f} MB of text, {args.steps} steps of "
+        f"\n{parameters / 1e6:.1f} M parameters, {len(train_data) / 1e6:.1f} MB of text, {args.steps} steps of "
         f"{args.batch_size} x {args.block_size} bytes on {args.device}"
     )
     print(f"{'attention':<14}{'train loss':>12}{'val loss':>12}{'tokens/s':>12}")
@@ -208,7 +166,7 @@ def main():
         save_history(history, stem)
         print(f"wrote {stem}.csv and {stem}.png")
         return
-    stem = args.out / f"char_lm_{name_of(config)}"
+    stem = args.out / f"char_lm_{name_of(args)}"
     save_history(history, stem)
     torch.save({"config": asdict(config), "model": model.state_dict()}, f"{stem}.pt")
     prompt = torch.tensor([list(b"def ")], device=args.device)

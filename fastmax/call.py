@@ -91,4 +91,5 @@ class Signature:
 PER_HEAD = ("log_decay", "first_key", "end_key")
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("key_padding_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("key_padding_mask", *PER_HEAD))
+EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("key_padding_mask", *PER_HEAD))
 FLASH = Signature(Softmax, ("causal", "left", "right"), ("key_padding_mask", *PER_HEAD))

@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fastmax.call import EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import algorithm_of
 from fastmax.exact_window import Forward, far_keys, near_call
 from fastmax.score import Softmax
@@ -107,6 +107,14 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments, out_val=None) 
     return _exact_window(q, k, v, EXACT_WINDOW.call(arguments[len(Forward._fields) :]), backward=True)
 
 
+def _exact_tiles_forward(*arguments, out_val=None) -> int:
+    return _forward(*arguments, signature=EXACT_TILES)
+
+
+def _exact_tiles_backward(*arguments, out_val=None) -> int:
+    return _backward(*arguments, signature=EXACT_TILES)
+
+
 def _decode_step(q, k, v, values, *arguments, out_val=None) -> int:
     b, hk, features, dv = values.shape
     return 2 * b * (hk + q.shape[1]) * (features - 1) * dv  # the first feature is 1
@@ -139,6 +147,8 @@ FORMULAS = {
     "flash_backward": _flash_backward,
     "exact_window_forward": _exact_window_forward,
     "exact_window_backward": _exact_window_backward,
+    "exact_tiles_forward": _exact_tiles_forward,
+    "exact_tiles_backward": _exact_tiles_backward,
     "decode_step": _decode_step,
     "decode_step_": _decode_step,
     "gathered_step_": _gathered_step,

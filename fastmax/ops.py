@@ -1,13 +1,13 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `merge_`, `decode_step`, `decode_step_`, `gathered_step_`, `prefill`,
-`prefill_backward`, `finite_decay` and `softmax`.
+`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
+`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
 (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
 implementation under names of its own. Arguments were checked by `fastmax.validation`; `fastmax.call` lays them out in a schema;
-`fastmax.flops` says what PyTorch's counter counts for them. On every device those of an exact window are made of others
-(`fastmax.exact_window`).
+`fastmax.flops` says what PyTorch's counter counts for them. On every device `exact_window_*` are made of others
+(`fastmax.exact_window`); `exact_tiles_*` are the quadratic algorithm in PyTorch operations (`fastmax.eager.exact`).
 
 Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an exact window both, and what
 `fastmax.exact_window.Forward` names) and what accompanies the call (`fastmax.call.Call`) are saved for the backward.
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmax import eager, exact_window, extension, flops, operator_checks
-from fastmax.call import EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
@@ -78,12 +78,17 @@ library.define(
     f"exact_window_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXACT_WINDOW_RESULTS}, "
     f"{EXACT_WINDOW.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
+library.define(f"exact_tiles_forward(Tensor q, Tensor k, Tensor v, {EXACT_TILES.schema}) -> (Tensor o, Tensor lse)")
+library.define(
+    "exact_tiles_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
+    f"{EXACT_TILES.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax and with an exact window, the log
     of the sums of weights."""
-    operator = _EXACT_WINDOW if call.exact_window > 0 else _part(call)
+    operator = _exact(q, k, v, call) if call.exact_window > 0 else _part(call)
     tensors, options = operator.signature.flatten(call, _allow_tf32(q))
     o, z, *_ = _call(operator, (q, k, v, *tensors), options)
     return o, z
@@ -246,10 +251,24 @@ def _flash_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH, statistic="lse")
 
 
-def _exact_window_forward(q, k, v, *arguments):
-    call = EXACT_WINDOW.call(arguments)
+def _check_exact_window(q, k, v, call):
     operator_checks.check_call(q, k, v, call)
     operator_checks.check_exact_window(q, k, call)
+
+
+def _exact_tiles_forward(q, k, v, *arguments):
+    _check_exact_window(q, k, v, EXACT_TILES.call(arguments))
+    return _forward(q, k, v, *arguments, signature=EXACT_TILES)
+
+
+def _exact_tiles_backward(grad_o, grad_lse, q, k, v, o, lse, *arguments):
+    _check_exact_window(q, k, v, EXACT_TILES.call(arguments))
+    return _backward(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_TILES, statistic="lse")
+
+
+def _exact_window_forward(q, k, v, *arguments):
+    call = EXACT_WINDOW.call(arguments)
+    _check_exact_window(q, k, v, call)
 
     def attend(q, k, v, call):
         operator = _part(call)
@@ -263,8 +282,7 @@ def _exact_window_forward(q, k, v, *arguments):
 def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
     outputs = len(exact_window.Forward._fields)
     results, call = exact_window.Forward(*arguments[:outputs]), EXACT_WINDOW.call(arguments[outputs:])
-    operator_checks.check_call(q, k, v, call)
-    operator_checks.check_exact_window(q, k, call)
+    _check_exact_window(q, k, v, call)
     operator_checks.check_results(q, v, o=results.o, grad_o=grad_o, lse=results.lse, grad_lse=grad_lse)
     operator_checks.check_parts(q, k, v, results, call)
 
@@ -375,6 +393,8 @@ for _name, _implementation in {
     "eager_flash_backward": _flash_backward,
     "exact_window_forward": _exact_window_forward,
     "exact_window_backward": _exact_window_backward,
+    "exact_tiles_forward": _exact_tiles_forward,
+    "exact_tiles_backward": _exact_tiles_backward,
     "merge_": _merge_,
     "eager_merge_": _merge_,
     "decode_step": _decode_step,
@@ -400,6 +420,7 @@ extension.load()
 
 @torch.library.register_fake("fastmax::forward", lib=library)
 @torch.library.register_fake("fastmax::flash_forward", lib=library)
+@torch.library.register_fake("fastmax::exact_tiles_forward", lib=library)
 def _forward_fake(q, k, v, *arguments):
     return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
 
@@ -417,6 +438,11 @@ def _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FASTMAX)
 @torch.library.register_fake("fastmax::flash_backward", lib=library)
 def _flash_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
     return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=FLASH)
+
+
+@torch.library.register_fake("fastmax::exact_tiles_backward", lib=library)
+def _exact_tiles_backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments):
+    return _backward_fake(grad_o, grad_lse, q, k, v, o, lse, *arguments, signature=EXACT_TILES)
 
 
 @torch.library.register_fake("fastmax::exact_window_forward", lib=library)
@@ -551,15 +577,16 @@ _OPERATORS = torch.ops.fastmax
 _FASTMAX = _Differentiable(FASTMAX, _OPERATORS.forward.default, _OPERATORS.backward.default)
 _FLASH = _Differentiable(FLASH, _OPERATORS.flash_forward.default, _OPERATORS.flash_backward.default)
 _EXACT_WINDOW = _Differentiable(EXACT_WINDOW, _OPERATORS.exact_window_forward.default, _OPERATORS.exact_window_backward.default)
+_EXACT_TILES = _Differentiable(EXACT_TILES, _OPERATORS.exact_tiles_forward.default, _OPERATORS.exact_tiles_backward.default)
 _PREFILL = _Prefill(_OPERATORS.prefill.default, _OPERATORS.prefill_backward.default)
 
-for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _PREFILL):
+for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES, _PREFILL):
 
     def _differentiate(ctx, *grads, operator=_operator):
         return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
 
     torch.library.register_autograd(_operator.forward, _differentiate, setup_context=_operator.save, lib=library)
-for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW):
+for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES):
     torch.library.register_autograd(_operator.backward, refuse_second_derivative, lib=library)
 torch.library.register_autograd(_PREFILL.backward, _refuse_second_derivative_of_prefill, lib=library)
 
@@ -567,6 +594,15 @@ torch.library.register_autograd(_PREFILL.backward, _refuse_second_derivative_of_
 def _part(call: Call) -> _Differentiable:
     """What computes a call without an exact window."""
     return _FLASH if isinstance(call.score, Softmax) else _FASTMAX
+
+
+def _exact(q: Tensor, k: Tensor, v: Tensor, call: Call) -> _Differentiable:
+    """What computes a call with an exact window: where PyTorch operations walk over all tiles anyway, one walk does both kinds
+    of weights. Compiled code is to hold for other sizes too."""
+    if q.is_cuda or torch.compiler.is_compiling():
+        return _EXACT_WINDOW
+    algorithm = eager.algorithm_of(q, k, v, call._replace(exact_window=0))
+    return _EXACT_TILES if algorithm == "quadratic" else _EXACT_WINDOW
 
 
 def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:

@@ -23,11 +23,20 @@ class Rotation(NamedTuple):
 
         Angles are float64, since a float32 position of 10^6 has no digits left for a fraction of a turn.
         """
-        half, wide = head_dim // 2, eager.compute_dtype(dtype)
-        frequencies = base ** (torch.arange(half, dtype=torch.float64, device=positions.device) / -half)
-        angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
-        cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-        return cls(torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1))
+        # Inductor would put the float64 sines into the loop over batch, heads and channels, of q, of k and of the backward.
+        factors = _compiled_factors if torch.compiler.is_compiling() else _factors
+        return cls(*factors(positions, head_dim // 2, base, eager.compute_dtype(dtype)))
+
+
+def _factors(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    frequencies = base ** (torch.arange(half, dtype=torch.float64, device=positions.device) / -half)
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+_compiled_factors = torch.library.custom_op("fastmax::rotary_factors", _factors, mutates_args=())
+_compiled_factors.register_fake(_factors)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fastmax import decode, key_value_cache, ops, validation
 from fastmax.bounds import sequence_of_token
+from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.key_value_cache import KeyValueCache
@@ -18,7 +19,7 @@ from fastmax.self_attention_state import SelfAttentionState
 from fastmax.short_convolution import ShortConvolution
 
 DEFAULT_EXACT_WINDOW = 128
-SHORTEST_HALF_LIFE = 4.0  # tokens
+EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
 
 
 class FastmaxSelfAttention(nn.Module):
@@ -50,7 +51,7 @@ class FastmaxSelfAttention(nn.Module):
         output_norm: RMS normalisation of each head's output, as of q and k.
         conv: width of a causal convolution of each channel of q, k and v over the last tokens; 0 or 1: none.
         output_gate: the output is multiplied by silu(x W_gate).
-        p, algorithm: of `fastmax_attention`.
+        p, a0, a1, a2, algorithm: of `fastmax_attention`.
         temperature: of `fastmax_attention`; None: `sqrt(head_dim)` with an exact window, softmax's own, so that near keys weigh
             what they weigh there; 1 without, since a polynomial looks sharply at large scores only; 1.1 for p = 1.
         normalize: of `fastmax_attention`, False or "token"; None: False for p = 2, "token" for p = 1, which keeps 1 + s
@@ -88,6 +89,9 @@ class FastmaxSelfAttention(nn.Module):
         temperature: float | None = None,
         normalize: bool | str | None = None,
         algorithm: str = "auto",
+        a0: float = 1.0,
+        a1: float = 1.0,
+        a2: float = 0.5,
         use_custom_gradient: bool = True,
         bias: bool = False,
         norm_eps: float = 1e-6,
@@ -133,6 +137,7 @@ class FastmaxSelfAttention(nn.Module):
             "temperature": temperature,
             "normalize": normalize,
             "algorithm": algorithm,
+            "coefficients": (a0, a1, a2),
         }
         if attention == "softmax":
             _refuse_options_of_fastmax(**of_fastmax)
@@ -142,7 +147,7 @@ class FastmaxSelfAttention(nn.Module):
         else:
             if window is not None:
                 raise ValueError(f'window is of attention="softmax", got {window} for "fastmax"; it has exact_window')
-            self.options = _options_of_fastmax(head_dim, **of_fastmax)
+            self.options = options_of_fastmax(head_dim, **of_fastmax)
 
         made = {"device": device, "dtype": dtype}
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
@@ -170,12 +175,9 @@ class FastmaxSelfAttention(nn.Module):
             if part is not None:
                 part.reset_parameters()
         if self.decay_proj is not None:
-            longest = math.log(self.longest_half_life)
-            shortest = math.log(SHORTEST_HALF_LIFE) if self.num_kv_heads > 1 else longest
-            half_lives = torch.linspace(shortest, longest, self.num_kv_heads, dtype=torch.float64).exp()
             nn.init.zeros_(self.decay_proj.weight)
-            with torch.no_grad():  # sigmoid(bias) ** half_life = 1/2
-                self.decay_proj.bias.copy_(-torch.expm1(math.log(2.0) / half_lives).log())
+            with torch.no_grad():
+                self.decay_proj.bias.copy_(biases_of_half_lives(self.num_kv_heads, self.longest_half_life))
 
     def init_state(
         self,
@@ -314,10 +316,7 @@ class FastmaxSelfAttention(nn.Module):
     def _log_decay(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
         if self.decay_proj is None:
             return None
-        # The bias is added in float32: bfloat16 has no half-life between 977 and 1007 tokens.
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        gate = F.linear(x, self.decay_proj.weight).to(dtype) + self.decay_proj.bias.to(dtype)
-        log_decay = F.logsigmoid(gate)
+        log_decay = log_decay_of(x, self.decay_proj.weight, self.decay_proj.bias)
         if mask is not None:
             log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
         return log_decay.transpose(1, 2)
@@ -374,7 +373,7 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError(f"state must have key/value heads of this layer's {heads}, heads and head_dim, got {kept}")
             return
         made = {name: getattr(state.attention, name) for name in ("score", "normalize", "exact_window")}
-        score = validation.check_score(self.options["temperature"], 1.0, 1.0, 0.5, self.options["p"])
+        score = validation.check_score(*(self.options[name] for name in ("temperature", "a0", "a1", "a2", "p")))
         normalize = self.options["normalize"] or None
         for name, option in zip(made, (score, normalize, self.options["exact_window"]), strict=True):
             if made[name] != option:
@@ -387,8 +386,14 @@ class FastmaxSelfAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _options_of_fastmax(
-    head_dim: int, exact_window: int | None, p: int, temperature: float | None, normalize: bool | str | None, algorithm: str
+def options_of_fastmax(
+    head_dim: int,
+    exact_window: int | None,
+    p: int = 2,
+    temperature: float | None = None,
+    normalize: bool | str | None = None,
+    algorithm: str = "auto",
+    coefficients: tuple[float, float, float] = EXPANSION_OF_EXP,
 ) -> dict:
     """Checked, with the defaults that go together with p and the exact window."""
     exact_window = DEFAULT_EXACT_WINDOW if exact_window is None else exact_window
@@ -400,16 +405,23 @@ def _options_of_fastmax(
         normalize = "token" if p == 1 else False
     if validation.check_normalize(normalize, validation.DEFAULT_LIM) == "sequence":
         raise ValueError(f'normalize must be False or "token" in a causal layer, got {normalize!r}: it looks at later tokens')
-    p = validation.check_score(temperature, 1.0, 1.0, 0.5, p).order
+    p = validation.check_score(temperature, *coefficients, p).order
     validation.check_algorithm(algorithm, None)
-    return {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
+    options = {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
+    return options | dict(zip(("a0", "a1", "a2"), map(float, coefficients), strict=True))
 
 
 def _refuse_options_of_fastmax(
-    exact_window: int | None, p: int, temperature: float | None, normalize: bool | str | None, algorithm: str
+    exact_window: int | None,
+    p: int,
+    temperature: float | None,
+    normalize: bool | str | None,
+    algorithm: str,
+    coefficients: tuple[float, float, float],
 ) -> None:
     given = {"temperature": temperature is not None, "normalize": normalize is not None, "algorithm": algorithm != "auto"}
     given |= {"exact_window": exact_window not in (None, 0), "p": p != 2}
+    given |= {name: x != a for name, x, a in zip(("a0", "a1", "a2"), coefficients, EXPANSION_OF_EXP, strict=True)}
     for name, is_given in given.items():
         if is_given:
             why = ": all of its keys are weighed by exp" if name == "exact_window" else ""

@@ -339,7 +339,10 @@ def test_softmax_of_rows(measure, monkeypatch):
 def tiny_gpt(monkeypatch) -> Case:
     monkeypatch.setattr(training, "LAYERS", 1)
     monkeypatch.setattr(training, "VOCAB", 96)
-    monkeypatch.setattr(training, "CHUNK", 20)
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
+    import model
+
+    monkeypatch.setattr(model, "LOGITS", 20 * 96)
     (case,) = SUITES["train"].cases["cpu"]
     return replace(case, batch=2, heads=2, tokens=16, head_dim=8)
 
@@ -368,16 +371,16 @@ def test_training_step_learns_and_is_refused_away_from_ln_vocabulary(monkeypatch
     step.optimizer.zero_grad()
     assert abs(first - math.log(96)) < 0.3
     with torch.no_grad():
-        whole = F.cross_entropy(step.head(step.model(step.tokens)).flatten(0, 1), step.targets.flatten())
+        whole = F.cross_entropy(step.model(step.tokens).flatten(0, 1), step.targets.flatten())
     assert step().item() == pytest.approx(whole.item(), rel=1e-5), "the loss by chunks is the loss"
     assert min(step().item() for _ in range(5)) < first
     assert step.resident_bytes == 12 * sum(x.numel() for x in step.model.parameters())
     with torch.no_grad():
-        step.head.weight.mul_(30)
+        step.model.head.weight.mul_(30)
     with pytest.raises(check.WrongResult, match="first loss"):
         training.check(step, tiny_gpt, PROVIDERS["sdpa"])
     with torch.no_grad():
-        step.head.weight.div_(30)
+        step.model.head.weight.div_(30)
     step.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     with pytest.raises(check.WrongResult, match="gradient of norm.weight"):
         training.check(step, tiny_gpt, PROVIDERS["sdpa"])

@@ -36,6 +36,7 @@ from fastmax import fastmax_attention, flash_attention
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.eager.decay import Decay, Factor
+from fastmax.eager.exponential import exp_of_faded, exp_of_relative
 from fastmax.eager.workspace import Workspace
 from fastmax.reference import naive_softmax_attention
 from fastmax.score import Score
@@ -510,3 +511,19 @@ def test_three_dimensions_take_a_decay_of_two():
     assert fastmax_attention(**flat, causal=True, log_decay=log_decay(4, 7)).shape == (8, 5, 6)
     with pytest.raises(ValueError, match=r"log_decay must.*\(4, 7\).*\(2, 2, 7\)"):
         fastmax_attention(**flat, causal=True, log_decay=log_decay(2, 2, 7))
+
+
+# ---- denormal numbers, which a CPU multiplies a hundred times slower
+
+
+@pytest.mark.parametrize("exp, least", [(exp_of_faded, {4: -80.0, 8: -701.0}), (exp_of_relative, {4: -64.0, 8: -64.0})])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_exp_of_weights_has_no_denormal_numbers(exp, least, in_place, dtype):
+    least = least[dtype.itemsize]
+    x = torch.cat((torch.linspace(1.1 * least, 0.0, 1001, dtype=dtype), torch.tensor([-1e4, -torch.inf], dtype=dtype)))
+    y, exact = exp(x.clone(), in_place), x.exp()
+    assert torch.equal(y[x > least + 1.0], exact[x > least + 1.0])
+    assert not y[x < least - 1.0].any()
+    assert y[y > 0].min() > 100.0 * torch.finfo(dtype).tiny
+    assert exp(torch.tensor([torch.nan], dtype=dtype), in_place).isnan()

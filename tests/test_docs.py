@@ -15,12 +15,13 @@ import fastmax
 from benchmarks import tables
 
 ROOT = Path(__file__).resolve().parents[1]
+CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/learn/*.csv")
 
 
 @pytest.fixture
 def tree(tmp_path) -> Path:
     """The pages and the CSVs, to be changed."""
-    for pattern in (*tables.PAGES, "docs/figures/*.csv", "benchmarks/results/*.csv"):
+    for pattern in (*tables.PAGES, *CSVS):
         for path in ROOT.glob(pattern):
             copy = tmp_path / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +48,7 @@ def test_number_that_changes_makes_every_page_that_shows_it_stale(tree, capsys):
 
 def test_every_csv_is_in_a_page(tree):
     """A CSV without its rows is missed, one at a time. olmo2.csv has a figure alone."""
-    for path in sorted([*tree.glob("benchmarks/results/*.csv"), *tree.glob("docs/figures/*.csv")]):
+    for path in sorted(path for pattern in CSVS for path in tree.glob(pattern)):
         if path.name == "olmo2.csv":
             continue
         whole = path.read_text()

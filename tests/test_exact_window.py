@@ -30,6 +30,7 @@ from common import (
 )
 from test_validation import good
 from torch.autograd import gradgradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmax import fastmax_attention, flash_attention
 
@@ -339,32 +340,39 @@ OPERATOR_CALLS = {
 }
 
 
-def operator_arguments(device, case=None, dtype=torch.float32, layout="contiguous", causal=True, algorithm="auto", window=5,
-                       mask=False, decay=False):  # fmt: skip
-    """q, k and v, gradients of o and lse, and the other arguments of torch.ops.fastmax.exact_window_forward."""
+def operator_arguments(device, operator="exact_window", case=None, dtype=torch.float32, layout="contiguous", causal=True,
+                       algorithm="auto", window=5, mask=False, decay=False):  # fmt: skip
+    """q, k and v, gradients of o and lse, and the other arguments of the forward operator."""
     case = case or (SMALL if layout == "contiguous" else Case("", n=30, b=2, h=2, d=8))
     inputs, grad_o = make_inputs(case, dtype, device, layout)
     mask = torch.rand(case.b, case.m, device=device) > 0.3 if mask else None
     decay = make_decay("ordinary", case.b, case.hk, case.m, device=device) if decay else None
-    options = (mask, decay, None, None, 0.5, 1.0, 1.0, 0.5, 2, causal, algorithm, window, False)
+    algorithms = (algorithm,) if operator == "exact_window" else ()
+    options = (mask, decay, None, None, 0.5, 1.0, 1.0, 0.5, 2, causal, *algorithms, window, False)
     return inputs, (grad_o, torch.randn(grad_o.shape[:3], device=device)), options
 
 
-@pytest.mark.parametrize("call", OPERATOR_CALLS)
-def test_opcheck(call, device):
-    inputs, grads, options = operator_arguments(device, **OPERATOR_CALLS[call])
-    opcheck("exact_window_", inputs, grads, *options)
+by_operator = pytest.mark.parametrize("operator", ["exact_window", "exact_tiles"])
 
 
 @pytest.mark.parametrize("call", OPERATOR_CALLS)
-def test_fake_tensors_have_the_real_layout(call, device):
-    inputs, grads, options = operator_arguments(device, **OPERATOR_CALLS[call])
+@by_operator
+def test_opcheck(operator, call, device):
+    inputs, grads, options = operator_arguments(device, operator, **OPERATOR_CALLS[call])
+    opcheck(f"{operator}_", inputs, grads, *options)
+
+
+@pytest.mark.parametrize("call", OPERATOR_CALLS)
+@by_operator
+def test_fake_tensors_have_the_real_layout(operator, call, device):
+    inputs, grads, options = operator_arguments(device, operator, **OPERATOR_CALLS[call])
 
     def both(*tensors):
         q, k, v, grad_o, grad_lse, mask, decay = tensors
         rest = (mask, decay, *options[2:])
-        outputs = torch.ops.fastmax.exact_window_forward(q, k, v, *rest)
-        return *outputs, *torch.ops.fastmax.exact_window_backward(grad_o, grad_lse, q, k, v, *outputs, *rest)
+        forward, backward = (getattr(torch.ops.fastmax, f"{operator}_{part}") for part in ("forward", "backward"))
+        outputs = forward(q, k, v, *rest)
+        return *outputs, *backward(grad_o, grad_lse, q, k, v, *outputs, *rest)
 
     tensors = (*inputs.values(), *grads, *options[:2])
     real = both(*tensors)
@@ -397,11 +405,35 @@ def test_a_direct_call_is_refused_by_name(name):
         operator(*(given | {argument: value}).values())
 
 
-def test_more_queries_than_keys_in_a_direct_call():
-    inputs, _, options = operator_arguments(torch.device("cpu"), causal=False)
+@by_operator
+def test_more_queries_than_keys_in_a_direct_call(operator):
+    inputs, _, options = operator_arguments(torch.device("cpu"), operator, causal=False)
     inputs |= {name: inputs[name][:, :, :9] for name in "kv"}
     with pytest.raises(ValueError, match="exact_window takes at most as many queries as keys"):
-        torch.ops.fastmax.exact_window_forward(*inputs.values(), *options)
+        getattr(torch.ops.fastmax, f"{operator}_forward")(*inputs.values(), *options)
+
+
+@pytest.mark.parametrize(
+    "algorithm, operator", [("auto", "exact_tiles"), ("quadratic", "exact_tiles"), ("linear", "exact_window")]
+)
+def test_one_walk_over_the_tiles_on_a_cpu(algorithm, operator):
+    inputs, _ = make(SMALL)
+    with Operators() as called:
+        fastmax_attention(**inputs, exact_window=5, algorithm=algorithm)
+    assert {"exact_tiles", "exact_window"} & called.names == {operator}
+
+
+class Operators(TorchDispatchMode):
+    """The names of fastmax's forward operators that are called, without that ending."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "fastmax":
+            self.names.add(function._opname.removesuffix("_forward"))
+        return function(*args, **(kwargs or {}))
 
 
 # ---- inside PyTorch

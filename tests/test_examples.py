@@ -40,6 +40,7 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
     for attention in ("softmax", "fastmax"):
         printed = run(
             "examples/train_char_lm.py",
+            "--no-parts",
             "--attention",
             attention,
             *TINY,
@@ -56,11 +57,13 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
     return out / "text.txt", out
 
 
-def test_char_lm_compares_three_attentions(tmp_path, trained):
+def test_char_lm_compares_with_parts_and_without(tmp_path, trained):
     text, _ = trained
     run("examples/train_char_lm.py", "--compare", *TINY, "--data", text, "--device", "cpu", "--out", tmp_path)
     history = rows(tmp_path / "char_lm.csv")
-    assert [row["run"] for row in history] == ["fastmax_p2"] * 3 + ["fastmax_p1"] * 3 + ["softmax"] * 3
+    assert [row["run"] for row in history] == [
+        name for name in ("fastmax", "softmax", "fastmax_plain", "softmax_plain") for _ in range(3)
+    ]
     assert all(0.0 < float(row["val"]) < 6.0 for row in history)  # log(256) = 5.5 is a guess
     assert (tmp_path / "char_lm.png").stat().st_size > 1000
 
@@ -70,22 +73,17 @@ def trained_with_parts(trained, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("char_lm_parts")
     options = ["--sample", 1, "--data", trained[0], "--device", "cpu", "--out", out]
     for attention in ("softmax", "fastmax"):
-        run("examples/train_char_lm.py", "--parts", "--attention", attention, *TINY, *options)
+        run("examples/train_char_lm.py", "--attention", attention, *TINY, *options)
     return out
 
 
-@pytest.mark.parametrize("name", ["softmax", "fastmax_p2"])
+@pytest.mark.parametrize("name", ["softmax", "fastmax"])
 def test_char_lm_with_parts(name, trained, trained_with_parts):
-    plain, parts = (torch.load(out / f"char_lm_{name}.pt", weights_only=True) for out in (trained[1], trained_with_parts))
-    assert parts["config"]["parts"] and not plain["config"]["parts"]
+    files = trained[1] / f"char_lm_{name}_plain.pt", trained_with_parts / f"char_lm_{name}.pt"
+    plain, parts = (torch.load(file, weights_only=True) for file in files)
+    assert "decay" not in parts["config"]["parts"] and plain["config"]["parts"]["decay"] is False
     assert len(parts["model"]) > len(plain["model"])
     assert 0.0 < float(rows(trained_with_parts / f"char_lm_{name}.csv")[-1]["val"]) < 6.0
-
-
-def test_swap_refuses_a_checkpoint_with_parts(tmp_path, trained, trained_with_parts):
-    checkpoint = trained_with_parts / "char_lm_softmax.pt"
-    options = ["--data", trained[0], "--out", tmp_path]
-    run("examples/swap_into_transformer.py", "--checkpoint", checkpoint, *options, status=2)
 
 
 def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
@@ -93,6 +91,7 @@ def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
     run(
         "examples/train_char_lm.py",
         "--no-custom-gradient",
+        "--no-parts",
         *TINY,
         "--sample",
         1,
@@ -104,16 +103,20 @@ def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
         tmp_path,
     )
     custom, autograd = (
-        [float(row["val"]) for row in rows(directory / "char_lm_fastmax_p2.csv")] for directory in (out, tmp_path)
+        [float(row["val"]) for row in rows(directory / "char_lm_fastmax_plain.csv")] for directory in (out, tmp_path)
     )
     assert custom == pytest.approx(autograd, rel=1e-4)
-    checkpoints = [torch.load(directory / "char_lm_fastmax_p2.pt", weights_only=True) for directory in (out, tmp_path)]
-    assert [checkpoint["config"]["custom_gradient"] for checkpoint in checkpoints] == [True, False]
+    checkpoints = [torch.load(directory / "char_lm_fastmax_plain.pt", weights_only=True) for directory in (out, tmp_path)]
+    assert [checkpoint["config"]["parts"]["use_custom_gradient"] for checkpoint in checkpoints] == [True, False]
 
 
-def test_swap_into_a_trained_checkpoint(tmp_path, trained):
+@pytest.mark.parametrize("parts", [False, True], ids=["plain", "parts"])
+def test_swap_into_a_trained_checkpoint(tmp_path, trained, trained_with_parts, parts):
     text, out = trained
-    checkpoint = out / "char_lm_softmax.pt"
+    if parts:
+        out = trained_with_parts
+    name = "softmax" if parts else "softmax_plain"
+    checkpoint = out / f"char_lm_{name}.pt"
     printed = run(
         "examples/swap_into_transformer.py",
         "--checkpoint",
@@ -131,9 +134,10 @@ def test_swap_into_a_trained_checkpoint(tmp_path, trained):
     )
     losses = dict(line.rsplit(maxsplit=1) for line in printed.splitlines() if " " in line)
     losses = {name.strip(): loss for name, loss in losses.items()}
-    last = float(rows(out / "char_lm_softmax.csv")[-1]["val"])
+    last = float(rows(out / f"char_lm_{name}.csv")[-1]["val"])
     assert float(losses["softmax, as trained"]) == pytest.approx(last, abs=2e-4)
-    assert losses["swapped, no training"] != losses["softmax, as trained"]
+    # With parts the exact window of 16 bytes holds the whole context.
+    assert (losses["swapped, no training"] == losses["softmax, as trained"]) is parts
     assert all(0.0 < float(losses[f"{name}, 2 steps of fine-tuning"]) < 6.0 for name in ("fastmax_p2", "softmax"))
     before, after = torch.load(checkpoint, weights_only=True), torch.load(tmp_path / "swap.pt", weights_only=True)
     assert before["model"].keys() == after["model"].keys()
@@ -145,7 +149,7 @@ def test_swap_refuses_a_fastmax_checkpoint(tmp_path, trained):
     run(
         "examples/swap_into_transformer.py",
         "--checkpoint",
-        out / "char_lm_fastmax_p2.pt",
+        out / "char_lm_fastmax_plain.pt",
         "--data",
         text,
         "--out",
@@ -239,3 +243,22 @@ def test_info_tells_kernels_from_their_absence(monkeypatch):
     monkeypatch.setattr(info.extension, "problem", lambda device=None: "there is no nvcc")
     assert info.implementation(device).endswith("not its CUDA kernels: there is no nvcc.")
     assert dict(info.report())["loaded"] == "no: there is no nvcc"
+
+
+@pytest.mark.parametrize("options", [[], ["--every", 2, "--fit-batches", 0, "--transfer-steps", 0]], ids=["all", "hybrid"])
+def test_convert_lm(tmp_path, trained, options):
+    text, out = trained
+    sizes = ["--steps", 2, "--batch-size", 2, "--val-batches", 1, "--exact-window", 4, "--device", "cpu"]
+    small = [] if options else ["--fit-batches", 1, "--transfer-steps", 2]
+    checkpoint = out / "char_lm_softmax.pt"
+    run("examples/convert_lm.py", "--checkpoint", checkpoint, "--data", text, "--out", tmp_path, *sizes, *small, *options)
+    stages = [row["stage"] for row in rows(tmp_path / "stages.csv")]
+    assert stages[:2] == ["softmax", "swapped"] and stages[-1] == "softmax, 2 steps of fine-tuning"
+    assert len(stages) == (4 if options else 6)
+    assert all(0.0 < float(row["loss"]) < 6.0 for row in rows(tmp_path / "stages.csv"))
+    assert len(rows(tmp_path / "finetuning.csv")) == 2 and (tmp_path / "convert.png").stat().st_size > 1000
+    made = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert made["config"]["attention"] == "fastmax" and made["config"]["parts"]["exact_window"] == 4
+    load = "import sys; sys.path.insert(0, 'examples'); import torch; from model import GPT, GPTConfig; "
+    load += "made = torch.load(sys.argv[1]); GPT(GPTConfig(**made['config'])).load_state_dict(made['model'])"
+    run("-c", load, tmp_path / "checkpoint.pt")

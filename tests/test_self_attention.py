@@ -327,6 +327,19 @@ def test_compiles_into_one_graph(options, fresh_dynamo):
     torch.testing.assert_close(compiled(x, cu_seqlens=cu_seqlens), layer(x, cu_seqlens=cu_seqlens))
 
 
+def test_compiled_code_computes_the_angles_once(fresh_dynamo):
+    """As one operator: Inductor would compute their sines anew for each head and each batch entry."""
+    layer, x, called = make(), tokens(), []
+
+    def backend(graph, example_inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=backend)(x), layer(x), rtol=0, atol=0)
+    assert sum("rotary_factors" in name for name in called) == 1
+    assert not {"sin", "cos"} & set(called)
+
+
 @torch.no_grad()
 @by_attention
 def test_compiles_with_a_state(options, fresh_dynamo):

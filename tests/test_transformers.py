@@ -8,36 +8,19 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastmax import fastmax_attention, swap_attention
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_decoders import PAD, VOCABULARY, gpt2, llama, make, padding_mask, run, tokens  # noqa: E402
+from tiny_decoders import HYBRID, PAD, VOCABULARY, gpt2, hybrid, llama, make, mistral, padding_mask, run, tokens  # noqa: E402
 from tiny_transformers import tiny_config  # noqa: E402
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, eager_mask  # noqa: E402
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function  # noqa: E402
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
-
-
-def polynomial_forward(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
-    """transformers' eager attention with 1 + s + s^2 / 2 for exp(s); attention_mask (b, 1, n, m), 0 = visible."""
-    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    s = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    w = 1 + s + s * s / 2
-    if attention_mask is not None:
-        w = torch.where(attention_mask == 0, w, 0.0)
-    z = w.sum(-1, keepdim=True)
-    o = torch.where(z == 0, 0.0, w / z) @ value
-    return o.transpose(1, 2), None
-
-
-transformers.AttentionInterface.register("polynomial", polynomial_forward)
-transformers.AttentionMaskInterface.register("polynomial", eager_mask)
 
 
 FAMILIES = pytest.mark.parametrize("family", [llama, gpt2])
@@ -462,19 +445,6 @@ def test_dynamic_mask_is_refused():
 # ---- what is not the same function
 
 
-HYBRID = {"Gemma2": {"attn_logit_softcapping": None}, "Gemma3": {}, "Olmo3": {}, "Cohere2": {}}
-
-
-def hybrid(name, layer_types, **options):
-    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(transformers, config_name)(
-        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=6, sliding_window=4, layer_types=layer_types, initializer_range=0.3, pad_token_id=PAD,
-        **HYBRID[name] | options,
-    )  # fmt: skip
-    return make(getattr(transformers, f"{name}ForCausalLM"), config)
-
-
 @pytest.mark.parametrize("name", HYBRID)
 def test_sliding_mask_is_refused_by_the_layer_that_uses_it(name):
     ids, mask = tokens(3, 9), padding_mask("right")
@@ -492,14 +462,6 @@ def test_mistral_without_its_window():
     logits = model(ids).logits
     model.set_attn_implementation("polynomial")
     torch.testing.assert_close(logits, model(ids).logits)
-
-
-def mistral(sliding_window=4):
-    config = transformers.MistralConfig(
-        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, sliding_window=sliding_window,
-    )  # fmt: skip
-    return make(transformers.MistralForCausalLM, config)
 
 
 def ids_and(**kwargs):

@@ -340,7 +340,7 @@ def test_configuration():
     with pytest.raises(TypeError, match="config must be a model's configuration.*got LlamaForCausalLM"):
         FastmaxCache(llama())
     config = transformers.Gemma2Config(num_hidden_layers=2, attn_implementation="fastmax")
-    with pytest.raises(ValueError, match="full_attention in all layers, got sliding_attention too in gemma2"):
+    with pytest.raises(ValueError, match="full_attention in all layers that run fastmax, got sliding_attention too in gemma2"):
         FastmaxCache(config)
 
 

@@ -3,6 +3,7 @@
 import torch
 import transformers
 from torch import Tensor
+from transformers.masking_utils import eager_mask
 
 import fastmax.integrations.transformers  # noqa: F401  (the name "fastmax")
 
@@ -42,6 +43,48 @@ def gpt2(**options):
         "eos_token_id": None,
     } | options
     return make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**options))
+
+
+HYBRID = {"Gemma2": {"attn_logit_softcapping": None}, "Gemma3": {}, "Olmo3": {}, "Cohere2": {}}
+
+
+def hybrid(name, layer_types, **options):
+    config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    config = getattr(transformers, config_name)(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=len(layer_types), num_attention_heads=4,
+        num_key_value_heads=2, head_dim=6, sliding_window=4, layer_types=layer_types, initializer_range=0.3, pad_token_id=PAD,
+        bos_token_id=None, eos_token_id=None, **HYBRID[name] | options,
+    )  # fmt: skip
+    return make(getattr(transformers, f"{name}ForCausalLM"), config)
+
+
+def mistral(**options):
+    options = {"sliding_window": 4, "num_hidden_layers": 1} | options
+    config = transformers.MistralConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=0.3, pad_token_id=PAD, bos_token_id=None, eos_token_id=None, **options,
+    )  # fmt: skip
+    return make(transformers.MistralForCausalLM, config)
+
+
+def polynomial_forward(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[Tensor, None]:
+    """transformers' eager attention with 1 + s + s^2 / 2 for exp(s), in all layers or those that the configuration names;
+    attention_mask (b, 1, n, m), 0 = visible."""
+    key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    s = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    layers = (getattr(module.config, "fastmax", None) or {}).get("layers", "all")
+    if layers == "global":
+        layers = [index for index, kind in enumerate(module.config.layer_types) if kind == "full_attention"]
+    w = 1 + s + s * s / 2 if layers == "all" or module.layer_idx in layers else s.exp()
+    if attention_mask is not None:
+        w = torch.where(attention_mask == 0, w, 0.0)
+    z = w.sum(-1, keepdim=True)
+    o = torch.where(z == 0, 0.0, w / z) @ value
+    return o.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("polynomial", polynomial_forward)
+transformers.AttentionMaskInterface.register("polynomial", eager_mask)
 
 
 def make(kind, config):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastmax.call import PER_HEAD, Call
-from fastmax.eager import flash, linear, quadratic, tiles
+from fastmax.eager import exact, flash, linear, quadratic, tiles
 from fastmax.eager.blocks import (
     Gradients,
     Operands,
@@ -68,14 +68,16 @@ def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None
 
 
 def _tiles(call: Call):
-    """What the two kinds of weights differ in: sums over a tile and what becomes of them."""
-    return flash if isinstance(call.score, Softmax) else tiles
+    """What the kinds of weights differ in: sums over a tile and what becomes of them."""
+    if isinstance(call.score, Softmax):
+        return flash
+    return exact if call.exact_window > 0 else tiles
 
 
 def algorithm_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """ "quadratic" or "linear": what is asked for, or chosen, or the one that there is."""
     bounded = not call.causal and (call.first_key is not None or call.end_key is not None)
-    if isinstance(call.score, Softmax) or call.rpe_matrix is not None or bounded:
+    if isinstance(call.score, Softmax) or call.exact_window > 0 or call.rpe_matrix is not None or bounded:
         return "quadratic"
     if call.algorithm != "auto":
         return call.algorithm

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
+from fastmax.eager.exponential import exp_of_faded
 from fastmax.eager.workspace import Workspace, buffer
 
 
@@ -161,7 +162,7 @@ class Decay:
         else:
             at = self._blocks(self._sums[..., 1:], key, length, count)
             base = self._blocks(self._sums, key, length, count)[:, :1]
-            rows, keys = (x.to(self._dtype).exp() for x in (at - base, at[:, -1:] - at))
+            rows, keys = (exp_of_faded(x.to(self._dtype), in_place=False) for x in (at - base, at[:, -1:] - at))
             through = at[:, -1:] - base
             near = through > -0.5
             whole = near.to(self._dtype)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fastmax.call import Call
 from fastmax.eager import tiles
+from fastmax.eager.exponential import exp_of_relative
 from fastmax.eager.workspace import Workspace, buffer
 from fastmax.score import Softmax, reciprocal
 
@@ -49,8 +50,8 @@ def forward(
     numerator, z, old = sums
     s = _scores(q, k, place, workspace)
     maximum = torch.maximum(old, s.detach().amax(-1, keepdim=True))
-    base = _finite(maximum)
-    w, rescale = s.sub_(base).exp_(), torch.exp(old - base)
+    base = finite(maximum)
+    w, rescale = exp_of_relative(s.sub_(base), in_place=workspace is not None), torch.exp(old - base)
     out = None if workspace is None else numerator
     numerator = torch.baddbmm(torch.mul(numerator, rescale, out=out), w, v, out=out)
     return numerator, z * rescale + w.sum(-1, keepdim=True), maximum
@@ -68,7 +69,7 @@ def backward(
     workspace: Workspace,
 ) -> tiles.TileGradients:
     """As `tiles.backward`, with lse (B, group * rows, 1)."""
-    p = _scores(q, k, place, workspace).sub_(_finite(lse)).exp_()
+    p = exp_of_relative(_scores(q, k, place, workspace).sub_(finite(lse)), in_place=True)
     ds = torch.baddbmm(e, g, v.mT, out=workspace.buffer("ds", *p.shape)).mul_(p)
     pairs = ds.unflatten(1, (place.group, -1)).sum(1) if place.decays else None
     return tiles.TileGradients(ds @ k, ds.mT @ q, p.mT @ g, None, pairs)
@@ -78,19 +79,14 @@ def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace | Non
     """q.k where visible, else -inf: (B, group * rows, d), (B, cols, d) -> (B, group * rows, cols)."""
     s = torch.bmm(q, k.mT, out=buffer(workspace, "scores", *q.shape[:2], k.shape[1]))
     heads = s.unflatten(1, (place.group, -1))
-    rows, cols = heads.shape[2:]
-    above = place.diagonal is not None and place.diagonal < cols - 1
-    below = place.lower is not None and place.lower > 1 - rows
-    if above or below:
-        visible = torch.ones(rows, cols, dtype=torch.bool, device=s.device)
-        visible = visible.tril_(place.diagonal) if above else visible
-        visible = visible.triu_(place.lower) if below else visible
-        heads.masked_fill_(~visible, NO_KEYS)
+    hidden = tiles.hide_beyond(heads, place)
+    if hidden is not None:
+        heads.add_(hidden)
     if place.exponent is not None:
         heads.add_(place.exponent.unsqueeze(1))
     return s if place.visible is None else s.masked_fill_(place.visible.mT == 0, NO_KEYS)
 
 
-def _finite(x: Tensor) -> Tensor:
+def finite(x: Tensor) -> Tensor:
     """x with 0 for -inf: `exp(-inf - 0)` is 0 where `exp(-inf + inf)` would be NaN."""
     return torch.where(x == NO_KEYS, 0.0, x)

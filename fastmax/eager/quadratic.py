@@ -1,6 +1,7 @@
 """The quadratic algorithm: tiles of weights, one block of queries against one block of keys at a time.
 
-Fastmax and softmax attention walk over the same tiles and differ in what they make of one (`fastmax.eager.tiles`, `.flash`).
+Fastmax and softmax attention walk over the same tiles and differ in what they make of one (`fastmax.eager.tiles`, `.flash`,
+`.exact`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fastmax.eager import tiles
+from fastmax.eager import exact, tiles
 from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
 from fastmax.eager.decay import is_at_hand
 from fastmax.eager.workspace import Workspace
@@ -60,7 +61,12 @@ class _Tiling:
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
             exponent=exponent,
             decays=ops.call.log_decay is not None,
+            near=self._near(offset, rows, cols),
         )
+
+    def _near(self, offset: int, rows: Span, cols: Span) -> tiles.Near | None:
+        ops, window = self.ops, self.ops.call.exact_window
+        return exact.near_keys(offset, rows.length, cols.length, window, ops.dtype, ops.q.device) if window > 0 else None
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:

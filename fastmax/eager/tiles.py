@@ -10,10 +10,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastmax.call import Call
+from fastmax.eager.exponential import exp_of_faded
 from fastmax.eager.workspace import Workspace, buffer
 from fastmax.score import Score, reciprocal
 
 NO_KEYS = 0.0  # the denominator of a query without keys
+
+
+class Near(NamedTuple):
+    """Which pairs of a tile are in the exact window, (rows, cols): 1 and 0, and the reverse."""
+
+    near: Tensor
+    far: Tensor
+
+    def choose(self, x: Tensor, group: int, factor: float = 1.0) -> Tensor:
+        """1 where near, `factor * x` where far, in place of x (B, group * rows, cols)."""
+        heads = x.unflatten(1, (group, -1))
+        torch.addcmul(self.near, heads, self.far, value=factor, out=heads)
+        return x
 
 
 class Place(NamedTuple):
@@ -26,6 +40,7 @@ class Place(NamedTuple):
     rpe: Tensor | None = None  # (rows + cols - 1, d), the tile's part of the rpe matrix
     exponent: Tensor | None = None  # (B, rows, cols) of the weights, -inf where a key is hidden: `fastmax.eager.decay`
     decays: bool = False  # whether the exponent has a gradient
+    near: Near | None = None  # of an exact window, in the tiles that hold some of it
 
 
 class TileGradients(NamedTuple):
@@ -127,7 +142,7 @@ def _fading(place: Place, workspace: Workspace | None) -> Tensor | None:
     """The exponential of the place's exponent, (B, 1, rows, cols); in place of it where nothing is recorded."""
     if place.exponent is None:
         return None
-    return (place.exponent.exp() if workspace is None else place.exponent.exp_()).unsqueeze(1)
+    return exp_of_faded(place.exponent, in_place=workspace is not None).unsqueeze(1)
 
 
 def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:
@@ -138,6 +153,25 @@ def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:
     if fading is not None:
         rows.mul_(fading)
     return x if place.visible is None else x.mul_(place.visible.mT)
+
+
+def hide_beyond(heads: Tensor, place: Place) -> Tensor | None:
+    """What is to be added to logarithms of weights, (rows, cols): -inf where a key is beyond the diagonal or the lower one;
+    None for nothing. Scores (B, group, rows, cols) are made 0 there: both together are faster than to fill them with -inf."""
+    rows, cols = heads.shape[2:]
+    above = place.diagonal is not None and place.diagonal < cols - 1
+    below = place.lower is not None and place.lower > 1 - rows
+    if not above and not below:
+        return None
+    hidden = heads.new_zeros(rows, cols)
+    everywhere = hidden.new_full(hidden.shape, float("-inf"))
+    if above:
+        heads.tril_(place.diagonal)
+        hidden += everywhere.triu(place.diagonal + 1)
+    if below:
+        heads.triu_(place.lower)
+        hidden += everywhere.tril(place.lower - 1)
+    return hidden
 
 
 def _skew(x: Tensor) -> Tensor:

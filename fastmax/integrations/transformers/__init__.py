@@ -13,6 +13,7 @@ mask or an argument that asks for another function in the layer that gets it (`m
 
 from fastmax.integrations.transformers._installed import MINIMUM_VERSION
 from fastmax.integrations.transformers.cache import FastmaxCache
+from fastmax.integrations.transformers.decay import add_decay
 from fastmax.integrations.transformers.forward import fastmax_attention_forward, register
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
 from fastmax.integrations.transformers.models import check, watch
@@ -24,6 +25,7 @@ __all__ = [
     "OPTIONS",
     "FastmaxCache",
     "FastmaxMask",
+    "add_decay",
     "check",
     "configure",
     "fastmax_attention_forward",

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
 from fastmax import ops
 from fastmax.decode import init_state, prefill, step, step_
 from fastmax.decode_state import DecodeState
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
-from fastmax.integrations.transformers.options import NAME
+from fastmax.integrations.transformers.options import GLOBAL, NAME, fastmax_layers
 from fastmax.integrations.transformers.unreadable import Unreadable
 
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # who computes, and noise: the rest says what
@@ -94,13 +94,14 @@ class FastmaxLayer(CacheLayerMixin):
         self.pending = NewTokens(self, key_states), NewTokens(self, value_states)
         return self.pending
 
-    def attend(self, query: Tensor, mask: FastmaxMask, options: dict) -> Tensor:
+    def attend(self, query: Tensor, mask: FastmaxMask, options: dict, log_decay: Tensor | None = None) -> Tensor:
         """Attention of the tokens of the last `update` to themselves and all before; they join the state.
 
         Args:
             query: (b, h, n, d).
             mask: its last n keys are the new ones.
             options: of `fastmax_attention`; `temperature` among them.
+            log_decay: (b, hk, n), of the new tokens.
 
         Returns:
             (b, h, n, dv).
@@ -116,10 +117,10 @@ class FastmaxLayer(CacheLayerMixin):
         if self.state is None:
             self._start(query, key, value, options)
         if n == 1 and _can_overwrite(self.state):
-            o = step_(query, key, value, self.state, key_padding_mask=padding)
+            o = step_(query, key, value, self.state, key_padding_mask=padding, log_decay=log_decay)
         else:
             attend = step if n == 1 else prefill
-            o, self.state = attend(query, key, value, self.state, key_padding_mask=padding)
+            o, self.state = attend(query, key, value, self.state, key_padding_mask=padding, log_decay=log_decay)
         self.pending = None
         if self.offloads:
             self._move(torch.device("cpu"))
@@ -186,7 +187,8 @@ class FastmaxLayer(CacheLayerMixin):
         self.options = _of_state(options)
         batch, kv_heads, _, head_dim = key.shape
         sizes = batch, kv_heads, head_dim, value.shape[3]
-        self.state = init_state(*sizes, dtype=dtype, device=query.device, **self.options)
+        options = {name: value for name, value in self.options.items() if name != "log_decay"}  # it comes with the tokens
+        self.state = init_state(*sizes, dtype=dtype, device=query.device, **options)
         self.device = query.device
         self.is_initialized = True
 
@@ -219,13 +221,6 @@ class FastmaxLayer(CacheLayerMixin):
             self.state = self.state.repeat_interleave(repeats)
             self.hidden = None if self.hidden is None else self.hidden.repeat_interleave(repeats)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError(_GOES_FORWARD)
-
-    def activate_past_recording(self) -> None:
-        """What assisted decoding calls before all else."""
-        raise ValueError(_GOES_FORWARD)
-
     def offload(self) -> None:
         """Move the state to the CPU: now, or where tokens wait for it, once they have joined."""
         self.offloads = True
@@ -244,7 +239,8 @@ class FastmaxLayer(CacheLayerMixin):
 
 
 class FastmaxCache(Cache):
-    """The `past_key_values` of a causal model that runs fastmax in all layers, of a size that no number of tokens changes.
+    """The `past_key_values` of a causal model that runs fastmax. Where all layers do, no number of tokens changes its size;
+    other layers keep keys and values as in transformers' DynamicCache, sliding ones those of their window.
 
         model.generate(**inputs, past_key_values=FastmaxCache(model.config))
 
@@ -257,7 +253,7 @@ class FastmaxCache(Cache):
 
     Raises:
         TypeError: no configuration.
-        ValueError: a configuration of another attention, or with layers that are not full attention.
+        ValueError: a configuration of another attention, or with layers to run fastmax that are not full attention.
     """
 
     def __init__(self, config: PreTrainedConfig, offloading: bool = False):
@@ -269,17 +265,34 @@ class FastmaxCache(Cache):
                 f'config must be of a model with attn_implementation="{NAME}", got {config._attn_implementation!r} in '
                 f"{config.model_type}: set it first"
             )
-        other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
+        indices = range(config.num_hidden_layers)
+        ours = fastmax_layers(config)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(indices)
+        other = sorted({kinds[index] for index in (indices if ours is None else ours)} - {"full_attention"})
         if other:
             raise ValueError(
-                f"config.layer_types must be full_attention in all layers, got {', '.join(other)} too in {config.model_type}"
+                f"config.layer_types must be full_attention in all layers that run {NAME}, got {', '.join(other)} too in "
+                f'{config.model_type}: the option layers="{GLOBAL}" leaves them as they are'
             )
-        super().__init__(layers=[FastmaxLayer() for _ in range(config.num_hidden_layers)], offloading=offloading)
+        others = [] if ours is None else DynamicCache(config=config).layers
+        if others and len(others) != len(indices):
+            raise ValueError(f"{config.model_type} shares keys and values between layers, for which there is no FastmaxCache")
+        layers = [FastmaxLayer() if ours is None or index in ours else others[index] for index in indices]
+        super().__init__(layers=layers, offloading=offloading)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states."""
-        return sum(layer.state.nbytes for layer in self.layers if layer.state is not None)
+        """Bytes of the states, and of the keys and values of layers that do not run fastmax."""
+        states = sum(layer.state.nbytes for layer in self.layers if isinstance(layer, FastmaxLayer) and layer.state is not None)
+        others = [layer for layer in self.layers if not isinstance(layer, FastmaxLayer) and layer.is_initialized]
+        return states + sum(layer.keys.nbytes + layer.values.nbytes for layer in others)
+
+    def crop(self, *args, **kwargs) -> None:
+        raise ValueError(_GOES_FORWARD)  # before any other layer is cropped
+
+    def activate_past_recording(self) -> None:
+        """What assisted decoding calls before all else."""
+        raise ValueError(_GOES_FORWARD)
 
 
 def _of_state(options: dict) -> dict:

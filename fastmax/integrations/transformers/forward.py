@@ -10,8 +10,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens
+from fastmax.integrations.transformers.decay import refuse_missing
+from fastmax.integrations.transformers.layers import runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
-from fastmax.integrations.transformers.options import NAME, options_of
+from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
 
 # Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
 _OTHER_FUNCTIONS = {
@@ -27,6 +29,7 @@ _OTHER_FUNCTIONS = {
     "cu_seq_lens_k": "packed sequences",
     "cache": "a paged cache",
 }
+_IN_MASK = {"sliding_window"}  # what softmax attention reads from the mask
 
 
 def register() -> None:
@@ -48,6 +51,8 @@ def fastmax_attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query (b, h, n, d), key (b, hk, m, d), value (b, hk, m, dv) -> (b, n, h, dv).
 
+    Layers that the option `layers` leaves out go on to transformers' "sdpa".
+
     Args:
         module: the attention layer; its `config.fastmax` holds the options and its `is_causal` the default of the argument.
         key, value: those that query sees, or of a `FastmaxCache` the new ones, on their way to its state.
@@ -60,11 +65,17 @@ def fastmax_attention_forward(
         ValueError: the layer asks for another function than fastmax attention (sliding window, sinks, custom mask, ...).
         TypeError: an unknown option.
     """
+    of_softmax = not runs_fastmax(module)
     for name, meaning in _OTHER_FUNCTIONS.items():
-        if kwargs.get(name) is not None:
-            raise ValueError(f'attn_implementation="{NAME}" does not support {name} ({meaning})')
+        if kwargs.get(name) is not None and not (of_softmax and name in _IN_MASK):
+            layer = f" in {type(module).__name__}, a layer of softmax attention" if of_softmax else ""
+            raise ValueError(f'attn_implementation="{NAME}" does not support {name} ({meaning}){layer}')
     if kwargs.get("output_attentions"):
         raise ValueError(f'attn_implementation="{NAME}" has no attention weights to return: output_attentions must be False')
+    if of_softmax:
+        mask = attention_mask.dense() if isinstance(attention_mask, FastmaxMask) else attention_mask
+        softmax = AttentionInterface()[SOFTMAX]
+        return softmax(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
     if dropout:
         raise ValueError(_no_dropout(module, dropout))
     state = key.take(value) if isinstance(key, NewTokens) else None
@@ -78,6 +89,7 @@ def fastmax_attention_forward(
     if kwargs.get("position_ids") is not None:
         mask.refuse_packing(kwargs["position_ids"])
     options = options_of(module.config)
+    options.pop("layers", None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
@@ -86,12 +98,48 @@ def fastmax_attention_forward(
             'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
             'or normalize="token"'
         )
+    padding = None if mask.padding is None else mask.padding.to(query.device)
+    log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
     if state is not None:
-        o = state.attend(query, mask, options)
+        o = state.attend(query, mask, options, log_decay)
     else:
-        padding = None if mask.padding is None else mask.padding.to(key.device)
+        options["log_decay"] = log_decay
         o = fastmax_attention(query, key, value, causal=mask.causal, key_padding_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _log_decay(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor | NewTokens,
+    causal: bool,
+    padding: Tensor | None,
+    constant: list | None,
+    of_gate: Tensor | None,
+) -> Tensor | None:
+    """(b, hk, keys) of the keys, or of a `FastmaxCache` of the new ones: padding makes no other key fade."""
+    refuse_missing(module, of_gate)
+    if constant is None and of_gate is None:
+        return None
+    if not causal:
+        raise ValueError(f"decays need a causal layer, and {type(module).__name__} sees all keys in this call")
+    batch, heads, m = (key.tensor if isinstance(key, NewTokens) else key).shape[:3]
+    if of_gate is None:
+        if len(constant) != heads:
+            raise ValueError(
+                f"the option log_decay must have a number for each of the {heads} key/value heads of {type(module).__name__}, "
+                f"got {len(constant)}"
+            )
+        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        log_decay = torch.tensor(constant, dtype=dtype, device=query.device)[:, None].expand(batch, heads, m)
+    elif of_gate.shape[2] != m:
+        raise ValueError(
+            f"{type(module).__name__} has a decay gate, and those of {m - of_gate.shape[2]} keys in the cache are not known: "
+            "past_key_values=FastmaxCache(config), or use_cache=False"
+        )
+    else:
+        log_decay = of_gate
+    return log_decay if padding is None else torch.where(padding[:, None, -m:], log_decay, 0)
 
 
 def _mask_of_layer(module: nn.Module, attention_mask: Tensor | None, is_causal: bool | None, n: int, m: int) -> FastmaxMask:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
 from fastmax.integrations.transformers.options import NAME
@@ -28,6 +28,7 @@ class FastmaxMask(Unreadable):
         refusal: why fastmax cannot run a layer with this mask; None = it can.
         keys: how many there are, those in a cache included; None = not known.
         model: the kind of model, for messages.
+        arguments: of transformers' mask function, from which `dense` makes the mask for softmax attention.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class FastmaxMask(Unreadable):
         refusal: str | None = None,
         model: str = "this model",
         keys: int | None = None,
+        arguments: dict | None = None,
     ):
         self.causal = causal
         self.padding = padding
@@ -46,6 +48,14 @@ class FastmaxMask(Unreadable):
         self.positions_are_checked = False
         self.history_is_checked = False
         self._hidden: tuple[Tensor, Tensor] | None = None
+        self._arguments = arguments
+        self._dense: tuple[Tensor | None] | None = None
+
+    def dense(self) -> Tensor | None:
+        """transformers' mask for "sdpa", of the same pattern: for layers of this model that run softmax attention."""
+        if self._dense is None:
+            self._dense = (sdpa_mask(**self._arguments),)
+        return self._dense[0]
 
     def refuse_packing(self, position_ids: Tensor) -> None:
         """Raise where the positions of tokens that take part start again, once for all layers that share the mask.
@@ -151,4 +161,12 @@ def fastmax_mask(
             f'attention_mask must cover all {kv_offset + kv_length} keys with attn_implementation="{NAME}", those in the cache '
             f"included, got shape {tuple(attention_mask.shape)}"
         )
-    return FastmaxMask(causal, attention_mask, refusal, model, kv_offset + kv_length)
+    sizes = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+    }
+    arguments = kwargs | sizes | {"mask_function": mask_function, "attention_mask": attention_mask, "config": config}
+    return FastmaxMask(causal, attention_mask, refusal, model, kv_offset + kv_length, arguments)

@@ -1,30 +1,30 @@
 """Which models fastmax can run: asked when a model is made with, or given, `attn_implementation="fastmax"`.
 
 A mask refuses most attention that does not go through transformers' interface (`masks`), but not one that reads no mask. So the
-modules themselves are looked at. transformers has no hook for that, hence the three wrapped methods of `watch`.
+modules themselves are looked at. transformers has no hook for that, nor for parts that a configuration adds to its models
+(`decay`), hence the wrapped methods of `watch`.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator
-from types import CodeType, FunctionType
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fastmax.integrations.transformers.options import NAME, configurations, remember_choice
+from fastmax.integrations.transformers.classes import asks_interface, computes_attention, looks_attention_up
+from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
+from fastmax.integrations.transformers.layers import attention_layers, implementation
+from fastmax.integrations.transformers.options import NAME, SOFTMAX, configurations, fastmax_layers, remember_choice
 
-_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "_flash_attention_forward", "flex_attention"}
-_INTERFACE = {"get_interface", "ALL_ATTENTION_FUNCTIONS"}
 _INSTEAD = (
     "In a composite model choose the parts that can, as in "
     f'attn_implementation={{"text_config": "{NAME}"}}; an nn.MultiheadAttention is replaced by fastmax.swap_attention'
 )
 
 
-def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> None:
+def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> dict[str, str]:
     """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
 
     Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand.
@@ -33,18 +33,37 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         model: the model.
         left_out: configurations of parts that were meant to run another attention; by default those that do now.
 
+    Returns:
+        What each attention layer runs, by its name: "fastmax", or "sdpa" where the option `layers` leaves it out or the
+        configuration of its part says so.
+
     Raises:
-        ValueError: the parts with attention of their own, by name.
+        ValueError: the parts with attention of their own, by name; `layers` that the model does not have.
     """
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
             _check_dispatch(part)
+            _check_layers(part)
+    for name, layer in attention_layers(model):
+        if gate_of(layer) is not None:
+            refuse_layer(name, layer)
     own = list(_own_attention(model, False, _other(model.config) if left_out is None else left_out))
     if own:
         names = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")
         raise ValueError(
             f'{type(model).__name__} cannot run attn_implementation="{NAME}": {names} would compute softmax attention all the '
             f"same. {_INSTEAD}"
+        )
+    return {name: implementation(layer) for name, layer in attention_layers(model)}
+
+
+def _check_layers(part: PreTrainedModel) -> None:
+    """Where the option `layers` leaves layers out, transformers must have the softmax attention that these are to run."""
+    uncapped = getattr(part.config, "attn_logit_softcapping", 0) is None  # Gemma 2, which can then, whatever it says
+    if fastmax_layers(part.config) is not None and not part._supports_sdpa and not uncapped:
+        raise ValueError(
+            f'{type(part).__name__} has no attn_implementation="{SOFTMAX}" in transformers, which layers run that the option '
+            "layers leaves out"
         )
 
 
@@ -55,6 +74,7 @@ def watch() -> None:
     accept = PreTrainedModel.get_correct_attn_implementation
     post_init = PreTrainedModel.post_init
     set_attn_implementation = PreTrainedModel.set_attn_implementation
+    initialize_weights = PreTrainedModel._initialize_weights
 
     @functools.wraps(accept)
     def checked_accept(self, requested_attention, *args, **kwargs):
@@ -65,6 +85,7 @@ def watch() -> None:
 
     @functools.wraps(post_init)
     def checked_post_init(self, *args, **kwargs):
+        build_gates(self)
         post_init(self, *args, **kwargs)
         check(self, getattr(self, "left_out_of_fastmax", None))
         remember_choice(self.config)
@@ -87,7 +108,13 @@ def watch() -> None:
         for config in configurations(self):
             remember_choice(config)
 
+    @functools.wraps(initialize_weights)
+    def initialize_gates_too(self, module, *args, **kwargs):
+        if not reset_gate(module):
+            initialize_weights(self, module, *args, **kwargs)
+
     checked_post_init.watched_by_fastmax = True
+    PreTrainedModel._initialize_weights = initialize_gates_too
     PreTrainedModel.get_correct_attn_implementation = checked_accept
     PreTrainedModel.post_init = checked_post_init
     PreTrainedModel.set_attn_implementation = checked_set
@@ -103,7 +130,7 @@ def _check_applied(config: PreTrainedConfig, requested: str | dict) -> None:
 
 def _check_dispatch(model: PreTrainedModel) -> None:
     """By the class and the file that it is from, before any part of the model is made."""
-    if not type(model)._can_set_attn_implementation() or _looks_attention_up(type(model)):
+    if not type(model)._can_set_attn_implementation() or looks_attention_up(type(model)):
         raise ValueError(
             f'{type(model).__name__} cannot run attn_implementation="{NAME}": it computes attention without transformers\' '
             f"attention interface. {_INSTEAD}"
@@ -125,65 +152,8 @@ def _own_attention(module: nn.Module, expected: bool, left_out: list[PreTrainedC
     if isinstance(config, PreTrainedConfig):
         reached = config._attn_implementation == NAME
         expected = reached or (expected and not any(config is part for part in left_out))
-    if expected and (computes_attention(type(module)) or (not reached and _asks_interface(type(module)))):
+    if expected and (computes_attention(type(module)) or (not reached and asks_interface(type(module)))):
         yield f"{name} ({type(module).__name__})"
         return
     for child_name, child in module.named_children():
         yield from _own_attention(child, expected, left_out, f"{name}.{child_name}".lstrip("."))
-
-
-def computes_attention(kind: type[nn.Module]) -> bool:
-    """Whether a class of modules is attention that does not ask transformers' interface for its function.
-
-    Deformable attention has no scores of queries and keys, and does not count.
-    """
-    if issubclass(kind, nn.MultiheadAttention):
-        return True
-    return "Deformable" not in kind.__name__ and bool(_attention_names(kind) & _SOFTMAX) and not _asks_interface(kind)
-
-
-def _asks_interface(kind: type[nn.Module]) -> bool:
-    return bool(_attention_names(kind) & _INTERFACE)
-
-
-@functools.cache
-def _attention_names(kind: type[nn.Module]) -> set[str]:
-    """What the methods of a class called attention, and the functions of its file that they call, refer to."""
-    names = set()
-    for base in inspect.getmro(kind) if "Att" in kind.__name__ else ():
-        for value in vars(base).values():
-            if isinstance(value, FunctionType):
-                names |= _names(inspect.unwrap(value), depth=2)
-        if "forward" in vars(base):
-            break
-    return names
-
-
-@functools.cache
-def _looks_attention_up(kind: type[nn.Module]) -> bool:
-    """Whether a part of a model takes its class from a table of the model's own, by the implementation's name."""
-    seen, waiting = {kind}, [kind]
-    while waiting:
-        make = inspect.unwrap(waiting.pop().__init__)
-        for name in _names(make, depth=0):
-            value = make.__globals__.get(name)
-            if isinstance(value, dict) and "eager" in value and NAME not in value:
-                return True
-            if inspect.isclass(value) and issubclass(value, nn.Module) and value not in seen:
-                seen.add(value)
-                waiting.append(value)
-    return False
-
-
-def _names(function: FunctionType, depth: int) -> set[str]:
-    """Every global and attribute that a function refers to, and the functions of its own file down to a depth."""
-    names, waiting = set(), [function.__code__]
-    while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    for name in tuple(names) if depth else ():
-        called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ == function.__module__:
-            names |= _names(called, depth - 1)
-    return names

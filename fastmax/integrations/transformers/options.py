@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from transformers import PreTrainedConfig, PreTrainedModel
 
 NAME = "fastmax"
+GLOBAL = "global"
+SOFTMAX = "sdpa"  # of transformers: what layers run that are not among the layers named
 OPTIONS = frozenset(
     {
         "normalize",
@@ -19,6 +21,8 @@ OPTIONS = frozenset(
         "dropout",
         "rpe_matrix",
         "exact_window",
+        "layers",
+        "log_decay",
         "algorithm",
         "use_custom_gradient",
     }
@@ -34,10 +38,14 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
         model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
             itself once it is made.
         options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
-            `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`.
+            `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
+            `log_decay`, a list of a number <= 0 for each key/value head, by which keys fade with every token; `layers`, the
+            indices of the layers that run fastmax, or "global", those that `config.layer_types` calls full attention: the
+            others run softmax attention, transformers' "sdpa", with the masks of the model.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError: an unknown option; `log_decay` that is no list of numbers, `layers` that is no list of indices.
+        ValueError: `log_decay` > 0; no layer.
     """
     check_options(options)
     for config in configurations(model):
@@ -59,6 +67,52 @@ def check_options(options: dict) -> None:
     unknown = sorted(set(options) - OPTIONS)
     if unknown:
         raise TypeError(f"unknown fastmax option {', '.join(map(repr, unknown))}; known are {', '.join(sorted(OPTIONS))}")
+    _check_log_decay(options.get("log_decay"))
+    _check_layers(options.get("layers"))
+
+
+def _check_log_decay(log_decay: object) -> None:
+    accepted = "log_decay must be a list of numbers <= 0, one for each key/value head"
+    if log_decay is None:
+        return
+    if not isinstance(log_decay, (list, tuple)) or not all(
+        isinstance(x, (int, float)) and not isinstance(x, bool) for x in log_decay
+    ):
+        raise TypeError(f"{accepted}, got {log_decay!r}")
+    if not all(x <= 0 for x in log_decay):
+        raise ValueError(f"{accepted}, got {log_decay}")
+
+
+def _check_layers(layers: object) -> None:
+    accepted = f'layers must be a list of different indices >= 0, or "{GLOBAL}"'
+    if layers is None or layers == GLOBAL:
+        return
+    if not isinstance(layers, (list, tuple)) or not all(isinstance(x, int) and not isinstance(x, bool) for x in layers):
+        raise TypeError(f"{accepted}, got {layers!r}")
+    if not layers or min(layers) < 0 or len(set(layers)) < len(layers):
+        raise ValueError(f"{accepted}, got {layers}")
+
+
+def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
+    """Indices of the layers that run fastmax where `attn_implementation` says so; None = all.
+
+    Raises:
+        ValueError: `layers` of which the model has none.
+    """
+    layers = options_of(config).get("layers")
+    if layers is None:
+        return None
+    if layers == GLOBAL:
+        kinds = getattr(config, "layer_types", None) or ()
+        layers = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+        if not layers:
+            raise ValueError(
+                f'layers="{GLOBAL}" needs full_attention in config.layer_types, got {sorted(set(kinds))} in {config.model_type}'
+            )
+    count = config.num_hidden_layers
+    if max(layers) >= count:
+        raise ValueError(f"layers must be indices of the {count} layers of {config.model_type}, got {list(layers)}")
+    return frozenset(layers)
 
 
 def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:

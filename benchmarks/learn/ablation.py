@@ -1,0 +1,20 @@
+"""Ablation: the layer with all its parts, and with each of them left out alone."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.learn import equal_steps
+from benchmarks.learn.runner import Experiment, Run
+from benchmarks.learn.variants import VARIANTS
+
+ABLATED = ("p2_all", *(name for name in VARIANTS if name.startswith("p2_without_")))
+
+
+def runs(device: torch.device) -> list[Run]:
+    (setting,) = {run.setting for run in equal_steps.runs(device)}
+    (seconds,) = {run.seconds for run in equal_steps.runs(device)}
+    return [Run(variant, setting, equal_steps.SETTINGS[setting].lr, 1, seconds) for variant in ABLATED]
+
+
+EXPERIMENT = Experiment(__doc__, runs, equal_steps.execute)

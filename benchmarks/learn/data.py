@@ -1,0 +1,70 @@
+"""The text of the language-model experiments, and batches of it that are made on the device."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy
+import torch
+from torch import Tensor
+
+from benchmarks.learn import rows
+from benchmarks.learn.examples import text
+
+VALIDATION_SEED = 0
+
+
+def load(path: Path) -> Tensor:
+    """(N,) uint8: the file's bytes. Where there is none it is written from the Python sources of this interpreter."""
+    with rows.locked(path, "data", wait=True):
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".part")
+            text.load_bytes(None).numpy().tofile(unfinished)
+            unfinished.replace(path)
+    return torch.from_numpy(numpy.fromfile(path, dtype=numpy.uint8))
+
+
+@lru_cache(maxsize=1)
+def on_device(path: Path, device: torch.device) -> tuple[Tensor, Tensor, str]:
+    """Training and validation bytes on the device, and what a row says of them."""
+    data = load(path)
+    described = f"{len(data) / 1e6:.1f} MB, {hashlib.sha256(data.numpy()).hexdigest()[:8]}"
+    return *(part.to(device) for part in text.split(data)), described
+
+
+Edit = Callable[[Tensor, torch.Generator], Tensor]  # of windows (B, T + 1)
+
+
+def unchanged(window: Tensor, drawn: torch.Generator) -> Tensor:
+    return window
+
+
+def windows(data: Tensor, context: int, batch: int, drawn: torch.Generator, edit: Edit = unchanged) -> text.Batch:
+    """Windows at random places; the generator is on the device of data, and nothing is copied from the host."""
+    if len(data) <= context:
+        raise SystemExit(f"{len(data)} bytes of text are too few for a context of {context}")
+    start = torch.randint(len(data) - context, (batch, 1), generator=drawn, device=data.device)
+    window = edit(data[start + torch.arange(context + 1, device=data.device)].long(), drawn)
+    return text.Batch(window[:, :-1], window[:, 1:])
+
+
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def validation_windows(data: Tensor, context: int, batch: int, count: int, edit: Edit = unchanged) -> list[text.Batch]:
+    """`count` windows, the same for every run, in batches of at most `batch`."""
+    tokens, targets, _ = windows(data, context, count, generator(data.device, VALIDATION_SEED), edit)
+    return [text.Batch(*parts) for parts in zip(tokens.split(batch), targets.split(batch), strict=True)]
+
+
+def training_windows(
+    data: Tensor, context: int, batch: int, seed: int, edit: Edit = unchanged
+) -> Callable[[torch.Generator], text.Batch]:
+    """For `training.Trainer`, whose generator is on the host and left aside. Every variant of a seed sees the same windows."""
+    drawn = generator(data.device, seed)
+    return lambda _: windows(data, context, batch, drawn, edit)

@@ -1,0 +1,51 @@
+"""Equal steps: the same tokens in the same order for every variant, and what each has learned from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from benchmarks.learn import language
+from benchmarks.learn.language import Setting
+from benchmarks.learn.rows import Row
+from benchmarks.learn.runner import Experiment, Place, Run
+from benchmarks.learn.variants import VARIANTS
+
+SETTINGS = {
+    "25M": Setting(n_layer=8, n_head=8, n_embd=512, context=1024, batch=32, steps=1000, lr=1e-3, window=128, bf16=True),
+    # Windows are short, and so is the exact one: with 128 every token would see all others exactly
+    "0.8M": Setting(
+        n_layer=4,
+        n_head=4,
+        n_embd=128,
+        context=128,
+        batch=8,
+        steps=600,
+        lr=2e-3,
+        window=16,
+        warmup=30,
+        rows=10,
+        validation=64,
+        final=512,
+    ),
+}
+OURS = ("softmax", "softmax_parts", "p2_all", "hybrid", "p2", "p2_decay", "p2_window", "p1_all")
+THEIRS = ("fla_gla", "fla_gdn", "fla_based")
+
+
+def runs(device: torch.device) -> list[Run]:
+    name, variants = ("25M", (*OURS, *THEIRS)) if device.type == "cuda" else ("0.8M", OURS)
+    seconds = 45.0 if device.type == "cuda" else 150.0
+    return [Run(variant, name, SETTINGS[name].lr, 1, seconds) for variant in variants]
+
+
+def execute(run: Run, place: Place) -> Iterator[Row]:
+    return language.train_run(run.variant, SETTINGS[run.setting], run.seed, run.lr, place)
+
+
+def missing(run: Run) -> str:
+    return VARIANTS[run.variant].missing
+
+
+EXPERIMENT = Experiment(__doc__, runs, execute, missing)

@@ -1,0 +1,128 @@
+"""Figures of what the CSVs hold: `python -m benchmarks.learn figures`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.learn import rows
+from benchmarks.learn.pages import TITLES
+from benchmarks.learn.recall import TITLES as RECALL
+from benchmarks.learn.results import best_rate, curve, in_order, spread, values, where
+from benchmarks.learn.rows import Row
+
+FIGURES = Path(__file__).parents[2] / "docs/figures"
+
+
+def draw(results: Path, figures: Path = FIGURES) -> list[Path]:
+    """Those whose CSV is in `results`; returns the paths of the images."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    figures.mkdir(parents=True, exist_ok=True)
+    written = []
+    for name, (experiment, function) in DRAWN.items():
+        found = rows.read(results / f"{experiment}.csv")
+        if not found:
+            print(f"{name}: no {experiment}.csv in {results}")
+            continue
+        path = figures / f"learn_{name}.png"
+        _save(function(found), path)
+        print(f"wrote {path}")
+        written.append(path)
+    return written
+
+
+def _save(figure, path: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _panels(settings: list[str], sharey: bool = False):
+    """A figure with axes side by side, one for each setting."""
+    import matplotlib.pyplot as plt
+
+    size = (5.2 * len(settings), 4.0)
+    figure, axes = plt.subplots(1, len(settings), figsize=size, layout="constrained", squeeze=False, sharey=sharey)
+    for axis, setting in zip(axes[0], settings, strict=True):
+        axis.set_title(setting)
+    return figure, dict(zip(settings, axes[0], strict=True))
+
+
+def _lines(found: list[Row], measure: str, against: str, x: str, y: str, log: bool = False):
+    """A line for each variant."""
+    figure, axes = _panels(values(found, "setting"))
+    for setting, axis in axes.items():
+        own = where(found, setting=setting)
+        for name, title in in_order(own, TITLES).items():
+            axis.plot(*curve(own, against, variant=name, measure=measure), label=title, marker=".", markersize=4, linewidth=1.2)
+        axis.set(xlabel=x, ylabel=y)
+        if log:
+            axis.set_xscale("log", base=2)
+        axis.legend(fontsize=7)
+    return figure
+
+
+def _zoomed(figure, found: list[Row], measure: str):
+    """The first losses, from ln(256) down, would leave no room for the differences."""
+    for axis, setting in zip(figure.axes, values(found, "setting"), strict=True):
+        losses = sorted(row["value"] for row in where(found, setting=setting, measure=measure))
+        lowest, middle = losses[0], losses[len(losses) // 2]
+        axis.set_ylim(lowest - 0.05 * (middle - lowest), lowest + 3 * (middle - lowest))
+    return figure
+
+
+def equal_steps(found: list[Row]):
+    return _zoomed(_lines(found, "val", "step", "step", "validation loss, nats per byte"), found, "val")
+
+
+def equal_time(found: list[Row]):
+    return _zoomed(_lines(found, "val", "seconds", "seconds of training", "validation loss, nats per byte"), found, "val")
+
+
+def equal_time_position(found: list[Row]):
+    return _zoomed(_lines(found, "position", "at", "position in the context", "loss, nats per byte"), found, "position")
+
+
+def needle(found: list[Row]):
+    return _lines(found, "needle", "at", "tokens of text", "facts found, %", log=True)
+
+
+def ablation(found: list[Row]):
+    figure, axes = _panels(values(found, "setting"))
+    for setting, axis in axes.items():
+        own = where(found, setting=setting, measure="loss")
+        whole = spread(own, variant="p2_all").mean
+        losses = {
+            title: spread(own, variant=name).mean - whole for name, title in in_order(own, TITLES).items() if name != "p2_all"
+        }
+        axis.barh(list(losses), list(losses.values()))
+        axis.invert_yaxis()
+        axis.set(xlabel="loss above that of all parts, nats per byte")
+    return figure
+
+
+def recall(found: list[Row]):
+    figure, axes = _panels(values(found, "setting"), sharey=True)
+    for setting, axis in axes.items():
+        own = where(found, setting=setting, measure="accuracy")
+        for name, title in in_order(own, RECALL).items():
+            points = curve(own, "at", variant=name, lr=best_rate(own, name, setting))
+            axis.plot(*points, label=title, marker=".")
+        axis.set_xscale("log", base=2)
+        axis.set(xlabel="pairs", ylabel="values recalled, %", ylim=(-2, 102))
+        axis.legend(fontsize=7)
+    return figure
+
+
+# The name of an image, the experiment whose rows it shows
+DRAWN: dict[str, tuple[str, Callable]] = {
+    "equal_steps": ("equal-steps", equal_steps),
+    "equal_time": ("equal-time", equal_time),
+    "equal_time_position": ("equal-time", equal_time_position),
+    "ablation": ("ablation", ablation),
+    "recall": ("recall", recall),
+    "needle": ("needle", needle),
+}

@@ -1,0 +1,97 @@
+"""A GPT on bytes of Python sources: what the experiments on language models have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from benchmarks.learn import data
+from benchmarks.learn.examples import model, text, training
+from benchmarks.learn.rows import Row
+from benchmarks.learn.runner import Place
+from benchmarks.learn.variants import VARIANTS, fastest_softmax, make_gpt, parameters
+
+BUCKETS = 32  # of positions
+
+
+@dataclass(frozen=True)
+class Setting:
+    n_layer: int
+    n_head: int
+    n_embd: int
+    context: int
+    batch: int
+    steps: int
+    lr: float
+    window: int
+    seconds: float | None = None  # of training, where these are equal and not the steps
+    warmup: int = 100
+    rows: int = 20
+    validation: int = 256  # windows whose loss is that of a row
+    final: int = 1024  # windows whose loss is that of the trained model
+    bf16: bool = False
+
+    def recipe(self, place: Place) -> training.Recipe:
+        steps, seconds = self.steps, self.seconds
+        if seconds is not None and place.time is not None:
+            seconds = place.time
+        if place.steps is not None:
+            steps, seconds = place.steps, None
+        return training.Recipe(
+            steps=steps,
+            rows=self.rows,
+            lr=self.lr,
+            warmup=min(self.warmup, steps // 10),
+            bf16=self.bf16,
+            seconds=seconds,
+        )
+
+
+def make(variant: str, setting: Setting, seed: int, place: Place) -> model.GPT:
+    torch.manual_seed(seed)
+    sizes = {"n_layer": setting.n_layer, "n_head": setting.n_head, "n_embd": setting.n_embd, "block_size": setting.context}
+    gpt = make_gpt(VARIANTS[variant], setting.window, **sizes).to(place.device)
+    if place.compile and VARIANTS[variant].compiles:
+        compile_blocks(gpt)
+    return gpt
+
+
+def compile_blocks(gpt: model.GPT) -> None:
+    """Block by block: they are alike, so that the compiler works once for all of them."""
+    for block in gpt.blocks:
+        block.compile()
+
+
+def train(gpt: nn.Module, setting: Setting, seed: int, place: Place, edit: data.Edit = data.unchanged) -> Iterator[Row]:
+    """Rows of losses at some steps, "train" and "val", and of the trained model: those of `trained_losses`."""
+    train_data, held_out, described = data.on_device(place.data, place.device)
+    validation = data.validation_windows(held_out, setting.context, setting.batch, setting.validation, edit)
+    batches = data.training_windows(train_data, setting.context, setting.batch, seed, edit)
+    recipe = setting.recipe(place)
+    trainer = training.Trainer(gpt, recipe, batches, validation, seed)
+    constant = {"parameters": parameters(gpt), "data": described}
+    with fastest_softmax():
+        for row in trainer.run():
+            constant |= {name: row[name] for name in ("step", "tokens", "seconds")}
+            for measure in ("train", "val"):
+                yield {"measure": measure, "at": row["step"], "value": row[measure]} | constant
+        final = data.validation_windows(held_out, setting.context, setting.batch, setting.final, edit)
+        yield from (row | constant for row in trained_losses(gpt, final, recipe.bf16))
+
+
+def trained_losses(gpt: nn.Module, batches: list[text.Batch], bf16: bool) -> Iterator[Row]:
+    """ "position": the loss of each of BUCKETS stretches of a window, `at` its end; "loss" and "last_quarter": that of the
+    whole window and of its last quarter, `at` its length."""
+    losses, _ = training.evaluate_by_position(gpt, batches, bf16)  # as many tokens at each position
+    for part in losses.tensor_split(min(BUCKETS, len(losses))):
+        yield {"measure": "position", "at": part.storage_offset() + len(part), "value": part.mean().item()}
+    yield {"measure": "last_quarter", "at": len(losses), "value": losses[-len(losses) // 4 :].mean().item()}
+    yield {"measure": "loss", "at": len(losses), "value": losses.mean().item()}
+
+
+def train_run(variant: str, setting: Setting, seed: int, lr: float, place: Place) -> Iterator[Row]:
+    gpt = make(variant, setting, seed, place)
+    yield from train(gpt, replace(setting, lr=lr), seed, place)

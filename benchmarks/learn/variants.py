@@ -1,0 +1,161 @@
+"""What is compared: attention layers of the examples' GPT, as data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fastmax
+from benchmarks import peers
+from benchmarks.learn.examples import model
+
+SAME_SIZE = 0.02
+PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
+
+
+@dataclass(frozen=True)
+class Variant:
+    title: str
+    attention: str = "fastmax"
+    parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; what is not here is as it is by default
+    window: bool = True  # an exact window, where the attention is fastmax
+    every: int = 0  # of GPTConfig
+    sdpa: bool = False  # softmax through PyTorch's kernels, which know no decays
+    fla: str = ""  # a layer of flash-linear-attention in the place of ours
+    fla_options: dict = field(default_factory=dict)
+    as_large_as: str = ""  # a variant whose model has as many weights, within SAME_SIZE
+
+    @property
+    def missing(self) -> str:
+        return peers.missing(f"fla.layers.{self.fla}") if self.fla else ""
+
+    @property
+    def compiles(self) -> bool:
+        return not self.fla  # its Triton kernels come with code around them that was not written for the compiler
+
+
+VARIANTS = {
+    "softmax": Variant("softmax", "softmax", PLAIN),
+    "softmax_parts": Variant("softmax, same parts", "softmax", as_large_as="p2_all"),
+    "p2": Variant("p = 2", parts=PLAIN, window=False, as_large_as="softmax"),
+    "p2_decay": Variant("p = 2, decay", parts=PLAIN | {"decay": True}, window=False),
+    "p2_window": Variant("p = 2, exact window", parts=PLAIN),
+    "p2_all": Variant("p = 2, all parts"),
+    "p1_all": Variant("p = 1, all parts", parts={"p": 1}, as_large_as="p2_all"),
+    "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
+    # All parts but one
+    "p2_without_decay": Variant("without decay", parts={"decay": False}),
+    "p2_without_window": Variant("without exact window", window=False),
+    "p2_without_output_norm": Variant("without norm of the output", parts={"output_norm": False}),
+    "p2_without_conv": Variant("without convolution", parts={"conv": 0}),
+    "p2_without_gate": Variant("without output gate", parts={"output_gate": False}),
+    "p2_without_qk_norm": Variant("without norm of q and k", parts={"qk_norm": False}),
+    "p2_without_rope": Variant("without rotary positions", parts={"rope": False}),
+    # Softmax at PyTorch's speed
+    "softmax_sdpa": Variant("softmax (SDPA)", "softmax", PLAIN, sdpa=True),
+    "softmax_parts_sdpa": Variant("softmax, same parts but decay (SDPA)", "softmax", {"decay": False}, sdpa=True),
+    # 5 width^2 weights a layer, as p2_all has, at the authors' proportions: values twice as wide as keys
+    "fla_gla": Variant(
+        "GLA (FLA)",
+        fla="GatedLinearAttention",
+        fla_options={"num_heads": 5, "expand_k": 0.625, "expand_v": 1.25, "use_short_conv": True},
+        as_large_as="p2_all",
+    ),
+    "fla_gdn": Variant(
+        "Gated DeltaNet (FLA)",
+        fla="GatedDeltaNet",
+        fla_options={"num_heads": 5, "head_dim": 64, "expand_v": 2.0},
+        as_large_as="p2_all",
+    ),
+    # 4 width^2, as p2 has: it has no gate. Its polynomial is that of p = 2, of heads of 64
+    "fla_based": Variant(
+        "Based (FLA)",
+        fla="BasedLinearAttention",
+        fla_options={"num_heads": 8, "num_key_value_heads": 8, "feature_dim": 64},
+        as_large_as="p2",
+    ),
+}
+
+
+def make_gpt(variant: Variant, window: int, **sizes) -> model.GPT:
+    """
+    Args:
+        window: the exact window of the variants that have one.
+        sizes: of GPTConfig.
+
+    Raises:
+        ValueError: it has not as many weights as the variant that it is `as_large_as`.
+    """
+    gpt = _make_gpt(variant, window, sizes)
+    if variant.as_large_as:
+        with torch.device("meta"):
+            other = parameters(_make_gpt(VARIANTS[variant.as_large_as], window, sizes))
+        if not abs(parameters(gpt) / other - 1) <= SAME_SIZE:
+            raise ValueError(f"{variant.title} has {parameters(gpt)} weights, {variant.as_large_as} {other}")
+    return gpt
+
+
+def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
+    parts = dict(variant.parts)
+    if variant.attention == "fastmax":
+        parts["exact_window"] = window if variant.window else 0
+    config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
+    if variant.fla:
+        return model.GPT(config, lambda config, index: FLALayer(variant, config))
+    return model.GPT(config, make_sdpa_layer) if variant.sdpa else model.GPT(config)
+
+
+def parameters(module: nn.Module) -> int:
+    return sum(x.numel() for x in module.parameters())
+
+
+def make_sdpa_layer(config: model.GPTConfig, index: int) -> nn.Module:
+    parts = {"longest_half_life": max(4, config.block_size)} | config.parts
+    return SDPASelfAttention(config.n_embd, config.n_head, attention="softmax", **parts)
+
+
+class SDPASelfAttention(fastmax.FastmaxSelfAttention):
+    """The layer with softmax through `scaled_dot_product_attention`: the same function without decays, and the fastest softmax
+    there is. Weights, and what surrounds attention, are the layer's own."""
+
+    def __init__(self, *sizes: int, **options):
+        super().__init__(*sizes, **options)
+        if self.attention != "softmax" or self.decay_proj is not None or self.window is not None:
+            raise ValueError("scaled_dot_product_attention is softmax over all keys: it has no decay and no window")
+
+    def forward(self, x: Tensor, state: None = None, *, cu_seqlens: None = None, key_padding_mask: None = None) -> Tensor:
+        if any(given is not None for given in (state, cu_seqlens, key_padding_mask)):
+            raise ValueError("this layer takes whole sequences alone")
+        q, k, v, _, _ = self._heads(x, None, None, None)
+        return self._output(F.scaled_dot_product_attention(q, k, v, is_causal=True), x)
+
+
+class FLALayer(nn.Module):
+    """A layer of flash-linear-attention, its matrices begun as those of the GPT around it."""
+
+    def __init__(self, variant: Variant, config: model.GPTConfig):
+        super().__init__()
+        import fla.layers
+
+        self.layer = getattr(fla.layers, variant.fla)(hidden_size=config.n_embd, **variant.fla_options)
+        for name, module in self.layer.named_modules():
+            if isinstance(module, nn.Linear):
+                into_residual = 1 / math.sqrt(2 * config.n_layer) if name == "o_proj" else 1.0
+                nn.init.normal_(module.weight, std=0.02 * into_residual)
+
+    def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        if cu_seqlens is not None:
+            raise ValueError("this layer takes whole sequences alone")
+        y = self.layer(x)
+        return y[0] if isinstance(y, tuple) else y
+
+
+def fastest_softmax() -> object:
+    """A context in which `scaled_dot_product_attention` takes cuDNN's kernel where there is one, else FlashAttention."""
+    backend = torch.nn.attention.SDPBackend
+    order = [backend.CUDNN_ATTENTION, backend.FLASH_ATTENTION, backend.EFFICIENT_ATTENTION, backend.MATH]
+    return torch.nn.attention.sdpa_kernel(order, set_priority=True)

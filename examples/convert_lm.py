@@ -1,0 +1,193 @@
+"""Convert a GPT that was trained with softmax to Fastmax: swap, fit the polynomial, transfer the attention, fine-tune.
+
+    python examples/train_lm.py --attention softmax --out out/softmax
+    python examples/convert_lm.py --checkpoint out/softmax/checkpoint.pt --out out/converted
+    python examples/convert_lm.py --checkpoint out/softmax/checkpoint.pt --every 4      # softmax stays in every fourth layer
+
+The table has the validation loss of the softmax model, after each stage, and after as many steps of the same fine-tuning of
+the softmax model itself. OUT holds stages.csv, finetuning.csv (loss by step), convert.png and checkpoint.pt, which
+`generate.py` reads as it reads train_lm.py's. Checkpoints of train_char_lm.py work too.
+"""
+
+import argparse
+import copy
+import csv
+import math
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+from model import GPT, GPTConfig
+from text import Batch, bpe_tokens, byte_tokens, load_bpe, load_documents, random_windows
+from torch import Tensor
+from training import autocast, evaluate_by_position
+
+from fastmax import convert
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
+    parser.add_argument("--checkpoint", type=Path, required=True, help="of train_lm.py or train_char_lm.py, with softmax")
+    parser.add_argument("--every", type=int, default=0, help="layers EVERY, 2 EVERY, ... stay softmax; 0: none")
+    parser.add_argument("--exact-window", type=int, default=128, help="tokens whose keys are weighed by exp")
+    parser.add_argument("--decay", action=switch, help="new decay gates where there are none; default: without --every")
+    parser.add_argument("--longest-half-life", type=float, help="of new gates, in tokens (default: 8 contexts)")
+    parser.add_argument("--fit-batches", type=int, default=4, help="for the polynomial; 0: that of Taylor")
+    parser.add_argument("--transfer-steps", type=int, default=100, help="0: none")
+    parser.add_argument("--transfer-lr", type=float, default=0.01)
+    parser.add_argument("--steps", type=int, default=200, help="fine-tuning")
+    parser.add_argument("--lr", type=float, default=3e-4, help="of the fine-tuning")
+    parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--block-size", type=int, help="tokens of a window (default: the checkpoint's)")
+    parser.add_argument("--val-batches", type=int, default=8)
+    parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--seed", type=int, default=1338)
+    parser.add_argument("--out", type=Path, default=Path("out/convert"))
+    return parser
+
+
+def load_text(args: argparse.Namespace, tokenizer: str | None) -> tuple[Tensor, Tensor]:
+    """Tokens for training and validation; `tokenizer` is the file beside the checkpoint, None: bytes."""
+    documents = load_documents(args.data)
+    if tokenizer is None:
+        text = byte_tokens(documents)
+    else:
+        text = bpe_tokens(documents, load_bpe(args.checkpoint.parent / tokenizer))
+    return tuple(part.tokens.to(args.device) for part in text.split())
+
+
+def draw(data: Tensor, args: argparse.Namespace, seed: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield random_windows(data, args.block_size, args.batch_size, generator)
+
+
+def keywords(batches: Iterator[Batch]) -> Iterator[dict]:
+    return (batch._asdict() for batch in batches)
+
+
+def config_of(model: GPT, every: int) -> GPTConfig:
+    """What makes the converted model again."""
+    layers = [block.attn for block in model.blocks]
+    layer = next(layer for layer in layers if layer.attention == "fastmax")
+    of_layer = layer.options | {"decay": layer.decay_proj is not None, "longest_half_life": layer.longest_half_life}
+    return replace(model.config, attention="fastmax", every=every, parts=model.config.parts | of_layer)
+
+
+class Table:
+    """Rows of stage, loss, loss of the last quarter of positions, and seconds since the row before."""
+
+    def __init__(self, held_out: list[Batch], bf16: bool):
+        self.held_out, self.bf16, self.rows, self.since = held_out, bf16, [], time.perf_counter()
+
+    def add(self, stage: str, model: GPT) -> None:
+        losses = evaluate_by_position(model, self.held_out, self.bf16)[0]
+        now = time.perf_counter()
+        last = losses[-math.ceil(len(losses) / 4) :]
+        row = {"stage": stage, "loss": losses.mean().item(), "last_quarter": last.mean().item(), "seconds": now - self.since}
+        self.rows.append(row)
+        print(f"{stage:<40}{row['loss']:>10.4f}{row['last_quarter']:>14.4f}{row['seconds']:>10.1f}", flush=True)
+        self.since = time.perf_counter()
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot(stages: list[dict], curves: dict[str, list[float]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.5), layout="constrained")
+    names, losses = [row["stage"] for row in stages], [row["loss"] for row in stages]
+    left.barh(names, losses)
+    left.set(xlabel="validation loss (nats per token)", xlim=(0.95 * min(losses), 1.01 * max(losses)))
+    left.invert_yaxis()
+    for name, losses in curves.items():
+        right.plot(range(1, len(losses) + 1), losses, label=name, alpha=0.8)
+    right.set(xlabel="step of fine-tuning", ylabel="train loss")
+    right.legend()
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main():
+    parser = arguments()
+    args = parser.parse_args()
+    if args.every and args.decay:
+        parser.error("--decay has no form with --every: a GPTConfig gives the layers that stay softmax the same parts")
+    checkpoint = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
+    config = GPTConfig(**checkpoint["config"])
+    if config.attention != "softmax":
+        parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
+    args.block_size = args.block_size or config.block_size
+    softmax = GPT(config).to(args.device)
+    softmax.load_state_dict(checkpoint["model"])
+    train, validation = load_text(args, checkpoint.get("tokenizer"))
+    held_out = draw(validation, args, 0)
+    table = Table([next(held_out) for _ in range(args.val_batches)], args.bf16)
+
+    print(f"{'stage':<40}{'loss':>10}{'last quarter':>14}{'seconds':>10}")
+    table.add("softmax", softmax)
+    model = copy.deepcopy(softmax)
+    new = convert.swap(
+        model,
+        exact_window=args.exact_window,
+        layers=[i for i in range(config.n_layer) if args.every == 0 or (i + 1) % args.every],
+        decay=args.every == 0 if args.decay is None else args.decay,
+        longest_half_life=args.longest_half_life or 8.0 * args.block_size,
+    )
+    table.add("swapped", model)
+    curves = {}
+    with autocast(torch.device(args.device), args.bf16):
+        if args.fit_batches:
+            batches = keywords(draw(train, args, args.seed))
+            rows = convert.fit_polynomial(model, softmax, [next(batches) for _ in range(args.fit_batches)])
+            table.add("+ polynomial fitted", model)
+            print("  a0, a1, a2 = {a0:.3f}, {a1:.3f}, {a2:.3f}; error of attention {error:.4f}".format(**rows[-1]))
+        swapped = {name for name, block in model.named_modules() if getattr(block, "attention", None) == "fastmax"}
+        scales = [f"{name}.{norm}.weight" for name in swapped for norm in ("q_norm", "k_norm")]
+        trained = new + sorted(set(scales) & dict(model.named_parameters()).keys())
+        if args.transfer_steps and trained:
+            batches = keywords(draw(train, args, args.seed + 1))
+            options = {"steps": args.transfer_steps, "learning_rate": args.transfer_lr}
+            rows = convert.transfer(model, softmax, batches, trained, **options)
+            table.add(f"+ {args.transfer_steps} steps of transfer", model)
+            write_csv(rows, _made(args.out) / "transfer.csv")
+        for name, each in (("converted", model), ("softmax", softmax)):
+            batches = keywords(draw(train, args, args.seed + 2))
+            rows = convert.finetune(each, batches, steps=args.steps, learning_rate=args.lr)
+            curves[name] = [row["loss"] for row in rows]
+            table.add(f"{name}, {args.steps} steps of fine-tuning", each)
+
+    out = _made(args.out)
+    write_csv(table.rows, out / "stages.csv")
+    steps = [{"step": i + 1} | {name: losses[i] for name, losses in curves.items()} for i in range(args.steps)]
+    write_csv(steps, out / "finetuning.csv")
+    plot(table.rows, curves, out / "convert.png")
+    tokenizer = checkpoint.get("tokenizer")
+    if tokenizer is not None:
+        shutil.copyfile(args.checkpoint.parent / tokenizer, out / tokenizer)
+    saved = {"config": asdict(config_of(model, args.every)), "model": model.state_dict(), "tokenizer": tokenizer}
+    torch.save(saved, out / "checkpoint.pt")
+    print(f"wrote stages.csv, finetuning.csv, convert.png and checkpoint.pt to {out}")
+
+
+def _made(out: Path) -> Path:
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+if __name__ == "__main__":
+    main()

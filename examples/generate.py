@@ -1,0 +1,316 @@
+"""Stream text from a checkpoint of train_lm.py or train_char_lm.py, in memory that does not grow with the text.
+
+    python examples/generate.py out/lm/checkpoint.pt --prompt "def main(" --tokens 2000
+    python examples/generate.py out/lm/checkpoint.pt --compare --contexts 1024 16384 131072
+
+A fastmax layer goes on from a state of constant size; on a GPU a token is one CUDA graph. Softmax layers of a hybrid have a
+key/value cache, which grows. --compare measures memory and time per token as the context grows, beside the same model with
+softmax in all layers and a cache for each: keys and values in memory made once, PyTorch's scaled_dot_product_attention, no
+decays, the same graphs. It writes OUT/generate.csv and .png.
+"""
+
+import argparse
+import codecs
+import csv
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from model import GPT, OF_FASTMAX, GPTConfig, make_layer, sample
+from text import load_bpe
+from torch import Tensor
+from tqdm import tqdm
+
+from fastmax import FastmaxSelfAttention
+from fastmax.decode_state import DecodeState
+from fastmax.key_value_cache import KeyValueCache
+from fastmax.self_attention_state import SelfAttentionState
+
+CHUNK = 2048  # tokens of a prompt that go through the model together
+
+
+@dataclass(eq=False)
+class CacheInPlace:
+    """Keys and values (b, hk, capacity, d) of `length` tokens, and with decays `fading` (b, hk, capacity), their running sums.
+    It is written in place."""
+
+    keys: Tensor
+    values: Tensor
+    fading: Tensor | None
+    length: int
+
+    @classmethod
+    def of(cls, cache: KeyValueCache, more: int, decays: bool) -> "CacheInPlace":
+        """With room for so many more tokens."""
+        keys, values = F.pad(cache.keys, (0, 0, 0, more)), F.pad(cache.values, (0, 0, 0, more))
+        fading = F.pad(cache.decays.cumsum(-1), (0, more)) if decays else None
+        return cls(keys, values, fading, cache.keys.shape[2])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.keys.dtype
+
+    def tensors(self) -> dict[str, Tensor]:
+        tensors = {"keys": self.keys, "values": self.values, "fading": self.fading}
+        return {name: x for name, x in tensors.items() if x is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "CacheInPlace":
+        return replace(self, **{name: function(x) for name, x in self.tensors().items()})
+
+
+class CachedLayer(FastmaxSelfAttention):
+    """The layer, whose `step_` takes a CacheInPlace too."""
+
+    def step_(self, x: Tensor, state: SelfAttentionState, *, key_padding_mask: None = None) -> Tensor:
+        if not isinstance(state.attention, CacheInPlace):
+            return super().step_(x, state, key_padding_mask=key_padding_mask)
+        q, k, v, log_decay, recent = self._heads(x, state, None, None)
+        cache = state.attention
+        here, cache.length = cache.length, cache.length + 1
+        cache.keys[:, :, here], cache.values[:, :, here] = k[:, :, 0], v[:, :, 0]
+        seen = slice(0 if self.window is None else max(0, cache.length - self.window), cache.length)
+        bias = None
+        if log_decay is not None:
+            before = cache.fading[:, :, here - 1] if here else 0.0
+            cache.fading[:, :, here] = before + log_decay[:, :, 0]
+            faded = cache.fading[:, :, here, None] - cache.fading[:, :, seen]
+            bias = faded.repeat_interleave(self.num_heads // self.num_kv_heads, 1).unsqueeze(2).to(q.dtype)
+        keys, values = cache.keys[:, :, seen], cache.values[:, :, seen]
+        o = F.scaled_dot_product_attention(q, keys, values, bias, enable_gqa=self.num_heads != self.num_kv_heads)
+        if recent is not None:
+            state.recent.copy_(recent)
+        state.positions.add_(1)
+        return self._output(o, x)
+
+
+def load_model(checkpoint: dict, device: str, dtype: torch.dtype) -> GPT:
+    model = GPT(GPTConfig(**checkpoint["config"]), partial(make_layer, layer=CachedLayer))
+    model.load_state_dict(checkpoint["model"])
+    return prepared(model, device, dtype)
+
+
+def prepared(model: GPT, device: str, dtype: torch.dtype) -> GPT:
+    """Weights in `dtype`, but for the biases of decay gates: bfloat16 has no half-life between 977 and 1007 tokens."""
+    biases = {name: x.clone() for name, x in model.named_parameters() if name.endswith("decay_proj.bias")}
+    model = model.to(device, dtype).eval().requires_grad_(False)
+    for name, bias in biases.items():
+        model.get_parameter(name).data = bias.detach().to(device)
+    return model
+
+
+def with_softmax(model: GPT) -> GPT:
+    """The model with softmax and without decays in all layers, and the same weights otherwise."""
+    parts = {name: x for name, x in model.config.parts.items() if name not in OF_FASTMAX | {"window"}} | {"decay": False}
+    config = replace(model.config, attention="softmax", every=0, parts=parts)
+    softmax = GPT(config, partial(make_layer, layer=CachedLayer))
+    softmax.load_state_dict({name: x for name, x in model.state_dict().items() if "decay_proj" not in name})
+    weight = model.embedding.weight
+    return prepared(softmax, weight.device, weight.dtype)
+
+
+@torch.no_grad()
+def read(model: GPT, tokens: Tensor, states: list[SelfAttentionState]) -> tuple[Tensor, list[SelfAttentionState]]:
+    """tokens (B, T), T >= 1, through the model in chunks: the logits (B, vocab) of the last and the states after it."""
+    for chunk in tokens.split(CHUNK, dim=1):
+        logits, states = model.prefill(chunk, states)
+    return logits[:, -1], states
+
+
+def in_place(model: GPT, states: list[SelfAttentionState], more: int) -> list[SelfAttentionState]:
+    """Copies of the states that are stepped in place, with room for so many more tokens."""
+    states = [state.clone() for state in states]
+    for state, block in zip(states, model.blocks, strict=True):
+        if isinstance(state.attention, KeyValueCache):
+            state.attention = CacheInPlace.of(state.attention, more, block.attn.decay_proj is not None)
+    return states
+
+
+def make_step(model: GPT, states: list[SelfAttentionState], graph: bool) -> Callable[[Tensor], Tensor]:
+    """A function of tokens (B, 1) that takes the states one token further and returns logits (B, vocab), on the same memory at
+    every call. As a CUDA graph it repeats one step, so that a CacheInPlace does not grow: it is then good for timing alone."""
+    if not graph:
+        return lambda tokens: model.step_(tokens, states)[:, -1]
+    tokens = torch.zeros(len(states[0].positions), 1, dtype=torch.int64, device=states[0].device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # libraries choose their kernels, on states that are thrown away
+        for _ in range(2):
+            model.step_(tokens, [state.clone() for state in states])
+    torch.cuda.current_stream().wait_stream(side)
+    recorded = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(recorded):
+        logits = model.step_(tokens, states)[:, -1]
+
+    def replay(new: Tensor) -> Tensor:
+        tokens.copy_(new)
+        recorded.replay()
+        return logits
+
+    return replay
+
+
+def generate(
+    step: Callable[[Tensor], Tensor], logits: Tensor, count: int, temperature: float, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """`count` tokens (B, 1), the first by `logits` (B, vocab), the others by what `step` makes of the one before."""
+    for made in range(count):
+        token = sample(logits, temperature, generator)
+        yield token
+        if made + 1 < count:
+            logits = step(token)
+
+
+def decoder(tokenizer: Path | None) -> Callable[[int], str]:
+    """Turns one token after another into text, which waits until its last character is whole."""
+    if tokenizer is None:
+        utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        return lambda token: utf8.decode(bytes([token]))
+    from tokenizers.decoders import DecodeStream
+
+    bpe, stream = load_bpe(tokenizer), DecodeStream()
+    return lambda token: stream.step(bpe, token) or ""
+
+
+def mib(states: list[SelfAttentionState]) -> float:
+    return sum(state.nbytes for state in states) / 2**20
+
+
+def time_per_token(model: GPT, states: list[SelfAttentionState], steps: int, graph: bool) -> float:
+    """Milliseconds, the median of the steps."""
+    step = make_step(model, states, graph)
+    device, batch = states[0].device, len(states[0].positions)
+    tokens, times = torch.zeros(batch, 1, dtype=torch.int64, device=device), []
+    step(tokens)
+    for _ in range(steps):
+        synchronize(device)
+        began = time.perf_counter()
+        step(tokens)
+        synchronize(device)
+        times.append(1e3 * (time.perf_counter() - began))
+    return sorted(times)[len(times) // 2]
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool) -> list[dict]:
+    """Rows of context, MiB of the states after it and milliseconds of a token that follows; `cache`: softmax with a cache."""
+    softmax, rows = with_softmax(model), []
+    states = model.init_states(batch)
+    device, generator = states[0].device, torch.Generator().manual_seed(0)
+    for before, context in tqdm(list(itertools.pairwise([0, *sorted(contexts)])), desc="compare", unit="context"):
+        tokens = torch.randint(model.config.vocab_size, (batch, context - before), generator=generator).to(device)
+        _, states = read(model, tokens, states)
+        caches = [cache_of_noise(state, context) for state in softmax.init_states(batch)]
+        row = {"context": context, "batch": batch}
+        for name, of, after in (("state", model, states), ("cache", softmax, caches)):
+            row[f"{name}_mib"] = mib(in_place(of, after, 0))
+            row[f"{name}_ms"] = time_per_token(of, in_place(of, after, steps + 1), steps, graph)
+        rows.append(row)
+    return rows
+
+
+def cache_of_noise(state: SelfAttentionState, tokens: int) -> SelfAttentionState:
+    """After so many tokens; what they were does not matter to memory and time."""
+    keys, decays = state.attention.keys, state.attention.decays
+    b, hk, _, d = keys.shape
+    made = (keys.new_empty(b, hk, tokens, d).normal_() for _ in range(2))
+    cache = KeyValueCache(*made, keys.new_ones(b, tokens, dtype=torch.bool), decays.new_zeros(b, hk, tokens))
+    return replace(state, attention=cache, positions=state.positions + tokens)
+
+
+def save_comparison(rows: list[dict], stem: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{stem}.csv", "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    for axis, quantity, label in zip(axes, ("mib", "ms"), ("memory (MiB)", "time per token (ms)"), strict=True):
+        for name, title in (("state", "this model"), ("cache", "softmax with a key/value cache")):
+            axis.plot([row["context"] for row in rows], [row[f"{name}_{quantity}"] for row in rows], marker="o", label=title)
+        axis.set(xscale="log", yscale="log", xlabel="context (tokens)", ylabel=label)
+    axes[0].legend()
+    figure.savefig(f"{stem}.png", dpi=150)
+    plt.close(figure)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda = torch.cuda.is_available()
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--prompt", default="def ")
+    parser.add_argument("--tokens", type=int, default=500, help="to generate")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--compare", action="store_true", help="measure memory and time per token instead")
+    contexts = [1024, 4096, 16384, 65536] if cuda else [256, 1024, 4096]
+    parser.add_argument("--contexts", type=int, nargs="+", default=contexts, help="of --compare")
+    parser.add_argument("--batch", type=int, default=1, help="sequences of --compare")
+    parser.add_argument("--steps", type=int, default=50, help="tokens that --compare times at each context")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if cuda else "float32")
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, on a GPU")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments()
+    args = parser.parse_args(argv)
+    if not args.prompt:
+        parser.error("--prompt must have a character to go on from")
+    if min(args.tokens, args.batch, args.steps, *args.contexts) < 1:
+        parser.error("--tokens, --contexts, --batch and --steps must be at least 1")
+    checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+    model = load_model(checkpoint, args.device, getattr(torch, args.dtype))
+    constant = all(isinstance(state.attention, DecodeState) for state in model.init_states(1))
+    graph = args.graph and torch.device(args.device).type == "cuda"
+
+    if args.compare:
+        rows = compare(model, args.contexts, args.batch, args.steps, graph)
+        print(f"\n{'':>10}{'this model':>20}{'softmax with a cache':>24}")
+        print(f"{'context':>10}{'MiB':>10}{'ms':>10}{'MiB':>12}{'ms':>12}")
+        for row in rows:
+            print(
+                f"{row['context']:>10}{row['state_mib']:>10.2f}{row['state_ms']:>10.3f}"
+                f"{row['cache_mib']:>12.2f}{row['cache_ms']:>12.3f}"
+            )
+        save_comparison(rows, args.out / "generate")
+        print(f"wrote {args.out / 'generate'}.csv and .png")
+        return
+
+    tokenizer = checkpoint.get("tokenizer")
+    tokenizer = None if tokenizer is None else args.checkpoint.with_name(tokenizer)
+    ids = list(args.prompt.encode()) if tokenizer is None else load_bpe(tokenizer).encode(args.prompt).ids
+    prompt, to_text = torch.tensor([ids], device=args.device), decoder(tokenizer)
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    print(args.prompt, end="", flush=True)
+    began = time.perf_counter()
+    logits, states = read(model, prompt, model.init_states(1))
+    states = in_place(model, states, args.tokens)
+    step = make_step(model, states, graph and constant)
+    for token in generate(step, logits, args.tokens, args.temperature, generator):
+        print(to_text(token.item()), end="", flush=True)
+    seconds, layer = time.perf_counter() - began, model.blocks[0].attn
+    key_values = 2 * len(states) * layer.num_kv_heads * layer.head_dim * logits.element_size() * (len(ids) + args.tokens)
+    grows = "" if constant else " (softmax layers have caches, which grow)"
+    print(f"\n\n{args.tokens} tokens, {1e3 * seconds / args.tokens:.2f} ms each, with the prompt of {len(ids)}")
+    print(f"state {mib(states):.2f} MiB{grows}; keys and values of all layers would be {key_values / 2**20:.2f} MiB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""Train a GPT of 25 M to 350 M parameters on one GPU, with Fastmax, softmax, or softmax in some of its layers.
+
+    python examples/train_lm.py --size 25m --out out/fastmax                          # bytes of this Python's sources
+    python examples/train_lm.py --size 25m --out out/hybrid --every 4                 # softmax in every fourth layer
+    python examples/train_lm.py --size 124m --out out/books --data books/ --bpe 32768 --packed --block-size 16384
+    python examples/train_lm.py --size 25m --out out/p1 --parts p=1 exact_window=64 --without conv output_gate
+
+The same command again goes on where a run was stopped, at any moment: a checkpoint is written with every row of losses and on
+SIGTERM and SIGINT, and a run in pieces gives the losses of one run. OUT holds checkpoint.pt, tokenizer.json (with --bpe),
+losses.csv, positions.csv (validation loss by position in the sequence) and losses.png. `generate.py` reads the checkpoint.
+"""
+
+import argparse
+import ast
+import csv
+import inspect
+import os
+import signal
+import sys
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from model import GPT, PLAIN, GPTConfig
+from text import Text, bpe_tokens, byte_tokens, load_bpe, load_documents, packed_windows, random_windows, train_bpe
+from torch import Tensor
+from tqdm import tqdm
+from training import Recipe, Trainer, evaluate_by_position
+
+from fastmax import FastmaxSelfAttention
+
+SIZES = {"25m": (8, 8, 512), "124m": (12, 12, 768), "350m": (24, 16, 1024)}  # layers, heads, width
+PARTS = {name for name, x in inspect.signature(FastmaxSelfAttention).parameters.items() if x.kind is x.KEYWORD_ONLY}
+MAY_CHANGE = {"out", "device", "compile", "fresh"}  # between the pieces of a run
+
+
+def part(text: str) -> tuple[str, object]:
+    """NAME=VALUE of --parts."""
+    name, _, value = text.partition("=")
+    if name not in PARTS or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a NAME of {', '.join(sorted(PARTS))}")
+    try:
+        return name, ast.literal_eval({"true": "True", "false": "False", "none": "None"}.get(value.lower(), value))
+    except (ValueError, SyntaxError):
+        return name, value
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
+    parser.add_argument("--size", choices=SIZES, default="25m")
+    parser.add_argument("--n-layer", type=int, help="in place of the size's; --n-head and --n-embd likewise")
+    parser.add_argument("--n-head", type=int)
+    parser.add_argument("--n-embd", type=int)
+    parser.add_argument("--attention", choices=("fastmax", "softmax"), default="fastmax")
+    parser.add_argument("--every", type=int, default=0, help="layers EVERY, 2 EVERY, ... are full softmax; 0: none")
+    parser.add_argument("--parts", type=part, nargs="+", default=[], metavar="NAME=VALUE", help="of FastmaxSelfAttention")
+    parser.add_argument("--without", choices=PLAIN, nargs="+", default=[], help="parts of the layer to switch off")
+    parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
+    parser.add_argument("--bpe", type=int, default=0, metavar="SIZE", help="vocabulary learnt from the text; 0: bytes")
+    parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
+    parser.add_argument("--block-size", type=int, default=1024, help="tokens of a window; longer documents are cut")
+    parser.add_argument("--batch-size", type=int, default=32, help="windows; packed: BATCH_SIZE * BLOCK_SIZE tokens in one row")
+    parser.add_argument("--accumulate", type=int, default=1, help="batches to a step")
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, help="of training, after which it ends before its steps do")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, default=100, help="steps")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--rows", type=int, default=10, help="rows of losses, and checkpoints, in the steps")
+    parser.add_argument("--val-batches", type=int, default=8, help="batches of validation")
+    parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
+    parser.add_argument("--compile", action=switch, default=cuda, help="default: on a GPU")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--fresh", action="store_true", help="begin anew where OUT has a checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("out/lm"))
+    return parser
+
+
+def make_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
+    sizes = zip(("n_layer", "n_head", "n_embd"), SIZES[args.size], strict=True)
+    sizes = {name: size if getattr(args, name) is None else getattr(args, name) for name, size in sizes}
+    parts = {name: PLAIN[name] for name in args.without} | dict(args.parts)
+    return GPTConfig(vocab_size, args.block_size, **sizes, attention=args.attention, every=args.every, parts=parts)
+
+
+def load_text(args: argparse.Namespace) -> tuple[Text, int, float]:
+    """The text, the vocabulary's size and bytes to a token; with --bpe the tokenizer is read from OUT, or written to it."""
+    documents = load_documents(args.data)
+    if not args.bpe:
+        return byte_tokens(documents), 256, 1.0
+    path = args.out / "tokenizer.json"
+    if (args.out / "checkpoint.pt").exists() and not args.fresh:
+        tokenizer = load_bpe(path)
+    else:
+        tokenizer = train_bpe(documents, args.bpe)
+        tokenizer.save(str(path))
+    text = bpe_tokens(documents, tokenizer)
+    return text, tokenizer.get_vocab_size(), sum(map(len, documents)) / len(text.tokens)
+
+
+def settings(args: argparse.Namespace, text: Text) -> dict:
+    """What the pieces of a run have in common."""
+    chosen = {name: str(value) for name, value in vars(args).items() if name not in MAY_CHANGE}
+    return chosen | {"data": f"{len(text.tokens)} tokens, CRC {zlib.crc32(text.tokens.numpy()):08x}"}
+
+
+def save(checkpoint: dict, path: Path) -> None:
+    """Whole or not at all."""
+    unfinished = path.with_name(path.name + ".unfinished")
+    with open(unfinished, "wb") as file:
+        torch.save(checkpoint, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def by_position(mean: Tensor, count: Tensor) -> list[dict]:
+    """Rows of first and last position, counted from 1, loss and tokens; the last positions are 1, 2, 4, 8 and so on."""
+    rows, seen = [], 0
+    while seen < len(mean):
+        last = min(max(1, 2 * seen), len(mean))
+        here, tokens = slice(seen, last), int(count[seen:last].sum())
+        loss = (mean[here] * count[here]).nansum().item() / tokens if tokens else float("nan")
+        rows.append({"first": seen + 1, "last": last, "loss": loss, "tokens": tokens})
+        seen = last
+    return rows
+
+
+def plot(history: list[dict], positions: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
+    tokens = [row["tokens"] for row in history]
+    left.plot(tokens, [row["val"] for row in history], marker="o", label="validation")
+    left.plot(tokens, [row["train"] for row in history], alpha=0.4, label="train")
+    left.set(xlabel="tokens", ylabel="loss (nats per token)")
+    left.legend()
+    right.plot([row["last"] for row in positions], [row["loss"] for row in positions], marker="o")
+    right.set(xscale="log", xlabel="position", ylabel="validation loss")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments()
+    args = parser.parse_args(argv)
+    if args.bpe and args.bpe <= 256:
+        parser.error(f"--bpe must be larger than the 256 bytes and the end of text, got {args.bpe}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    text, vocab_size, bytes_per_token = load_text(args)
+    common = settings(args, text)
+    train, validation = (Text(part.tokens.to(args.device), part.starts) for part in text.split())
+    config = make_config(args, vocab_size)
+    torch.manual_seed(args.seed)
+    model = GPT(config).to(args.device)
+
+    windows = {"block_size": args.block_size, "batch_size": args.batch_size}
+    draw = packed_windows if args.packed else random_windows
+    train, validation = (part if args.packed else part.tokens for part in (train, validation))
+    always_the_same = torch.Generator().manual_seed(0)
+    held_out = [draw(validation, **windows, generator=always_the_same) for _ in range(args.val_batches)]
+    chosen = {name: getattr(args, name) for name in ("rows", "lr", "warmup", "weight_decay", "accumulate", "seconds")}
+    recipe = Recipe(args.steps, **chosen, bf16=args.bf16, compile=args.compile)
+    trainer = Trainer(model, recipe, lambda generator: draw(train, **windows, generator=generator), held_out, args.seed)
+
+    path, history = args.out / "checkpoint.pt", []
+    if path.exists() and not args.fresh:
+        checkpoint = torch.load(path, map_location=args.device, weights_only=True)
+        was = checkpoint.get("settings", {})
+        changed = [f"{name} was {was.get(name)}, is {value}" for name, value in common.items() if was.get(name) != value]
+        if changed:
+            parser.error(f"{path} is of another run ({'; '.join(changed)}): --fresh begins anew, or choose another --out")
+        model.load_state_dict(checkpoint["model"])
+        trainer.load_state_dict(checkpoint["trainer"])
+        history = checkpoint["history"]
+
+    def save_checkpoint() -> None:
+        tokenizer = "tokenizer.json" if args.bpe else None
+        checkpoint = {"config": asdict(config), "model": model.state_dict(), "tokenizer": tokenizer}
+        save(checkpoint | {"trainer": trainer.state_dict(), "history": history, "settings": common}, path)
+
+    stopped_by = []
+
+    def stop(number: int, frame: object) -> None:
+        stopped_by.append(number)
+        trainer.stop = True
+
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with tqdm(total=args.steps, initial=trainer.step, desc=args.attention, unit="step") as progress:
+            for row in trainer.run(progress.update):
+                history.append(row)
+                write_csv(history, args.out / "losses.csv")
+                save_checkpoint()
+                progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}")
+        if not trainer.finished:
+            save_checkpoint()
+            print(f"stopped after {trainer.step} of {args.steps} steps; the same command goes on from {path}")
+            return 128 + stopped_by[-1]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    positions = by_position(*evaluate_by_position(model, held_out, args.bf16))
+    write_csv(positions, args.out / "positions.csv")
+    plot(history, positions, args.out / "losses.png")
+    parameters, last = sum(x.numel() for x in model.parameters()), history[-1]
+    sizes = f"{parameters / 1e6:.1f} M parameters, {len(text.tokens) / 1e6:.1f} M tokens of text"
+    print(f"{sizes}, {last['step']} steps on {args.device}")
+    print(f"validation loss  {last['val']:.4f} nats per token, {last['val'] / bytes_per_token:.4f} per byte")
+    print(f"tokens/s         {last['tokens'] / last['seconds']:,.0f}")
+    if last["peak_bytes"] is not None:
+        print(f"peak memory      {max(row['peak_bytes'] for row in history) / 2**20:,.0f} MiB")
+    print(f"{'positions':<17}loss")
+    for row in positions:
+        print(f"{row['first']:>7} {row['last']:>8} {row['loss']:.4f}")
+    print(f"wrote checkpoint.pt, losses.csv, positions.csv and losses.png to {args.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

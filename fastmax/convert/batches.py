@@ -1,0 +1,36 @@
+"""Batches: tokens (b, n), keywords of a model, or its positional arguments."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from fastmax import validation
+
+Batch = Tensor | Mapping[str, object] | Sequence[object]
+
+
+def call(model: nn.Module, batch: Batch) -> object:
+    """Of Hugging Face models without the cache of keys and values that they would make."""
+    no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    if isinstance(batch, Tensor):
+        return model(batch, **no_cache)
+    if isinstance(batch, Mapping):
+        return model(**no_cache | batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        return model(*batch, **no_cache)
+    raise TypeError(
+        f"batches must hold tensors of tokens, mappings of keywords or sequences of arguments, got {validation.describe(batch)}"
+    )
+
+
+def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
+    """So many, counted from 1."""
+    step = 0
+    for step, batch in enumerate(itertools.islice(batches, steps), start=1):
+        yield step, batch
+    if step < steps:
+        raise ValueError(f"batches must hold one for each of {steps} steps, ended after {step}")

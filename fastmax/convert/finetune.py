@@ -1,0 +1,90 @@
+"""`finetune`: next-token training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmax import validation
+from fastmax.convert.batches import Batch, call, first
+from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
+
+
+def finetune(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    parameters: Iterable[str] | None = None,
+    *,
+    steps: int,
+    learning_rate: float = 3e-4,
+    warmup: int | None = None,
+    weight_decay: float = 0.1,
+    max_norm: float = 1.0,
+) -> list[dict[str, float]]:
+    """Train the model to predict the next token: AdamW with a warm-up and a cosine down to a tenth.
+
+    Matrices are decayed towards 0, other weights and decay gates are not. Modes are left as they are: `model.train()` first,
+    if it has dropout.
+
+    Args:
+        model: one that returns the loss of a batch: a number, or an object with one as `loss`; or, for a batch that is a tensor
+            of tokens, the logits (b, n, vocabulary) of the tokens that follow, or an object with them as `logits`.
+        batches: `steps` of them or more.
+        parameters: names of those to train; None: all that require a gradient.
+        steps: batches taken from `batches`.
+        learning_rate: the largest.
+        warmup: steps until then; None: a twentieth of all.
+        weight_decay: as of `torch.optim.AdamW`.
+        max_norm: to which longer gradients are clipped.
+
+    Returns:
+        A row {"step", "loss"} for each step: the loss before it.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what is accepted.
+        FloatingPointError: a loss is not finite.
+    """
+    validation.check_count("steps", steps)
+    validation.check_positive("learning_rate", learning_rate)
+    validation.check_positive("max_norm", max_norm)
+    warmup = math.ceil(steps / 20) if warmup is None else warmup
+    validation.check_count("warmup", warmup, least=0)
+    if parameters is None:
+        trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+    else:
+        trained = named(model, parameters)
+    decayed, rest = [], []
+    for name, x in trained.items():
+        (decayed if x.dim() >= 2 and "decay" not in name else rest).append(x)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(0.9, 0.95))
+    schedule = warmup_and_cosine(optimizer, steps, warmup, final=0.1)
+    rows = []
+    with requiring_grad(model, trained):
+        for step, batch in first(batches, steps):
+            loss = _loss(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(trained.values(), max_norm)
+            rows.append({"step": step, "loss": finite("loss", loss.detach(), step)})
+            optimizer.step()
+            schedule.step()
+        optimizer.zero_grad()
+    return rows
+
+
+def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    output = call(model, batch)
+    if isinstance(batch, Tensor):
+        logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or logits.shape[:2] != batch.shape:
+            raise TypeError(f"model must return logits (b, n, vocabulary) of tokens (b, n), got {validation.describe(output)}")
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.dim() > 0:
+        raise TypeError(f"model must return the loss of a batch that is no tensor, a number, got {validation.describe(output)}")
+    return loss

@@ -1,0 +1,101 @@
+"""The attention layers of a model that run Fastmax, beside those of its teacher: errors for the same inputs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fastmax.convert.batches import Batch, call
+from fastmax.self_attention import FastmaxSelfAttention
+
+Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the teacher's
+
+
+def is_of_transformers(model: nn.Module) -> bool:
+    transformers = sys.modules.get("transformers")  # whoever has such a model has imported it
+    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def pairs_of(model: nn.Module, teacher: nn.Module) -> Pairs:
+    """By name, the attention layers that run Fastmax and those of the teacher that run softmax."""
+    if model is teacher:
+        raise ValueError("teacher must be the model before the swap, a copy of it, got the model itself")
+    if is_of_transformers(model):
+        exchanged = _attention_of_transformers(model)
+    else:
+        modules = model.named_modules()
+        exchanged = {name: x for name, x in modules if isinstance(x, FastmaxSelfAttention) and x.attention == "fastmax"}
+    if not exchanged:
+        raise ValueError(f"model ({type(model).__name__}) must have Fastmax in some layer, got none: convert.swap(model) first")
+    of_teacher = dict(teacher.named_modules())
+    for name, layer in exchanged.items():
+        own = of_teacher.get(name)
+        if type(own) is not type(layer) or getattr(own, "attention", None) == "fastmax":
+            kind = "none of that name" if own is None else f"{type(own).__name__} of {getattr(own, 'attention', 'its own')}"
+            raise ValueError(f"teacher must have softmax attention in a {type(layer).__name__} {name!r}, got {kind}")
+    return {name: (layer, of_teacher[name]) for name, layer in exchanged.items()}
+
+
+def _attention_of_transformers(model: nn.Module) -> dict[str, nn.Module]:
+    from fastmax.integrations.transformers.layers import attention_layers, runs_fastmax
+
+    return {name: layer for name, layer in attention_layers(model) if runs_fastmax(layer)}
+
+
+def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str, Callable[[], Tensor], Tensor], None]) -> None:
+    """Run the teacher, and `compare(name, attend, expected)` where one of its layers has its output.
+
+    Args:
+        compare: is given the layer's name, `attend`, which returns the output of the model's layer for the same input, and the
+            teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's keyword
+            `attention_mask` (b, n) leaves out.
+    """
+    real = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    called = set()
+
+    def hook_of(name: str, layer: nn.Module) -> Callable:
+        def hook(module: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:
+            called.add(name)
+            keywords = _keywords_of_layer(layer, keywords, real)
+            compare(name, lambda: _rows(layer(*args, **keywords), real), _rows(output, real))
+
+        return hook
+
+    with ExitStack() as stack, torch.no_grad():
+        stack.enter_context(_in_eval_mode(teacher))
+        for name, (layer, own) in pairs.items():
+            stack.callback(own.register_forward_hook(hook_of(name, layer), with_kwargs=True).remove)
+        call(teacher, batch)
+    if len(called) < len(pairs):
+        raise ValueError(f"teacher must call its layers {', '.join(pairs)}; not called: {', '.join(set(pairs) - called)}")
+
+
+def _rows(output: Tensor | tuple, real: Tensor | None) -> Tensor:
+    rows = output if isinstance(output, Tensor) else output[0]
+    rows = rows.flatten(0, -2) if real is None else rows[real.bool()]
+    return rows if rows.dtype == torch.float64 else rows.float()
+
+
+def _keywords_of_layer(layer: nn.Module, keywords: dict, real: Tensor | None) -> dict:
+    """Those that the teacher's layer had, for the other attention."""
+    if isinstance(layer, FastmaxSelfAttention):
+        return keywords
+    from fastmax.integrations.transformers import FastmaxMask
+
+    mask = FastmaxMask(True, None if real is None else real.bool())
+    return keywords | {"attention_mask": mask}
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    before = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training

@@ -1,0 +1,148 @@
+"""`fit_polynomial`: the polynomial with which a model's attention is nearest to its teacher's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fastmax import validation
+from fastmax.convert.batches import Batch
+from fastmax.convert.layers import Pairs, is_of_transformers, pairs_of, visit
+from fastmax.self_attention import EXPANSION_OF_EXP
+
+DIFFERENCE = 0.05  # of a number of the polynomial, for slopes: far above the rounding of bf16, and nearly linear
+LONGEST_STEP = 1.0  # of one of the numbers in a round
+
+
+@torch.no_grad()
+def fit_polynomial(
+    model: nn.Module, teacher: nn.Module, batches: Iterable[Batch], *, rounds: int = 8
+) -> list[dict[str, float]]:
+    """Find the polynomial of `fastmax_attention`, one for all layers, by which layers are nearest to the teacher's.
+
+    That of `swap`, Taylor's for exp, is near exp for scores near 0; those of a trained model spread over several units. Damped
+    least squares (Marquardt, 1963) over the positive polynomials of degree 2, with slopes from differences: in each round the
+    teacher runs on the batches, and each layer four times on its input there. What is found costs what Taylor's costs.
+
+    Args:
+        model, teacher: as of `transfer`. The polynomial is set in the layers' options, of a Hugging Face model in its
+            configuration, which is saved with it; no parameter changes.
+        batches: read once and kept; a few are enough for three numbers.
+        rounds: of least squares.
+
+    Returns:
+        A row {"round", "error", "a0", "a1", "a2"} for each round, and before them one of what there was. The last row's
+        polynomial, which has the smallest error, is set.
+
+    Raises:
+        TypeError, ValueError: naming the argument; layers of another degree than 2, or with polynomials that differ or are not
+            positive.
+    """
+    validation.check_count("rounds", rounds)
+    pairs, batches = pairs_of(model, teacher), list(batches)
+    if not batches:
+        raise ValueError("batches must hold one or more, got none")
+    options = _options(model, pairs)
+    start = polynomial = _Polynomial.of(options)
+
+    def measure(polynomial: _Polynomial) -> _Fit:
+        return _measure(polynomial, options, pairs, teacher, batches)
+
+    damping, rows = 1e-3, []
+    try:
+        fit = measure(polynomial)
+        rows.append({"round": 0, "error": fit.error} | polynomial.coefficients())
+        for number in range(1, rounds + 1):
+            moved = polynomial.moved(fit.step(damping))
+            found = measure(moved)
+            if found.error < fit.error:
+                polynomial, fit, damping = moved, found, damping / 10
+            else:
+                damping *= 100
+            rows.append({"round": number, "error": fit.error} | polynomial.coefficients())
+    except BaseException:
+        _set(options, start)
+        raise
+    _set(options, polynomial)
+    return rows
+
+
+class _Polynomial(NamedTuple):
+    """`exp(height) (s + centre)^2 + exp(floor)`: each positive polynomial of degree 2, by any three numbers."""
+
+    height: float
+    centre: float
+    floor: float
+
+    @classmethod
+    def of(cls, options: list[dict]) -> _Polynomial:
+        """The one that all layers have."""
+        found = {
+            tuple(each.get(name, a) for name, a in zip(("p", "a0", "a1", "a2"), (2, *EXPANSION_OF_EXP), strict=True))
+            for each in options
+        }
+        p, a0, a1, a2 = next(iter(found))
+        if len(found) > 1 or p != 2 or a2 <= 0.0 or a1 * a1 >= 4 * a0 * a2:
+            raise ValueError(f"model must have one positive polynomial with p = 2 in its layers, got p, a0, a1, a2 = {found}")
+        return cls(math.log(a2), a1 / (2 * a2), math.log(a0 - a1 * a1 / (4 * a2)))
+
+    def coefficients(self) -> dict[str, float]:
+        a2 = math.exp(self.height)
+        return {"a0": a2 * self.centre**2 + math.exp(self.floor), "a1": 2 * a2 * self.centre, "a2": a2}
+
+    def moved(self, step: Iterable[float]) -> _Polynomial:
+        return _Polynomial(*(x + dx for x, dx in zip(self, step, strict=True)))
+
+
+class _Fit(NamedTuple):
+    """The mean error over layers and batches, and its expansion: half its gradient, and J^T J."""
+
+    error: float
+    gradient: Tensor  # (3,)
+    curvature: Tensor  # (3, 3)
+
+    def step(self, damping: float) -> list[float]:
+        scale = self.curvature.diagonal().clamp_min(1e-12)
+        step = -torch.linalg.solve(self.curvature + damping * scale.diag(), self.gradient)
+        return step.clamp(-LONGEST_STEP, LONGEST_STEP).tolist()
+
+
+def _measure(polynomial: _Polynomial, options: list[dict], pairs: Pairs, teacher: nn.Module, batches: list[Batch]) -> _Fit:
+    sums = torch.zeros(4, 4, dtype=torch.float64)
+
+    def compare(name: str, attend: Callable[[], Tensor], expected: Tensor) -> None:
+        _set(options, polynomial)
+        y = attend()
+        columns = [y - expected]
+        for i in range(3):
+            _set(options, polynomial.moved([DIFFERENCE * (i == j) for j in range(3)]))
+            columns.append((attend() - y) / DIFFERENCE)
+        columns = torch.stack([x.flatten() for x in columns])
+        sums.add_((columns @ columns.T / expected.square().sum()).double().cpu())
+
+    for batch in batches:
+        visit(pairs, teacher, batch, compare)
+    sums /= len(batches) * len(pairs)
+    if not sums.isfinite().all():
+        raise FloatingPointError("the error of attention, or its slope, is not finite")
+    return _Fit(sums[0, 0].item(), sums[1:, 0], sums[1:, 1:])
+
+
+def _options(model: nn.Module, pairs: Pairs) -> list[dict]:
+    """Those that the layers read, to be changed in place."""
+    if not is_of_transformers(model):
+        return [layer.options for layer, _ in pairs.values()]
+    from fastmax.integrations.transformers.options import configurations
+
+    for config in configurations(model):
+        config.fastmax = dict(getattr(config, "fastmax", None) or {})
+    return [config.fastmax for config in configurations(model)]
+
+
+def _set(options: list[dict], polynomial: _Polynomial) -> None:
+    for each in options:
+        each.update(polynomial.coefficients())

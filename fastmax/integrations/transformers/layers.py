@@ -1,0 +1,49 @@
+"""The attention layers of a model that ask transformers for their function, and which of them run fastmax."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from fastmax.integrations.transformers.classes import asks_interface
+from fastmax.integrations.transformers.options import NAME, SOFTMAX, fastmax_layers
+
+
+def attention_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules."""
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "config", None), PreTrainedConfig) and asks_interface(type(module)):
+            yield name, module
+
+
+def is_causal_self_attention(layer: nn.Module) -> bool:
+    """As far as the layer itself says, with a place among the model's."""
+    causal = getattr(layer, "is_causal", None) is True and not getattr(layer, "is_cross_attention", False)
+    return causal and isinstance(getattr(layer, "layer_idx", None), int)
+
+
+def runs_fastmax(layer: nn.Module) -> bool:
+    """
+    Raises:
+        ValueError: the configuration names layers, and this one does not say which it is.
+    """
+    if layer.config._attn_implementation != NAME:
+        return False
+    layers = fastmax_layers(layer.config)
+    if layers is None:
+        return True
+    index = getattr(layer, "layer_idx", None)
+    if not isinstance(index, int):
+        raise ValueError(
+            f"{type(layer).__name__} has no layer_idx, by which the option layers could tell whether it runs {NAME}: leave the "
+            "option out, or choose the parts of a composite model by attn_implementation"
+        )
+    return index in layers
+
+
+def implementation(layer: nn.Module) -> str:
+    """What it runs."""
+    chosen = layer.config._attn_implementation
+    return SOFTMAX if chosen == NAME and not runs_fastmax(layer) else chosen

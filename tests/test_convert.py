@@ -1,0 +1,350 @@
+"""Converting a trained softmax model: what `swap` changes and keeps, what `transfer` and `finetune` train, and what they refuse."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from common import relative
+from torch import nn
+
+from fastmax import FastmaxSelfAttention, convert
+
+VOCABULARY, C, N, WINDOW = 11, 16, 24, 4
+PARTS = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
+OPTIONS = {
+    "plain": PARTS,
+    "all parts": {},
+    "grouped": PARTS | {"num_kv_heads": 2, "head_dim": 6, "bias": True},
+    "no norm, no rope": PARTS | {"qk_norm": False, "rope": False},
+}
+by_option = pytest.mark.parametrize("option", OPTIONS)
+
+
+class Model(nn.Module):
+    """Logits of the next token; with targets their cross-entropy."""
+
+    def __init__(self, layers: int = 3, dtype: torch.dtype = torch.float64, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, C, dtype=dtype)
+        options = {"attention": "softmax", "dtype": dtype} | options
+        self.blocks = nn.ModuleList(FastmaxSelfAttention(C, 4, **options) for _ in range(layers))
+        self.head = nn.Linear(C, VOCABULARY, dtype=dtype)
+
+    def forward(self, tokens, targets=None):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(F.rms_norm(x, (C,)))
+        logits = self.head(x)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def make(**options) -> Model:
+    """With weights large enough that scores matter."""
+    torch.manual_seed(0)
+    model = Model(**options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, shape or (2, N))
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: x.clone() for name, x in model.state_dict().items()}
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(x, b[name]) for name, x in a.items())
+
+
+# ---- swap
+
+
+@by_option
+def test_swap_keeps_weights_and_near_keys(option):
+    model = make(**OPTIONS[option])
+    teacher, before = copy.deepcopy(model), dict(model.named_parameters())
+    assert convert.swap(model, exact_window=WINDOW) == []
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys() and all(x is after[name] for name, x in before.items())
+    x = tokens()
+    assert relative(model(x[:, :WINDOW]), teacher(x[:, :WINDOW])) < 1e-12
+    assert relative(model(x), teacher(x)) > 1e-4
+
+
+@by_option
+def test_swap_with_a_window_as_long_as_the_sequence_is_softmax(option):
+    model = make(**OPTIONS[option])
+    teacher = copy.deepcopy(model)
+    convert.swap(model, exact_window=N)
+    x = tokens()
+    assert relative(model(x), teacher(x)) < 1e-12
+
+
+def test_swap_is_the_layer_made_anew():
+    model = make(**PARTS)
+    weights = model.state_dict()
+    convert.swap(model, exact_window=WINDOW, temperature=3.0, decay=True, longest_half_life=64.0)
+    options = PARTS | {"decay": True, "attention": "fastmax", "exact_window": WINDOW, "temperature": 3.0}
+    anew = make(**options)
+    missing, unexpected = anew.load_state_dict(weights, strict=False)
+    assert unexpected == [] and all("decay_proj" in name for name in missing)
+    anew.load_state_dict(model.state_dict())
+    x = tokens()
+    assert torch.equal(model(x), anew(x))
+    assert model.blocks[0].extra_repr() == anew.blocks[0].extra_repr()
+
+
+def test_swap_keeps_mode_dtype_device_hooks_and_gradients_that_are_off():
+    model = Model(dtype=torch.bfloat16, device="meta", **PARTS).eval()
+    model.blocks[0].qkv_proj.weight.requires_grad_(False)
+    called = []
+    model.blocks[1].register_forward_hook(lambda *_: called.append(1))
+    blocks = list(model.blocks)
+    convert.swap(model, decay=True)
+    assert blocks == list(model.blocks) and not any(module.training for module in model.modules())
+    assert not model.blocks[0].qkv_proj.weight.requires_grad
+    made = {(block.decay_proj.weight.dtype, block.decay_proj.weight.device.type) for block in model.blocks}
+    assert made == {(torch.bfloat16, "meta")}
+    model.blocks[1](torch.empty(1, N, C, dtype=torch.bfloat16, device="meta"))
+    assert called == [1]
+
+
+def test_new_gates_hardly_forget_at_first():
+    model = make(**PARTS | {"num_kv_heads": 2})
+    new = convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=800.0)
+    assert new == [f"blocks.{i}.decay_proj.{part}" for i in range(3) for part in ("weight", "bias")]
+    gate = model.blocks[2].decay_proj
+    assert not gate.weight.any()
+    half_lives = math.log(0.5) / F.logsigmoid(gate.bias.detach())
+    assert half_lives.tolist() == pytest.approx([100.0, 800.0])
+
+
+def test_gates_that_are_there_stay():
+    model = make()
+    before = snapshot(model)
+    assert convert.swap(model, decay=True) == []
+    assert equal(before, snapshot(model))
+
+
+@pytest.mark.parametrize("layers", [[0, 2], ["blocks.2", "blocks.0"], [0, "blocks.2", 0]])
+def test_swap_of_some_layers(layers):
+    model = make(**PARTS)
+    new = convert.swap(model, exact_window=WINDOW, layers=layers, decay=True)
+    assert [block.attention for block in model.blocks] == ["fastmax", "softmax", "fastmax"]
+    assert sorted({name.split(".")[1] for name in new}) == ["0", "2"]
+    assert model.blocks[1].decay_proj is None
+    assert convert.swap(model, exact_window=N) == [] and model.blocks[1].options["exact_window"] == N
+    assert model.blocks[0].options["exact_window"] == WINDOW
+
+
+def test_layers_with_a_window_stay():
+    model = make(**PARTS)
+    model.blocks[1].window = 3
+    convert.swap(model)
+    assert [block.attention for block in model.blocks] == ["fastmax", "softmax", "fastmax"]
+
+
+def test_swap_of_a_single_layer():
+    layer = FastmaxSelfAttention(C, 4, attention="softmax", dtype=torch.float64, **PARTS)
+    teacher = copy.deepcopy(layer)
+    assert convert.swap(layer, exact_window=WINDOW, decay=True) == ["decay_proj.weight", "decay_proj.bias"]
+    x = torch.randn(2, N, C, dtype=torch.float64)
+    assert list(convert.attention_errors(layer, teacher, [x])) == [""]
+
+
+def test_generation_after_a_swap():
+    model = make(**PARTS)
+    convert.swap(model, exact_window=WINDOW, decay=True)
+    layer = model.blocks[0]
+    x = torch.randn(2, N, C, dtype=torch.float64)
+    state, outputs = layer.init_state(2), []
+    for token in x.split(1, dim=1):
+        y, state = layer(token, state)
+        outputs.append(y)
+    assert relative(torch.cat(outputs, dim=1), layer(x)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"exact_window": 0}, ValueError, "exact_window must be at least 1"),
+        ({"exact_window": 2.0}, TypeError, "exact_window"),
+        ({"temperature": -1.0}, ValueError, "temperature must be > 0"),
+        ({"decay": 1}, TypeError, "decay"),
+        ({"decay": True, "longest_half_life": 0.0}, ValueError, "longest_half_life"),
+        ({"layers": [3]}, ValueError, "layers must be from 0 to 2.*blocks.0.*got 3"),
+        ({"layers": [-1]}, ValueError, "layers must be from 0 to 2"),
+        ({"layers": ["blocks"]}, ValueError, "layers.*got 'blocks'"),
+        ({"layers": [True]}, TypeError, "layers"),
+        ({"layers": "blocks.0"}, TypeError, "layers"),
+        ({"layers": []}, ValueError, "layers must name one or more"),
+    ],
+)
+def test_swap_refuses_and_leaves_the_model(options, error, message):
+    model = make(**PARTS)
+    before, described = snapshot(model), repr(model)
+    with pytest.raises(error, match=message):
+        convert.swap(model, **options)
+    assert equal(before, snapshot(model)) and repr(model) == described
+
+
+@pytest.mark.parametrize(
+    "model, message",
+    [
+        (nn.Linear(2, 2), "none of these layers"),
+        (FastmaxSelfAttention(C, 4), "layers of fastmax"),
+        (FastmaxSelfAttention(C, 4, attention="softmax", window=3), "softmax with a window"),
+    ],
+)
+def test_swap_refuses_a_model_with_nothing_to_swap(model, message):
+    with pytest.raises(ValueError, match=message):
+        convert.swap(model)
+
+
+# ---- transfer
+
+
+@pytest.fixture
+def swapped() -> tuple[Model, Model, list[str]]:
+    """A model after the swap, its teacher, and the names of the new parameters."""
+    model = make(**PARTS)
+    teacher = copy.deepcopy(model)
+    return model, teacher, convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=32.0)
+
+
+@pytest.mark.parametrize("of", ["decay_proj", "qkv_proj", "q_norm"])
+def test_transfer_makes_the_error_smaller_and_touches_nothing_else(swapped, of):
+    model, teacher, _ = swapped
+    batches = [tokens() for _ in range(30)]
+    names = [name for name, _ in model.named_parameters() if of in name]
+    before, taught = snapshot(model), snapshot(teacher)
+    model.head.weight.grad = torch.ones_like(model.head.weight)
+    model.embedding.weight.requires_grad_(False)
+    error = convert.attention_errors(model, teacher, batches)
+    rows = convert.transfer(model, teacher, batches, names, steps=30)
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    after = convert.attention_errors(model, teacher, batches)
+    assert set(after) == {"blocks.0", "blocks.1", "blocks.2"} and sum(after.values()) < sum(error.values())
+    first = convert.attention_errors(model, teacher, batches[:1])
+    assert rows[0]["error"] != pytest.approx(sum(first.values()) / 3)  # of the model as it was then
+    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
+    assert changed == set(names)
+    assert equal(taught, snapshot(teacher)) and teacher.training
+    assert not model.embedding.weight.requires_grad and model.head.weight.requires_grad
+    assert (model.head.weight.grad == 1).all() and all(x.grad is None for x in teacher.parameters())
+    assert not any(module._forward_hooks for module in teacher.modules())
+
+
+def test_the_error_is_that_of_outputs_for_the_same_input(swapped):
+    model, teacher, _ = swapped
+    x = tokens()
+    hidden, expected = teacher.embedding(x), {}
+    for i, (block, own) in enumerate(zip(model.blocks, teacher.blocks, strict=True)):
+        y, of_teacher = (layer(F.rms_norm(hidden, (C,))) for layer in (block, own))
+        expected[f"blocks.{i}"] = ((y - of_teacher).square().mean() / of_teacher.square().mean()).item()
+        hidden = hidden + of_teacher
+    assert convert.attention_errors(model, teacher, [x]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_transfer_of_one_layer_leaves_the_others(swapped):
+    model, teacher, _ = swapped
+    before = snapshot(model)
+    convert.transfer(model, teacher, [tokens()] * 2, ["blocks.1.decay_proj.bias"], steps=2)
+    changed = {name for name, x in model.state_dict().items() if not torch.equal(x, before[name])}
+    assert changed == {"blocks.1.decay_proj.bias"}
+
+
+def test_transfer_refuses(swapped):
+    model, teacher, new = swapped
+    batches, before = [tokens()], snapshot(model)
+    calls = [
+        (dict(parameters=[]), ValueError, "parameters must name one or more"),
+        (dict(parameters=["head"]), ValueError, "parameters must be names of the model's"),
+        (dict(parameters="head.weight"), TypeError, "parameters"),
+        (dict(parameters=["head.weight"]), ValueError, "parameters must be of attention layers.*blocks.1.*got 'head.weight'"),
+        (dict(teacher=model), ValueError, "teacher must be the model before the swap"),
+        (dict(teacher=copy.deepcopy(model)), ValueError, "teacher must have softmax attention.*'blocks.0', got.*fastmax"),
+        (dict(teacher=make(layers=1, **PARTS)), ValueError, "teacher.*'blocks.1', got none of that name"),
+        (dict(model=teacher, teacher=model), ValueError, "must have Fastmax in some layer"),
+        (dict(steps=0), ValueError, "steps"),
+        (dict(learning_rate=0.0), ValueError, "learning_rate"),
+        (dict(batches=["text"]), TypeError, "batches must hold tensors"),
+    ]
+    for changes, error, message in calls:
+        arguments = {"model": model, "teacher": teacher, "batches": batches, "parameters": new, "steps": 1} | changes
+        with pytest.raises(error, match=message):
+            convert.transfer(**arguments)
+    assert equal(before, snapshot(model)) and not any(module._forward_hooks for module in teacher.modules())
+    with pytest.raises(ValueError, match="ended after 1"):
+        convert.transfer(model, teacher, batches, new, steps=2)
+    assert model.head.weight.requires_grad
+    with pytest.raises(ValueError, match="batches must hold one or more"):
+        convert.attention_errors(model, teacher, [])
+
+
+def test_an_error_that_is_not_finite_ends_the_transfer(swapped):
+    model, teacher, new = swapped
+    with torch.no_grad():
+        teacher.blocks[1].out_proj.weight.fill_(math.nan)
+    with pytest.raises(FloatingPointError, match="error is nan at step 1"):
+        convert.transfer(model, teacher, [tokens()], new, steps=1)
+
+
+# ---- finetune
+
+
+@pytest.mark.parametrize("kind", ["tensor", "mapping", "sequence"])
+def test_finetune(swapped, kind):
+    model, _, new = swapped
+    start = tokens(2, 1)
+    text = (start + torch.arange(N + 1)) % VOCABULARY  # what follows a token is known
+    batch = {
+        "tensor": text,
+        "mapping": {"tokens": text[:, :-1], "targets": text[:, 1:]},
+        "sequence": (text[:, :-1], text[:, 1:]),
+    }
+    same = copy.deepcopy(model)
+    rows = convert.finetune(model, [batch[kind]] * 20, steps=20, learning_rate=0.01)
+    assert [row["step"] for row in rows] == list(range(1, 21)) and rows[-1]["loss"] < 0.5 * rows[0]["loss"]
+    assert rows[0]["loss"] == pytest.approx(same(text[:, :-1], text[:, 1:]).item(), rel=1e-6)
+    before = snapshot(same)
+    convert.finetune(same, [batch[kind]], new, steps=1)
+    assert {name for name, x in same.state_dict().items() if not torch.equal(x, before[name])} <= set(new)
+
+
+def test_decay_gates_are_not_decayed_to_zero():
+    model = make(decay=True, conv=0, output_gate=False)
+    before = snapshot(model)
+    batch = tokens(2, 1), tokens(2, 1)  # one token: nothing fades, so gates have no gradient
+    convert.finetune(model, [batch], steps=1, learning_rate=0.01, weight_decay=0.5)
+    same = {name for name, x in model.state_dict().items() if torch.equal(x, before[name])}
+    assert {name for name in before if "decay_proj" in name} <= same
+    assert not any("out_proj" in name for name in same)
+
+
+def test_finetune_refuses(swapped):
+    model, _, _ = swapped
+    for batch, message in (((tokens(),), "loss of a batch"), ("text", "batches must hold")):
+        with pytest.raises(TypeError, match=message):
+            convert.finetune(model, [batch], steps=1)
+    with pytest.raises(TypeError, match="must return logits"):
+        convert.finetune(nn.Linear(N, 3, dtype=torch.float64), [torch.zeros(2, N, dtype=torch.float64)], steps=1)
+    for options in ({"steps": 0}, {"learning_rate": -1.0}, {"warmup": -1}, {"max_norm": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            convert.finetune(model, [tokens()], **{"steps": 1} | options)
+
+
+def test_saving(swapped):
+    model, teacher, new = swapped
+    convert.transfer(model, teacher, [tokens()] * 3, new, steps=3)
+    anew = make(**PARTS)
+    convert.swap(anew, exact_window=WINDOW, decay=True)
+    anew.load_state_dict(model.state_dict())
+    x = tokens()
+    assert torch.equal(anew(x), model(x))

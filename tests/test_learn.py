@@ -1,0 +1,509 @@
+"""benchmarks.learn: every experiment in a tiny setting, and what makes its runs restart."""
+
+import math
+import re
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+from benchmarks import tables
+from benchmarks.learn import (
+    __main__,
+    conversion,
+    data,
+    equal_steps,
+    equal_time,
+    figures,
+    language,
+    needle,
+    pages,
+    recall,
+    rows,
+    runner,
+    variants,
+)
+
+TINY = language.Setting(
+    n_layer=1, n_head=2, n_embd=16, context=32, batch=2, steps=3, lr=1e-3, window=4, warmup=1, rows=3, validation=4, final=4
+)
+TINY_RECALL = recall.Setting(16, 32, 1, ((16, 2), (16, 4)), ((16, 2), (32, 8)), 64, steps=4, warmup=1, test_sequences=8)
+SIZES = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 1024}  # of equal_steps on a GPU
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text.uint8"
+    path.write_bytes(b"the quick brown fox jumps over the lazy dog\n" * 200)
+    return path
+
+
+@pytest.fixture
+def place(text) -> runner.Place:
+    return runner.Place(CPU, text, compile=False, graphs=False)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """All settings of all experiments."""
+    for module, setting in (
+        (equal_steps, TINY),
+        (equal_time, replace(TINY, seconds=0.05, steps=1000, rows=1000)),
+        (needle, needle.Setting(replace(TINY, context=128), facts=2, lengths=(64, 128), texts=4, test_tokens=256)),
+        (recall, TINY_RECALL),
+    ):
+        monkeypatch.setattr(module, "SETTINGS", dict.fromkeys(module.SETTINGS, setting))
+    monkeypatch.setattr(conversion, "TRANSFER_STEPS", 2)
+    monkeypatch.setattr(conversion, "FINETUNE_STEPS", 2)
+
+
+def learn(text: Path, *arguments: object) -> int:
+    command = [*map(str, arguments), "--device", "cpu", "--data", str(text), "--out", str(text.parent), "--commit", "abc"]
+    return __main__.main(command)
+
+
+MEASURES = {
+    "equal-steps": ("p2_all", {"train", "val", "position", "last_quarter", "loss"}),
+    "equal-time": ("softmax_sdpa", {"train", "val", "position", "last_quarter", "loss"}),
+    "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
+    "needle": ("hybrid", {"train", "val", "position", "last_quarter", "loss", "needle"}),
+    "recall": ("p1_all", {"train", "accuracy"}),
+    "conversion": ("window_decay", {"before", "swapped", "transferred", "finetuned"}),
+}
+
+
+@pytest.mark.parametrize("name", __main__.EXPERIMENTS)
+def test_experiment(tiny, text, capsys, name):
+    variant, measures = MEASURES[name]
+    assert learn(text, name, "--only", variant, "--seeds", 2) == 0
+    found = rows.read(text.parent / f"{name}.csv")
+    assert {row["measure"] for row in found} == measures
+    assert {(row["variant"], row["seed"], row["commit"]) for row in found} == {(variant, 2, "abc")}
+    for row in found:
+        assert math.isfinite(row["value"]) and row["torch"] == torch.__version__ and row["device"]
+        assert row["parameters"] > 0 and row["wall"] >= 0 and row["tokens"] >= row["step"]
+    last = found[-1]
+    if name in ("equal-steps", "ablation"):
+        assert (last["step"], last["tokens"]) == (3, 3 * 2 * 32) and last["seconds"] > 0
+    if name == "equal-time":
+        assert last["seconds"] >= 0.05
+    if name == "conversion":
+        assert [row["at"] for row in found] == [0, 0, 2, 4]
+
+    before = (text.parent / f"{name}.csv").read_bytes()
+    capsys.readouterr()
+    assert learn(text, name, "--only", variant, "--seeds", 2) == 0
+    assert (text.parent / f"{name}.csv").read_bytes() == before, "what is there is not done again"
+    assert variant not in capsys.readouterr().out
+
+
+def counting(seconds: float = 0.0, fails: str = "") -> tuple[runner.Experiment, list[str]]:
+    done: list[str] = []
+
+    def execute(run: runner.Run, place: runner.Place):
+        done.append(str(run.key))
+        if run.variant == fails:
+            raise ArithmeticError("diverged")
+        yield {"measure": "loss", "at": 1, "value": 0.5}
+        yield {"measure": "loss", "at": 2, "value": 0.25}
+
+    runs = [runner.Run(name, "s", 1e-3, 1, seconds) for name in "abc"]
+    return runner.Experiment(
+        "", lambda device: runs, execute, lambda run: "no such library" if run.variant == "c" else ""
+    ), done
+
+
+def test_runs_are_done_once(place, tmp_path, capsys):
+    experiment, done = counting(fails="a")
+    path = tmp_path / "new/x.csv"
+    runs = experiment.runs(CPU)
+    assert runner.perform(experiment, runs, place, path) == 1, "one failed"
+    printed = capsys.readouterr().out
+    assert "ArithmeticError: diverged" in printed and "c, s, learning rate 0.001, seed 1: left out: no such library" in printed
+    assert [(row["variant"], row["at"], row["value"]) for row in rows.read(path)] == [("b", 1, 0.5), ("b", 2, 0.25)]
+    assert len(done) == 2
+    whole, done = counting()
+    assert runner.perform(whole, [*runs, replace(runs[1], seed=2)], place, path) == 0
+    assert done == [str(runs[0].key), str(replace(runs[1], seed=2).key)], "what failed and what is new"
+    assert len(rows.read(path)) == 6
+    assert sorted(x.name for x in path.parent.iterdir()) == ["x.csv"]
+
+
+def test_run_of_another_process_is_left_to_it(place, tmp_path):
+    experiment, done = counting()
+    path = tmp_path / "x.csv"
+    first, second, _ = experiment.runs(CPU)
+    with rows.locked(path, str(first.key), wait=False) as mine:
+        assert mine
+        assert runner.perform(experiment, [first, second], place, path) == 0
+    assert done == [str(second.key)]
+    assert runner.perform(experiment, [first, second], place, path) == 0
+    assert done == [str(second.key), str(first.key)]
+
+
+def test_budget(place, tmp_path, capsys):
+    experiment, done = counting(seconds=60)
+    path = tmp_path / "x.csv"
+    assert runner.perform(experiment, experiment.runs(CPU)[:2], place, path, budget=30) == 0
+    assert done == [] and not path.exists() and "not begun: about 60 s" in capsys.readouterr().out
+    known = [{"variant": "a", "setting": "s", "wall": 3.0}, {"variant": "b", "setting": "s", "wall": 5.0}]
+    a, b, _ = experiment.runs(CPU)
+    assert [runner.expected_seconds(run, known) for run in (a, b)] == [3.0, 5.0]
+    assert runner.expected_seconds(runner.Run("c", "s", 1e-3, 1), known) == 5.0
+    assert runner.expected_seconds(runner.Run("c", "other", 1e-3, 1, 7.0), known) == 7.0
+
+
+def test_rows_have_known_columns(tmp_path):
+    with pytest.raises(ValueError, match="got los$"):
+        rows.append(tmp_path / "x.csv", [{"los": 1.0}])
+    assert rows.read(tmp_path / "x.csv") == []
+
+
+def test_command_line(tiny, text, capsys):
+    assert learn(text, "recall", "--list", "--only", "p2", "--seeds", 1, 2) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    for wrong, message in (
+        (("nothing",), "invalid choice"),
+        (("recall", "--only", "p3"), "no variant p3"),
+        (("recall", "--setting", "x"), "no setting 'x'"),
+    ):
+        with pytest.raises(SystemExit):
+            learn(text, *wrong)
+        assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        __main__.main(["recall", "--steps", "1", "--device", "cpu"])
+    assert "another --out" in capsys.readouterr().err
+
+
+def test_jobs_share_the_runs(tiny, text, monkeypatch):
+    started = []
+
+    class InThisProcess:
+        def __init__(self, command: list[str]):
+            assert command[:3] == [sys.executable, "-m", "benchmarks.learn"]
+            started.append(command[3:])
+
+        def wait(self) -> int:
+            return __main__.main(started.pop())
+
+    monkeypatch.setattr(__main__.subprocess, "Popen", InThisProcess)
+    assert learn(text, "recall", "--only", "p1", "--only", "softmax", "--jobs", 3) == 0
+    keys = [row["variant"] for row in rows.read(text.parent / "recall.csv") if row["measure"] == "train"]
+    assert not started and sorted(keys) == ["p1", "softmax"], "each once"
+
+
+def test_every_run_is_of_a_known_variant_and_setting():
+    for device in (CPU, torch.device("meta", 0)):
+        kind = types.SimpleNamespace(type="cuda" if device.type == "meta" else "cpu")
+        for name, experiment in __main__.EXPERIMENTS.items():
+            module = sys.modules[experiment.execute.__module__]
+            of_experiment = {"recall": recall.VARIANTS, "conversion": conversion.VARIANTS}.get(name, variants.VARIANTS)
+            settings = equal_steps.SETTINGS if name == "conversion" else module.SETTINGS
+            runs = experiment.runs(kind)
+            assert len({run.key for run in runs}) == len(runs) > 0
+            assert all(run.variant in of_experiment and run.setting in settings and run.seed == 1 for run in runs)
+
+
+def test_variants_of_one_seed_see_the_same_windows(text):
+    train, held_out, described = data.on_device(text, CPU)
+    assert len(train) == 9 * len(held_out) == 7920 and re.fullmatch(r"0.0 MB, [0-9a-f]{8}", described)
+    first, second, other = (data.training_windows(train, 16, 2, seed) for seed in (1, 1, 2))
+    batches = [draw(None) for draw in (first, second, other)]
+    assert torch.equal(batches[0].tokens, batches[1].tokens) and not torch.equal(batches[0].tokens, batches[2].tokens)
+    assert torch.equal(batches[0].tokens[:, 1:], batches[0].targets[:, :-1])
+    parts = data.validation_windows(held_out, 16, 2, 5)
+    assert [len(part.tokens) for part in parts] == [2, 2, 1]
+    assert not torch.equal(first(None).tokens, batches[0].tokens)
+
+
+def test_text_is_made_once(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(data.text, "load_bytes", lambda paths: made.append(paths) or torch.arange(9, dtype=torch.uint8))
+    path = tmp_path / "new/text.uint8"
+    assert data.load(path).tolist() == data.load(path).tolist() == list(range(9))
+    assert made == [None] and [x.name for x in path.parent.iterdir()] == ["text.uint8"]
+
+
+def test_variants_that_are_compared_are_as_large():
+    for name in ("softmax_parts", "hybrid", "p1_all", "p2"):
+        assert variants.VARIANTS[name].as_large_as
+        with torch.device("meta"):
+            variants.make_gpt(variants.VARIANTS[name], 128, **SIZES)
+    with pytest.raises(ValueError, match=r"p = 2 has \d+ weights, p2_all \d+"), torch.device("meta"):
+        variants.make_gpt(replace(variants.VARIANTS["p2"], as_large_as="p2_all"), 128, **SIZES)
+
+
+def test_layers_of_fla_are_as_large():
+    pytest.importorskip("fla.layers", exc_type=ImportError)
+    theirs = [variant for variant in variants.VARIANTS.values() if variant.fla]
+    assert len(theirs) == 3 and all(variant.as_large_as for variant in theirs)
+    for variant in theirs:
+        variants.make_gpt(variant, 128, **SIZES)
+
+
+def test_layer_of_another_library(monkeypatch):
+    class Gated(nn.Module):
+        def __init__(self, hidden_size: int, factor: int):
+            super().__init__()
+            self.q_proj, self.o_proj = nn.Linear(hidden_size, factor), nn.Linear(factor, hidden_size)
+
+        def forward(self, x):
+            return self.o_proj(self.q_proj(x).cumsum(1)), None, None
+
+    variant = variants.Variant("theirs", fla="Gated", fla_options={"factor": 2})
+    monkeypatch.setitem(sys.modules, "fla", None)
+    monkeypatch.setitem(sys.modules, "fla.layers", None)
+    assert variant.missing.startswith("not installed")
+    fla = types.ModuleType("fla")
+    fla.layers = types.ModuleType("fla.layers")
+    fla.layers.Gated = Gated
+    monkeypatch.setitem(sys.modules, "fla", fla)
+    monkeypatch.setitem(sys.modules, "fla.layers", fla.layers)
+    assert variant.missing == "" and replace(variant, fla="Other").missing == "not installed: fla.layers has no Other"
+    gpt = variants.make_gpt(variant, 4, n_layer=8, n_head=1, n_embd=256, block_size=8)
+    tokens = torch.randint(256, (2, 8))
+    assert gpt(tokens).shape == (2, 8, 256)
+    layer = gpt.blocks[0].attn.layer
+    assert layer.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.2)
+    assert layer.o_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.2), "into the residual stream of 8 layers"
+    with pytest.raises(ValueError, match="whole sequences"):
+        gpt(tokens[:1], cu_seqlens=torch.tensor([0, 8], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("name", ["softmax", "softmax_parts"])
+def test_softmax_of_pytorch_is_that_of_the_layer(name):
+    """With the same weights."""
+    ours, theirs = variants.VARIANTS[name], variants.VARIANTS[f"{name}_sdpa"]
+    ours = replace(ours, parts=theirs.parts, as_large_as="")
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}
+    ours, theirs = variants.make_gpt(ours, 4, **sizes), variants.make_gpt(theirs, 4, **sizes)
+    theirs.load_state_dict(ours.state_dict())
+    tokens = torch.randint(256, (2, 16))
+    with variants.fastest_softmax():
+        torch.testing.assert_close(theirs(tokens), ours(tokens))
+    with pytest.raises(ValueError, match="whole sequences"):
+        theirs(tokens[:1], cu_seqlens=torch.tensor([0, 16], dtype=torch.int32))
+    with pytest.raises(ValueError, match="no decay"):
+        variants.SDPASelfAttention(16, 2, attention="softmax")
+
+
+def test_losses_of_a_trained_model_by_position(text):
+    _, held_out, _ = data.on_device(text, CPU)
+    gpt = language.make("p2_all", TINY, 1, runner.Place(CPU, text, False, False))
+    found = list(language.trained_losses(gpt, data.validation_windows(held_out, 32, 2, 4), bf16=False))
+    positions = [row for row in found if row["measure"] == "position"]
+    assert [row["at"] for row in positions] == list(range(1, 33))
+    values = torch.tensor([row["value"] for row in positions])
+    by_measure = {row["measure"]: row for row in found}
+    assert by_measure["loss"]["value"] == pytest.approx(values.mean().item())
+    assert by_measure["last_quarter"]["value"] == pytest.approx(values[24:].mean().item())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # PyTorch's own, in Dynamo
+def test_compiled_blocks_are_compiled_once():
+    """Every block is the same to the compiler, and nothing is left to Python between."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("eager")
+    torch.compiler.reset()
+    gpt = variants.make_gpt(variants.VARIANTS["p2"], 4, n_layer=3, n_head=2, n_embd=16, block_size=16)
+    for block in gpt.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    gpt(torch.randint(256, (2, 16))).sum().backward()
+    torch.compiler.reset()
+    assert counter.frame_count == 1
+
+
+# ---- recall
+
+
+@pytest.mark.parametrize("tokens, pairs", [(64, 4), (64, 16), (256, 64)])
+def test_recall_states_every_answer_once(tokens, pairs):
+    batch = recall.make_batch(8, tokens, pairs, 8192, CPU)
+    assert batch.tokens.shape == (8, tokens) and batch.places.shape == batch.answers.shape == (8, pairs)
+    for sequence, places, answers in zip(batch.tokens.tolist(), batch.places.tolist(), batch.answers.tolist(), strict=True):
+        stated = dict(zip(sequence[: 2 * pairs : 2], sequence[1 : 2 * pairs : 2], strict=True))
+        assert len(stated) == pairs and all(0 < key < 4096 <= value < 8192 for key, value in stated.items())
+        assert len(set(places)) == pairs and min(places) >= 2 * pairs and max(places) < tokens
+        assert [stated[sequence[place]] for place in places] == answers
+    with pytest.raises(ValueError, match="17 pairs do not fit into 64 tokens"):
+        recall.make_batch(1, 64, 17, 8192, CPU)
+
+
+def test_recall_asks_by_a_power_law():
+    """The density falls with the distance, as p(i) ~ i^-0.99 does: half of it within the first sqrt(n)."""
+    places = torch.cat([recall.make_batch(64, 256, 1, 64, CPU).places for _ in range(20)]).flatten()
+    distances = (places - 2) // 2
+    expected = torch.arange(1, 128, dtype=torch.float64) ** (recall.POWER - 1)
+    share = (expected[:11].sum() / expected.sum()).item()
+    assert (distances < 11).double().mean().item() == pytest.approx(share, abs=0.05)
+
+
+def test_recall_does_not_show_the_answer():
+    """Neither is it the next token, nor does a logit depend on what comes after its place."""
+    batch = recall.make_batch(4, 32, 4, 4096, CPU)
+    after = batch.tokens.gather(1, (batch.places + 1).clamp(max=31))
+    assert (after == batch.answers).float().mean() < 0.1
+    model = recall.Recall(replace(TINY_RECALL, vocab=4096), {"exact_window": 4})
+    before = model(batch.tokens, batch.places)
+    for row in range(4):
+        for column, place in enumerate(batch.places[row].tolist()):
+            changed = batch.tokens.clone()
+            changed[:, place + 1 :] = 7
+            torch.testing.assert_close(model(changed, batch.places)[row, column], before[row, column])
+
+
+def test_recall_trains():
+    torch.manual_seed(0)
+    setting = replace(TINY_RECALL, width=32, train=((16, 2),), batch_tokens=256)
+    model = recall.Recall(setting, {"exact_window": 0})
+    trainer = recall.Trainer(model, setting, 1e-2, 60, graphs=False)
+    last = trainer.run()
+    assert trainer.losses[:5].mean() > 3 > last and trainer.done == 60
+    assert recall.accuracy(model, setting, 16, 2, CPU) == recall.accuracy(model, setting, 16, 2, CPU)
+
+
+@pytest.mark.cuda
+def test_recall_in_graphs_is_recall():
+    losses = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        setting = replace(TINY_RECALL, width=32, batch_tokens=256)
+        model = recall.Recall(setting, {"exact_window": 4}).cuda()
+        trainer = recall.Trainer(model, setting, 3e-3, 30, graphs=graphs)
+        trainer.run()
+        losses.append(trainer.losses)
+    assert losses[0][-1] < losses[0][0]
+    torch.testing.assert_close(*losses, rtol=1e-2, atol=1e-2)
+
+
+# ---- needle
+
+
+def test_answer_of_the_needle_is_in_the_text():
+    drawn = data.generator(CPU, 0)
+    texts = needle.with_question(torch.full((16, 129), ord(".")), drawn)[:, :-1]
+    for text in (bytes(row) for row in texts.to(torch.uint8).tolist()):
+        facts = re.findall(rb"\n@([a-z]{6})=([a-z]{6})\n", text)
+        assert len(facts) == 2 and facts[0] == facts[1] and text.endswith(b"=" + facts[0][1] + b"\n")
+        assert text[needle.VALUE] == facts[0][1]
+    assert len({bytes(row) for row in texts[:, -10:].to(torch.uint8).tolist()}) == 16
+    windows = needle.with_facts(torch.full((4, 257), ord(".")), drawn, facts=3)
+    for text in (bytes(row) for row in windows.to(torch.uint8).tolist()):
+        facts = re.findall(rb"\n@([a-z]{6})=([a-z]{6})\n", text)
+        assert len(facts) == 6 and len(set(facts)) == 3, "each twice"
+
+
+def test_needle_is_found_where_every_letter_is_right():
+    texts = needle.with_question(torch.full((3, 65), ord(".")), data.generator(CPU, 0))[:, :-1]
+
+    def knows(tokens: torch.Tensor) -> torch.Tensor:
+        logits = nn.functional.one_hot(tokens.roll(-1, 1), 256).float()
+        logits[1, needle.VALUE.stop - 2] = 0  # of the second text, before the last letter
+        logits[2, needle.VALUE.stop - 1] = 0  # of the third, after the value
+        return logits
+
+    assert needle.found(knows, texts, bf16=False).tolist() == [True, False, True]
+
+
+# ---- what becomes of the rows
+
+
+def loss_rows(experiment: str) -> list[dict]:
+    """Of two seeds where seeds are compared: what the pages need, with numbers that follow from the names' order."""
+    found = []
+    names = {"equal-steps": ("softmax", "p2_all"), "equal-time": ("softmax_sdpa", "p2_all")}
+    for index, variant in enumerate(names.get(experiment, ("p2_all", "p2_without_rope"))):
+        for seed in (1, 2):
+            key = {
+                "variant": variant,
+                "setting": "tiny",
+                "lr": 1e-3,
+                "seed": seed,
+                "torch": "2",
+                "device": "CPU",
+                "data": "1 MB",
+            }
+            key |= {"parameters": 2_000_000, "tokens": 3_000_000}
+            for step in (1, 2):
+                loss = 1.0 - 0.1 * index - 0.2 * step + 0.01 * seed
+                found.append(key | {"measure": "val", "at": step, "step": step, "seconds": 10.0 * step, "value": loss})
+            for measure in ("position", "last_quarter", "loss"):
+                found.append(key | {"measure": measure, "at": 32, "step": 2, "seconds": 20.0, "value": loss})
+    return found
+
+
+def text_of(name: str, found: list[dict], tmp_path: Path) -> str:
+    rows.append(tmp_path / pages.FOLDER / f"{name}.csv", found)
+    return pages.section(name, tmp_path, tables.table)
+
+
+def test_page_of_equal_steps(tmp_path):
+    assert pages.section("equal-steps", tmp_path, tables.table) == "Not measured yet: `python -m benchmarks.learn equal-steps`."
+    text = text_of("equal-steps", loss_rows("equal-steps"), tmp_path)
+    assert "tiny. Seeds 1, 2; text 1 MB; CPU; PyTorch 2." in text
+    assert "| softmax | 2.0 M | 0.6150 | 0.6100 to 0.6200 | 0.6150 | +0.0000 |" in text
+    assert "| p = 2, all parts | 2.0 M | 0.5150 | 0.5100 to 0.5200 | 0.5150 | -0.1000 |" in text
+    assert text.endswith("![validation loss by step](figures/learn_equal_steps.png)")
+
+
+def test_page_of_equal_time(tmp_path):
+    text = text_of("equal-time", loss_rows("equal-time"), tmp_path)
+    assert "| softmax (SDPA) | 20 | 3.0 M | 0.6150 | 0.6150 | 20 |" in text
+    assert "| p = 2, all parts | 20 | 3.0 M | 0.5150 | 0.5150 | 20 |" in text
+
+
+def test_page_of_the_ablation(tmp_path):
+    text = text_of("ablation", loss_rows("ablation"), tmp_path)
+    assert "| without rotary positions | 0.5150 | 0.5150 | -0.1000 |" in text
+
+
+def recall_rows() -> list[dict]:
+    key = {"variant": "p2_norm", "setting": "width 64", "seed": 1, "measure": "accuracy", "device": "CPU", "torch": "2"}
+    values = {1e-3: (100, 50), 1e-2: (90, 80)}
+    return [key | {"lr": lr, "at": at, "value": x} for lr, pair in values.items() for at, x in zip((4, 256), pair, strict=True)]
+
+
+def needle_rows() -> list[dict]:
+    key = {"variant": "hybrid", "setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
+    shares = [key | {"measure": "needle", "at": at, "value": x} for at, x in ((4096, 100.0), (8192, 62.5))]
+    return [*shares, key | {"measure": "loss", "at": 8192, "value": 0.75}]
+
+
+def test_other_pages(tmp_path):
+    assert "| p = 2, norm | 1.0e-02 | 90.0 | 80.0 |" in text_of("recall", recall_rows(), tmp_path), "the best learning rate"
+    text = text_of("needle", needle_rows(), tmp_path)
+    assert "| attention | 4k tokens | 8k tokens | validation loss |" in text
+    assert "| p = 2, all parts; softmax in every fourth layer | 100% | 62% | 0.7500 |" in text
+    key = {"setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
+    stages = {"before": 0.5, "swapped": 0.9, "finetuned": 0.6}
+    found = [key | {"variant": "untransferred", "measure": name, "value": x} for name, x in stages.items()]
+    title = conversion.VARIANTS["untransferred"].title
+    assert f"| {title} | 0.5000 | 0.9000 |  | 0.6000 |" in text_of("conversion", found, tmp_path)
+
+
+def test_pages_fail_rather_than_leave_a_blank(tmp_path):
+    found = loss_rows("ablation")
+    with pytest.raises(LookupError, match="one row of each seed"):
+        text_of("ablation", [row for row in found if row["variant"] != "p2_all"], tmp_path)
+    with pytest.raises(LookupError, match="not known: p9"):
+        text_of("equal-steps", [found[0] | {"variant": "p9"}], tmp_path)
+
+
+def test_figures(tmp_path):
+    pytest.importorskip("matplotlib")
+    for name in ("equal-steps", "equal-time", "ablation"):
+        rows.append(tmp_path / f"{name}.csv", loss_rows(name))
+    rows.append(tmp_path / "recall.csv", recall_rows())
+    written = figures.draw(tmp_path, tmp_path / "figures")
+    assert [path.stem for path in written] == [f"learn_{name}" for name in figures.DRAWN if name != "needle"]
+    assert all(path.stat().st_size > 5000 for path in written)
+    linked = {figure for _, shown in pages.TABLES.values() for figure in shown}
+    assert linked == set(figures.DRAWN), "every figure is in the page"

@@ -1,0 +1,406 @@
+"""Keys that fade in Hugging Face models: the option `log_decay`, and gates added by `add_decay`."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+
+from fastmax import FastmaxSelfAttention, fastmax_attention
+from fastmax.reference import naive_attention
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_decoders import PAD, VOCABULARY, gpt2, llama, make, padding_mask, run, tokens  # noqa: E402
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
+
+import fastmax.integrations.transformers as integration  # noqa: E402
+from fastmax.integrations.transformers import FastmaxCache, add_decay  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
+
+KV_HEADS = {llama: 2, gpt2: 3}
+FAMILIES = pytest.mark.parametrize("family", KV_HEADS)
+
+
+def constant(family, **options):
+    return family(fastmax={"log_decay": [-0.5, -0.01, -2.0][: KV_HEADS[family]]} | options)
+
+
+def gated(family, num_hidden_layers=2, **options):
+    """With gates that depend on their input."""
+    model = family(fastmax=options, num_hidden_layers=num_hidden_layers)
+    add_decay(model, 16.0)
+    for name, parameter in model.named_parameters():
+        if "fastmax_decay.weight" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+KINDS = pytest.mark.parametrize("kind", [constant, gated])
+
+
+def gates(model) -> dict:
+    return {name: x for name, x in model.named_parameters() if "fastmax_decay" in name}
+
+
+# ---- the function
+
+
+@FAMILIES
+def test_constant_decays_equal_the_definition(family):
+    model, ids, mask = constant(family), tokens(3, 9), padding_mask("right")
+    real = mask.bool()
+
+    def logits_and_gradients():
+        logits = run(model, ids, mask)[real]
+        return logits, torch.autograd.grad(logits.square().sum(), tuple(model.parameters()))
+
+    seen = []
+
+    def reference(q, k, v, *, key_padding_mask, log_decay, **options):
+        seen.append(log_decay)
+        options.pop("dropout", None)
+        rows = torch.tensor(model.config.fastmax["log_decay"], dtype=torch.float64)[:, None]
+        log_decay = torch.where(key_padding_mask[:, None], rows, 0)  # from the option, not as handed over
+        return naive_attention(q, k, v, key_padding_mask=key_padding_mask, log_decay=log_decay, **options)
+
+    ours = logits_and_gradients()
+    with mock.patch.object(integration.forward, "fastmax_attention", side_effect=reference):
+        expected = logits_and_gradients()
+    torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-9)
+    assert len(seen) == 2
+    model.config.fastmax = {}
+    assert (run(model, ids, mask)[real] - ours[0]).abs().max() > 1e-3
+
+
+def test_gate_by_hand():
+    model = gated(llama)
+    attention = model.model.layers[1].self_attn
+    seen = {}
+    attention.register_forward_hook(
+        lambda module, args, kwargs, output: seen.update(kwargs, output=output[0]), with_kwargs=True
+    )
+    ids, mask = tokens(3, 9), padding_mask("right")
+    run(model, ids, mask)
+    x = seen["hidden_states"]
+    q, k, v = (
+        projection(x).unflatten(-1, (-1, 6)).transpose(1, 2)
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+    q, k = apply_rotary_pos_emb(q, k, *seen["position_embeddings"])
+    gate = attention.fastmax_decay
+    log_decay = torch.nn.functional.logsigmoid(x @ gate.weight.T + gate.bias).mT
+    options = {"causal": True, "temperature": 6**0.5, "key_padding_mask": mask.bool()}
+    o = fastmax_attention(q, k, v, log_decay=torch.where(mask.bool()[:, None], log_decay, 0), **options)
+    torch.testing.assert_close(seen["output"], attention.o_proj(o.transpose(1, 2).flatten(2)))
+    assert not torch.allclose(o, fastmax_attention(q, k, v, **options))
+
+
+@FAMILIES
+@KINDS
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_batch_equals_sequences_alone(family, kind, side):
+    model, ids, mask = kind(family), tokens(3, 9), padding_mask(side)
+    together = run(model, ids, mask)
+    for row, keep in enumerate(mask.bool()):
+        torch.testing.assert_close(together[row, keep][None], run(model, ids[row, keep][None], None))
+
+
+# ---- generation
+
+
+@FAMILIES
+@KINDS
+@pytest.mark.parametrize("options", [{}, {"exact_window": 3}], ids=["p = 2", "exact window"])
+@pytest.mark.parametrize("beams", [1, 2], ids=["greedy", "beams"])
+def test_generate_equals_no_cache(family, kind, options, beams):
+    model, ids, mask = kind(family, **options), tokens(3, 9), padding_mask("left")
+    how = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, "num_beams": beams}
+    cached = model.generate(ids, past_key_values=FastmaxCache(model.config), **how)
+    assert torch.equal(cached, model.generate(ids, use_cache=False, **how))
+
+
+@KINDS
+def test_padding_between_turns_makes_nothing_fade(kind):
+    """Rows of one turn that are shorter than others are padded in the midst of the sequence."""
+    model, ids = kind(llama), tokens(2, 9)
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1, 3:6] = 0
+    cache = FastmaxCache(model.config)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    parts = [
+        model(ids[:, i:j], attention_mask=mask[:, :j], position_ids=positions[:, i:j], past_key_values=cache).logits
+        for i, j in ((0, 4), (4, 5), (5, 9))
+    ]
+    keep = mask[1].bool()
+    torch.testing.assert_close(torch.cat(parts, 1)[1, keep][None], run(model, ids[1, keep][None], None))
+
+
+def test_keys_and_values_with_decays():
+    """transformers' cache serves where the decays of old keys are known, and is refused where they are not."""
+    ids = tokens(2, 9)
+    model, cache = constant(llama), transformers.DynamicCache()
+    parts = [model(part, past_key_values=cache).logits for part in ids.split([4, 1, 4], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits)
+    model, cache = gated(llama), transformers.DynamicCache()
+    model(ids[:, :4], past_key_values=cache)
+    with pytest.raises(ValueError, match=r"those of 4 keys in the cache are not known: past_key_values=FastmaxCache"):
+        model(ids[:, 4:], past_key_values=cache)
+
+
+# ---- the gates as a part of the model
+
+
+def test_start():
+    model = llama()
+    assert add_decay(model, 100.0) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
+    layer = FastmaxSelfAttention(24, 4, num_kv_heads=2, longest_half_life=100.0, dtype=torch.float64)
+    for name, x in gates(model).items():
+        assert x.dtype == torch.float64 and x.requires_grad
+        torch.testing.assert_close(x, layer.decay_proj.bias if name.endswith("bias") else torch.zeros(2, 24).double())
+
+
+def test_start_that_leaves_a_model_as_it_is():
+    model, ids = llama(), tokens(2, 9)
+    before = model(ids).logits
+    add_decay(model, 1e6, shortest_half_life=1e6)
+    after = model(ids).logits
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(before, after, rtol=1e-4, atol=1e-4)
+
+
+@FAMILIES
+def test_saved_and_loaded(family, tmp_path):
+    model, ids = gated(family), tokens(2, 9)
+    model.save_pretrained(tmp_path)
+    kind = type(model)
+    for load in (kind, transformers.AutoModelForCausalLM):
+        loaded, info = load.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"]
+        assert len(gates(loaded)) == 4
+        assert torch.equal(loaded(ids).logits, model(ids).logits)
+    copied = copy.deepcopy(loaded)
+    assert torch.equal(copied(ids).logits, model(ids).logits)
+    next(iter(gates(copied).values())).data.fill_(1.0)
+    assert torch.equal(loaded(ids).logits, model(ids).logits) and not torch.equal(copied(ids).logits, model(ids).logits)
+
+
+def test_configuration_alone():
+    """A new model of the configuration begins as one to which gates are added."""
+    model = llama()
+    add_decay(model, 50.0, shortest_half_life=7.0, layers=[1])
+    config = transformers.LlamaConfig.from_dict(model.config.to_dict())
+    config._attn_implementation = "fastmax"
+    fresh = make(transformers.LlamaForCausalLM, config)
+    assert list(gates(fresh)) == list(gates(model)) and "layers.1." in next(iter(gates(fresh)))
+    torch.testing.assert_close(gates(fresh), gates(model))
+
+
+def test_checkpoint_without_gates(tmp_path):
+    """Weights that are not in the file begin as they should, and not as memory happened to be."""
+    model = llama()
+    model.save_pretrained(tmp_path)
+    add_decay(model, 50.0)
+    with mock.patch.object(torch, "empty_like", lambda x, **options: torch.full_like(x, 7.0, **options)):
+        loaded, info = transformers.LlamaForCausalLM.from_pretrained(
+            tmp_path, config=model.config, dtype=torch.float64, output_loading_info=True
+        )
+    assert len(info["missing_keys"]) == 4
+    torch.testing.assert_close(gates(loaded), gates(model))
+
+
+@FAMILIES
+def test_trained(family):
+    model, ids = family().float().train(), tokens(2, 16)
+    add_decay(model, 16.0)
+    before = {name: x.detach().clone() for name, x in gates(model).items()}
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(4):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.3
+    assert all((x != before[name]).all() for name, x in gates(model).items())
+
+
+def test_gradient_checkpointing():
+    model, ids, mask = gated(llama), tokens(3, 9), padding_mask("right")
+
+    def gradients():
+        loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
+        return torch.autograd.grad(loss, tuple(model.parameters()))
+
+    expected = gradients()
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its name since 5.2x
+    torch.testing.assert_close(gradients(), expected)
+
+
+def test_compiled():
+    torch.compiler.reset()
+    model, ids, mask = gated(llama, num_hidden_layers=1), tokens(3, 9), padding_mask("right")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def logits_and_gradients(model):
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+        return logits, torch.autograd.grad(logits.square().mean(), tuple(parameters))
+
+    parameters = tuple(model.parameters())
+    torch.testing.assert_close(logits_and_gradients(compiled), logits_and_gradients(model))
+
+
+def test_autocast():
+    model, ids = gated(llama).float(), tokens(2, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids).logits
+    torch.testing.assert_close(logits.float(), model(ids).logits, rtol=0.1, atol=0.2)
+
+
+# ---- what cannot fade
+
+
+def encoder(kind="bert"):
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_hidden_layers=1, num_attention_heads=3,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return make(transformers.BertModel, config)
+
+
+def bart(**options):
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=24, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        encoder_attention_heads=2, decoder_attention_heads=3, max_position_embeddings=64, init_std=0.3, dropout=0.0,
+        pad_token_id=PAD, bos_token_id=1, eos_token_id=None, decoder_start_token_id=1, forced_eos_token_id=None, **options,
+    )  # fmt: skip
+    return make(transformers.BartForConditionalGeneration, config)
+
+
+def test_encoder_decoder_model(tmp_path):
+    model = bart()
+    assert add_decay(model, 8.0) == [f"model.decoder.layers.{i}.self_attn" for i in range(2)]
+    model.save_pretrained(tmp_path)
+    loaded = transformers.BartForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.float64)
+    source, target = tokens(2, 6), tokens(2, 5)
+    torch.testing.assert_close(loaded(source, decoder_input_ids=target).logits, model(source, decoder_input_ids=target).logits)
+    model = bart(fastmax={"log_decay": [-0.1, -0.1, -0.1]})
+    with pytest.raises(ValueError, match="decays need a causal layer, and BartAttention sees all keys"):
+        model(source, decoder_input_ids=target)
+
+
+def softmax_model():
+    model = llama()
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def twice():
+    model = llama()
+    add_decay(model, layers=[0])
+    return model
+
+
+NOT_ADDED = {
+    "encoder": (encoder, {}, "BertModel has no causal layer that runs fastmax"),
+    "softmax": (softmax_model, {}, "no causal layer that runs fastmax"),
+    "softmax layer": (softmax_model, {"layers": [0]}, r"model.layers.0.self_attn \(LlamaAttention\) runs softmax attention"),
+    "encoder layer": (
+        encoder,
+        {"layers": [0]},
+        "for causal self-attention with a layer_idx|must be indices of attention layers",
+    ),
+    "no such layer": (llama, {"layers": [0, 5]}, r"layers must be indices of attention layers .* got \[5\]"),
+    "no layer": (llama, {"layers": []}, "layers must be indices"),
+    "twice": (twice, {"layers": [1]}, "model.layers.0.self_attn of LlamaForCausalLM has a decay gate already"),
+    "constant": (lambda: constant(llama), {}, "has constant decays, the option log_decay"),
+    "zero": (llama, {"longest_half_life": 0.0}, "longest_half_life must be"),
+    "order": (llama, {"longest_half_life": 2.0}, "shortest_half_life must be at most longest_half_life, got 4.0 and 2.0"),
+}
+
+
+@pytest.mark.parametrize("make_model, arguments, message", NOT_ADDED.values(), ids=NOT_ADDED)
+def test_not_added(make_model, arguments, message):
+    model = make_model()
+    before = list(gates(model))
+    with pytest.raises(ValueError, match=message):
+        add_decay(model, **arguments)
+    assert list(gates(model)) == before
+
+
+def test_softmax_is_refused_where_there_are_gates(tmp_path):
+    model, ids = gated(llama), tokens(1, 4)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"a decay gate is for layers that run fastmax, and model.layers.0.self_attn"):
+        model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "fastmax"
+    with pytest.raises(ValueError, match=r"layers.0.self_attn \(LlamaAttention\) runs softmax attention \('sdpa'\)"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sdpa")
+    model.config._attn_implementation = "sdpa"  # by hand
+    with pytest.raises(ValueError, match="a decay gate is for layers that run fastmax"):
+        model(ids)
+    with pytest.raises(ValueError, match="a decay gate is for layers that run fastmax"):
+        integration.check(model)
+
+
+def test_used_bidirectionally():
+    for model in (constant(llama), gated(llama)):
+        with pytest.raises(ValueError, match="decays need a causal layer, and LlamaAttention sees all keys in this call"):
+            model(tokens(1, 4), is_causal=False)
+
+
+def test_gates_and_configuration_that_disagree():
+    model = gated(llama)
+    del model.config.fastmax_decay
+    with pytest.raises(ValueError, match=r"does not list layer 0 \(LlamaAttention\), which has a decay gate"):
+        model(tokens(1, 4))
+    model = llama()
+    model.config.fastmax_decay = {"layers": [1]}
+    with pytest.raises(ValueError, match=r"lists layer 1 \(LlamaAttention\), which has no decay gate"):
+        model(tokens(1, 4))
+    model = gated(llama)
+    integration.configure(model, p=2, temperature=3.0)  # options come and go, gates stay
+    model(tokens(1, 4))
+    integration.configure(model, log_decay=[-1.0, -1.0])
+    with pytest.raises(ValueError, match="has constant decays"):
+        model(tokens(1, 4))
+
+
+def test_layer_that_keeps_the_decays_for_itself():
+    model = gated(llama)
+    layer, interface = model.model.layers[0].self_attn, integration.fastmax_attention_forward
+
+    def without(*args, log_decay, **kwargs):
+        return interface(*args, **kwargs)
+
+    transformers.AttentionInterface.register("fastmax", without)
+    try:
+        with pytest.raises(ValueError, match="LlamaAttention keeps the argument log_decay"):
+            model(tokens(1, 4))
+    finally:
+        transformers.AttentionInterface.register("fastmax", interface)
+    assert layer.fastmax_decay is not None
+
+
+WRONG = {
+    "a number": (-1.0, TypeError, "log_decay must be a list of numbers <= 0.* got -1.0"),
+    "a tensor": (torch.zeros(2), TypeError, "log_decay must be a list"),
+    "text": (["-1"], TypeError, "log_decay must be a list"),
+    "growing": ([-1.0, 0.1], ValueError, r"got \[-1.0, 0.1\]"),
+    "nan": ([float("nan"), 0.0], ValueError, "log_decay must be a list of numbers <= 0"),
+}
+
+
+@pytest.mark.parametrize("value, error, message", WRONG.values(), ids=WRONG)
+def test_wrong_option(value, error, message):
+    with pytest.raises(error, match=message):
+        integration.configure(transformers.LlamaConfig(), log_decay=value)
+
+
+def test_one_number_for_each_key_value_head():
+    model = llama(fastmax={"log_decay": [-1.0] * 4})
+    with pytest.raises(ValueError, match="for each of the 2 key/value heads of LlamaAttention, got 4"):
+        model(tokens(1, 4))
