@@ -74,7 +74,7 @@ def main():
     # Other windows than the first training saw, the same for both models.
     options = argparse.Namespace(**vars(args) | {"seed": args.seed + 1})
     for label, model, before in ((f"fastmax_p{args.p}", fastmax, swapped), ("softmax", softmax, as_trained)):
-        start = {"run": label, "step": 0, "train": math.nan, "val": before, "tokens_per_second": 0}
+        start = {"run": label, "seed": options.seed, "step": 0, "train": math.nan, "val": before, "tokens_per_second": 0}
         history += [start, *train(model, train_data, val_data, options, label)]
         table.append((f"{label}, {args.steps} steps of fine-tuning", history[-1]["val"]))
 

@@ -68,6 +68,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--seeds", type=int, default=1, help="with --compare: as many seeds, from --seed on")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser
 
@@ -95,14 +96,20 @@ def train(model: GPT, train_data: Tensor, val_data: Tensor, args: argparse.Names
     history = []
     with tqdm(total=args.steps, desc=label, unit="step") as progress:
         for row in trainer.run():
-            history.append({"run": label, **row, "tokens_per_second": round(row["tokens"] / row["seconds"])})
+            history.append({"run": label, "seed": args.seed, **row, "tokens_per_second": round(row["tokens"] / row["seconds"])})
             progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}", refresh=False)
             progress.update(row["step"] - progress.n)
     return history
 
 
+def mean_of_seeds(history: list[dict], label: str, step: int) -> dict[str, float]:
+    """Of the numbers of a run at a step."""
+    rows = [row for row in history if row["run"] == label and row["step"] == step]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in ("train", "val", "tokens_per_second")}
+
+
 def save_history(history: list[dict], stem: Path) -> None:
-    """The rows as stem.csv, the losses of every run as stem.png."""
+    """The rows as stem.csv, the losses of every run, means over its seeds, as stem.png."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -110,13 +117,13 @@ def save_history(history: list[dict], stem: Path) -> None:
 
     stem.parent.mkdir(parents=True, exist_ok=True)
     with open(f"{stem}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, ["run", "step", "train", "val"], extrasaction="ignore")
+        writer = csv.DictWriter(file, ["run", "seed", "step", "train", "val"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(history)
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     for label in dict.fromkeys(row["run"] for row in history):
-        rows = [row for row in history if row["run"] == label]
-        steps = [row["step"] for row in rows]
+        steps = sorted({row["step"] for row in history if row["run"] == label})
+        rows = [mean_of_seeds(history, label, step) for step in steps]
         (line,) = axis.plot(steps, [row["val"] for row in rows], marker="o", label=f"{label}, validation")
         axis.plot(steps, [row["train"] for row in rows], color=line.get_color(), alpha=0.4, label=f"{label}, train")
     axis.set(xlabel="step", ylabel="loss (nats per byte)")
@@ -140,8 +147,14 @@ def name_of(args: argparse.Namespace) -> str:
 
 
 def main():
-    args = arguments().parse_args()
-    runs = [argparse.Namespace(**vars(args) | options) for options in RUNS.values()] if args.compare else [args]
+    parser = arguments()
+    args = parser.parse_args()
+    if args.seeds != 1 and not args.compare:
+        parser.error("--seeds is of --compare; one run takes --seed")
+    runs = [args]
+    if args.compare:
+        seeds = range(args.seed, args.seed + args.seeds)
+        runs = [argparse.Namespace(**vars(args) | options | {"seed": seed}) for options in RUNS.values() for seed in seeds]
     train_data, val_data = load_data(args.data, args.device)
 
     history = []
@@ -158,8 +171,8 @@ def main():
     )
     print(f"{'attention':<14}{'train loss':>12}{'val loss':>12}{'tokens/s':>12}")
     for label in dict.fromkeys(row["run"] for row in history):
-        last = [row for row in history if row["run"] == label][-1]
-        print(f"{label:<14}{last['train']:>12.4f}{last['val']:>12.4f}{last['tokens_per_second']:>12,}")
+        last = mean_of_seeds(history, label, args.steps)
+        print(f"{label:<14}{last['train']:>12.4f}{last['val']:>12.4f}{last['tokens_per_second']:>12,.0f}")
 
     if args.compare:
         stem = args.out / "char_lm"

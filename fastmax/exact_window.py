@@ -4,6 +4,8 @@ The near part is softmax with a window. The far part is Fastmax over keys `windo
 without the last keys, which is causal attention again, and without `causal` the same of both sequences reversed. Each part has
 its own denominator, and merging makes them one.
 
+`fastmax.eager.exact` does both in one walk over tiles, for the quadratic algorithm in PyTorch operations.
+
 The backward merges nothing. Either operator takes no more of its denominator and output than `g_i = grad_o_i / z_i` and
 `e_i = -(grad_o_i . o_i) / z_i`: given o and z of all keys, it returns the gradients of its part of the whole.
 """

@@ -59,12 +59,14 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
 
 def test_char_lm_compares_with_parts_and_without(tmp_path, trained):
     text, _ = trained
-    run("examples/train_char_lm.py", "--compare", *TINY, "--data", text, "--device", "cpu", "--out", tmp_path)
+    seeds = ["--seed", 7, "--seeds", 2, "--steps", 2]
+    run("examples/train_char_lm.py", "--compare", *TINY, *seeds, "--data", text, "--device", "cpu", "--out", tmp_path)
     history = rows(tmp_path / "char_lm.csv")
     assert [row["run"] for row in history] == [
-        name for name in ("fastmax", "softmax", "fastmax_plain", "softmax_plain") for _ in range(3)
+        name for name in ("fastmax", "softmax", "fastmax_plain", "softmax_plain") for _ in range(4)
     ]
     assert all(0.0 < float(row["val"]) < 6.0 for row in history)  # log(256) = 5.5 is a guess
+    assert {row["seed"] for row in history} == {"7", "8"}
     assert (tmp_path / "char_lm.png").stat().st_size > 1000
 
 
