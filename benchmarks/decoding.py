@@ -38,10 +38,10 @@ class Pass:
     context: Callable[[], AbstractContextManager] = nullcontext
 
 
-def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int) -> Pass:
-    """Of the provider; `cache_bytes`: of the device."""
+def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, caches: list[tuple[Tensor, Tensor]]) -> Pass:
+    """Of the provider; `cache_bytes`: of the device; `caches`: keys and values of the case, made where there are none."""
     if name in SOFTMAX:
-        return _softmax(name, case, device, cache_bytes)
+        return _softmax(name, case, device, cache_bytes, caches)
     state, tokens = _state(case, device, FOLD_EVERY if name == "fastmax_gathered" else 1)
     bytes_of_state = state.values.nbytes + state.weights.nbytes
     count = math.ceil(8 * cache_bytes / bytes_of_state)
@@ -79,14 +79,12 @@ def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int) -> 
     return Pass(in_place, rounds * count, rate * bytes_of_state, partial(fastmax.step_, *token, state))
 
 
-def _softmax(name: str, case: Case, device: torch.device, cache_bytes: int) -> Pass:
+def _softmax(name: str, case: Case, device: torch.device, cache_bytes: int, caches: list[tuple[Tensor, Tensor]]) -> Pass:
     shape = (case.batch, case.heads, case.tokens, case.head_dim)
     dtype = DTYPES[case.dtype]
     bytes_of_cache = 2 * math.prod(shape) * dtype.itemsize
-    caches = [
-        tuple(torch.randn(shape, dtype=dtype, device=device) for _ in "kv")
-        for _ in range(math.ceil(8 * cache_bytes / bytes_of_cache))
-    ]
+    for _ in range(len(caches), math.ceil(8 * cache_bytes / bytes_of_cache)):
+        caches.append(tuple(torch.randn(shape, dtype=dtype, device=device) for _ in "kv"))
     q = torch.randn(*shape[:2], 1, case.head_dim, dtype=dtype, device=device)
 
     def attend() -> None:

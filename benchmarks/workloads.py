@@ -146,13 +146,13 @@ def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: M
     """A step, from states or caches that together do not fit into the device's. On CUDA the steps of one pass are replayed as a
     graph, so that the host's time is not in "step"; it is what "host" measures."""
     with torch.no_grad(), precision(case.dtype):
-        errors, passes = {}, {}
+        errors, passes, caches = {}, {}, []
         notes = dict.fromkeys(case.providers, "") | dict(skip)
         for name in (name for name in case.providers if name not in skip):
             try:
                 if name in decoding.FASTMAX:
                     errors[name] = decoding.check_pass(name, case, device)
-                passes[name] = decoding.make_pass(name, case, device, _cache_bytes(device))
+                passes[name] = decoding.make_pass(name, case, device, _cache_bytes(device), caches)
             except WrongResult as wrong:
                 notes[name] = f"refused: {wrong}"
             except RuntimeError as failed:

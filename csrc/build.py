@@ -59,6 +59,7 @@ SPILL_EXCEPTIONS = {
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"sm_120 .*linear_carried_state_kernel<fastmax::Bf16, (32|64|96), false>": "four words, once per number of a state, on "
     "that architecture alone",
+    r"sm_8\d .*combine_kernel": "a word around a division, once per query head",
     r"sm_(8\d|100|120) .*linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; none on sm_90",
 }
 

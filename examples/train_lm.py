@@ -125,14 +125,14 @@ def write_csv(rows: list[dict], path: Path) -> None:
 
 
 def by_position(mean: Tensor, count: Tensor) -> list[dict]:
-    """Rows of first and last position, counted from 1 and twice as many in each row, loss and tokens."""
-    rows, first = [], 0
-    while first < len(mean):
-        here = slice(first, 2 * first + 1)
-        tokens = count[here].sum().item()
+    """Rows of first and last position, counted from 1, loss and tokens; the last positions are 1, 2, 4, 8 and so on."""
+    rows, seen = [], 0
+    while seen < len(mean):
+        last = min(max(1, 2 * seen), len(mean))
+        here, tokens = slice(seen, last), int(count[seen:last].sum())
         loss = (mean[here] * count[here]).nansum().item() / tokens if tokens else float("nan")
-        rows.append({"first": first + 1, "last": min(2 * first + 1, len(mean)), "loss": loss, "tokens": int(tokens)})
-        first = 2 * first + 1
+        rows.append({"first": seen + 1, "last": last, "loss": loss, "tokens": tokens})
+        seen = last
     return rows
 
 

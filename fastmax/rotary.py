@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from fastmax import eager
 
 
-def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
-    """Rows x (b, n, h, d), d even, at positions (n,) or (b, n): channels f and f + d / 2 turned by `position * base^(-2f/d)`.
+class Rotation(NamedTuple):
+    """Factors of rows, and of rows whose halves have changed places: cosines and sines of the angles, (n, 1, d) or
+    (b, n, 1, d), in the compute dtype of the rows to come."""
 
-    Angles are float64, since a float32 position of 10^6 has no digits left for a fraction of a turn; x comes in its dtype.
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotation:
+        """For rows of head_dim d, even, of a dtype at positions (n,) or (b, n): angles `position * base^(-2f/d)` for f < d / 2.
+
+        Angles are float64, since a float32 position of 10^6 has no digits left for a fraction of a turn.
+        """
+        # Inductor would put the float64 sines into the loop over batch, heads and channels, of q, of k and of the backward.
+        factors = _compiled_factors if torch.compiler.is_compiling() else _factors
+        return cls(*factors(positions, head_dim // 2, base, eager.compute_dtype(dtype)))
+
+
+def _factors(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    frequencies = base ** (torch.arange(half, dtype=torch.float64, device=positions.device) / -half)
+    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+
+_compiled_factors = torch.library.custom_op("fastmax::rotary_factors", _factors, mutates_args=())
+_compiled_factors.register_fake(_factors)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Rows x (b, n, h, d) with channels f and f + d / 2 turned by the angle of f, in their dtype.
+
     Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864).
     """
-    half = x.shape[-1] // 2
-    frequencies = base ** (torch.arange(half, dtype=torch.float64, device=x.device) / -half)
-    angles = (positions.unsqueeze(-1) * frequencies).unsqueeze(-2)  # (n, 1, d / 2) or (b, n, 1, d / 2)
-    wide = eager.compute_dtype(x.dtype)
-    cos, sin = angles.cos().to(wide), angles.sin().to(wide)
-    left, right = x.to(wide).chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+    rows = x.to(rotation.cos.dtype)
+    return torch.addcmul(rows * rotation.cos, rows.roll(x.shape[-1] // 2, dims=-1), rotation.sin).to(x.dtype)

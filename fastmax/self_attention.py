@@ -14,7 +14,7 @@ from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_dec
 from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.key_value_cache import KeyValueCache
-from fastmax.rotary import rotate
+from fastmax.rotary import Rotation, rotate
 from fastmax.self_attention_state import SelfAttentionState
 from fastmax.short_convolution import ShortConvolution
 
@@ -180,7 +180,12 @@ class FastmaxSelfAttention(nn.Module):
                 self.decay_proj.bias.copy_(biases_of_half_lives(self.num_kv_heads, self.longest_half_life))
 
     def init_state(
-        self, batch: int, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        batch: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        fold_every: int = 1,
     ) -> SelfAttentionState:
         """The state before any token.
 
@@ -188,15 +193,18 @@ class FastmaxSelfAttention(nn.Module):
             batch: sequences that are generated together.
             dtype: of q, k and v; None: that of the weights. Under autocast they are cast to it.
             device: None: that of the weights.
+            fold_every: as in `fastmax.init_state`: above 1, `step_` gathers so many tokens before it writes the state.
         """
         weight = self.qkv_proj.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
         validation.check_dtype("dtype", dtype)
         validation.check_count("batch", batch, least=0)
         if self.attention == "softmax":
+            if fold_every != 1:
+                raise ValueError(f'fold_every is of attention="fastmax", got {fold_every!r} for "softmax"')
             state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device)
         else:
-            options = {name: x for name, x in self.options.items() if name != "algorithm"}
+            options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"fold_every": fold_every}
             state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
         recent = None
         if self.conv is not None:
@@ -282,11 +290,14 @@ class FastmaxSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution."""
         qkv = self.qkv_proj(x)
-        positions = torch.arange(x.shape[1], device=x.device)
         recent = places = None
-        if state is not None:
+        if state is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        else:
             qkv, recent = qkv.to(state.dtype), state.recent
-            positions = state.positions.unsqueeze(-1) + positions
+            positions = state.positions.unsqueeze(-1)
+            if x.shape[1] != 1:
+                positions = positions + torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:
             positions = places = positions - cu_seqlens[sequence_of_token(cu_seqlens, x.shape[1])]
         if self.conv is not None:
@@ -297,7 +308,8 @@ class FastmaxSelfAttention(nn.Module):
         q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
         q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
         if self.rope_base is not None:
-            q, k = (rotate(rows, positions, self.rope_base) for rows in (q, k))
+            rotation = Rotation.at(positions, self.head_dim, self.rope_base, q.dtype)
+            q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = (rows.to(qkv.dtype).transpose(1, 2) for rows in (q, k, v))
         return q, k, v, self._log_decay(x, mask), recent
 

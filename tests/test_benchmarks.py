@@ -419,7 +419,7 @@ def test_a_pass_of_gathered_steps_has_its_share_of_folds(cache_bytes, monkeypatc
 
     monkeypatch.setattr(fastmax, "step_", step_)
     case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_gathered",))
-    made = decoding.make_pass("fastmax_gathered", case, torch.device("cpu"), cache_bytes)
+    made = decoding.make_pass("fastmax_gathered", case, torch.device("cpu"), cache_bytes, [])
     for _ in range(2):
         made.function()
     assert len(folds) == 2 * made.steps and sum(folds[made.steps :]) * 32 == made.steps

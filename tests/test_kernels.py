@@ -233,7 +233,8 @@ def denominators(q, k, v, mask, noise, rpe, decay, first, end, scale, a0, a1, a2
 
 
 def test_the_library_registers_every_operator():
-    for name in ("forward", "backward", "merge_", "decode_step", "decode_step_", "prefill", "prefill_backward", "finite_decay"):
+    steps = ("decode_step", "decode_step_", "gathered_step_")
+    for name in ("forward", "backward", "merge_", *steps, "prefill", "prefill_backward", "finite_decay"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
 
 
@@ -667,7 +668,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
     def counted(right):
         return lambda *args, **options: calls.append(None) or right(*args, **options)
 
-    for name in ("forward", "backward", "decode_step", "decode_step_"):
+    for name in ("forward", "backward", "decode_step", "decode_step_", "gathered_step_"):
         monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
     for mode, algorithm, d in itertools.product(MODES, (*ALGORITHMS, "auto"), (1, 16, 37, 128)):
         with verify.matmul_precision(MODES[mode][1]):
@@ -677,6 +678,9 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
         token = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=dtype)
         for step in (fastmax.step, fastmax.step_):
             step(token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
+        fastmax.step_(
+            token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE, exact_window=2, fold_every=4)
+        )
         assert not calls, dtype
     both(*operands(size("", 50, d=300), "fp32", "auto"))
     assert len(calls) == 2, "and the rest does"

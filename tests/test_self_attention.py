@@ -244,6 +244,20 @@ def test_in_place(option):
     assert {name: tensor.data_ptr() for name, tensor in state.tensors().items()} == addresses
 
 
+@pytest.mark.parametrize("option", ["all", "no exact_window", "grouped", "p1"])
+@torch.no_grad()
+def test_in_place_with_gathered_tokens(option):
+    """Any pieces may lie between: the state takes in what it has gathered."""
+    layer, x = make(**OPTIONS[option]), tokens()
+    y, state = in_pieces(layer, x[:, :3], [3], layer.init_state(2, fold_every=3))
+    outputs = [y, *(layer.step_(x[:, i : i + 1], state) for i in range(3, 8))]
+    y, state = in_pieces(layer, x[:, 8:11], [1, 2], state)
+    outputs += [y, *(layer.step_(x[:, i : i + 1], state) for i in range(11, N))]
+    torch.testing.assert_close(torch.cat(outputs, dim=1), layer(x), rtol=1e-8, atol=1e-9)
+    with pytest.raises(ValueError, match='fold_every is of attention="fastmax", got 3'):
+        make(**SOFTMAX).init_state(2, fold_every=3)
+
+
 def test_in_place_leaves_the_state_where_it_refuses():
     layer, x = make(**FASTMAX), tokens(n=1)
     state = layer.init_state(2)
@@ -311,6 +325,19 @@ def test_compiles_into_one_graph(options, fresh_dynamo):
     cu_seqlens = torch.tensor([0, 5, N], dtype=torch.int32)
     x = tokens(1)
     torch.testing.assert_close(compiled(x, cu_seqlens=cu_seqlens), layer(x, cu_seqlens=cu_seqlens))
+
+
+def test_compiled_code_computes_the_angles_once(fresh_dynamo):
+    """As one operator: Inductor would compute their sines anew for each head and each batch entry."""
+    layer, x, called = make(), tokens(), []
+
+    def backend(graph, example_inputs):
+        called.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend=backend)(x), layer(x), rtol=0, atol=0)
+    assert sum("rotary_factors" in name for name in called) == 1
+    assert not {"sin", "cos"} & set(called)
 
 
 @torch.no_grad()
@@ -440,11 +467,12 @@ def test_kernels(options, dtype):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("fold_every", [1, 3])
 @torch.no_grad()
-def test_a_replayed_graph_advances_the_state():
+def test_a_replayed_graph_advances_the_state(fold_every):
     layer = make(torch.float32, **FASTMAX).cuda()
     x = tokens(dtype=torch.float32).cuda()
-    state, token = layer.init_state(2), x[:, :1].clone()
+    state, token = layer.init_state(2, fold_every=fold_every), x[:, :1].clone()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         layer.step_(token, state.clone())

@@ -471,9 +471,8 @@ def ids_and(**kwargs):
 PACKED = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]] * 2)
 REFUSED = {
     "sliding window": (mistral, ids_and(), "sliding_window=None"),
-    "packed sequences": (llama, ids_and(position_ids=PACKED, use_cache=False), "packed sequences"),
     "packed sequences with a cache": (llama, ids_and(position_ids=PACKED), "packed sequences"),
-    "packed sequences, absolute positions": (gpt2, ids_and(position_ids=PACKED), "packed sequences"),
+    "packed sequences with a cache, absolute positions": (gpt2, ids_and(position_ids=PACKED), "packed sequences"),
     "packed sequences with a mask": (llama, ids_and(position_ids=PACKED, attention_mask=torch.ones(2, 8)), "packed sequences"),
     "packed sequences of one token": (llama, ids_and(position_ids=torch.tensor([[0, *range(7)]] * 2)), "packed sequences"),
     "custom mask": (llama, ids_and(attention_mask=torch.ones(2, 1, 8, 8).tril().bool()), "custom 4-d mask"),
@@ -489,8 +488,7 @@ def test_refused(model, arguments, message):
 
 @pytest.mark.parametrize(
     "name",
-    ["sliding_window", "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices", "cu_seq_lens_q",
-     "cu_seq_lens_k", "cache"],
+    ["sliding_window", "softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices", "cache"],
 )  # fmt: skip
 def test_refused_by_argument(name):
     attention = llama().model.layers[0].self_attn
@@ -507,25 +505,12 @@ def test_attention_weights_are_refused():
         integration.fastmax_attention_forward(attention, q, q, q, None, output_attentions=True)
 
 
-def flattened(documents=((3, 4, 5), (6, 7), (8, 9, 10))) -> dict:
-    collate = transformers.DataCollatorWithFlattening(return_tensors="pt")
-    return collate([{"input_ids": list(document)} for document in documents])
-
-
-@FAMILIES
-def test_flattened_batch_is_refused(family):
-    model = family().train()
-    with pytest.raises(ValueError, match="does not support packed sequences"):
-        model(**flattened())
-    assert model(**flattened([(3, 4, 5)])).loss.isfinite()
-
-
-def test_packing_is_refused_in_a_compiled_model():
+def test_packing_with_a_mask_is_refused_in_a_compiled_model():
     torch.compiler.reset()
     compiled = torch.compile(llama(num_hidden_layers=1), fullgraph=True, backend="aot_eager")
     ids, mask = tokens(2, 8), torch.ones(2, 8)
     compiled(ids, position_ids=torch.arange(8).expand(2, -1), attention_mask=mask, use_cache=False)
-    with pytest.raises(RuntimeError, match="does not support packed sequences"):
+    with pytest.raises(RuntimeError, match="takes packed sequences .* without an attention_mask"):
         compiled(ids, position_ids=PACKED, attention_mask=mask, use_cache=False)
 
 

@@ -11,7 +11,13 @@ transformers = pytest.importorskip("transformers")
 from tiny_decoders import PAD, VOCABULARY, gpt2, llama, make, padding_mask, run, tokens  # noqa: E402
 from tiny_transformers import tiny_config, tiny_model  # noqa: E402
 
-from fastmax.integrations.transformers import FastmaxCache, fastmax_attention_forward, fastmax_mask  # noqa: E402
+from fastmax.integrations.transformers import (  # noqa: E402
+    FastmaxCache,
+    add_decay,
+    configure,
+    fastmax_attention_forward,
+    fastmax_mask,
+)
 from fastmax.integrations.transformers.cache import FastmaxLayer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
@@ -188,6 +194,76 @@ def test_autocast():
         expected = model(ids).logits
     assert cache.layers[0].state.dtype == torch.bfloat16
     torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=0.05, atol=0.1)
+
+
+# ---- the cache that generate makes
+
+
+def made_by_generate(model, **options):
+    ids = tokens(2, 5)
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False} | options
+    output = model.generate(ids, return_dict_in_generate=True, **options)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, use_cache=False)
+    assert torch.equal(output.sequences, expected)
+    return output.past_key_values
+
+
+@FAMILIES
+def test_made_where_the_configuration_asks_for_it(family, tmp_path):
+    model = family()
+    assert type(made_by_generate(model)) is transformers.DynamicCache
+    configure(model, constant_memory=True)
+    assert type(made_by_generate(model)) is FastmaxCache
+    assert made_by_generate(model).get_seq_length() == 8  # a new one for each call
+    assert type(made_by_generate(model, cache_implementation="dynamic")) is transformers.DynamicCache
+    given = transformers.DynamicCache()
+    assert made_by_generate(model, past_key_values=given) is given
+    assert made_by_generate(model, use_cache=False) is None
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert type(made_by_generate(loaded)) is type(made_by_generate(copy.deepcopy(model))) is FastmaxCache
+    model.set_attn_implementation("sdpa")
+    assert type(made_by_generate(model)) is transformers.DynamicCache
+    configure(loaded)
+    assert type(made_by_generate(loaded)) is transformers.DynamicCache
+
+
+def test_made_for_decay_gates():
+    """transformers' caches cannot serve them."""
+    model = llama()
+    add_decay(model)
+    assert type(made_by_generate(model)) is FastmaxCache
+
+
+def test_made_for_some_layers():
+    cache = made_by_generate(llama(fastmax={"layers": [1], "constant_memory": True}))
+    assert [type(layer) for layer in cache.layers] == [transformers.cache_utils.DynamicLayer, FastmaxLayer]
+
+
+def test_made_for_the_decoder_of_two_parts():
+    config = tiny_config(transformers.BartConfig)
+    config.fastmax = {"constant_memory": True}
+    config._attn_implementation = "fastmax"
+    model = tiny_model(transformers.BartForConditionalGeneration, config)
+    ids = tokens(2, 5)
+    output = model.generate(ids, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
+    assert type(output.past_key_values.self_attention_cache) is FastmaxCache
+    assert type(output.past_key_values.cross_attention_cache) is transformers.DynamicCache
+    assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=False))
+
+
+def test_tokens_are_taken_back_by_another_cache():
+    model = llama(fastmax={"constant_memory": True})
+    ids, options = tokens(1, 6), {"prompt_lookup_num_tokens": 2}
+    with pytest.raises(ValueError, match='cannot forget tokens.*cache_implementation="dynamic"'):
+        model.generate(ids, max_new_tokens=8, **options)
+    found = model.generate(ids, max_new_tokens=8, do_sample=False, cache_implementation="dynamic", **options)
+    assert torch.equal(found, generate(model, ids))
+
+
+def test_constant_memory_is_a_bool():
+    with pytest.raises(TypeError, match="constant_memory must be a bool, got 1"):
+        configure(llama(), constant_memory=1)
 
 
 # ---- the cache as transformers sees it

@@ -210,6 +210,19 @@ def test_checkpoint_without_gates(tmp_path):
     torch.testing.assert_close(gates(loaded), gates(model))
 
 
+def test_trained_gates_are_not_initialised_again(tmp_path):
+    """As transformers does with all parts of a model that gets a new head, or becomes a part of another."""
+    model = gated(llama)
+    model.save_pretrained(tmp_path)
+    fresh = make(transformers.LlamaForCausalLM, copy.deepcopy(model.config))
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64)
+    for trained in (model, fresh, loaded):
+        for x in gates(trained).values():
+            x.data.fill_(3.0)
+        trained.init_weights()
+        assert all((x == 3.0).all() for x in gates(trained).values())
+
+
 @FAMILIES
 def test_trained(family):
     model, ids = family().float().train(), tokens(2, 16)
@@ -258,6 +271,24 @@ def test_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(ids).logits
     torch.testing.assert_close(logits.float(), model(ids).logits, rtol=0.1, atol=0.2)
+
+
+@pytest.mark.cuda
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(kind, dtype):
+    """A model of the CPU in float64; a whole sequence, and in parts from states."""
+    model, ids = kind(llama, exact_window=4), tokens(2, 40)
+    expected = model(ids).logits
+    model, ids = model.to("cuda", dtype), ids.cuda()
+    cache = FastmaxCache(model.config)
+    with torch.no_grad():
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([32, 1, 1, 6], dim=1)]
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    assert all(x.grad.isfinite().all() and x.grad.any() for x in gates(model).values())
+    error = (torch.cat(parts, dim=1).cpu().double() - expected).norm() / expected.norm()
+    assert error < (1e-3 if dtype == torch.float32 else 0.1)
 
 
 # ---- what cannot fade

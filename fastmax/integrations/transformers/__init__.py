@@ -15,6 +15,7 @@ from fastmax.integrations.transformers._installed import MINIMUM_VERSION
 from fastmax.integrations.transformers.cache import FastmaxCache
 from fastmax.integrations.transformers.decay import add_decay
 from fastmax.integrations.transformers.forward import fastmax_attention_forward, register
+from fastmax.integrations.transformers.generation import watch_generation
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
 from fastmax.integrations.transformers.models import check, watch
 from fastmax.integrations.transformers.options import NAME, OPTIONS, configure
@@ -34,3 +35,4 @@ __all__ = [
 
 register()
 watch()
+watch_generation()

@@ -22,7 +22,7 @@ from fastmax.integrations.transformers.unreadable import Unreadable
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # who computes, and noise: the rest says what
 _GOES_FORWARD = (
     "FastmaxCache cannot forget tokens: its sums hold no single one. Decoding that takes tokens back (assisted, prompt lookup, "
-    "contrastive search) needs transformers' DynamicCache"
+    'contrastive search) needs transformers\' DynamicCache (cache_implementation="dynamic")'
 )
 
 

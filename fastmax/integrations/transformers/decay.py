@@ -93,8 +93,8 @@ def add_decay(
         "shortest_half_life": float(shortest_half_life),
     }
     for layer in chosen.values():
-        parameter = next(x for x in layer.parameters() if x.is_floating_point())
-        _attach(layer, listed, device=parameter.device, dtype=model.dtype)
+        _attach(layer, listed, device=next(layer.parameters()).device, dtype=model.dtype)
+        gate_of(layer)._is_hf_initialized = True  # to be trained from here, not initialised again by transformers
     for config in configurations(model):
         if type(config) is type(first.config):
             setattr(config, GATE, listed)
@@ -149,8 +149,9 @@ def refuse_missing(layer: nn.Module, log_decay: Tensor | None) -> None:
 
 def reset_gate(module: nn.Module) -> bool:
     """What transformers does for modules that it knows, when weights are made or were not in a checkpoint."""
-    if isinstance(module, DecayGate):
+    if isinstance(module, DecayGate) and not getattr(module, "_is_hf_initialized", False):
         module.reset_parameters()
+        module._is_hf_initialized = True
     return isinstance(module, DecayGate)
 
 

@@ -12,8 +12,9 @@ from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens
 from fastmax.integrations.transformers.decay import refuse_missing
 from fastmax.integrations.transformers.layers import runs_fastmax
-from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
+from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, options_of
+from fastmax.integrations.transformers.packing import ONLY, end_to_end, rows_again
 
 # Arguments by which transformers' layers ask for another function than attention over all (earlier) keys.
 _OTHER_FUNCTIONS = {
@@ -25,8 +26,6 @@ _OTHER_FUNCTIONS = {
     "position_bias": "a bias on the scores",
     "indices": "sparse attention",
     "block_indices": "sparse attention",
-    "cu_seq_lens_q": "packed sequences",
-    "cu_seq_lens_k": "packed sequences",
     "cache": "a paged cache",
 }
 _IN_MASK = {"sliding_window"}  # what softmax attention reads from the mask
@@ -73,9 +72,8 @@ def fastmax_attention_forward(
     if kwargs.get("output_attentions"):
         raise ValueError(f'attn_implementation="{NAME}" has no attention weights to return: output_attentions must be False')
     if of_softmax:
-        mask = attention_mask.dense() if isinstance(attention_mask, FastmaxMask) else attention_mask
-        softmax = AttentionInterface()[SOFTMAX]
-        return softmax(module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs)
+        given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
+        return _softmax(module, query, key, value, attention_mask, given)
     if dropout:
         raise ValueError(_no_dropout(module, dropout))
     state = key.take(value) if isinstance(key, NewTokens) else None
@@ -86,10 +84,10 @@ def fastmax_attention_forward(
         mask = _mask_of_layer(module, attention_mask, is_causal, query.shape[2], keys)
     if mask.refusal is not None:
         raise ValueError(f"{type(module).__name__}: {mask.refusal}")
-    if kwargs.get("position_ids") is not None:
+    cu_seqlens = _documents(query, keys, mask, state is not None, kwargs)
+    if cu_seqlens is None and kwargs.get("position_ids") is not None:
         mask.refuse_packing(kwargs["position_ids"])
     options = options_of(module.config)
-    options.pop("layers", None)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
@@ -102,10 +100,60 @@ def fastmax_attention_forward(
     log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
     if state is not None:
         o = state.attend(query, mask, options, log_decay)
+    elif cu_seqlens is not None:
+        options["log_decay"] = None if log_decay is None else end_to_end(log_decay)
+        rows = (end_to_end(x) for x in (query, key, value))
+        o = rows_again(fastmax_attention(*rows, causal=True, cu_seqlens=cu_seqlens, **options), query.shape[0])
     else:
         options["log_decay"] = log_decay
         o = fastmax_attention(query, key, value, causal=mask.causal, key_padding_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _softmax(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: FastmaxMask | Tensor | None, given: dict
+) -> tuple[Tensor, None]:
+    """Of a layer that the option `layers` leaves out."""
+    of_ours = isinstance(attention_mask, FastmaxMask)
+    cu_seqlens = _named_documents(query, given)
+    if cu_seqlens is not None:
+        if not of_ours or attention_mask.padding is not None or key.shape[2] != query.shape[2]:
+            raise ValueError(f"{ONLY}; got cu_seq_lens_q in {type(module).__name__}, a layer of softmax attention")
+        attention_mask.refuse_other_documents(cu_seqlens)
+    mask = attention_mask.dense() if of_ours else attention_mask
+    return AttentionInterface()[SOFTMAX](module, query, key, value, mask, **given)
+
+
+def _documents(query: Tensor, keys: int, mask: FastmaxMask, has_state: bool, given: dict) -> Tensor | None:
+    """Bounds (`cu_seqlens`) of the documents of all rows end to end; None = each row is one."""
+    cu_seqlens = _named_documents(query, given)
+    if cu_seqlens is None:
+        return mask.cu_seqlens(query.device) if mask.packed else None
+    n = query.shape[2]
+    if not mask.causal or mask.padding is not None or has_state or keys != n:
+        kind, masked = "causal" if mask.causal else "not causal", "no" if mask.padding is None else "an"
+        cached = ", a FastmaxCache" if has_state else ""
+        raise ValueError(f"{ONLY}; got cu_seq_lens_q, {kind}, {masked} attention_mask, {n} queries of {keys} keys{cached}")
+    return cu_seqlens
+
+
+def _named_documents(query: Tensor, given: dict) -> Tensor | None:
+    """The bounds among the arguments, checked by themselves."""
+    of_queries, of_keys = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
+    if of_queries is None:
+        if of_keys is not None:
+            raise ValueError("cu_seq_lens_k needs cu_seq_lens_q, got it alone")
+        return None
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"cu_seq_lens_q is for a batch of one, got one of {query.shape[0]}: position_ids that start again are for any"
+        )
+    if of_keys is not None and of_keys is not of_queries:
+        same = "cu_seq_lens_k must be cu_seq_lens_q, since queries and keys are of the same documents"
+        if of_keys.shape != of_queries.shape:
+            raise ValueError(f"{same}: got shapes {tuple(of_keys.shape)} and {tuple(of_queries.shape)}")
+        refuse_where(of_keys != of_queries, same)
+    return of_queries.to(torch.int32)
 
 
 def _log_decay(

@@ -15,7 +15,8 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from fastmax.integrations.transformers.options import NAME
+from fastmax.integrations.transformers.options import GLOBAL, NAME
+from fastmax.integrations.transformers.packing import ONLY, bounds, first_tokens, is_packed
 from fastmax.integrations.transformers.unreadable import Unreadable
 
 
@@ -27,6 +28,7 @@ class FastmaxMask(Unreadable):
         padding: bool (batch, keys), True = takes part; None = all do.
         refusal: why fastmax cannot run a layer with this mask; None = it can.
         keys: how many there are, those in a cache included; None = not known.
+        packed: each query sees its own document only.
         model: the kind of model, for messages.
         arguments: of transformers' mask function, from which `dense` makes the mask for softmax attention.
     """
@@ -39,17 +41,21 @@ class FastmaxMask(Unreadable):
         model: str = "this model",
         keys: int | None = None,
         arguments: dict | None = None,
+        packed: bool = False,
     ):
         self.causal = causal
         self.padding = padding
         self.refusal = refusal
         self.model = model
         self.keys = keys
+        self.packed = packed
         self.positions_are_checked = False
         self.history_is_checked = False
         self._hidden: tuple[Tensor, Tensor] | None = None
         self._arguments = arguments
         self._dense: tuple[Tensor | None] | None = None
+        self._cu_seqlens: Tensor | None = None
+        self.documents_are_checked = False
 
     def dense(self) -> Tensor | None:
         """transformers' mask for "sdpa", of the same pattern: for layers of this model that run softmax attention."""
@@ -57,10 +63,33 @@ class FastmaxMask(Unreadable):
             self._dense = (sdpa_mask(**self._arguments),)
         return self._dense[0]
 
+    def first_tokens(self, device: torch.device) -> Tensor:
+        """bool (batch, queries), True = begins a document."""
+        sizes = self._arguments["batch_size"], self._arguments["q_length"]
+        return first_tokens(self._arguments["mask_function"], *sizes, device)
+
+    def cu_seqlens(self, device: torch.device) -> Tensor:
+        """Of a packed mask: bounds of the documents of all rows end to end."""
+        if self._cu_seqlens is None:
+            self._cu_seqlens = bounds(self.first_tokens(device))
+        return self._cu_seqlens
+
+    def refuse_other_documents(self, cu_seqlens: Tensor) -> None:
+        """Raise where the pattern has other documents than these, once for all layers that share the mask."""
+        if not self.documents_are_checked:
+            self.documents_are_checked = True
+            first = self.first_tokens(cu_seqlens.device).flatten()
+            named = first.new_zeros(first.shape[0] + 1).index_fill(0, cu_seqlens.long(), True)[:-1]
+            refuse_where(
+                named != first,
+                "cu_seq_lens_q must name the documents that position_ids do, where they start again: layers of softmax "
+                "attention go by position_ids",
+            )
+
     def refuse_packing(self, position_ids: Tensor) -> None:
         """Raise where the positions of tokens that take part start again, once for all layers that share the mask.
 
-        transformers itself looks at the positions only where there is no cache.
+        transformers itself looks at the positions only where there is neither a cache nor a mask.
 
         Args:
             position_ids: (batch or 1, queries).
@@ -110,15 +139,11 @@ def refuse_where(wrong: Tensor, message: str) -> None:
         raise ValueError(message)
 
 
-PACKED = (
-    f'attn_implementation="{NAME}" does not support packed sequences: position_ids start again within a row. Pad the sequences '
-    "in place of packing them (DataCollatorWithPadding, not DataCollatorWithFlattening)"
-)
+PACKED = f"{ONLY}; here position_ids start again within a row, and there is one of the two"
 _PATTERN = (
     f'attn_implementation="{NAME}" takes the causal and the bidirectional mask, not that of this layer in {{model}}: sliding '
-    "windows, chunks, packed sequences and mask functions of the model's own are other functions. Where all layers of a model "
-    "have one window, as in Mistral, sliding_window=None in the configuration takes it away. (Under torch.compile every call "
-    "with position_ids, no cache and no attention_mask looks like packed sequences: pass attention_mask.)"
+    f'windows, chunks and mask functions of the model\'s own are other functions. The option layers="{GLOBAL}" leaves such '
+    "layers as they are; where all have one window, as in Mistral, sliding_window=None in the configuration takes it away"
 )
 _STATIC = (
     f'attn_implementation="{NAME}" needs keys that end with the last query; a static cache holds more. '
@@ -141,7 +166,7 @@ def fastmax_mask(
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset: sizes, and positions of the first query and key.
-        mask_function: the pattern; fastmax runs the causal and the bidirectional one.
+        mask_function: the pattern; fastmax runs the causal one, of packed sequences too, and the bidirectional one.
         attention_mask: bool (batch, keys), True = takes part.
         config: the model's, for messages.
 
@@ -150,7 +175,8 @@ def fastmax_mask(
         (a static cache), an attention_mask of another length.
     """
     model = getattr(config, "model_type", None) or "this model"
-    causal = mask_function is causal_mask_function
+    packed = is_packed(mask_function, kwargs)
+    causal = packed or mask_function is causal_mask_function
     refusal = None
     if not causal and mask_function is not bidirectional_mask_function:
         refusal = _PATTERN.format(model=model)
@@ -169,4 +195,4 @@ def fastmax_mask(
         "kv_offset": kv_offset,
     }
     arguments = kwargs | sizes | {"mask_function": mask_function, "attention_mask": attention_mask, "config": config}
-    return FastmaxMask(causal, attention_mask, refusal, model, kv_offset + kv_length, arguments)
+    return FastmaxMask(causal, attention_mask, refusal, model, kv_offset + kv_length, arguments, packed)

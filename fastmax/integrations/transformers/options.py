@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from fastmax import validation
+
 NAME = "fastmax"
 GLOBAL = "global"
 SOFTMAX = "sdpa"  # of transformers: what layers run that are not among the layers named
@@ -21,12 +23,12 @@ OPTIONS = frozenset(
         "dropout",
         "rpe_matrix",
         "exact_window",
-        "layers",
         "log_decay",
         "algorithm",
         "use_custom_gradient",
     }
 )
+OF_MODELS = frozenset({"layers", "constant_memory"})  # no options of an attention layer
 
 
 def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
@@ -41,10 +43,12 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
             `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
             `log_decay`, a list of a number <= 0 for each key/value head, by which keys fade with every token; `layers`, the
             indices of the layers that run fastmax, or "global", those that `config.layer_types` calls full attention: the
-            others run softmax attention, transformers' "sdpa", with the masks of the model.
+            others run softmax attention, transformers' "sdpa", with the masks of the model; `constant_memory`, True: `generate`
+            makes a `FastmaxCache` where it would make a DynamicCache.
 
     Raises:
-        TypeError: an unknown option; `log_decay` that is no list of numbers, `layers` that is no list of indices.
+        TypeError: an unknown option; `log_decay` that is no list of numbers, `layers` that is no list of indices,
+            `constant_memory` that is no bool.
         ValueError: `log_decay` > 0; no layer.
     """
     check_options(options)
@@ -53,22 +57,28 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
 
 
 def options_of(config: PreTrainedConfig) -> dict:
-    """A copy of the options that a configuration holds.
+    """A copy of the options of attention that a configuration holds.
 
     Raises:
-        TypeError: an unknown option.
+        TypeError, ValueError: an unknown option; `log_decay`, `layers` or `constant_memory` that is none.
     """
+    return {name: value for name, value in _all_options(config).items() if name not in OF_MODELS}
+
+
+def _all_options(config: PreTrainedConfig) -> dict:
     options = dict(getattr(config, "fastmax", None) or {})
     check_options(options)
     return options
 
 
 def check_options(options: dict) -> None:
-    unknown = sorted(set(options) - OPTIONS)
+    known = OPTIONS | OF_MODELS
+    unknown = sorted(set(options) - known)
     if unknown:
-        raise TypeError(f"unknown fastmax option {', '.join(map(repr, unknown))}; known are {', '.join(sorted(OPTIONS))}")
+        raise TypeError(f"unknown fastmax option {', '.join(map(repr, unknown))}; known are {', '.join(sorted(known))}")
     _check_log_decay(options.get("log_decay"))
     _check_layers(options.get("layers"))
+    validation.check_bool("constant_memory", options.get("constant_memory", False))
 
 
 def _check_log_decay(log_decay: object) -> None:
@@ -99,7 +109,7 @@ def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
     Raises:
         ValueError: `layers` of which the model has none.
     """
-    layers = options_of(config).get("layers")
+    layers = _all_options(config).get("layers")
     if layers is None:
         return None
     if layers == GLOBAL:
@@ -113,6 +123,11 @@ def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
     if max(layers) >= count:
         raise ValueError(f"layers must be indices of the {count} layers of {config.model_type}, got {list(layers)}")
     return frozenset(layers)
+
+
+def wants_constant_memory(config: PreTrainedConfig) -> bool:
+    """By the option of that name."""
+    return _all_options(config).get("constant_memory", False)
 
 
 def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:

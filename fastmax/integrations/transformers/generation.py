@@ -1,0 +1,43 @@
+"""`FastmaxCache` as the cache that `generate` makes, for models whose configuration asks for it.
+
+`generate` knows a fixed list of caches by name and makes a DynamicCache of keys and values unless told otherwise; an attention
+implementation has no say. So the method that makes it is wrapped, and only a DynamicCache that was just made is replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from transformers import DynamicCache, EncoderDecoderCache, GenerationMixin, PreTrainedConfig
+
+from fastmax.integrations.transformers.cache import FastmaxCache
+from fastmax.integrations.transformers.decay import GATE
+from fastmax.integrations.transformers.options import NAME, wants_constant_memory
+
+
+def watch_generation() -> None:
+    """From now on. Called on import; a second call changes nothing."""
+    if hasattr(GenerationMixin._prepare_cache_for_generation, "watched_by_fastmax"):
+        return
+    prepare = GenerationMixin._prepare_cache_for_generation
+
+    @functools.wraps(prepare)
+    def prepare_fastmax_too(self, generation_config, model_kwargs, *args, **kwargs):
+        given = model_kwargs.get("past_key_values")
+        prepare(self, generation_config, model_kwargs, *args, **kwargs)
+        if given is not None or generation_config.cache_implementation is not None:
+            return
+        made = model_kwargs.get("past_key_values")
+        of_two = isinstance(made, EncoderDecoderCache)
+        own = made.self_attention_cache if of_two else made
+        if type(own) is DynamicCache and _is_default(self.config.get_text_config(decoder=True)):
+            cache = FastmaxCache(self.config)
+            model_kwargs["past_key_values"] = EncoderDecoderCache(cache, made.cross_attention_cache) if of_two else cache
+
+    prepare_fastmax_too.watched_by_fastmax = True
+    GenerationMixin._prepare_cache_for_generation = prepare_fastmax_too
+
+
+def _is_default(config: PreTrainedConfig) -> bool:
+    """Where the option says so, and where there are decay gates, since no other cache serves them."""
+    return config._attn_implementation == NAME and (wants_constant_memory(config) or bool(getattr(config, GATE, None)))

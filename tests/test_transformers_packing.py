@@ -1,0 +1,230 @@
+"""Packed batches of Hugging Face models: equal to the documents one by one."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_decoders import gpt2, hybrid, llama, mistral, run, tokens  # noqa: E402
+
+import fastmax.integrations.transformers as integration  # noqa: E402
+from fastmax.integrations.transformers import FastmaxCache, add_decay  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
+
+LENGTHS = 4, 1, 7
+WAYS = pytest.mark.parametrize("way", ["positions", "cu_seq_lens", "both"])
+
+
+def gemma(**options):
+    return hybrid("Gemma3", ["sliding_attention", "full_attention"], fastmax={"layers": "global"} | options)
+
+
+def gated(**options):
+    model = llama(fastmax=options)
+    add_decay(model, 8.0)
+    for layer in model.model.layers:
+        torch.nn.init.normal_(layer.self_attn.fastmax_decay.weight, std=0.3)
+    return model
+
+
+MODELS = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "mistral": lambda: mistral(sliding_window=None),
+    "gemma 3, global layers": gemma,
+    "softmax first": lambda: llama(fastmax={"layers": [1]}),
+    "exact window": lambda: llama(fastmax={"exact_window": 3}),
+    "decays": lambda: llama(fastmax={"log_decay": [-0.5, -0.02]}),
+    "gates": gated,
+    "gates and exact window": lambda: gated(exact_window=2),
+    "sequence": lambda: llama(fastmax={"normalize": "sequence", "lim": 1.5}),
+    "sinusoidal": lambda: llama(fastmax={"rpe_matrix": "sinusoidal"}),
+}
+pytestmark = [pytestmark, pytest.mark.filterwarnings("ignore:.*later tokens:RuntimeWarning")]
+
+
+def positions(lengths) -> torch.Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def bounds(lengths) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def arguments(way, lengths=LENGTHS) -> dict:
+    given = {"use_cache": False}
+    if way != "cu_seq_lens":
+        given["position_ids"] = positions(lengths)
+    if way != "positions":
+        given |= {"cu_seq_lens_q": bounds(lengths), "cu_seq_lens_k": bounds(lengths), "max_length_q": 7, "max_length_k": 7}
+    return given
+
+
+def logits_and_gradients(model, logits):
+    return logits, torch.autograd.grad(logits.square().mean(), tuple(model.parameters()))
+
+
+def one_by_one(model, ids, lengths=LENGTHS):
+    return torch.cat([run(model, document, None, use_cache=False) for document in ids.split(lengths, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("make_model", MODELS.values(), ids=MODELS)
+@WAYS
+def test_equals_documents_one_by_one(make_model, way):
+    model, ids = make_model(), tokens(1, sum(LENGTHS))
+    given = arguments(way)
+    options = getattr(model.config, "fastmax", None) or {}
+    if way == "cu_seq_lens" and (model.config.model_type == "gpt2" or {"layers", "rpe_matrix"} & options.keys()):
+        pytest.skip("not the same with positions that go on")
+    packed = logits_and_gradients(model, model(ids, **given).logits)
+    tolerance = 1e-6 if "position_ids" in given else 1e-3  # else positions go on, and RoPE rounds to float32
+    torch.testing.assert_close(
+        packed, logits_and_gradients(model, one_by_one(model, ids)), rtol=tolerance, atol=0.1 * tolerance
+    )
+    whole = run(model, ids, None)
+    assert (whole - packed[0]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["eager", "as in a graph"])
+def test_rows_of_a_batch(static):
+    """Each packed in its own way, one not at all."""
+    lengths = [(4, 1, 7), (6, 6), (12,)]
+    for model in (gated(exact_window=2), gemma()):
+        ids = tokens(3, 12)
+        given = {"position_ids": torch.cat([positions(row) for row in lengths]), "use_cache": False}
+        with mock.patch.object(integration.packing, "is_tracing", lambda x: static):
+            packed = logits_and_gradients(model, model(ids, **given).logits)
+        alone = torch.cat([one_by_one(model, row[None], row_lengths) for row, row_lengths in zip(ids, lengths, strict=True)])
+        torch.testing.assert_close(packed, logits_and_gradients(model, alone), rtol=1e-6, atol=1e-8)
+
+
+def flattened(documents, **options) -> dict:
+    collate = transformers.DataCollatorWithFlattening(return_tensors="pt", **options)
+    return collate([{"input_ids": document.tolist()} for document in documents])
+
+
+@pytest.mark.parametrize("make_model", [llama, gpt2, gemma])
+@pytest.mark.parametrize("bounds", [False, True], ids=["positions", "bounds"])
+def test_flattened_batch(make_model, bounds):
+    model, documents = make_model().train(), [tokens(n) for n in LENGTHS]
+    loss = model(**flattened(documents, return_flash_attn_kwargs=bounds), use_cache=False).loss
+    longer = [document for document in documents if len(document) > 1]
+    each = [model(document[None], labels=document[None]).loss * (len(document) - 1) for document in longer]
+    torch.testing.assert_close(loss, sum(each) / (sum(LENGTHS) - len(LENGTHS)))
+    single = model(**flattened(documents[:1], return_flash_attn_kwargs=bounds), use_cache=False).loss
+    torch.testing.assert_close(single, each[0] / (LENGTHS[0] - 1))
+
+
+def test_heads_are_not_copied():
+    x = torch.randn(2, 5, 3, 4).transpose(1, 2)  # (b, h, n, d) as transformers' layers have it
+    end_to_end = integration.packing.end_to_end(x)
+    assert end_to_end.shape == (1, 3, 10, 4) and end_to_end.data_ptr() == x.data_ptr()
+    assert torch.equal(integration.packing.rows_again(end_to_end, 2), x)
+
+
+def test_compiled():
+    torch.compiler.reset()
+    model, ids = llama(fastmax={"layers": [1], "exact_window": 2}), tokens(2, 12)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for lengths in ([LENGTHS, (6, 6)], [(12,), (12,)], [(3, 9), (12,)]):
+        given = {"position_ids": torch.cat([positions(row) for row in lengths]), "use_cache": False}
+        torch.testing.assert_close(compiled(ids, **given).logits, model(ids, **given).logits)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+
+
+def test_compiled_with_bounds():
+    torch.compiler.reset()
+    model, ids = llama(num_hidden_layers=1), tokens(1, 12)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+
+    def gradients(model_):
+        return logits_and_gradients(model, model_(ids, **arguments("both")).logits)
+
+    torch.testing.assert_close(gradients(compiled), gradients(model))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "make_model", [lambda: gated(exact_window=2), lambda: llama(fastmax={"layers": [1]})], ids=["gates", "layers"]
+)
+def test_rows_of_a_batch_on_a_gpu(make_model):
+    model, ids = make_model(), tokens(2, 300)
+    given = {"position_ids": torch.cat([positions((100, 1, 199)), positions((170, 130))]), "use_cache": False}
+    packed, gradients = logits_and_gradients(model, model(ids, **given).logits)
+    model, given = model.float().cuda(), given | {"position_ids": given["position_ids"].cuda()}
+    ours, ours_gradients = logits_and_gradients(model, model(ids.cuda(), **given).logits)
+    for x, y in zip((packed, *gradients), (ours, *ours_gradients), strict=True):
+        assert (y.cpu().double() - x).norm() < 2e-3 * x.norm()
+
+
+# ---- what is not packed
+
+
+CU = bounds(LENGTHS)
+ALONE = {"use_cache": False, "cu_seq_lens_q": CU}
+REFUSED = {
+    "a cache, positions": (llama, {"position_ids": positions(LENGTHS)}, "there is one of the two"),
+    "a mask": (llama, ALONE | {"attention_mask": torch.ones(1, 12)}, "got cu_seq_lens_q, causal, an attention_mask"),
+    "other keys": (llama, ALONE | {"cu_seq_lens_k": bounds((5, 7))}, "cu_seq_lens_k must be cu_seq_lens_q.* got shapes"),
+    "other bounds of keys": (
+        llama,
+        ALONE | {"cu_seq_lens_k": bounds((4, 2, 6))},
+        "must be cu_seq_lens_q, since",
+    ),
+    "keys alone": (llama, {"use_cache": False, "cu_seq_lens_k": CU}, "cu_seq_lens_k needs cu_seq_lens_q"),
+    "not causal": (llama, ALONE | {"is_causal": False}, "got cu_seq_lens_q, not causal"),
+    "bounds beyond the row": (llama, ALONE | {"cu_seq_lens_q": bounds((4, 9))}, "cu_seqlens must go from 0 to n = 12"),
+    "softmax layers without positions": (gemma, ALONE, "cu_seq_lens_q must name the documents that position_ids do"),
+    "softmax layers, other positions": (gemma, ALONE | {"position_ids": positions((6, 6))}, "must name the documents"),
+}
+
+
+@pytest.mark.parametrize("make_model, given, message", REFUSED.values(), ids=REFUSED)
+def test_refused(make_model, given, message):
+    with pytest.raises(ValueError, match=message):
+        make_model()(tokens(1, 12), **given)
+
+
+def test_refused_with_a_state():
+    model = llama()
+    with pytest.raises(ValueError, match="12 queries of 12 keys, a FastmaxCache"):
+        model(tokens(1, 12), past_key_values=FastmaxCache(model.config), cu_seq_lens_q=CU)
+    with pytest.raises(ValueError, match="there is one of the two"):
+        model(tokens(1, 12), past_key_values=FastmaxCache(model.config), position_ids=positions(LENGTHS))
+
+
+def test_refused_with_earlier_keys():
+    model, cache = llama(), transformers.DynamicCache()
+    model(tokens(1, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match="12 queries of 15 keys"):
+        model(tokens(1, 12), past_key_values=cache, cu_seq_lens_q=CU)
+
+
+def test_bounds_are_of_one_row():
+    with pytest.raises(ValueError, match="cu_seq_lens_q is for a batch of one, got one of 2"):
+        llama()(tokens(2, 12), **ALONE)
+
+
+def test_patterns_that_are_not_packing():
+    """Compositions of masks by the same means, in transformers and in models of their own."""
+    from transformers import masking_utils as masks
+
+    def other(*index):
+        return masks.causal_mask_function(*index)
+
+    packed = masks.packed_sequence_mask_function(torch.zeros(1, 4))
+    arguments = {"allow_is_causal_skip": False}
+    assert integration.packing.is_packed(masks.and_masks(masks.causal_mask_function, packed), arguments)
+    for pattern in (
+        masks.and_masks(masks.causal_mask_function, other),
+        masks.and_masks(packed, other),
+        masks.and_masks(packed, packed),
+        masks.and_masks(masks.causal_mask_function, packed, other),
+        masks.or_masks(masks.causal_mask_function, packed),
+        masks.sliding_window_causal_mask_function(3),
+        masks.causal_mask_function,
+    ):
+        assert not integration.packing.is_packed(pattern, arguments)
