@@ -463,19 +463,19 @@ def char_lm_seeds(results: Results) -> str:
 
 @block
 def char_lm_gap(results: Results) -> str:
-    """Above softmax with the same parts."""
+    """Of Fastmax from softmax with the same parts."""
     return _char_lm_difference(results, "fastmax", "softmax")
 
 
 @block
-def char_lm_gain(results: Results) -> str:
-    """Below softmax alone."""
-    return _char_lm_difference(results, "softmax_plain", "fastmax")
+def char_lm_alone(results: Results) -> str:
+    """Of Fastmax with parts from softmax alone."""
+    return _char_lm_difference(results, "fastmax", "softmax_plain")
 
 
 @block
 def char_lm_gap_alone(results: Results) -> str:
-    """Fastmax alone above softmax alone."""
+    """Of Fastmax alone from softmax alone."""
     return _char_lm_difference(results, "fastmax_plain", "softmax_plain")
 
 
@@ -495,9 +495,10 @@ def _mean(rows: list[dict[str, str]], key: str) -> float:
 
 
 def _char_lm_difference(results: Results, first: str, second: str) -> str:
-    """Of validation losses at the end."""
+    """Of validation losses at the end, and which way."""
     ends = _char_lm_ends(results)
-    return f"{_mean(ends[first], 'val') - _mean(ends[second], 'val'):.2f}"
+    difference = _mean(ends[first], "val") - _mean(ends[second], "val")
+    return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
 
 
 @block
