@@ -444,16 +444,61 @@ def auto_on_the_cpu(results: Results) -> str:
 
 @block
 def char_lm(results: Results) -> str:
-    last = {row["run"]: row for row in results.plain("docs/figures/char_lm.csv")}
-    names = {"softmax": "softmax", "fastmax_p2": "fastmax p = 2", "fastmax_p1": "fastmax p = 1"}
-    lines = ([title, *(f"{float(last[name][key]):.3f}" for key in ("train", "val"))] for name, title in names.items())
+    ends = _char_lm_ends(results)
+    names = {
+        "softmax": "softmax with the same parts",
+        "fastmax": "fastmax, the layer's parts",
+        "softmax_plain": "softmax alone",
+        "fastmax_plain": "fastmax alone",
+    }
+    lines = ([title, *(f"{_mean(ends[name], key):.3f}" for key in ("train", "val"))] for name, title in names.items())
     return table(["attention", "train loss", "validation loss (nats per byte)"], lines)
 
 
 @block
+def char_lm_seeds(results: Results) -> str:
+    count = len(_char_lm_ends(results)["fastmax"])
+    return "one seed" if count == 1 else f"means of {count} seeds"
+
+
+@block
 def char_lm_gap(results: Results) -> str:
-    last = {row["run"]: float(row["val"]) for row in results.plain("docs/figures/char_lm.csv")}
-    return f"{last['fastmax_p2'] - last['softmax']:.2f}"
+    """Of Fastmax from softmax with the same parts."""
+    return _char_lm_difference(results, "fastmax", "softmax")
+
+
+@block
+def char_lm_alone(results: Results) -> str:
+    """Of Fastmax with parts from softmax alone."""
+    return _char_lm_difference(results, "fastmax", "softmax_plain")
+
+
+@block
+def char_lm_gap_alone(results: Results) -> str:
+    """Of Fastmax alone from softmax alone."""
+    return _char_lm_difference(results, "fastmax_plain", "softmax_plain")
+
+
+def _char_lm_ends(results: Results) -> dict[str, list[dict[str, str]]]:
+    """The last row of every seed, by run."""
+    rows = results.plain("docs/figures/char_lm.csv")
+    steps = max(int(row["step"]) for row in rows)
+    ends = {}
+    for row in rows:
+        if int(row["step"]) == steps:
+            ends.setdefault(row["run"], []).append(row)
+    return ends
+
+
+def _mean(rows: list[dict[str, str]], key: str) -> float:
+    return sum(float(row[key]) for row in rows) / len(rows)
+
+
+def _char_lm_difference(results: Results, first: str, second: str) -> str:
+    """Of validation losses at the end, and which way."""
+    ends = _char_lm_ends(results)
+    difference = _mean(ends[first], "val") - _mean(ends[second], "val")
+    return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
 
 
 @block
