@@ -276,7 +276,7 @@ def test_the_kernel(p, window, fold_every, gathered, dtype, d, dv):
         mask = torch.tensor([[True], [False], [True]], device="cuda")
         log_decay = torch.tensor([-0.3, -0.1, 0.0], dtype=state[1].dtype, device="cuda")[:, None, None].expand(3, hk, 1)
         score = Score(0.05 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
-        exactly_of = [x.double() if x.is_floating_point() else x.clone() for x in state]
+        exactly_of = [x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
         exact = eager.gathered_step_(*(x.double() for x in (q, k, v)), *exactly_of, mask, log_decay.double(), window, score)
         verify.poison_free_memory(torch.device("cuda"))
         twice = []
