@@ -315,6 +315,37 @@ def decode_rate(results: Results) -> str:
     return f"{min(rates):.0%} to {max(rates):.0%}"
 
 
+def _steps(results: Results, *providers: str, **same) -> dict[int, float]:
+    """Microseconds of a step by the tokens of context, of the fastest of the providers."""
+    times = {}
+    for provider in providers:
+        for row in results.rows("decode", provider=provider, mode="step", **same):
+            times[row["tokens"]] = min(row["median"], times.get(row["tokens"], row["median"]))
+    return times
+
+
+@block
+def decode_gain(results: Results) -> str:
+    same = {"head_dim": 64, "batch": 64, "heads": 8}
+    ours, softmax = _steps(results, "fastmax_gathered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
+    times = {tokens: softmax[tokens] / ours[tokens] for tokens in (16384, 131072)}
+    return f"{times[16384]:.1f} times faster at 16k tokens of context and {times[131072]:.0f} times at 128k"
+
+
+@block
+def decode_context(results: Results) -> str:
+    """Steps beside softmax's with a cache, of which the faster one counts."""
+    lines, gathered = [], results.rows("decode", provider="fastmax_gathered", mode="step")
+    for d, batch, heads in dict.fromkeys((row["head_dim"], row["batch"], row["heads"]) for row in gathered):
+        same = {"head_dim": d, "batch": batch, "heads": heads}
+        ours, softmax = _steps(results, "fastmax_gathered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
+        in_place = min(_steps(results, "fastmax_in_place", **same).values())
+        cells = (f"{number(softmax[n])} ({gain(softmax[n] / ours[n])})" for n in ours)
+        lines.append([str(d), f"{batch} x {heads}", number(min(ours.values())), number(in_place), *cells])
+    contexts = (f"SDPA, {n // 1024}k" for n in dict.fromkeys(row["tokens"] for row in gathered))
+    return table(["head_dim", "batch x heads", "gathered, us", "in place, us", *contexts], lines)
+
+
 @block
 def ancestor(results: Results) -> str:
     columns = (("bf16", "fastmax"), ("tf32", "fastmax"), ("fp32", "fastmax"), ("fp32", "fastmax_autograd"))

@@ -201,10 +201,15 @@ def synchronize(device: torch.device) -> None:
 
 
 @torch.no_grad()
+def init_states(model: GPT, batch: int) -> list[SelfAttentionState]:
+    """On a GPU such that mostly read their sums, which `step_` then writes at every 32nd token."""
+    return model.init_states(batch, fold_every=32 if next(model.parameters()).is_cuda else 1)
+
+
 def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool) -> list[dict]:
     """Rows of context, MiB of the states after it and milliseconds of a token that follows; `cache`: softmax with a cache."""
     softmax, rows = with_softmax(model), []
-    states = model.init_states(batch)
+    states = init_states(model, batch)
     device, generator = states[0].device, torch.Generator().manual_seed(0)
     for before, context in tqdm(list(itertools.pairwise([0, *sorted(contexts)])), desc="compare", unit="context"):
         tokens = torch.randint(model.config.vocab_size, (batch, context - before), generator=generator).to(device)
@@ -300,7 +305,7 @@ def main(argv: list[str] | None = None) -> None:
     generator = torch.Generator(args.device).manual_seed(args.seed)
     print(args.prompt, end="", flush=True)
     began = time.perf_counter()
-    logits, states = read(model, prompt, model.init_states(1))
+    logits, states = read(model, prompt, init_states(model, 1))
     states = in_place(model, states, args.tokens)
     step = make_step(model, states, graph and constant)
     for token in generate(step, logits, args.tokens, args.temperature, generator):

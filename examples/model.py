@@ -131,9 +131,14 @@ class GPT(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x).float(), targets, reduction="none")
 
-    def init_states(self, batch: int, **options) -> list[SelfAttentionState]:
-        """The state of each layer before any token; `options` are those of `FastmaxSelfAttention.init_state`."""
-        return [block.attn.init_state(batch, **options) for block in self.blocks]
+    def init_states(self, batch: int, *, fold_every: int = 1, **options) -> list[SelfAttentionState]:
+        """The state of each layer before any token; `options` are those of `FastmaxSelfAttention.init_state`, `fold_every` too,
+        which softmax layers do not know."""
+        of_fastmax = {"fold_every": fold_every}
+        return [
+            block.attn.init_state(batch, **options, **({} if block.attn.attention == "softmax" else of_fastmax))
+            for block in self.blocks
+        ]
 
     def prefill(self, tokens: Tensor, states: list[SelfAttentionState]) -> tuple[Tensor, list[SelfAttentionState]]:
         """tokens (B, T), which continue from `states` -> logits (B, T, vocab) and the states after them."""

@@ -48,7 +48,7 @@ def arguments() -> argparse.ArgumentParser:
         default=True,
         help="decay, short convolution, norm and gate of the output, and for Fastmax an exact window",
     )
-    parser.add_argument("--exact-window", type=int, default=16, help="bytes that Fastmax weighs as softmax does, with parts")
+    parser.add_argument("--exact-window", type=int, default=32, help="bytes that Fastmax weighs as softmax does, with parts")
     parser.add_argument("--compare", action="store_true", help="train " + ", ".join(RUNS) + ", one after another")
     parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
     parser.add_argument("--steps", type=int, default=600)

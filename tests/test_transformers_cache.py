@@ -18,6 +18,7 @@ from fastmax.integrations.transformers import (  # noqa: E402
     fastmax_attention_forward,
     fastmax_mask,
 )
+from fastmax.integrations.transformers import cache as cache_module  # noqa: E402
 from fastmax.integrations.transformers.cache import FastmaxLayer  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # transformers' own remarks on small models
@@ -307,6 +308,31 @@ CHANGES = {
     "select": (lambda cache: cache.batch_select_indices(torch.tensor([2])), [2]),
     "repeat": (lambda cache: cache.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2]),
 }
+
+
+@pytest.fixture(params=[1, 3], ids=["each token joins", "gathered"])
+def gathers(request, monkeypatch):
+    monkeypatch.setattr(cache_module, "fold_every_of", lambda device, p: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("options", [{}, {"exact_window": 4}, {"log_decay": [-0.1, -0.3]}], ids=str)
+@pytest.mark.parametrize("beams", [1, 2])
+def test_gathered_tokens(gathers, options, beams):
+    model, ids, mask = llama(fastmax=options), tokens(3, 9), padding_mask("left")
+    cache = FastmaxCache(model.config)
+    expected = generate(model, ids, mask, num_beams=beams)
+    assert torch.equal(generate(model, ids, mask, cache, num_beams=beams), expected)
+    assert {layer.state.fold_every for layer in cache.layers} == {gathers}
+    if beams == 1:  # a second turn, on what is gathered
+        text = torch.cat((expected, tokens(3, 2)), dim=1)
+        mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
+        assert torch.equal(generate(model, text, mask, cache), generate(model, text, mask))
+
+
+def test_which_states_gather():
+    on_gpu = torch.device("cuda")
+    assert [cache_module.fold_every_of(*given) for given in ((on_gpu, 2), (on_gpu, 1), (torch.device("cpu"), 2))] == [32, 1, 1]
 
 
 @pytest.mark.parametrize("change, rows", CHANGES.values(), ids=CHANGES)

@@ -19,6 +19,7 @@ from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
 from fastmax.integrations.transformers.options import GLOBAL, NAME, fastmax_layers
 from fastmax.integrations.transformers.unreadable import Unreadable
 
+FOLD_EVERY = 32  # tokens that a state on a GPU gathers: a step then mostly reads it (docs/cuda.md, "Gathered tokens")
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # who computes, and noise: the rest says what
 _GOES_FORWARD = (
     "FastmaxCache cannot forget tokens: its sums hold no single one. Decoding that takes tokens back (assisted, prompt lookup, "
@@ -188,7 +189,8 @@ class FastmaxLayer(CacheLayerMixin):
         batch, kv_heads, _, head_dim = key.shape
         sizes = batch, kv_heads, head_dim, value.shape[3]
         options = {name: value for name, value in self.options.items() if name != "log_decay"}  # it comes with the tokens
-        self.state = init_state(*sizes, dtype=dtype, device=query.device, **options)
+        fold_every = fold_every_of(query.device, options.get("p", 2))
+        self.state = init_state(*sizes, dtype=dtype, device=query.device, fold_every=fold_every, **options)
         self.device = query.device
         self.is_initialized = True
 
@@ -297,6 +299,11 @@ class FastmaxCache(Cache):
 
 def _of_state(options: dict) -> dict:
     return {name: value for name, value in options.items() if name not in _NOT_OF_A_STATE}
+
+
+def fold_every_of(device: torch.device, p: int) -> int:
+    """A state of p = 1 is no larger than the tokens that it would gather; on a CPU a step does not wait for memory."""
+    return FOLD_EVERY if device.type == "cuda" and p == 2 else 1
 
 
 def _can_overwrite(state: DecodeState) -> bool:
