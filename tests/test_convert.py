@@ -396,6 +396,35 @@ def test_saving(swapped):
     assert torch.equal(anew(x), model(x))
 
 
+# ---- autocast
+
+
+def test_autocast_sees_the_weights_of_each_step(swapped):
+    """One context around calls and steps: what autocast kept of earlier weights, or without gradients, is used by none of them."""
+    model, teacher, new = swapped
+    model, teacher, x = model.float(), teacher.float(), tokens()
+    batches = [{"tokens": x[:, :-1], "targets": x[:, 1:]}] * 6
+
+    def stages(model, teacher):
+        def loss():
+            with torch.no_grad():
+                return model(**batches[0]).item()
+
+        yield loss()
+        yield convert.fit_polynomial(model, teacher, [x], rounds=2)[-1]["error"]
+        yield from (row["error"] for row in convert.transfer(model, teacher, [x] * 6, new, steps=6, learning_rate=0.05))
+        yield from convert.attention_errors(model, teacher, [x]).values()
+        yield loss()
+        yield from (row["loss"] for row in convert.finetune(model, batches, steps=6, learning_rate=0.01))
+        yield loss()
+        yield from (row["loss"] for row in convert.finetune(teacher, batches, steps=6, learning_rate=0.01))
+
+    expected = list(stages(copy.deepcopy(model), copy.deepcopy(teacher)))
+    assert expected[-1] < 0.9 * expected[-6]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert list(stages(model, teacher)) == pytest.approx(expected, rel=0.03)
+
+
 # ---- Hugging Face models
 
 

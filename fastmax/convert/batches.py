@@ -1,11 +1,13 @@
-"""Batches: tokens (b, n), keywords of a model, or its positional arguments."""
+"""Batches: tokens (b, n), keywords of a model, or its positional arguments; and what calls of a model with them need."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from fastmax import validation
@@ -34,3 +36,16 @@ def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
         yield step, batch
     if step < steps:
         raise ValueError(f"batches must hold one for each of {steps} steps, ended after {step}")
+
+
+@contextmanager
+def fresh_casts() -> Iterator[None]:
+    """`torch.autocast` keeps its casts of weights until the caller leaves it: after a step they are of the weights before it, and
+    those of a call without gradients give none. So none are kept within, nor from within."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()

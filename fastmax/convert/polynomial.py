@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch
+from fastmax.convert.batches import Batch, fresh_casts
 from fastmax.convert.layers import Pairs, is_of_transformers, pairs_of, visit
 from fastmax.self_attention import EXPANSION_OF_EXP
 
@@ -19,6 +19,7 @@ LONGEST_STEP = 1.0  # of one of the numbers in a round
 
 
 @torch.no_grad()
+@fresh_casts()
 def fit_polynomial(
     model: nn.Module, teacher: nn.Module, batches: Iterable[Batch], *, rounds: int = 8
 ) -> list[dict[str, float]]:

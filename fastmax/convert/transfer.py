@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch, first
+from fastmax.convert.batches import Batch, first, fresh_casts
 from fastmax.convert.layers import Pairs, pairs_of, visit
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 
 
+@fresh_casts()
 def transfer(
     model: nn.Module,
     teacher: nn.Module,
@@ -71,6 +72,7 @@ def transfer(
 
 
 @torch.no_grad()
+@fresh_casts()
 def attention_errors(model: nn.Module, teacher: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
     """The error that `transfer` makes smaller, `|y' - y|^2 / |y|^2` by the name of the layer: mean over the batches.
 
