@@ -474,6 +474,19 @@ def test_hugging_face(llama, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+def test_batches_of_a_hugging_face_model(llama):
+    """Padding is padding by keyword and by position, and no layer adds its keys to a cache of the teacher's."""
+    model, teacher, x = llama, copy.deepcopy(llama), tokens()
+    convert.swap(model, exact_window=WINDOW)
+    mask = (torch.arange(N) >= torch.tensor([[0], [5]])).long()
+    padded = convert.attention_errors(model, teacher, [{"input_ids": x, "attention_mask": mask}])
+    assert convert.attention_errors(model, teacher, [(x, mask)]) == padded
+    assert convert.attention_errors(model, teacher, [{"input_ids": x, "attention_mask": mask, "use_cache": True}]) == padded
+    with pytest.raises(ValueError, match=r"attention_mask of a batch must be a tensor \(b, n\), got .*\(2, 1, 24, 24\)"):
+        convert.attention_errors(model, teacher, [(x, torch.ones(2, 1, N, N))])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_window_as_long_as_the_sequence_is_softmax_in_a_hugging_face_model(llama):
     x = tokens()
     expected = llama(x).logits

@@ -16,17 +16,30 @@ Batch = Tensor | Mapping[str, object] | Sequence[object]
 
 
 def call(model: nn.Module, batch: Batch) -> object:
-    """Of Hugging Face models without the cache of keys and values that they would make."""
+    """Of Hugging Face models without the cache of keys and values that they would make, whatever the batch says."""
     no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     if isinstance(batch, Tensor):
         return model(batch, **no_cache)
     if isinstance(batch, Mapping):
-        return model(**no_cache | batch)
+        return model(**{**batch, **no_cache})
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return model(*batch, **no_cache)
     raise TypeError(
         f"batches must hold tensors of tokens, mappings of keywords or sequences of arguments, got {validation.describe(batch)}"
     )
+
+
+def padding_of(model: nn.Module, batch: Batch) -> Tensor | None:
+    """The argument `attention_mask` of a batch, by keyword or by position, as bool (b, n): True = takes part."""
+    if isinstance(batch, Tensor):
+        return None
+    given = batch if isinstance(batch, Mapping) else dict(zip(inspect.signature(model.forward).parameters, batch, strict=False))
+    mask = given.get("attention_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise ValueError(f"attention_mask of a batch must be a tensor (b, n), got {validation.describe(mask)}")
+    return mask.bool()
 
 
 def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
