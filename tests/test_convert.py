@@ -329,6 +329,8 @@ def test_a_fitted_polynomial_is_positive_and_no_worse(swapped):
 
 def test_fit_polynomial_refuses_and_leaves_the_model(swapped):
     model, teacher, _ = swapped
+    for block in model.blocks:
+        block.options |= {"a0": 1.3, "a1": 1.1, "a2": 0.7}
     options = [dict(block.options) for block in model.blocks]
     with pytest.raises(ValueError, match="batches must hold one or more"):
         convert.fit_polynomial(model, teacher, [])
@@ -400,7 +402,7 @@ def test_saving(swapped):
 
 
 def test_autocast_sees_the_weights_of_each_step(swapped):
-    """One context around calls and steps: what autocast kept of earlier weights, or without gradients, is used by none of them."""
+    """One context around calls and steps: none uses what autocast kept of earlier weights, or without gradients."""
     model, teacher, new = swapped
     model, teacher, x = model.float(), teacher.float(), tokens()
     batches = [{"tokens": x[:, :-1], "targets": x[:, 1:]}] * 6

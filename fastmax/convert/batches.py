@@ -53,8 +53,8 @@ def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
 
 @contextmanager
 def fresh_casts() -> Iterator[None]:
-    """`torch.autocast` keeps its casts of weights until the caller leaves it: after a step they are of the weights before it, and
-    those of a call without gradients give none. So none are kept within, nor from within."""
+    """`torch.autocast` keeps its casts of weights until the caller leaves it: after a step they are of the weights before it,
+    and those of a call without gradients give none. So none are used within, nor kept from within."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -48,7 +48,7 @@ def fit_polynomial(
     if not batches:
         raise ValueError("batches must hold one or more, got none")
     options = _options(model, pairs)
-    start = polynomial = _Polynomial.of(options)
+    before, polynomial = [dict(each) for each in options], _Polynomial.of(options)
 
     def measure(polynomial: _Polynomial) -> _Fit:
         return _measure(polynomial, options, pairs, teacher, batches)
@@ -66,7 +66,9 @@ def fit_polynomial(
                 damping *= 100
             rows.append({"round": number, "error": fit.error} | polynomial.coefficients())
     except BaseException:
-        _set(options, start)
+        for each, kept in zip(options, before, strict=True):
+            each.clear()
+            each.update(kept)
         raise
     _set(options, polynomial)
     return rows

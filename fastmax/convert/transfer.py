@@ -33,7 +33,7 @@ def transfer(
     Args:
         model: after `swap`. Of its parameters only those named change.
         teacher: the model before the swap, a copy of it. Runs in eval mode; is not changed.
-        batches: `steps` of them or more. Tokens that `attention_mask` (b, n), an argument of the model, leaves out do not count.
+        batches: `steps` of them or more. Tokens that the model's argument `attention_mask` (b, n) leaves out do not count.
         parameters: names of the parameters to train, in layers that were exchanged: what `swap` returned, or for instance
             `[name for name, _ in model.named_parameters() if "q_norm" in name]`.
         steps: batches taken from `batches`.
