@@ -26,9 +26,9 @@ from fastmax.eager.blocks import (
 from fastmax.eager.decay import Decay, finite_decay
 from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
+from fastmax.eager.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
-from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Softmax
 
 __all__ = [
