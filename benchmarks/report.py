@@ -16,7 +16,8 @@ import torch
 
 from benchmarks.registry import DTYPES
 from benchmarks.workloads import Row
-from fastmax import extension, fastmax_attention, planner
+from fastmax import extension, fastmax_attention
+from fastmax.eager import planner
 
 COLUMNS = (
     *("suite", "case", "batch", "heads", "tokens", "head_dim", "p", "algorithm", "dtype", "causal"),

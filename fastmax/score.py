@@ -90,6 +90,11 @@ def reciprocal(z: Tensor) -> Tensor:
     return torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, z))
 
 
+def quotient(x: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
+    """x / z, and 0 for z = 0 (with gradient 0). That of `x * reciprocal(z)` has the square of 1 / z in it, which overflows."""
+    return torch.div(x, torch.where(z == 0, torch.inf, z), out=out)
+
+
 def log_of_sums(z: Tensor) -> Tensor:
     """log z, and -inf for z = 0 (with gradient 0)."""
     seen = z != 0

@@ -13,7 +13,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from fastmax.planner import ALGORITHMS
+from fastmax.eager.planner import ALGORITHMS
 from fastmax.score import Score
 from fastmax.warning import warn
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import fastmax_attention, reference
-from fastmax.planner import plan_linear, plan_quadratic
+from fastmax.eager.planner import plan_linear, plan_quadratic
 
 CPU = torch.device("cpu")
 CHUNK = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=2).chunk

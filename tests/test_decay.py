@@ -32,6 +32,7 @@ from test_flash import ExpectedFlash
 from test_validation import good
 from torch.autograd import gradgradcheck
 
+import fastmax
 from fastmax import fastmax_attention, flash_attention
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
@@ -527,3 +528,49 @@ def test_exp_of_weights_has_no_denormal_numbers(exp, least, in_place, dtype):
     assert not y[x < least - 1.0].any()
     assert y[y > 0].min() > 100.0 * torch.finfo(dtype).tiny
     assert exp(torch.tensor([torch.nan], dtype=dtype), in_place).isnan()
+
+
+# ---- what has faded
+
+
+@pytest.mark.parametrize("custom", [True, False], ids=["analytic", "autograd"])
+@pytest.mark.parametrize("algorithm", ["quadratic", "linear"])
+@pytest.mark.parametrize(
+    "dtype, least, gone", [(torch.float32, -69.0, (-70.0, -79.0, -85.0)), (torch.float64, -690.0, (-691.0, -700.0, -705.0))]
+)
+def test_a_query_that_sees_faded_keys_alone(dtype, least, gone, algorithm, custom):
+    """Its own key is padding. While the sum of the weights is at least 2^-100 the output is the definition's, which does not
+    depend on a common factor; below, nothing is seen. Large gradients stay finite on the way."""
+    q, k, v = (0.1 * torch.randn(1, 2, 2, 8, dtype=dtype) for _ in range(3))
+    mask = torch.tensor([[True, False]])
+
+    def outputs(last, **options):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        log_decay = torch.tensor([0.0, last], dtype=dtype).expand(1, 2, 2).clone().requires_grad_()
+        options |= {"key_padding_mask": mask, "log_decay": log_decay, "algorithm": algorithm, "use_custom_gradient": custom}
+        o, lse = fastmax_attention(*leaves, causal=True, return_lse=True, **options)
+        grads = torch.autograd.grad((65536.0 * o).sum(), [*leaves, log_decay])
+        assert all(x.isfinite().all() for x in grads), last
+        return o[:, :, 1], lse[:, :, 1]
+
+    o, lse = outputs(least)
+    torch.testing.assert_close(o, v[:, :, 0])  # the only key
+    torch.testing.assert_close(lse, least + (1 + (s := (q[:, :, 1] * k[:, :, 0]).sum(-1)) + s * s / 2).log())
+    for last in gone:
+        o, lse = outputs(last)
+        assert not o.any() and lse.isneginf().all()
+        torch.testing.assert_close(outputs(last, exact_window=1)[0], v[:, :, 0])  # weighed from the edge of the window on
+
+
+@pytest.mark.parametrize("last", [-60.0, -75.0])
+def test_gradients_of_a_step_that_reads_a_faded_state(last):
+    q, k, v = (0.1 * torch.randn(1, 2, 2, 8) for _ in range(3))
+    _, state = fastmax.prefill(q, k, v, fastmax.init_state(1, 2, 8))
+    token = [x[:, :, :1].clone().requires_grad_() for x in (q, k, v)]
+    log_decay = torch.full((1, 2, 1), last, requires_grad=True)
+    mask = torch.tensor([[False]])
+    o, _ = fastmax.step(*token, state, key_padding_mask=mask, log_decay=log_decay)
+    exact = [x.detach().double().requires_grad_() for x in (*token, log_decay)]
+    expected, _ = fastmax.step(*exact[:3], state.to(torch.float64), key_padding_mask=mask, log_decay=exact[3])
+    for x, y in zip(torch.autograd.grad(o.sum(), [*token, log_decay]), torch.autograd.grad(expected.sum(), exact), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)

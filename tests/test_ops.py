@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastmax import FASTMultiHeadAttention, eager, fastmax_attention, ops
 from fastmax.call import Call
-from fastmax.planner import LinearPlan
+from fastmax.eager.planner import LinearPlan
 from fastmax.reference import naive_attention
 from fastmax.score import Score
 

@@ -5,7 +5,7 @@ import torch
 from common import CPU, Case, Memory, by_algorithm, by_causal, by_gradient, check, make_inputs, make_options, run
 
 from fastmax import eager, fastmax_attention
-from fastmax.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
+from fastmax.eager.planner import LinearPlan, QuadraticPlan, choose_algorithm, plan_linear, plan_quadratic
 
 # n = m and d = dv where the linear algorithm begins to pay: (d, p, query heads a kv head, causal) -> tokens.
 CROSSOVERS = {

@@ -26,9 +26,9 @@ from fastmax.eager.blocks import (
 from fastmax.eager.decay import Decay, finite_decay
 from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
+from fastmax.eager.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
-from fastmax.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.score import Softmax
 
 __all__ = [
@@ -72,6 +72,12 @@ def _tiles(call: Call):
     if isinstance(call.score, Softmax):
         return flash
     return exact if call.exact_window > 0 else tiles
+
+
+def _finish(call: Call) -> Callable[..., tuple[Tensor, Tensor]]:
+    """From the sums to the output, and to what is returned beside it."""
+    kind = _tiles(call)
+    return tiles.finish_faded if kind is tiles and call.log_decay is not None else kind.finish
 
 
 def algorithm_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
@@ -160,7 +166,7 @@ def forward_from_state(
     recorded = recording(q, k, v, values, weights, call.log_decay)
     workspace = None if recorded else Workspace(values.dtype, q.device)
     ops = _operands(q, k, v, call)
-    parts = _Parts(ops, tiles.finish)
+    parts = _Parts(ops, _finish(call))
     state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, parts, workspace, state)
     values, weights = linear.pack_state(state, d)
@@ -217,9 +223,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
     """`forward` without the noise, on one head group after the other."""
-    kind = _tiles(call)
+    finish = _finish(call)
     o = empty_like_layout(q, v.shape[-1])
-    z = q.new_full(q.shape[:3], kind.NO_KEYS, dtype=compute_dtype(q.dtype))
+    z = q.new_full(q.shape[:3], _tiles(call).NO_KEYS, dtype=compute_dtype(q.dtype))
     if o.numel() == 0 or k.numel() == 0:
         o.zero_()
         zero = sum(x.flatten()[:0].sum() for x in (q, k, v))  # part of the graph
@@ -227,7 +233,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -
     module, plan = _plan(q, k, v, call, whole=differentiable)
     if differentiable:
         ops = _operands(*_widened(q, k, v, call))
-        parts = _Parts(ops, kind.finish)
+        parts = _Parts(ops, finish)
         module.forward(ops, plan, parts, None)
         return parts.join(q)
     hk = k.shape[1]
@@ -239,7 +245,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -
         def write(span: Span, sums: tuple[Tensor, ...], like=ops.q, o_group=o_group, z_group=z_group):
             rows = slice(span.start, span.stop)
             sums = (from_blocks(x, span, like) for x in sums)
-            z_group[:, :, :, rows] = kind.finish(*sums, out=o_group[:, :, :, rows])[1]
+            z_group[:, :, :, rows] = finish(*sums, out=o_group[:, :, :, rows])[1]
 
         module.forward(ops, plan, write, workspace)
     return o, z

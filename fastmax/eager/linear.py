@@ -31,8 +31,8 @@ from fastmax.eager.features import (
     symmetrize,
     unfold_pairs,
 )
+from fastmax.eager.planner import LinearPlan
 from fastmax.eager.workspace import Workspace
-from fastmax.planner import LinearPlan
 from fastmax.score import Score
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from fastmax.eager import exact, tiles
 from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
 from fastmax.eager.decay import is_at_hand
+from fastmax.eager.planner import QuadraticPlan
 from fastmax.eager.workspace import Workspace
-from fastmax.planner import QuadraticPlan
 
 
 class _Tiling:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastmax.eager.decay import is_at_hand
-from fastmax.score import Score, log_of_sums, reciprocal
+from fastmax.score import Score, log_of_sums, quotient, reciprocal
 
 
 def decode_step(
@@ -95,7 +95,7 @@ def softmax_of(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
     query = query_features(q, weights, score)
-    o = (query @ values) * reciprocal(query @ weights.unsqueeze(-1))
+    o = quotient(query @ values, query @ weights.unsqueeze(-1))
     return o.flatten(1, 2).unsqueeze(2).to(q.dtype)
 
 

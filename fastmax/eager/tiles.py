@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from fastmax.call import Call
 from fastmax.eager.exponential import exp_of_faded
 from fastmax.eager.workspace import Workspace, buffer
-from fastmax.score import Score, reciprocal
+from fastmax.score import Score, quotient, reciprocal
 
 NO_KEYS = 0.0  # the denominator of a query without keys
 
@@ -53,7 +53,13 @@ class TileGradients(NamedTuple):
 
 def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Output and denominator of the sums."""
-    return torch.mul(numerator, reciprocal(z), out=out), z
+    return quotient(numerator, z, out), z
+
+
+def finish_faded(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`finish` of weights that decay. Where they have faded to less than 2^-100 (of float64 2^-996) together, nothing is seen,
+    as in the CUDA kernels: gradients are divided by the sum, and stay finite."""
+    return finish(numerator, torch.where(z.abs() < 2.0**26 * torch.finfo(z.dtype).tiny, 0.0, z), out)
 
 
 def row_terms(
