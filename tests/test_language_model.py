@@ -48,6 +48,9 @@ def test_hybrids_have_full_softmax_in_every_nth_layer():
     assert layers[0].options["exact_window"] == 8 and layers[0].options["temperature"] == 2.0
     softmax = tiny(attention="softmax", window=5, every=2).blocks
     assert [block.attn.window for block in softmax] == [5, None]
+    for every in (-1, 3):  # no layer would be softmax
+        with pytest.raises(ValueError, match=f"every must be from 0 to the 2 layers, got {every}"):
+            tiny(every=every)
 
 
 def test_start_is_that_of_gpt2_and_other_layers_keep_theirs():
