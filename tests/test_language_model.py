@@ -275,7 +275,7 @@ def test_training_ends_after_its_seconds(texts, tmp_path, monkeypatch):
     assert 1 <= int(row[0]) <= 5
 
 
-def test_parts_are_checked_by_name(tmp_path, capsys):
+def test_parts_are_checked_by_name(tmp_path, capsys, monkeypatch):
     import train_lm
 
     args = train_lm.arguments().parse_args(["--parts", "p=1", "rope=false", "normalize=token", "--without", "conv", "decay"])
@@ -286,6 +286,11 @@ def test_parts_are_checked_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         train_lm.main(["--parts", "windows=3", "--out", str(tmp_path)])
     assert "'windows=3' is not NAME=VALUE" in capsys.readouterr().err
+    monkeypatch.setattr(train_lm, "load_text", lambda args: pytest.fail("the text was read first"))
+    for options, message in ((["--every", "9"], "every must be from 0 to the 8 layers"), (["--parts", "p=3"], "p must be")):
+        with pytest.raises(SystemExit):
+            train_lm.main([*options, "--out", str(tmp_path)])
+        assert message in capsys.readouterr().err
 
 
 def test_bpe_without_tokenizers(monkeypatch):
