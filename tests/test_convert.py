@@ -329,6 +329,8 @@ def test_a_fitted_polynomial_is_positive_and_no_worse(swapped):
 
 def test_fit_polynomial_refuses_and_leaves_the_model(swapped):
     model, teacher, _ = swapped
+    for block in model.blocks:
+        block.options |= {"a0": 1.3, "a1": 1.1, "a2": 0.7}
     options = [dict(block.options) for block in model.blocks]
     with pytest.raises(ValueError, match="batches must hold one or more"):
         convert.fit_polynomial(model, teacher, [])
@@ -396,6 +398,35 @@ def test_saving(swapped):
     assert torch.equal(anew(x), model(x))
 
 
+# ---- autocast
+
+
+def test_autocast_sees_the_weights_of_each_step(swapped):
+    """One context around calls and steps: none uses what autocast kept of earlier weights, or without gradients."""
+    model, teacher, new = swapped
+    model, teacher, x = model.float(), teacher.float(), tokens()
+    batches = [{"tokens": x[:, :-1], "targets": x[:, 1:]}] * 6
+
+    def stages(model, teacher):
+        def loss():
+            with torch.no_grad():
+                return model(**batches[0]).item()
+
+        yield loss()
+        yield convert.fit_polynomial(model, teacher, [x], rounds=2)[-1]["error"]
+        yield from (row["error"] for row in convert.transfer(model, teacher, [x] * 6, new, steps=6, learning_rate=0.05))
+        yield from convert.attention_errors(model, teacher, [x]).values()
+        yield loss()
+        yield from (row["loss"] for row in convert.finetune(model, batches, steps=6, learning_rate=0.01))
+        yield loss()
+        yield from (row["loss"] for row in convert.finetune(teacher, batches, steps=6, learning_rate=0.01))
+
+    expected = list(stages(copy.deepcopy(model), copy.deepcopy(teacher)))
+    assert expected[-1] < 0.9 * expected[-6]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert list(stages(model, teacher)) == pytest.approx(expected, rel=0.03)
+
+
 # ---- Hugging Face models
 
 
@@ -442,6 +473,19 @@ def test_hugging_face(llama, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64).eval()
     assert relative(loaded(x).logits, model.eval()(x).logits) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_batches_of_a_hugging_face_model(llama):
+    """Padding is padding by keyword and by position, and no layer adds its keys to a cache of the teacher's."""
+    model, teacher, x = llama, copy.deepcopy(llama), tokens()
+    convert.swap(model, exact_window=WINDOW)
+    mask = (torch.arange(N) >= torch.tensor([[0], [5]])).long()
+    padded = convert.attention_errors(model, teacher, [{"input_ids": x, "attention_mask": mask}])
+    assert convert.attention_errors(model, teacher, [(x, mask)]) == padded
+    assert convert.attention_errors(model, teacher, [{"input_ids": x, "attention_mask": mask, "use_cache": True}]) == padded
+    with pytest.raises(ValueError, match=r"attention_mask of a batch must be a tensor \(b, n\), got .*\(2, 1, 24, 24\)"):
+        convert.attention_errors(model, teacher, [(x, torch.ones(2, 1, N, N))])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -1,6 +1,7 @@
 """Fastmax in the layers named, softmax in the others: masks, caches, and what is saved."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,6 +207,13 @@ def test_size():
             generate(model, tokens(1, 6), torch.ones(1, 6), cache, max_new_tokens=new)
             sizes.add(cache.nbytes)
         assert (len(sizes) > 1) == grows
+
+
+def test_size_with_linear_layers():
+    """They have no keys and values, but states."""
+    cache = FastmaxCache(gemma().config)
+    cache.layers[0] = SimpleNamespace(conv_states={0: None, 1: torch.ones(2, 3)}, recurrent_states={0: torch.ones(4)})
+    assert cache.nbytes == 40
 
 
 def test_tokens_cannot_be_taken_back():

@@ -1,5 +1,6 @@
 """Packed batches of Hugging Face models: equal to the documents one by one."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -188,19 +189,43 @@ def test_refused(make_model, given, message):
         make_model()(tokens(1, 12), **given)
 
 
+def switched():
+    model = llama()
+    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation("fastmax")
+    return copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("make_model", [llama, gpt2, gemma, switched])
+def test_refused_with_an_empty_cache(make_model):
+    """Tokens that go on from the cache would see all documents."""
+    model = make_model()
+    given = {"cu_seq_lens_q": CU, "position_ids": positions(LENGTHS)}
+    caches = transformers.DynamicCache(config=model.config), FastmaxCache(model.config)
+    wrong = [{"past_key_values": cache, "use_cache": use_cache} for cache in caches for use_cache in (True, False)]
+    for cached in ({}, {"use_cache": True}, *wrong):
+        with pytest.raises(ValueError, match=r"without a cache .* got cu_seq_lens_q and a \w+Cache in \w+Attention"):
+            model(tokens(1, 12), **given, **cached)
+    model.set_attn_implementation("sdpa")  # transformers' own business
+    model(tokens(1, 12), **given)
+
+
 def test_refused_with_a_state():
     model = llama()
-    with pytest.raises(ValueError, match="12 queries of 12 keys, a FastmaxCache"):
-        model(tokens(1, 12), past_key_values=FastmaxCache(model.config), cu_seq_lens_q=CU)
     with pytest.raises(ValueError, match="there is one of the two"):
         model(tokens(1, 12), past_key_values=FastmaxCache(model.config), position_ids=positions(LENGTHS))
 
 
 def test_refused_with_earlier_keys():
-    model, cache = llama(), transformers.DynamicCache()
-    model(tokens(1, 3), past_key_values=cache)
+    """Of the function alone, which another model's layer may call without the hook of ours."""
+    layer, mask = llama().model.layers[0].self_attn, integration.fastmax_mask(1, 12, 15, 3)
+    q, k = torch.randn(1, 4, 12, 6), torch.randn(1, 2, 15, 6)
     with pytest.raises(ValueError, match="12 queries of 15 keys"):
-        model(tokens(1, 12), past_key_values=cache, cu_seq_lens_q=CU)
+        integration.fastmax_attention_forward(layer, q, k, k, mask, cu_seq_lens_q=CU)
+    cache = FastmaxCache(layer.config)
+    k = cache.update(k[:, :, :12], k[:, :, :12], 0)
+    with pytest.raises(ValueError, match="12 queries of 12 keys, a FastmaxCache"):
+        integration.fastmax_attention_forward(layer, q, *k, integration.fastmax_mask(1, 12, 12), cu_seq_lens_q=CU)
 
 
 def test_bounds_are_of_one_row():

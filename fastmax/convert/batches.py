@@ -1,11 +1,13 @@
-"""Batches: tokens (b, n), keywords of a model, or its positional arguments."""
+"""Batches: tokens (b, n), keywords of a model, or its positional arguments; and what calls of a model with them need."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 
 from fastmax import validation
@@ -14,17 +16,30 @@ Batch = Tensor | Mapping[str, object] | Sequence[object]
 
 
 def call(model: nn.Module, batch: Batch) -> object:
-    """Of Hugging Face models without the cache of keys and values that they would make."""
+    """Of Hugging Face models without the cache of keys and values that they would make, whatever the batch says."""
     no_cache = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     if isinstance(batch, Tensor):
         return model(batch, **no_cache)
     if isinstance(batch, Mapping):
-        return model(**no_cache | batch)
+        return model(**{**batch, **no_cache})
     if isinstance(batch, Sequence) and not isinstance(batch, str):
         return model(*batch, **no_cache)
     raise TypeError(
         f"batches must hold tensors of tokens, mappings of keywords or sequences of arguments, got {validation.describe(batch)}"
     )
+
+
+def padding_of(model: nn.Module, batch: Batch) -> Tensor | None:
+    """The argument `attention_mask` of a batch, by keyword or by position, as bool (b, n): True = takes part."""
+    if isinstance(batch, Tensor):
+        return None
+    given = batch if isinstance(batch, Mapping) else dict(zip(inspect.signature(model.forward).parameters, batch, strict=False))
+    mask = given.get("attention_mask")
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        raise ValueError(f"attention_mask of a batch must be a tensor (b, n), got {validation.describe(mask)}")
+    return mask.bool()
 
 
 def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
@@ -34,3 +49,16 @@ def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
         yield step, batch
     if step < steps:
         raise ValueError(f"batches must hold one for each of {steps} steps, ended after {step}")
+
+
+@contextmanager
+def fresh_casts() -> Iterator[None]:
+    """`torch.autocast` keeps its casts of weights until the caller leaves it: after a step they are of the weights before it,
+    and those of a call without gradients give none. So none are used within, nor kept from within."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()

@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch, call, first
+from fastmax.convert.batches import Batch, call, first, fresh_casts
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 
 
+@fresh_casts()
 def finetune(
     model: nn.Module,
     batches: Iterable[Batch],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from fastmax.convert.batches import Batch, call
+from fastmax.convert.batches import Batch, call, padding_of
 from fastmax.self_attention import FastmaxSelfAttention
 
 Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the teacher's
@@ -60,10 +60,10 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
 
     Args:
         compare: is given the layer's name, `attend`, which returns the output of the model's layer for the same input, and the
-            teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's keyword
-            `attention_mask` (b, n) leaves out.
+            teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's
+            argument `attention_mask` (b, n) leaves out.
     """
-    real = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    real = padding_of(teacher, batch)
     called = set()
 
     def hook_of(name: str, layer: nn.Module) -> Callable:
@@ -85,7 +85,7 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
 
 def _rows(output: Tensor | tuple, real: Tensor | None) -> Tensor:
     rows = output if isinstance(output, Tensor) else output[0]
-    rows = rows.flatten(0, -2) if real is None else rows[real.bool()]
+    rows = rows.flatten(0, -2) if real is None else rows[real]
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
@@ -95,7 +95,7 @@ def _keywords_of_layer(layer: nn.Module, keywords: dict, real: Tensor | None) ->
         return keywords
     from fastmax.integrations.transformers import FastmaxMask
 
-    mask = FastmaxMask(True, None if real is None else real.bool())
+    mask = FastmaxMask(True, real)
     return keywords | {"attention_mask": mask}
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch
+from fastmax.convert.batches import Batch, fresh_casts
 from fastmax.convert.layers import Pairs, is_of_transformers, pairs_of, visit
 from fastmax.self_attention import EXPANSION_OF_EXP
 
@@ -19,6 +19,7 @@ LONGEST_STEP = 1.0  # of one of the numbers in a round
 
 
 @torch.no_grad()
+@fresh_casts()
 def fit_polynomial(
     model: nn.Module, teacher: nn.Module, batches: Iterable[Batch], *, rounds: int = 8
 ) -> list[dict[str, float]]:
@@ -47,7 +48,7 @@ def fit_polynomial(
     if not batches:
         raise ValueError("batches must hold one or more, got none")
     options = _options(model, pairs)
-    start = polynomial = _Polynomial.of(options)
+    before, polynomial = [dict(each) for each in options], _Polynomial.of(options)
 
     def measure(polynomial: _Polynomial) -> _Fit:
         return _measure(polynomial, options, pairs, teacher, batches)
@@ -65,7 +66,9 @@ def fit_polynomial(
                 damping *= 100
             rows.append({"round": number, "error": fit.error} | polynomial.coefficients())
     except BaseException:
-        _set(options, start)
+        for each, kept in zip(options, before, strict=True):
+            each.clear()
+            each.update(kept)
         raise
     _set(options, polynomial)
     return rows

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch, first
+from fastmax.convert.batches import Batch, first, fresh_casts
 from fastmax.convert.layers import Pairs, pairs_of, visit
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 
 
+@fresh_casts()
 def transfer(
     model: nn.Module,
     teacher: nn.Module,
@@ -32,7 +33,7 @@ def transfer(
     Args:
         model: after `swap`. Of its parameters only those named change.
         teacher: the model before the swap, a copy of it. Runs in eval mode; is not changed.
-        batches: `steps` of them or more. Tokens that `attention_mask` (b, n), a keyword of the batch, leaves out do not count.
+        batches: `steps` of them or more. Tokens that the model's argument `attention_mask` (b, n) leaves out do not count.
         parameters: names of the parameters to train, in layers that were exchanged: what `swap` returned, or for instance
             `[name for name, _ in model.named_parameters() if "q_norm" in name]`.
         steps: batches taken from `batches`.
@@ -71,6 +72,7 @@ def transfer(
 
 
 @torch.no_grad()
+@fresh_casts()
 def attention_errors(model: nn.Module, teacher: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
     """The error that `transfer` makes smaller, `|y' - y|^2 / |y|^2` by the name of the layer: mean over the batches.
 

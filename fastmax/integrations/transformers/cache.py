@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
@@ -21,6 +22,7 @@ from fastmax.integrations.transformers.unreadable import Unreadable
 
 FOLD_EVERY = 32  # tokens that a state on a GPU gathers: a step then mostly reads it (docs/cuda.md, "Gathered tokens")
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # who computes, and noise: the rest says what
+_KEPT = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' layers: tensors, or dicts of them
 _GOES_FORWARD = (
     "FastmaxCache cannot forget tokens: its sums hold no single one. Decoding that takes tokens back (assisted, prompt lookup, "
     'contrastive search) needs transformers\' DynamicCache (cache_implementation="dynamic")'
@@ -284,10 +286,11 @@ class FastmaxCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, and of the keys and values of layers that do not run fastmax."""
+        """Bytes of the states, and of what layers that do not run fastmax keep."""
         states = sum(layer.state.nbytes for layer in self.layers if isinstance(layer, FastmaxLayer) and layer.state is not None)
-        others = [layer for layer in self.layers if not isinstance(layer, FastmaxLayer) and layer.is_initialized]
-        return states + sum(layer.keys.nbytes + layer.values.nbytes for layer in others)
+        others = [layer for layer in self.layers if not isinstance(layer, FastmaxLayer)]
+        kept = pytree.tree_leaves([getattr(layer, name, None) for layer in others for name in _KEPT])
+        return states + sum(x.nbytes for x in kept if isinstance(x, Tensor))
 
     def crop(self, *args, **kwargs) -> None:
         raise ValueError(_GOES_FORWARD)  # before any other layer is cropped

@@ -17,6 +17,7 @@ from fastmax.integrations.transformers.classes import asks_interface, computes_a
 from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
 from fastmax.integrations.transformers.layers import attention_layers, implementation
 from fastmax.integrations.transformers.options import NAME, SOFTMAX, configurations, fastmax_layers, remember_choice
+from fastmax.integrations.transformers.packing import refuse_caches_of_documents
 
 _INSTEAD = (
     "In a composite model choose the parts that can, as in "
@@ -27,7 +28,8 @@ _INSTEAD = (
 def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None) -> dict[str, str]:
     """Raise where a part of a model that is set to fastmax would run softmax attention all the same.
 
-    Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand.
+    Called whenever a model is made or gets another implementation; call it after setting `_attn_implementation` by hand. Layers
+    that run fastmax are given the hook by which they refuse packed documents in a cache (`packing`).
 
     Args:
         model: the model.
@@ -47,6 +49,8 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
     for name, layer in attention_layers(model):
         if gate_of(layer) is not None:
             refuse_layer(name, layer)
+        if layer.config._attn_implementation == NAME:
+            refuse_caches_of_documents(layer)
     own = list(_own_attention(model, False, _other(model.config) if left_out is None else left_out))
     if own:
         names = ", ".join(own[:3]) + (f" and {len(own) - 3} more" if len(own) > 3 else "")

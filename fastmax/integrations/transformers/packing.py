@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from transformers import masking_utils
+from torch import Tensor, nn
+from transformers import Cache, masking_utils
 from transformers.masking_utils import and_masks, causal_mask_function, packed_sequence_mask_function
 from transformers.utils.import_utils import is_tracing
 
@@ -25,6 +25,24 @@ ONLY = (
     f'attn_implementation="{NAME}" takes packed sequences (position_ids that start again, cu_seq_lens_q) in causal layers, '
     "without an attention_mask and without a cache (use_cache=False)"
 )
+
+
+def refuse_caches_of_documents(layer: nn.Module) -> None:
+    """Let an attention layer refuse `cu_seq_lens_q` beside a cache, empty or not: later tokens would see all documents in it.
+
+    Only the layer sees the cache: to the attention function keys that come from an empty one look as if there were none.
+    """
+    if _refuse_cache not in layer._forward_pre_hooks.values():
+        layer.register_forward_pre_hook(_refuse_cache, with_kwargs=True)
+
+
+def _refuse_cache(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+    """The hook: a function of the module, so that models are copied and pickled with it."""
+    if kwargs.get("cu_seq_lens_q") is None or layer.config._attn_implementation != NAME:
+        return
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, Cache):
+            raise ValueError(f"{ONLY}; got cu_seq_lens_q and a {type(given).__name__} in {type(layer).__name__}")
 
 
 def is_packed(mask_function: Callable, arguments: dict) -> bool:
