@@ -415,6 +415,15 @@ def test_generate_prints_the_same_text_for_the_same_seed(name, checkpoints, caps
     assert "20 tokens" in table and ("caches, which grow" in table) is (name == "bpe")
 
 
+def test_a_cache_in_place_refuses_a_mask():
+    import generate
+
+    model = loaded(tiny(attention="softmax"))
+    (state, _), layer = generate.in_place(model, model.init_states(1), 2), model.blocks[0].attn
+    with pytest.raises(ValueError, match="key_padding_mask"), torch.no_grad():
+        layer.step_(torch.zeros(1, 1, 16).double(), state, key_padding_mask=torch.tensor([[False]]))
+
+
 def test_bytes_of_a_character_are_printed_together():
     import generate
 
