@@ -8,16 +8,15 @@ in its backward: 131072 x 50304 of them in fp32 would be 25 GiB, and their gradi
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import fastmax
 from benchmarks.check import WrongResult
+from benchmarks.learn.examples import model
+from benchmarks.learn.variants import SDPASelfAttention
 from benchmarks.registry import Case, Provider
 
 LAYERS = 12
@@ -31,34 +30,18 @@ ATTENTION = {
 }
 
 
-class ScaledDotProductLayer(fastmax.FastmaxSelfAttention):
-    """The softmax layer with PyTorch's attention in the place of `flash_attention`, for whole sequences without decay."""
-
-    def forward(self, x: Tensor, *, cu_seqlens: None = None) -> Tensor:
-        q, k, v, log_decay, _ = self._heads(x, None, None, None)
-        if cu_seqlens is not None or log_decay is not None or self.window is not None:
-            raise ValueError("scaled_dot_product_attention takes no cu_seqlens, decay or window")
-        return self._output(F.scaled_dot_product_attention(q, k, v, is_causal=True), x)
-
-
 class Step:
     """Callable: a step on always the same batch of random tokens; returns the loss before it."""
 
     def __init__(self, case: Case, name: str, device: torch.device):
-        sys.path.append(str(Path(__file__).parents[1] / "examples"))
-        try:
-            from model import GPT, PLAIN, GPTConfig, make_layer
-        finally:
-            sys.path.pop()
         sizes = {"vocab_size": VOCAB, "block_size": case.tokens, "n_layer": LAYERS, "n_head": case.heads}
         options = dict(ATTENTION[name])
-        config = GPTConfig(
-            **sizes, n_embd=case.heads * case.head_dim, attention=options.pop("attention"), parts=PLAIN | options
-        )
+        sizes |= {"n_embd": case.heads * case.head_dim, "attention": options.pop("attention")}
+        config = model.GPTConfig(**sizes, parts=model.PLAIN | options)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)  # every provider starts from the same weights
-            layer = fastmax.FastmaxSelfAttention if config.attention == "fastmax" else ScaledDotProductLayer
-            self.model = GPT(config, partial(make_layer, layer=layer))
+            layer = fastmax.FastmaxSelfAttention if config.attention == "fastmax" else SDPASelfAttention
+            self.model = model.GPT(config, partial(model.make_layer, layer=layer))
             self.tokens, self.targets = torch.randint(VOCAB, (2, case.batch, case.tokens))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.dtype == "bf16")

@@ -132,6 +132,8 @@ def main():
     config = GPTConfig(**checkpoint["config"])
     if config.attention != "softmax":
         parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
+    if not 0 <= args.every <= config.n_layer:
+        parser.error(f"--every must be from 0 to the {config.n_layer} layers of {args.checkpoint}, got {args.every}")
     args.block_size = args.block_size or config.block_size
     softmax = GPT(config).to(args.device)
     softmax.load_state_dict(checkpoint["model"])

@@ -66,9 +66,11 @@ class CacheInPlace:
 class CachedLayer(FastmaxSelfAttention):
     """The layer, whose `step_` takes a CacheInPlace too."""
 
-    def step_(self, x: Tensor, state: SelfAttentionState, *, key_padding_mask: None = None) -> Tensor:
+    def step_(self, x: Tensor, state: SelfAttentionState, *, key_padding_mask: Tensor | None = None) -> Tensor:
         if not isinstance(state.attention, CacheInPlace):
             return super().step_(x, state, key_padding_mask=key_padding_mask)
+        if key_padding_mask is not None:
+            raise ValueError("key_padding_mask has no effect on a CacheInPlace, which all sequences fill alike")
         q, k, v, log_decay, recent = self._heads(x, state, None, None)
         cache = state.attention
         here, cache.length = cache.length, cache.length + 1

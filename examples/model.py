@@ -77,10 +77,15 @@ class GPT(nn.Module):
         config: sizes, and the attention of the layers.
         make_layer: (config, index) -> module x (B, T, C) -> (B, T, C) that takes `cu_seqlens`, None or as in
             FastmaxSelfAttention. Its weights start as it made them; those of a FastmaxSelfAttention as GPT-2's.
+
+    Raises:
+        ValueError: `config.every` is no number of layers there are: no layer would be softmax.
     """
 
     def __init__(self, config: GPTConfig, make_layer: Callable[[GPTConfig, int], nn.Module] = make_layer):
         super().__init__()
+        if not 0 <= config.every <= config.n_layer:
+            raise ValueError(f"every must be from 0 to the {config.n_layer} layers, got {config.every}")
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(Block(config, make_layer(config, index)) for index in range(config.n_layer))

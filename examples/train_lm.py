@@ -159,6 +159,11 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.bpe and args.bpe <= 256:
         parser.error(f"--bpe must be larger than the 256 bytes and the end of text, got {args.bpe}")
+    try:
+        with torch.device("meta"):
+            GPT(make_config(args, vocab_size=256))
+    except (TypeError, ValueError) as error:  # of the parts, before the text is read
+        parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
     text, vocab_size, bytes_per_token = load_text(args)
     common = settings(args, text)

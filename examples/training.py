@@ -17,6 +17,7 @@ class Recipe:
     lr: float = 1e-3
     final_lr: float = 0.1  # of lr, at the end of the cosine
     warmup: int = 100  # steps
+    warmup_share: float | None = None  # of the training, in place of steps: as long for slow steps as for fast ones
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
     clip: float = 1.0  # of the gradient's norm
@@ -39,7 +40,8 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
     """Of the step `step`, from 0; `progress` of the training, from 0 to 1, is behind it."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return recipe.lr * min(1.0, (step + 1) / max(1, recipe.warmup)) * (recipe.final_lr + (1 - recipe.final_lr) * cosine)
+    warm = (step + 1) / max(1, recipe.warmup) if recipe.warmup_share is None else progress / recipe.warmup_share
+    return recipe.lr * min(1.0, warm) * (recipe.final_lr + (1 - recipe.final_lr) * cosine)
 
 
 class Trainer:

@@ -1,8 +1,11 @@
 """Every example in a tiny setting, as a user runs it; `fastmax.verify` and `fastmax.info`."""
 
+import contextlib
 import csv
+import io
 import math
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,16 +17,35 @@ from fastmax import info, verify
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
-TINY = ["--steps", "3", "--n-layer", "1", "--block-size", "16", "--batch-size", "2"]
+TINY = ["--steps", "3", "--n-layer", "2", "--block-size", "16", "--batch-size", "2"]
 
 
-def run(*command: object, status: int = 0) -> str:
-    """What `python command...` prints; one thread, because these models are too small for more."""
+def run(script: str, *arguments: object, status: int = 0) -> str:
+    """What `python script arguments...` prints, run in this process, which has imported torch already; one thread, because
+    these models are too small for more."""
+    printed, code, threads = io.StringIO(), 0, torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(printed):
+        patch.chdir(ROOT)
+        patch.syspath_prepend((ROOT / script).parent)
+        patch.setattr(sys, "argv", [script, *map(str, arguments)])
+        torch.set_num_threads(1)
+        try:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        finally:
+            torch.set_num_threads(threads)
+    assert code == status
+    return printed.getvalue()
+
+
+def run_alone(*command: object) -> str:
+    """What `python command...` prints, in a process of its own as a user runs it."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     arguments = [sys.executable, *map(str, command)]
     result = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
-    assert result.returncode == status, result.stderr
+    assert result.returncode == 0, result.stderr
     return result.stdout
 
 
@@ -37,8 +59,8 @@ def trained(tmp_path_factory) -> tuple[Path, Path]:
     """A text, and the directory of a tiny softmax and a tiny Fastmax model trained on it."""
     out = tmp_path_factory.mktemp("char_lm")
     (out / "text.txt").write_text(TEXT)
-    for attention in ("softmax", "fastmax"):
-        printed = run(
+    for attention, run_ in (("softmax", run), ("fastmax", run_alone)):
+        printed = run_(
             "examples/train_char_lm.py",
             "--no-parts",
             "--attention",
@@ -229,8 +251,9 @@ def test_verify_catches_a_wrong_gradient(monkeypatch):
     assert {row.tensor for row in errors if not row.passed} == {"k"}
 
 
-def test_info_names_the_implementation():
-    printed = run("-m", "fastmax.info")
+def test_info_names_the_implementation(capsys):
+    info.main()
+    printed = capsys.readouterr().out
     assert torch.__version__ in printed
     sentence = "On cpu fastmax runs its PyTorch implementation (tiled matrix products with an analytic backward)."
     assert sentence in printed.splitlines() and info.implementation(torch.device("cpu")) == sentence
@@ -248,7 +271,7 @@ def test_info_tells_kernels_from_their_absence(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [[], ["--every", 2, "--fit-batches", 0, "--transfer-steps", 0]], ids=["all", "hybrid"])
-def test_convert_lm(tmp_path, trained, options):
+def test_convert_lm(tmp_path, monkeypatch, trained, options):
     text, out = trained
     sizes = ["--steps", 2, "--batch-size", 2, "--val-batches", 1, "--exact-window", 4, "--device", "cpu"]
     small = [] if options else ["--fit-batches", 1, "--transfer-steps", 2]
@@ -261,6 +284,10 @@ def test_convert_lm(tmp_path, trained, options):
     assert len(rows(tmp_path / "finetuning.csv")) == 2 and (tmp_path / "convert.png").stat().st_size > 1000
     made = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert made["config"]["attention"] == "fastmax" and made["config"]["parts"]["exact_window"] == 4
-    load = "import sys; sys.path.insert(0, 'examples'); import torch; from model import GPT, GPTConfig; "
-    load += "made = torch.load(sys.argv[1]); GPT(GPTConfig(**made['config'])).load_state_dict(made['model'])"
-    run("-c", load, tmp_path / "checkpoint.pt")
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from model import GPT, GPTConfig
+
+    model = GPT(GPTConfig(**made["config"]))
+    model.load_state_dict(made["model"])
+    assert [block.attn.attention for block in model.blocks] == ["fastmax", "softmax" if options else "fastmax"]
+    run("examples/convert_lm.py", "--checkpoint", checkpoint, "--every", 3, "--out", tmp_path, status=2)  # of two layers

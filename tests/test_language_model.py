@@ -48,6 +48,9 @@ def test_hybrids_have_full_softmax_in_every_nth_layer():
     assert layers[0].options["exact_window"] == 8 and layers[0].options["temperature"] == 2.0
     softmax = tiny(attention="softmax", window=5, every=2).blocks
     assert [block.attn.window for block in softmax] == [5, None]
+    for every in (-1, 3):  # no layer would be softmax
+        with pytest.raises(ValueError, match=f"every must be from 0 to the 2 layers, got {every}"):
+            tiny(every=every)
 
 
 def test_start_is_that_of_gpt2_and_other_layers_keep_theirs():
@@ -272,7 +275,7 @@ def test_training_ends_after_its_seconds(texts, tmp_path, monkeypatch):
     assert 1 <= int(row[0]) <= 5
 
 
-def test_parts_are_checked_by_name(tmp_path, capsys):
+def test_parts_are_checked_by_name(tmp_path, capsys, monkeypatch):
     import train_lm
 
     args = train_lm.arguments().parse_args(["--parts", "p=1", "rope=false", "normalize=token", "--without", "conv", "decay"])
@@ -283,6 +286,11 @@ def test_parts_are_checked_by_name(tmp_path, capsys):
     with pytest.raises(SystemExit):
         train_lm.main(["--parts", "windows=3", "--out", str(tmp_path)])
     assert "'windows=3' is not NAME=VALUE" in capsys.readouterr().err
+    monkeypatch.setattr(train_lm, "load_text", lambda args: pytest.fail("the text was read first"))
+    for options, message in ((["--every", "9"], "every must be from 0 to the 8 layers"), (["--parts", "p=3"], "p must be")):
+        with pytest.raises(SystemExit):
+            train_lm.main([*options, "--out", str(tmp_path)])
+        assert message in capsys.readouterr().err
 
 
 def test_bpe_without_tokenizers(monkeypatch):
@@ -405,6 +413,15 @@ def test_generate_prints_the_same_text_for_the_same_seed(name, checkpoints, caps
     assert printed[0].startswith("def f") and len(printed[0]) > 8
     assert printed[0] == printed[1] != printed[2]
     assert "20 tokens" in table and ("caches, which grow" in table) is (name == "bpe")
+
+
+def test_a_cache_in_place_refuses_a_mask():
+    import generate
+
+    model = loaded(tiny(attention="softmax"))
+    (state, _), layer = generate.in_place(model, model.init_states(1), 2), model.blocks[0].attn
+    with pytest.raises(ValueError, match="key_padding_mask"), torch.no_grad():
+        layer.step_(torch.zeros(1, 1, 16).double(), state, key_padding_mask=torch.tensor([[False]]))
 
 
 def test_bytes_of_a_character_are_printed_together():

@@ -25,13 +25,14 @@ from benchmarks.learn import (
     needle,
     pages,
     recall,
+    results,
     rows,
     runner,
     variants,
 )
 
 TINY = language.Setting(
-    n_layer=1, n_head=2, n_embd=16, context=32, batch=2, steps=3, lr=1e-3, window=4, warmup=1, rows=3, validation=4, final=4
+    n_layer=4, n_head=2, n_embd=16, context=32, batch=2, steps=3, lr=1e-3, window=4, warmup=1, rows=3, validation=4, final=4
 )
 TINY_RECALL = recall.Setting(16, 32, 1, ((16, 2), (16, 4)), ((16, 2), (32, 8)), 64, steps=4, warmup=1, test_sequences=8)
 SIZES = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 1024}  # of equal_steps on a GPU
@@ -126,6 +127,7 @@ def test_runs_are_done_once(place, tmp_path, capsys):
     runs = experiment.runs(CPU)
     assert runner.perform(experiment, runs, place, path) == 1, "one failed"
     printed = capsys.readouterr().out
+    assert "a, s, learning rate 0.001, seed 1: begun, about 0 s" in printed
     assert "ArithmeticError: diverged" in printed and "c, s, learning rate 0.001, seed 1: left out: no such library" in printed
     assert [(row["variant"], row["at"], row["value"]) for row in rows.read(path)] == [("b", 1, 0.5), ("b", 2, 0.25)]
     assert len(done) == 2
@@ -156,7 +158,8 @@ def test_budget(place, tmp_path, capsys):
     known = [{"variant": "a", "setting": "s", "wall": 3.0}, {"variant": "b", "setting": "s", "wall": 5.0}]
     a, b, _ = experiment.runs(CPU)
     assert [runner.expected_seconds(run, known) for run in (a, b)] == [3.0, 5.0]
-    assert runner.expected_seconds(runner.Run("c", "s", 1e-3, 1), known) == 5.0
+    assert runner.expected_seconds(runner.Run("c", "s", 1e-3, 1, 300.0), known) == 300.0, "it may be slow in its own way"
+    assert runner.expected_seconds(runner.Run("c", "s", 1e-3, 1, 4.0), known) == 5.0
     assert runner.expected_seconds(runner.Run("c", "other", 1e-3, 1, 7.0), known) == 7.0
 
 
@@ -184,10 +187,13 @@ def test_runs_of_another_machine_are_collected(tmp_path, capsys):
 def test_command_line(tiny, text, capsys):
     assert learn(text, "recall", "--list", "--only", "p2", "--seeds", 1, 2) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+    assert learn(text, "equal-time", "--list", "--only", "p2_all", "--time", 300) == 0
+    assert capsys.readouterr().out.endswith(": about 360 s\n")
     for wrong, message in (
         (("nothing",), "invalid choice"),
         (("recall", "--only", "p3"), "no variant p3"),
         (("recall", "--setting", "x"), "no setting 'x'"),
+        (("equal-steps", "--time", "5"), "--time is of equal-time"),
     ):
         with pytest.raises(SystemExit):
             learn(text, *wrong)
@@ -238,6 +244,62 @@ def test_variants_of_one_seed_see_the_same_windows(text):
     assert not torch.equal(first(None).tokens, batches[0].tokens)
 
 
+def test_variants_of_one_seed_see_the_same_pairs(tiny, place, monkeypatch):
+    """Though their weights take different numbers from the generator that draws the pairs on a CPU."""
+    first, honest = {}, recall.Trainer.run
+
+    def seen(trainer: recall.Trainer) -> float:
+        with torch.random.fork_rng():
+            first[variant] = recall.make_batch(2, 16, 2, 32, CPU).tokens
+        return honest(trainer)
+
+    monkeypatch.setattr(recall.Trainer, "run", seen)
+    for variant in ("softmax", "p2_all"):
+        assert len(list(recall.execute(runner.Run(variant, "width 32", 1e-2, 1), place))) == 3
+    assert torch.equal(first["softmax"], first["p2_all"])
+
+
+def test_conversions_are_fine_tuned_on_the_same_windows(tiny, place, monkeypatch):
+    """Whatever came before: softmax, which is compared with, was not prepared."""
+    seen = {}
+
+    def finetune(gpt: nn.Module, batches, **options) -> None:
+        seen[variant] = torch.stack([batch["tokens"] for batch in batches])
+
+    monkeypatch.setattr(conversion.convert, "finetune", finetune)
+    for variant in ("softmax", "window_decay"):
+        list(conversion.execute(runner.Run(variant, "0.8M", 1e-3, 1), place))
+    assert torch.equal(seen["softmax"], seen["window_decay"])
+
+
+def test_teacher_is_of_the_text(tiny, place):
+    paths = set()
+    for text in (b"one text " * 2000, b"another text " * 2000):
+        place.data.write_bytes(text)
+        data.on_device.cache_clear()
+        conversion.trained_teacher(TINY, 1, place)
+        paths |= set(place.data.parent.glob("*.pt"))
+    data.on_device.cache_clear()
+    assert len(paths) == 2
+
+
+def test_warm_up_at_equal_time_is_a_share_of_it():
+    """In steps it would be half of the training for the slowest variant."""
+    recipe = equal_time.LONG.recipe(runner.Place(CPU, Path(), False, False))
+    assert recipe.seconds == equal_time.SECONDS
+    rates = [language.training.learning_rate(recipe, step, 0.05) for step in (3, 60)]
+    assert rates[0] == rates[1] == pytest.approx(recipe.lr / 2, rel=0.01)
+    assert language.training.learning_rate(recipe, 3, 0.1) == pytest.approx(recipe.lr, rel=0.03)
+
+
+def test_equal_time_is_not_that_of_eager_operators(monkeypatch):
+    monkeypatch.setattr(equal_time.extension, "problem", lambda device: "there is no nvcc")
+    place = runner.Place(torch.device("cuda", 0), Path(), False, False)
+    with pytest.raises(RuntimeError, match="seconds of p2_all are those of its kernels: there is no nvcc"):
+        equal_time.execute(runner.Run("p2_all", "64k", 1e-3, 1), place)
+    assert equal_time.execute(runner.Run("softmax_sdpa", "64k", 1e-3, 1), place) is not None, "which needs none of them"
+
+
 def test_text_is_made_once(tmp_path, monkeypatch):
     made = []
     monkeypatch.setattr(data.text, "load_bytes", lambda paths: made.append(paths) or torch.arange(9, dtype=torch.uint8))
@@ -268,6 +330,7 @@ def test_layer_of_another_library(monkeypatch):
         def __init__(self, hidden_size: int, factor: int):
             super().__init__()
             self.q_proj, self.o_proj = nn.Linear(hidden_size, factor), nn.Linear(factor, hidden_size)
+            nn.init.ones_(self.q_proj.bias)
 
         def forward(self, x):
             return self.o_proj(self.q_proj(x).cumsum(1)), None, None
@@ -288,8 +351,13 @@ def test_layer_of_another_library(monkeypatch):
     layer = gpt.blocks[0].attn.layer
     assert layer.q_proj.weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert layer.o_proj.weight.std().item() == pytest.approx(0.02 / 4, rel=0.2), "into the residual stream of 8 layers"
+    assert not layer.q_proj.bias.any()
     with pytest.raises(ValueError, match="whole sequences"):
         gpt(tokens[:1], cu_seqlens=torch.tensor([0, 8], dtype=torch.int32))
+    other = variants.make_gpt(replace(variant, every_other=True), 4, n_layer=4, n_head=1, n_embd=16, block_size=8)
+    layers = [block.attn for block in other.blocks]
+    assert [isinstance(layer, variants.FLALayer) for layer in layers] == [False, True, False, True]
+    assert layers[2].attention == "softmax" and layers[2].window == 4 and layers[2].rope_base and layers[2].conv is None
 
 
 @pytest.mark.parametrize("name", ["softmax", "softmax_parts"])
@@ -464,8 +532,8 @@ def test_page_of_equal_steps(tmp_path):
     assert pages.section("equal-steps", tmp_path, tables.table) == "Not measured yet: `python -m benchmarks.learn equal-steps`."
     text = text_of("equal-steps", loss_rows("equal-steps"), tmp_path)
     assert "tiny. Seeds 1, 2; text 1 MB; CPU; PyTorch 2." in text
-    assert "| softmax | 2.0 M | 0.6150 | 0.6100 to 0.6200 | 0.6150 | +0.0000 |" in text
-    assert "| p = 2, all parts | 2.0 M | 0.5150 | 0.5100 to 0.5200 | 0.5150 | -0.1000 |" in text
+    assert "| softmax | 2.0 M | 2 | 0.6150 | 0.6100 to 0.6200 | 0.6150 | +0.0000 |" in text
+    assert "| p = 2, all parts | 2.0 M | 2 | 0.5150 | 0.5100 to 0.5200 | 0.5150 | -0.1000 |" in text
     assert text.endswith("![validation loss by step](figures/learn_equal_steps.png)")
 
 
@@ -510,6 +578,35 @@ def test_pages_fail_rather_than_leave_a_blank(tmp_path):
         text_of("ablation", [row for row in found if row["variant"] != "p2_all"], tmp_path)
     with pytest.raises(LookupError, match="not known: p9"):
         text_of("equal-steps", [found[0] | {"variant": "p9"}], tmp_path)
+
+
+def test_pages_refuse_to_compare_what_was_not_done_alike(tmp_path):
+    found = loss_rows("equal-time")
+    slow = [row | {"seconds": 2 * row["seconds"]} if row["variant"] == "p2_all" else row for row in found]
+    with pytest.raises(LookupError, match="runs of 20 and of 40 s of training are not of equal time"):
+        text_of("equal-time", slow, tmp_path)
+    found = loss_rows("equal-steps")
+    with pytest.raises(LookupError, match="different texts cannot be compared: 1 MB and 2 MB"):
+        text_of("equal-steps", [*found[:-1], found[-1] | {"data": "2 MB"}], tmp_path)
+
+
+def test_differences_are_those_of_the_seeds_that_both_have(tmp_path):
+    found = [row for row in loss_rows("equal-steps") if row["variant"] == "softmax" or row["seed"] == 2]
+    text = text_of("equal-steps", found, tmp_path)
+    assert "| softmax | 2.0 M | 2 | 0.6150 |" in text
+    assert "| p = 2, all parts | 2.0 M | 1 | 0.5200 | 0.5200 to 0.5200 | 0.5200 | -0.1000 |" in text
+
+
+def test_seconds_until_softmax_are_those_of_each_seed(tmp_path):
+    """Whatever order the seeds were done in, and where one was a step slower than the other."""
+    found = loss_rows("equal-time")
+    found = [row for seed in (2, 1) for row in found if row["seed"] == seed]
+    last = next(row for row in found if row["variant"] == "softmax_sdpa" and row["measure"] == "val" and row["at"] == 2)
+    further = last | {"at": 3, "step": 3, "seconds": 21.0, "value": 0.1}
+    text = text_of("equal-time", [*found, further], tmp_path)
+    assert "| softmax (SDPA) | 20 | 3.0 M | 0.6150 | 0.6150 | 20 |" in text  # 21 and 20 s
+    steps, losses = results.curve([*found, further], "step", variant="softmax_sdpa", measure="val")
+    assert steps == [1, 2] and losses == pytest.approx([0.815, 0.615]), "of as many seeds everywhere"
 
 
 def test_figures(tmp_path):

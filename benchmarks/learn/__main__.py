@@ -53,9 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-graphs", action="store_true", help="recall without CUDA graphs")
     parser.add_argument("--steps", type=int, help="in place of the setting's, also of its seconds: to try things out")
     parser.add_argument("--time", type=float, metavar="SECONDS", help="of training, in equal-time")
-    parser.add_argument(
-        "--data", type=Path, default=Path(tempfile.gettempdir()) / "fastmax-learn.uint8", help="one file of bytes"
-    )
+    parser.add_argument("--data", type=Path, default=DATA, help="one file of bytes")
     parser.add_argument("--out", type=Path, default=RESULTS, help="of the CSVs")
     parser.add_argument("--from", type=Path, dest="source", metavar="FOLDER", help="of CSVs, for collect")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
@@ -90,6 +88,10 @@ def main(arguments: list[str] | None = None) -> int:
     ]
     if options.steps is not None and options.out == RESULTS:
         parser.error("--steps is for trying things out: give another --out, where its rows are not taken for results")
+    if options.time is not None:
+        if options.experiment != "equal-time":
+            parser.error(f"--time is of equal-time: {options.experiment} ends after its steps")
+        runs = [replace(run, seconds=run.seconds + options.time - equal_time.SECONDS) for run in runs]
     if options.list:
         print("\n".join(f"{run}: about {run.seconds:.0f} s" for run in runs))
         return 0

@@ -12,9 +12,7 @@ ABLATED = ("p2_all", *(name for name in VARIANTS if name.startswith("p2_without_
 
 
 def runs(device: torch.device) -> list[Run]:
-    (setting,) = {run.setting for run in equal_steps.runs(device)}
-    (seconds,) = {run.seconds for run in equal_steps.runs(device)}
-    return [Run(variant, setting, equal_steps.SETTINGS[setting].lr, 1, seconds) for variant in ABLATED]
+    return equal_steps.runs_of(ABLATED, device)
 
 
 EXPERIMENT = Experiment(__doc__, runs, equal_steps.execute)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -43,8 +43,7 @@ VARIANTS = {
 
 
 def runs(device: torch.device) -> list[Run]:
-    (setting,) = {run.setting for run in equal_steps.runs(device)}
-    return [Run(variant, setting, LEARNING_RATE, 1, 45.0) for variant in VARIANTS]
+    return [Run(variant, equal_steps.setting_of(device), LEARNING_RATE, 1, 45.0) for variant in VARIANTS]
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
@@ -53,7 +52,9 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
     train_data, held_out, described = data.on_device(place.data, place.device)
     validation = data.validation_windows(held_out, setting.context, setting.batch, setting.final)
     gpt = trained_teacher(setting, run.seed, place)
-    draw = data.training_windows(train_data, setting.context, setting.batch, 1000 + run.seed)
+    to_prepare, to_finetune = (
+        data.training_windows(train_data, setting.context, setting.batch, seed + run.seed) for seed in (1000, 2000)
+    )
     began = time.perf_counter()
 
     def row(stage: str, step: int) -> Row:
@@ -62,7 +63,7 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
         loss = training.evaluate(gpt, validation, setting.bf16)
         return {"measure": stage, "value": loss, "data": described, "seconds": seconds} | counts
 
-    def batches(count: int) -> Iterator[dict]:
+    def batches(draw: Callable, count: int) -> Iterator[dict]:
         return (draw(None)._asdict() for _ in range(count))
 
     yield row("before", 0)
@@ -74,16 +75,16 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
             new = convert.swap(gpt, **options, **conversion.swap)
             yield row("swapped", 0)
             if conversion.fit:
-                convert.fit_polynomial(gpt, teacher, batches(FIT_BATCHES))
+                convert.fit_polynomial(gpt, teacher, batches(to_prepare, FIT_BATCHES))
                 yield row("fitted", 0)
             if conversion.transfer is not None:
                 step = place.steps or TRANSFER_STEPS
-                convert.transfer(gpt, teacher, batches(step), new + named(gpt, conversion.transfer), steps=step)
+                convert.transfer(gpt, teacher, batches(to_prepare, step), new + named(gpt, conversion.transfer), steps=step)
                 yield row("transferred", step)
         if place.compile:
             language.compile_blocks(gpt)
         steps = place.steps or FINETUNE_STEPS
-        convert.finetune(gpt, batches(steps), steps=steps, learning_rate=run.lr)
+        convert.finetune(gpt, batches(to_finetune, steps), steps=steps, learning_rate=run.lr)
         yield row("finetuned", step + steps)
 
 
@@ -96,7 +97,8 @@ def named(gpt: model.GPT, endings: tuple[str, ...]) -> list[str]:
 
 def trained_teacher(setting: language.Setting, seed: int, place: Place) -> model.GPT:
     """Trained by whoever needs it first, and kept beside the data."""
-    path = teacher_path(setting, seed, place)
+    *_, described = data.on_device(place.data, place.device)
+    path = teacher_path(setting, seed, place, described)
     gpt = language.make(TEACHER, setting, seed, Place(place.device, place.data, False, False))
     with rows.locked(path, "teacher", wait=True):
         if not path.exists():
@@ -110,9 +112,9 @@ def trained_teacher(setting: language.Setting, seed: int, place: Place) -> model
     return gpt
 
 
-def teacher_path(setting: language.Setting, seed: int, place: Place) -> Path:
-    steps = place.steps or setting.steps
-    return place.data.with_name(f"{place.data.stem}-{TEACHER}-{setting.n_embd}-{steps}-{seed}.pt")
+def teacher_path(setting: language.Setting, seed: int, place: Place, described: str) -> Path:
+    steps, digest = place.steps or setting.steps, described.split()[-1]  # a teacher of another text is another teacher
+    return place.data.with_name(f"{place.data.stem}-{digest}-{TEACHER}-{setting.n_embd}-{steps}-{seed}.pt")
 
 
 EXPERIMENT = Experiment(__doc__, runs, execute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -31,13 +31,20 @@ SETTINGS = {
     ),
 }
 OURS = ("softmax", "softmax_parts", "p2_all", "hybrid", "p2", "p2_decay", "p2_window", "p1_all")
-THEIRS = ("fla_gla", "fla_gdn", "fla_based")
+THEIRS = ("fla_gla", "fla_gdn", "fla_based_window")
+
+
+def setting_of(device: torch.device) -> str:
+    return "25M" if device.type == "cuda" else "0.8M"
 
 
 def runs(device: torch.device) -> list[Run]:
-    name, variants = ("25M", (*OURS, *THEIRS)) if device.type == "cuda" else ("0.8M", OURS)
-    seconds = 75.0 if device.type == "cuda" else 150.0
-    return [Run(variant, name, SETTINGS[name].lr, 1, seconds) for variant in variants]
+    return runs_of((*OURS, *THEIRS) if device.type == "cuda" else OURS, device)
+
+
+def runs_of(variants: Iterable[str], device: torch.device) -> list[Run]:
+    name, seconds = setting_of(device), 75.0 if device.type == "cuda" else 150.0
+    return [Run(variant, name, SETTINGS[name].lr, 1, seconds + VARIANTS[variant].tuning) for variant in variants]
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:

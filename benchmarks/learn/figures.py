@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.learn import rows
 from benchmarks.learn.pages import TITLES
 from benchmarks.learn.recall import TITLES as RECALL
-from benchmarks.learn.results import best_rate, curve, in_order, spread, values, where
+from benchmarks.learn.results import above, best_rate, curve, in_order, values, where
 from benchmarks.learn.rows import Row
 
 FIGURES = Path(__file__).parents[2] / "docs/figures"
@@ -95,10 +95,7 @@ def ablation(found: list[Row]):
     figure, axes = _panels(values(found, "setting"))
     for setting, axis in axes.items():
         own = where(found, setting=setting, measure="loss")
-        whole = spread(own, variant="p2_all").mean
-        losses = {
-            title: spread(own, variant=name).mean - whole for name, title in in_order(own, TITLES).items() if name != "p2_all"
-        }
+        losses = {title: above(own, name, "p2_all") for name, title in in_order(own, TITLES).items() if name != "p2_all"}
         axis.barh(list(losses), list(losses.values()))
         axis.invert_yaxis()
         axis.set(xlabel="loss above that of all parts, nats per byte")

@@ -28,7 +28,8 @@ class Setting:
     lr: float
     window: int
     seconds: float | None = None  # of training, where these are equal and not the steps
-    warmup: int = 100
+    warmup: int = 100  # steps
+    warmup_share: float | None = None  # of the training, in place of steps
     rows: int = 20
     validation: int = 256  # windows whose loss is that of a row
     final: int = 1024  # windows whose loss is that of the trained model
@@ -45,6 +46,7 @@ class Setting:
             rows=self.rows,
             lr=self.lr,
             warmup=min(self.warmup, steps // 10),
+            warmup_share=self.warmup_share,
             bf16=self.bf16,
             seconds=seconds,
         )

@@ -57,9 +57,9 @@ SETTINGS = {
         test_tokens=2**22,
     ),
     # For trying out where there is no GPU
-    "0.1M": Setting(
+    "0.2M": Setting(
         language.Setting(
-            n_layer=2, n_head=2, n_embd=64, context=128, batch=8, steps=200, lr=3e-3, window=16, validation=16, final=16
+            n_layer=4, n_head=2, n_embd=64, context=128, batch=8, steps=200, lr=3e-3, window=16, validation=16, final=16
         ),
         facts=3,
         lengths=(64, 128, 256),
@@ -109,7 +109,7 @@ def found(gpt: nn.Module, texts: Tensor, bf16: bool) -> Tensor:
 
 
 def runs(device: torch.device) -> list[Run]:
-    name = "25M" if device.type == "cuda" else "0.1M"
+    name = "25M" if device.type == "cuda" else "0.2M"
     return [Run(variant, name, SETTINGS[name].model.lr, 1, 90.0) for variant in COMPARED]
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.learn import conversion, rows
 from benchmarks.learn.recall import TITLES as RECALL
-from benchmarks.learn.results import best_rate, in_order, seconds_to_reach, spread, values, where
+from benchmarks.learn.results import above, best_rate, in_order, seconds_to_reach, spread, values, where
 from benchmarks.learn.rows import Row
 from benchmarks.learn.variants import VARIANTS
 
 FOLDER = "benchmarks/results/learn"
+SAME_TIME = 1.1  # times as many seconds, at most: a run ends with the step that is running
 TITLES = {name: variant.title for name, variant in VARIANTS.items()}
 CONVERSIONS = {name: variant.title for name, variant in conversion.VARIANTS.items()}
 
@@ -29,6 +31,7 @@ def equal_steps(found: list[Row]) -> Lines:
     yield [
         "attention",
         "weights",
+        "seeds",
         "loss",
         "lowest to highest",
         "of the last quarter",
@@ -37,33 +40,31 @@ def equal_steps(found: list[Row]) -> Lines:
     for name, title in measured.items():
         own = where(found, variant=name)
         loss, last = (spread(own, measure=measure) for measure in ("loss", "last_quarter"))
-        above = [f"{loss.mean - spread(found, variant=x, measure='loss').mean:+.4f}" for x in baselines]
-        weights = million(own[0]["parameters"])
-        yield [title, weights, f"{loss.mean:.4f}", f"{loss.lowest:.4f} to {loss.highest:.4f}", f"{last.mean:.4f}", *above]
+        differences = [f"{above(found, name, other, measure='loss'):+.4f}" for other in baselines]
+        counts = [million(own[0]["parameters"]), str(loss.count)]
+        losses = [f"{loss.mean:.4f}", f"{loss.lowest:.4f} to {loss.highest:.4f}", f"{last.mean:.4f}"]
+        yield [title, *counts, *losses, *differences]
 
 
 def equal_time(found: list[Row]) -> Lines:
     measured = in_order(found, TITLES)
-    softmax = spread(found, variant="softmax_sdpa", measure="loss").mean if "softmax_sdpa" in measured else None
     yield ["attention", "seconds", "tokens", "loss", "of the last quarter", "seconds until softmax (SDPA)'s last loss"]
+    seconds = [row["seconds"] for row in where(found, measure="loss")]
+    if max(seconds) > SAME_TIME * min(seconds):
+        raise LookupError(f"runs of {min(seconds):.0f} and of {max(seconds):.0f} s of training are not of equal time")
     for name, title in measured.items():
         own = where(found, variant=name)
         loss, last = (spread(own, measure=measure).mean for measure in ("loss", "last_quarter"))
-        end = where(own, measure="loss")[0]
-        until = None
-        if softmax is not None:
-            final = where(found, variant="softmax_sdpa", measure="val")[-1]["value"]
-            until = seconds_to_reach(found, final, variant=name)
-        cells = [f"{end['seconds']:.0f}", million(end["tokens"]), f"{loss:.4f}", f"{last:.4f}"]
-        yield [title, *cells, "" if until is None else f"{until:.0f}"]
+        ends, until = where(own, measure="loss"), seconds_to_reach(found, name, "softmax_sdpa")
+        cells = [f"{fmean(row['seconds'] for row in ends):.0f}", million(fmean(row["tokens"] for row in ends))]
+        yield [title, *cells, f"{loss:.4f}", f"{last:.4f}", "" if until is None else f"{until:.0f}"]
 
 
 def ablation(found: list[Row]) -> Lines:
     yield ["layer", "loss", "of the last quarter", "above all parts"]
-    whole = spread(found, variant="p2_all", measure="loss").mean
     for name, title in in_order(found, TITLES).items():
         loss, last = (spread(found, variant=name, measure=measure).mean for measure in ("loss", "last_quarter"))
-        yield [title, f"{loss:.4f}", f"{last:.4f}", f"{loss - whole:+.4f}"]
+        yield [title, f"{loss:.4f}", f"{last:.4f}", f"{above(found, name, 'p2_all', measure='loss'):+.4f}"]
 
 
 def recall(found: list[Row]) -> Lines:
@@ -113,7 +114,7 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
         as_table: (header, lines) -> Markdown.
 
     Raises:
-        LookupError: the CSV is there and has not what the table shows.
+        LookupError: the CSV is there and has not what the table shows, or has runs of one setting that cannot be compared.
     """
     path = root / FOLDER / f"{name}.csv"
     if not path.exists():
@@ -135,7 +136,9 @@ def conditions(found: list[Row]) -> str:
     """Seeds, text, device and PyTorch, as the rows have them."""
     seeds = sorted(values(found, "seed"))
     facts = [f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"]
-    text = " and ".join(values([row for row in found if "data" in row], "data"))
-    facts += [f"text {text}"] if text else []
+    text = values([row for row in found if "data" in row], "data")
+    if len(text) > 1:
+        raise LookupError(f"runs on different texts cannot be compared: {' and '.join(text)}")
+    facts += [f"text {text[0]}"] if text else []
     facts += [" and ".join(values(found, "device")), f"PyTorch {' and '.join(values(found, 'torch'))}"]
     return f"{facts[0].capitalize()}; {'; '.join(facts[1:])}."

@@ -222,6 +222,7 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
     setting = SETTINGS[run.setting]
     torch.manual_seed(run.seed)
     model = Recall(setting, VARIANTS[run.variant]).to(place.device)
+    torch.manual_seed(run.seed)  # the same sequences for every variant, whatever its weights drew
     steps = place.steps or setting.steps
     began = time.perf_counter()
     loss = Trainer(model, setting, run.lr, steps, place.graphs).run()

@@ -35,20 +35,34 @@ def in_order(rows: list[Row], titles: dict[str, str]) -> dict[str, str]:
 
 def spread(rows: list[Row], **equal: object) -> Spread:
     """Of the values of these rows, one of each seed."""
-    found = where(rows, **equal)
-    numbers = [row["value"] for row in found]
-    if not found or len(set(values(found, "seed"))) != len(found):
-        raise LookupError(f"one row of each seed is meant by {equal}, got {len(found)} rows")
+    numbers = list(seed_values(rows, **equal).values())
     return Spread(fmean(numbers), min(numbers), max(numbers), len(numbers))
 
 
-def curve(rows: list[Row], against: str, **equal: object) -> tuple[list[float], list[float]]:
-    """Means over the seeds of `against` and of the value, at each `at`."""
+def above(rows: list[Row], variant: str, other: str, **equal: object) -> float:
+    """By how much the value of a variant is above that of another, the mean over the seeds that both have."""
+    own, others = (seed_values(rows, variant=name, **equal) for name in (variant, other))
+    if not (seeds := own.keys() & others.keys()):
+        raise LookupError(f"{variant} and {other} have no seed in common")
+    return fmean(own[seed] - others[seed] for seed in seeds)
+
+
+def seed_values(rows: list[Row], **equal: object) -> dict[int, float]:
+    """Seed to value, one row of each."""
     found = where(rows, **equal)
-    points = []
+    if not found or len(set(values(found, "seed"))) != len(found):
+        raise LookupError(f"one row of each seed is meant by {equal}, got {len(found)} rows")
+    return {row["seed"]: row["value"] for row in found}
+
+
+def curve(rows: list[Row], against: str, **equal: object) -> tuple[list[float], list[float]]:
+    """Means over the seeds of `against` and of the value, at each `at` that all of them have."""
+    found = where(rows, **equal)
+    seeds, points = len(values(found, "seed")), []
     for at in sorted(values(found, "at")):
         here = where(found, at=at)
-        points.append((fmean(row[against] for row in here), fmean(row["value"] for row in here)))
+        if len(here) == seeds:
+            points.append((fmean(row[against] for row in here), fmean(row["value"] for row in here)))
     return [x for x, _ in points], [y for _, y in points]
 
 
@@ -58,7 +72,11 @@ def best_rate(rows: list[Row], variant: str, setting: str) -> float:
     return max(values(found, "lr"), key=lambda lr: fmean(row["value"] for row in where(found, lr=lr)))
 
 
-def seconds_to_reach(rows: list[Row], loss: float, **equal: object) -> float | None:
-    """Of training, until the validation loss is no more than that."""
-    seconds, losses = curve(rows, "seconds", measure="val", **equal)
-    return next((x for x, y in zip(seconds, losses, strict=True) if y <= loss), None)
+def seconds_to_reach(rows: list[Row], variant: str, other: str) -> float | None:
+    """Of training, until a variant's validation loss is no more than the last of the other's; the mean over the seeds that both
+    have, None where one of them does not reach it."""
+    reached = []
+    for seed in sorted(set(values(where(rows, variant=variant), "seed")) & set(values(where(rows, variant=other), "seed"))):
+        own, others = (where(rows, variant=name, seed=seed, measure="val") for name in (variant, other))
+        reached.append(next((row["seconds"] for row in own if row["value"] <= others[-1]["value"]), None))
+    return fmean(reached) if reached and None not in reached else None

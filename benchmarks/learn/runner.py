@@ -58,8 +58,8 @@ def perform(
 ) -> int:
     """Does the runs whose rows are not in the CSV yet, and are not being done by another process; returns how many failed.
 
-    A run that would not end within `budget` seconds from now is not begun. How long one takes is known from those that ended:
-    of the same variant and setting, else of the same setting, else from the run itself.
+    A run that would not end within `budget` seconds from now is not begun. How long one takes is known from those that ended,
+    of the same variant and setting; else it is what the run says, and no less than the longest of the same setting.
     """
     began, failed, left = time.monotonic(), 0, 0
     environment = {key: x for key, x in report.environment(place.device, commit).items() if key in rows.COLUMNS}
@@ -76,6 +76,7 @@ def perform(
                 print(f"{run}: not begun: about {expected:.0f} s would not fit into the {budget:.0f} s", flush=True)
                 left += 1
                 continue
+            print(f"{run}: begun, about {expected:.0f} s", flush=True)
             start = time.monotonic()
             try:
                 found = list(experiment.execute(run, place))
@@ -95,11 +96,9 @@ def perform(
 
 
 def expected_seconds(run: Run, known: list[Row]) -> float:
-    for names in (("variant", "setting"), ("setting",)):
-        same = [row["wall"] for row in known if all(row[name] == getattr(run, name) for name in names)]
-        if same:
-            return max(same)
-    return run.seconds
+    walls = [(row["variant"], row["wall"]) for row in known if row["setting"] == run.setting]
+    own = [wall for variant, wall in walls if variant == run.variant]
+    return max(own or [run.seconds, *(wall for _, wall in walls)])
 
 
 def summary(found: list[Row]) -> str:

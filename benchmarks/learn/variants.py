@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -28,6 +28,8 @@ class Variant:
     sdpa: bool = False  # softmax through PyTorch's kernels, which know no decays
     fla: str = ""  # a layer of flash-linear-attention in the place of ours
     fla_options: dict = field(default_factory=dict)
+    every_other: bool = False  # of the layers is softmax within the window, with rotary positions, from the first on
+    tuning: float = 0.0  # seconds before the first step, the first time on a machine: Triton tries its kernels out
     as_large_as: str = ""  # a variant whose model has as many weights, within SAME_SIZE
 
     @property
@@ -64,19 +66,24 @@ VARIANTS = {
         "GLA (FLA)",
         fla="GatedLinearAttention",
         fla_options={"num_heads": 5, "expand_k": 0.625, "expand_v": 1.25, "use_short_conv": True},
+        tuning=225.0,
         as_large_as="p2_all",
     ),
     "fla_gdn": Variant(
         "Gated DeltaNet (FLA)",
         fla="GatedDeltaNet",
         fla_options={"num_heads": 5, "head_dim": 64, "expand_v": 2.0},
+        tuning=225.0,
         as_large_as="p2_all",
     ),
-    # 4 width^2, as p2 has: it has no gate. Its polynomial is that of p = 2, of heads of 64
-    "fla_based": Variant(
-        "Based (FLA)",
+    # 4 width^2, as p2 has: it has no gate. Its polynomial is that of p = 2, of heads of 64, at softmax's scale, of q and k as
+    # projected. The layer knows no positions: alone it learns little more than which bytes there were. Based (Arora et al.,
+    # 2024, arXiv:2402.18668) is such layers between softmax within a window, which sees the order.
+    "fla_based_window": Variant(
+        "Based, every other layer softmax within the window (FLA)",
         fla="BasedLinearAttention",
         fla_options={"num_heads": 8, "num_key_value_heads": 8, "feature_dim": 64},
+        every_other=True,
         as_large_as="p2",
     ),
 }
@@ -106,7 +113,12 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
         parts["exact_window"] = window if variant.window else 0
     config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
     if variant.fla:
-        return model.GPT(config, lambda config, index: FLALayer(variant, config))
+        near = replace(config, attention="softmax", parts=PLAIN | {"window": window})
+
+        def make_layer(config: model.GPTConfig, index: int) -> nn.Module:
+            return model.make_layer(near, index) if variant.every_other and index % 2 == 0 else FLALayer(variant, config)
+
+        return model.GPT(config, make_layer)
     return model.GPT(config, partial(model.make_layer, layer=SDPASelfAttention)) if variant.sdpa else model.GPT(config)
 
 
@@ -131,7 +143,8 @@ class SDPASelfAttention(fastmax.FastmaxSelfAttention):
 
 
 class FLALayer(nn.Module):
-    """A layer of flash-linear-attention, its matrices begun as those of the GPT around it."""
+    """A layer of flash-linear-attention. Its matrices begin as those of the GPT around it, their biases at 0, as in FLA's
+    models; what else there is (convolutions, decays) as the layer made it."""
 
     def __init__(self, variant: Variant, config: model.GPTConfig):
         super().__init__()
@@ -142,6 +155,8 @@ class FLALayer(nn.Module):
             if isinstance(module, nn.Linear):
                 into_residual = 1 / math.sqrt(2 * config.n_layer) if name == "o_proj" else 1.0
                 nn.init.normal_(module.weight, std=0.02 * into_residual)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
 
     def forward(self, x: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
         if cu_seqlens is not None:
