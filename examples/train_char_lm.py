@@ -1,6 +1,6 @@
 """Train a small GPT with Fastmax attention, byte by byte, on text that is on every machine: Python's standard library.
 
-    python examples/train_char_lm.py                        # fastmax.FastmaxSelfAttention: two minutes on two CPU cores
+    python examples/train_char_lm.py                        # fastmax.FastmaxSelfAttention: 2.5 minutes on two CPU cores
     python examples/train_char_lm.py --attention softmax    # the same layer, weights and parts with softmax attention
     python examples/train_char_lm.py --no-parts             # attention alone: no decay, window, convolution, norm or gate
     python examples/train_char_lm.py --data my_text.txt
