@@ -82,7 +82,10 @@ def test_a_wrong_notebook_fails(tmp_path):
     right_line = "z = z * rescale + p.sum()"
     assert text.count(right_line) == 1
     wrong.write_text(text.replace(right_line, "z = z + p.sum()"), encoding="utf-8")
-    run("examples/notebooks/execute.py", wrong, "--out", tmp_path / "out", status=1)
+    from nbclient.exceptions import CellExecutionError
+
+    with pytest.raises(CellExecutionError, match="AssertionError"):
+        run("examples/notebooks/execute.py", wrong, "--out", tmp_path / "out")
     assert not (tmp_path / "out" / "wrong.ipynb").exists()
 
 

@@ -470,7 +470,7 @@ __device__ void keep_token(const GatheredParams& p, const Held& held, int state)
 }
 
 // A block for each state.
-__global__ void __launch_bounds__(kThreads, 4) combine_kernel(const GatheredParams p, const Work work) {
+__global__ void __launch_bounds__(kThreads, 3) combine_kernel(const GatheredParams p, const Work work) {
   extern __shared__ float4 dynamic_smem[];
   __shared__ float halves[kThreads];
   const DecodeParams& s = p.step;
