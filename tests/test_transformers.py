@@ -13,7 +13,22 @@ from fastmax import fastmax_attention, swap_attention
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_decoders import HYBRID, PAD, VOCABULARY, gpt2, hybrid, llama, make, mistral, padding_mask, run, tokens  # noqa: E402
+from tiny_decoders import (  # noqa: E402
+    HYBRID,
+    PAD,
+    VOCABULARY,
+    checkpointed,
+    gpt2,
+    gradients,
+    hybrid,
+    llama,
+    losses_of_training,
+    make,
+    mistral,
+    padding_mask,
+    run,
+    tokens,
+)
 from tiny_transformers import tiny_config  # noqa: E402
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function  # noqa: E402
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
@@ -86,14 +101,7 @@ def test_padded_batch_equals_sequences_alone(family, side):
 def test_training_step(family):
     model = family().train().float()
     ids = tokens(2, 16)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(5):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_training(model, ids, 5)
     assert losses[-1] < losses[0] - 0.5
 
 
@@ -285,15 +293,8 @@ def test_compiled_model():
 @FAMILIES
 def test_gradient_checkpointing(family):
     model, ids, mask = family(), tokens(3, 9), padding_mask("right")
-
-    def gradients():
-        loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
-        return torch.autograd.grad(loss, tuple(model.parameters()))
-
-    expected = gradients()
-    model.train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its name since 5.2x
-    torch.testing.assert_close(gradients(), expected)
+    expected = gradients(model, ids, mask)
+    torch.testing.assert_close(gradients(checkpointed(model), ids, mask), expected)
 
 
 # ---- what is saved

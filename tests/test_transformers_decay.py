@@ -11,7 +11,19 @@ from fastmax.reference import naive_attention
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_decoders import PAD, VOCABULARY, gpt2, llama, make, padding_mask, run, tokens  # noqa: E402
+from tiny_decoders import (  # noqa: E402
+    PAD,
+    VOCABULARY,
+    checkpointed,
+    gpt2,
+    gradients,
+    llama,
+    losses_of_training,
+    make,
+    padding_mask,
+    run,
+    tokens,
+)
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
@@ -228,29 +240,15 @@ def test_trained(family):
     model, ids = family().float().train(), tokens(2, 16)
     add_decay(model, 16.0)
     before = {name: x.detach().clone() for name, x in gates(model).items()}
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(4):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of_training(model, ids, 4)
     assert losses[-1] < losses[0] - 0.3
     assert all((x != before[name]).all() for name, x in gates(model).items())
 
 
 def test_gradient_checkpointing():
     model, ids, mask = gated(llama), tokens(3, 9), padding_mask("right")
-
-    def gradients():
-        loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
-        return torch.autograd.grad(loss, tuple(model.parameters()))
-
-    expected = gradients()
-    model.train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its name since 5.2x
-    torch.testing.assert_close(gradients(), expected)
+    expected = gradients(model, ids, mask)
+    torch.testing.assert_close(gradients(checkpointed(model), ids, mask), expected)
 
 
 def test_compiled():

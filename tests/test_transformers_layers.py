@@ -8,7 +8,18 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_decoders import HYBRID, gpt2, hybrid, llama, mistral, padding_mask, run, tokens  # noqa: E402
+from tiny_decoders import (  # noqa: E402
+    HYBRID,
+    checkpointed,
+    gpt2,
+    gradients,
+    hybrid,
+    llama,
+    mistral,
+    padding_mask,
+    run,
+    tokens,
+)
 from transformers import DynamicCache  # noqa: E402
 
 import fastmax.integrations.transformers as integration  # noqa: E402
@@ -117,15 +128,8 @@ def test_compiled():
 
 def test_gradient_checkpointing():
     model, ids, mask = gemma(), tokens(3, 9), padding_mask("right")
-
-    def gradients():
-        loss = model(ids, attention_mask=mask, labels=ids, use_cache=False).loss
-        return torch.autograd.grad(loss, tuple(model.parameters()))
-
-    expected = gradients()
-    model.train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its name since 5.2x
-    torch.testing.assert_close(gradients(), expected)
+    expected = gradients(model, ids, mask)
+    torch.testing.assert_close(gradients(checkpointed(model), ids, mask), expected)
 
 
 def test_decays_in_the_layers_that_run_fastmax():

@@ -112,3 +112,27 @@ def run(model, ids, mask, **kwargs) -> Tensor:
     if mask is not None:
         kwargs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     return model(ids, **kwargs).logits
+
+
+def gradients(model, ids, mask) -> tuple[Tensor, ...]:
+    """Of the loss, by every parameter."""
+    return torch.autograd.grad(model(ids, attention_mask=mask, labels=ids, use_cache=False).loss, tuple(model.parameters()))
+
+
+def checkpointed(model):
+    """The model, from now on with gradient checkpointing."""
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its name since 5.2x
+    return model
+
+
+def losses_of_training(model, ids, steps: int) -> list[float]:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

@@ -41,9 +41,7 @@ def forward(
     """As `flash.forward`."""
     numerator, z, old = sums
     s, x = _scores(q, k, place, workspace)
-    maximum = torch.maximum(old, x.amax(-1, keepdim=True))
-    base = flash.finite(maximum)
-    w, rescale = exp_of_relative(x.sub_(base), in_place=True), torch.exp(old - base)
+    w, rescale, maximum = flash.relative_to_maximum(x, old, in_place=True)
     y = _affine(s, score)
     f = score.weights(y, temporary=workspace.buffer("temporary", *y.shape), out=y)
     w.mul_(f if place.near is None else place.near.choose(f, place.group))

@@ -48,13 +48,18 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `tiles.forward`; the sums are a numerator, a denominator and the maximum that both are relative to."""
     numerator, z, old = sums
-    s = _scores(q, k, place, workspace)
-    maximum = torch.maximum(old, s.detach().amax(-1, keepdim=True))
-    base = finite(maximum)
-    w, rescale = exp_of_relative(s.sub_(base), in_place=workspace is not None), torch.exp(old - base)
+    w, rescale, maximum = relative_to_maximum(_scores(q, k, place, workspace), old, in_place=workspace is not None)
     out = None if workspace is None else numerator
     numerator = torch.baddbmm(torch.mul(numerator, rescale, out=out), w, v, out=out)
     return numerator, z * rescale + w.sum(-1, keepdim=True), maximum
+
+
+def relative_to_maximum(x: Tensor, old: Tensor, in_place: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(x) relative to the new maximum of the rows, what sums relative to the old one are multiplied by, and the new one.
+    x (B, group * rows, cols) is written over."""
+    maximum = torch.maximum(old, x.detach().amax(-1, keepdim=True))
+    base = finite(maximum)
+    return exp_of_relative(x.sub_(base), in_place), torch.exp(old - base), maximum
 
 
 def backward(
