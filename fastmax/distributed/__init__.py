@@ -1,0 +1,1 @@
+"""Attention over several devices, on torch.distributed."""
