@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmax import decode, key_value_cache, ops, validation
+from fastmax import decode, dtensors, key_value_cache, ops, validation
 from fastmax.bounds import sequence_of_token
 from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 from fastmax.decode_state import DecodeState
@@ -208,7 +208,7 @@ class FastmaxSelfAttention(nn.Module):
             state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
         recent = None
         if self.conv is not None:
-            recent = torch.zeros(batch, self.conv.width - 1, weight.shape[0], dtype=dtype, device=device)
+            recent = torch.zeros(batch, self.conv.width - 1, self._channels, dtype=dtype, device=device)
         return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def forward(
@@ -275,6 +275,7 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
         if state is None:
             raise TypeError("state must come from this layer's init_state, got None")
+        dtensors.refuse("of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight)
         self._check(x, state, None, key_padding_mask)
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
@@ -285,11 +286,21 @@ class FastmaxSelfAttention(nn.Module):
         state.positions.add_(1)
         return self._output(o, x)
 
+    @property
+    def _channels(self) -> int:
+        """Of q, k and v together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
     def _heads(
         self, x: Tensor, state: SelfAttentionState | None, cu_seqlens: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution."""
         qkv = self.qkv_proj(x)
+        if qkv.shape[-1] != self._channels:
+            raise ValueError(
+                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: a part of them "
+                "is no heads; divide heads among ranks by fastmax.distributed.TensorParallel"
+            )
         recent = places = None
         if state is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -362,8 +373,7 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"state must be on x's device {x.device}, got {state.device}")
         if state.dtype != x.dtype and not ops.in_autocast(x):
             raise TypeError(f"state must be for x's dtype {x.dtype}, got {state.dtype}")
-        channels = self.qkv_proj.out_features
-        recent = None if self.conv is None else (x.shape[0], self.conv.width - 1, channels)
+        recent = None if self.conv is None else (x.shape[0], self.conv.width - 1, self._channels)
         got = None if state.recent is None else tuple(state.recent.shape)
         if got != recent:
             raise ValueError(f"state must have a recent of shape {recent}, as this layer's convolution keeps, got {got}")

@@ -5,9 +5,9 @@ the operator as it is. What a rank sums over its own part alone comes out as `Pa
 heads share, and those of a single key/value head, whose query heads are on several ranks. A placement that is neither of the
 two (tokens, channels, partial sums) is replicated first, and so is what cannot be divided evenly.
 
-Operators are registered by `torch.library.register_torch_dispatch`, not by `register_sharding`: DTensor's own dispatcher returns
-the first argument of any operator whose name ends in an underscore, divides heads unevenly (which would give queries other
-keys), and keeps results by their arguments without those of type bool (`finite_decay` has a dtype by one).
+Operators are registered by `torch.library.register_torch_dispatch`, not by `register_sharding`: DTensor's own dispatcher
+returns the first argument of any operator whose name ends in an underscore, divides heads unevenly (which would give queries
+other keys), and remembers results by arguments without those of type bool (`finite_decay` has a dtype by one).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _QUERIES, _KEYS, _MASK, _SHARED = Axes(0, 1), Axes(0, 1, of_keys=True), Axes(0, 
 _AXES = {
     **dict.fromkeys(("q", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
     **dict.fromkeys(("k", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS),
-    **dict.fromkeys(("log_decay", "first_key", "end_key", "finite", "near_decays", "gathered", "shift"), _KEYS),
-    **dict.fromkeys(("key_padding_mask", "near_mask"), _MASK),
+    **dict.fromkeys(("near_mask", "near_decays", "gathered", "log_decay", "first_key", "end_key", "finite", "shift"), _KEYS),
+    "key_padding_mask": _MASK,
     **dict.fromkeys(("rpe_matrix", "cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }
 _OF_TOKENS = ("grad_q", "grad_k", "grad_v")
@@ -79,7 +79,7 @@ class Division(NamedTuple):
         return Shard(dim) if dim is not None else Partial() if is_gradient else Replicate()
 
     def parts(self, axis: str) -> int:
-        return math.prod(self.mesh.size(i) for i, divided in enumerate(self.axes) if divided == axis)
+        return math.prod([self.mesh.size(i) for i, divided in enumerate(self.axes) if divided == axis])
 
 
 def _given_axis(name: str, x: DTensor, mesh_dim: int) -> str | None:
@@ -118,11 +118,12 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
     shared = kv_heads == 1 and heads > 1
     division = Division(mesh, (None,) * mesh.ndim, shared)
     for i in range(mesh.ndim):
-        given = (_given_axis(name, tensors[name], i) for name in (written or names))
+        given = (_given_axis(name, tensors[name], i) for name in names)
         for axis in dict.fromkeys(axis for axis in given if axis is not None):
             further = division._replace(axes=(*division.axes[:i], axis, *division.axes[i + 1 :]))
             size = batch if axis == "batch" else heads if shared and keys_summed else kv_heads
-            if size > 0 and size % further.parts(axis) == 0:
+            stays = all(tensors[name].placements[i] == further.placements(name)[i] for name in written)
+            if stays and size > 0 and size % further.parts(axis) == 0:
                 division = further
                 break
     for name in written:
