@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing import assert_close
 
-from fastmax import FASTMultiHeadAttention, FastmaxSelfAttention
+from fastmax import FastmaxSelfAttention, FASTMultiHeadAttention
 from fastmax.distributed import TensorParallel
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
