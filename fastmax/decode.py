@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from fastmax import dtensors, eager, ops, validation
+from fastmax import eager, ops, spread, validation
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.decode_gathered import folded, gathering
@@ -329,7 +329,7 @@ def _check(
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.init_state, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v, state)
-    dtensors.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
+    spread.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
     validation.check_qkv(q, k, v, causal=True)
     validation.check_key_padding_mask(mask, q, k)
     validation.check_log_decay(log_decay, q, k, causal=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax import dtensors, eager, ops, validation
+from fastmax import eager, ops, spread, validation
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.eager.planner import choose_algorithm
@@ -15,7 +15,7 @@ from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Score, Softmax, log_of_sums
 
 
-@dtensors.accepted
+@spread.accepted
 def fastmax_attention(
     q: Tensor,
     k: Tensor,
@@ -144,7 +144,7 @@ def fastmax_attention(
     return (o, lse) if return_lse else o
 
 
-@dtensors.accepted
+@spread.accepted
 def flash_attention(
     q: Tensor,
     k: Tensor,

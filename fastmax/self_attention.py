@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmax import decode, dtensors, key_value_cache, ops, validation
+from fastmax import decode, key_value_cache, ops, spread, validation
 from fastmax.bounds import sequence_of_token
 from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 from fastmax.decode_state import DecodeState
@@ -275,7 +275,7 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
         if state is None:
             raise TypeError("state must come from this layer's init_state, got None")
-        dtensors.refuse("of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight)
+        spread.refuse("of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight)
         self._check(x, state, None, key_padding_mask)
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
