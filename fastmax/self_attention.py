@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastmax import decode, key_value_cache, ops, spread, validation
-from fastmax.bounds import sequence_of_token
+from fastmax.bounds import sequence_at
 from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
@@ -17,6 +18,9 @@ from fastmax.key_value_cache import KeyValueCache
 from fastmax.rotary import Rotation, rotate
 from fastmax.self_attention_state import SelfAttentionState
 from fastmax.short_convolution import ShortConvolution
+
+if TYPE_CHECKING:
+    from fastmax.distributed.context import Context
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
@@ -133,6 +137,7 @@ class FastmaxSelfAttention(nn.Module):
         self.rope_dim, self.rope_base = rope_dim, float(rope_base)
         self.longest_half_life = float(longest_half_life)
         self.window = window
+        self.context = None  # where the tokens of x are parts of sequences: see `fastmax.distributed.ContextParallel`
         of_fastmax = {
             "exact_window": exact_window,
             "p": p,
@@ -238,15 +243,17 @@ class FastmaxSelfAttention(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, what it was and what is accepted.
         """
-        self._check(x, state, cu_seqlens, key_padding_mask)
+        context = self._context(state)
+        self._check(x, state, cu_seqlens, key_padding_mask, None if context is None else context.layout_of(x.shape[1]).tokens)
         if state is None:
-            q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask)
+            q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask, context)
+            fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
             accompanying = {"log_decay": log_decay, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
             options = {"causal": True, "use_custom_gradient": self.use_custom_gradient} | accompanying
             if self.attention == "softmax":
-                o = flash_attention(q, k, v, window=self.window, **options)
+                o = flash(q, k, v, window=self.window, **options)
             else:
-                o = fastmax_attention(q, k, v, **self.options, **options)
+                o = fastmax(q, k, v, **self.options, **options)
             return self._output(o, x)
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
         options = {"log_decay": log_decay, "key_padding_mask": key_padding_mask}
@@ -281,6 +288,7 @@ class FastmaxSelfAttention(nn.Module):
         self._check(x, state, None, key_padding_mask)
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
+        self._context(state)
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
         o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
         if recent is not None:
@@ -293,8 +301,19 @@ class FastmaxSelfAttention(nn.Module):
         """Of q, k and v together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
+    def _context(self, state: SelfAttentionState | None) -> Context | None:
+        context = spread.active if self.context is None else self.context
+        if context is not None and state is not None:
+            raise ValueError("state is of sequences that one rank has as a whole: it has no place in a context parallel layer")
+        return context
+
     def _heads(
-        self, x: Tensor, state: SelfAttentionState | None, cu_seqlens: Tensor | None, mask: Tensor | None
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        context: Context | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution."""
         qkv = self.qkv_proj(x)
@@ -304,7 +323,9 @@ class FastmaxSelfAttention(nn.Module):
                 "among ranks by fastmax.distributed.TensorParallel"
             )
         recent = places = None
-        if state is None:
+        if context is not None:
+            positions = context.positions(x.shape[1], x.device)
+        elif state is None:
             positions = torch.arange(x.shape[1], device=x.device)
         else:
             qkv, recent = qkv.to(state.dtype), state.recent
@@ -312,11 +333,14 @@ class FastmaxSelfAttention(nn.Module):
             if x.shape[1] != 1:
                 positions = positions + torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:
-            positions = places = positions - cu_seqlens[sequence_of_token(cu_seqlens, x.shape[1])]
+            positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
         if self.conv is not None:
             if mask is not None:
                 qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
-            qkv, recent = self.conv(qkv, recent, places)
+            if context is None:
+                qkv, recent = self.conv(qkv, recent, places)
+            else:
+                qkv = context.convolve(self.conv, qkv, places)
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
         q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
@@ -340,7 +364,15 @@ class FastmaxSelfAttention(nn.Module):
             o = o * F.silu(self.gate_proj(x))
         return self.out_proj(o)
 
-    def _check(self, x: Tensor, state: SelfAttentionState | None, cu_seqlens: Tensor | None, mask: Tensor | None) -> None:
+    def _check(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        tokens: int | None = None,
+    ) -> None:
+        """`tokens`: of all ranks."""
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
@@ -355,7 +387,7 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"x must be on the device of the weights {weight.device}, got {x.device}")
         one_head = x.unsqueeze(1)
         validation.check_key_padding_mask(mask, one_head, one_head)
-        validation.check_cu_seqlens(cu_seqlens, one_head, one_head)
+        validation.check_cu_seqlens(cu_seqlens, one_head, one_head, tokens)
         if state is not None:
             self._check_state(state, x)
             if cu_seqlens is not None:

@@ -1,17 +1,24 @@
-"""DTensors as arguments of the public functions: recognised at next to no cost, computed by `fastmax.distributed.sharding`."""
+"""Calls of the public functions whose tensors are spread over ranks: DTensors (`fastmax.distributed.sharding`), and tokens in a
+context (`fastmax.distributed.context`). Told from others at next to no cost."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from functools import partial, wraps
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fastmax import ops
 
+if TYPE_CHECKING:
+    from fastmax.distributed.context import Context
+
+active: Context | None = None  # of `fastmax.distributed.context_parallel`
 _OTHERS = frozenset({Tensor, torch.nn.Parameter, type(None), str, bool, int, float, tuple})
 
 
@@ -30,8 +37,20 @@ def refuse(instead: str, **tensors: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor here, got a DTensor: {instead}")
 
 
+@contextmanager
+def entered(context: Context | None):
+    """Calls inside are those of the context."""
+    global active
+    outer, active = active, context
+    try:
+        yield
+    finally:
+        active = outer
+
+
 def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable:
-    """An attention function of q, k, v and options that takes DTensors too, all of its tensors or none, and returns them.
+    """An attention function of q, k, v and options that takes DTensors too, all of its tensors or none, and returns them; in a
+    context the tokens of a rank.
 
     Raises:
         TypeError: some of the tensors are DTensors, others are not; dropout has no drop_noise.
@@ -39,6 +58,8 @@ def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callab
 
     @wraps(attention)
     def attend(*args, **kwargs):
+        if active is not None:
+            return active.call(attention, inspect.signature(attention).bind(*args, **kwargs).arguments)
         for x in (*args, *kwargs.values()):
             if is_dtensor(x):
                 return _attend_on_shards(attention, args, kwargs)
