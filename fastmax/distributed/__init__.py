@@ -1,0 +1,24 @@
+"""Attention to sequences whose tokens are spread over the ranks of a process group, on torch.distributed."""
+
+from torch import distributed as _distributed
+
+if not _distributed.is_available():
+    raise ImportError("fastmax.distributed needs torch.distributed, which this build of PyTorch does not have")
+
+from fastmax.distributed.agreement import set_time_limit
+from fastmax.distributed.context_parallel import (
+    context_parallel_attention,
+    context_parallel_flash_attention,
+    tokens_before,
+)
+from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
+
+__all__ = [
+    "Layout",
+    "context_parallel_attention",
+    "context_parallel_flash_attention",
+    "contiguous_layout",
+    "set_time_limit",
+    "tokens_before",
+    "zigzag_layout",
+]
