@@ -202,6 +202,59 @@ def prefill(
     return _call(_PREFILL, tensors, (*call.score, _allow_tf32(q)))
 
 
+def prefill_backward(
+    grads: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    call: Call,
+    values: Tensor,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights of `prefill`, from its results
+    and their gradients, for callers that take the gradient of the new state from elsewhere. Not recorded."""
+    tensors = (call.key_padding_mask, call.log_decay, call.first_key, values, weights)
+    return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, *call.score, _allow_tf32(q))
+
+
+def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Values and weights in which `prefill` ends that begins with a state of zeros. Not recorded."""
+    if not k.is_cuda:
+        with without_autocast(k):
+            return eager.state_of_keys(k, v, call)
+    return prefill(k, k, v, call, *_empty_state(k, v, call))[2:]
+
+
+def state_of_queries(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """The gradients of values and weights by `prefill_backward` where the new state has none. Not recorded."""
+    if not q.is_cuda:
+        with without_autocast(q):
+            return eager.state_of_queries(grad_o, grad_z, q, k, v, o, z, call)
+    grads, results = (grad_o, grad_z, None, None), (o, z, None, None)
+    return prefill_backward(grads, q, k, v, results, call, *_empty_state(k, v, call))[-2:]
+
+
+def _empty_state(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    b, hk, _, d = k.shape
+    values = k.new_zeros(b, hk, eager.state_rows(d, call.score.order), v.shape[3], dtype=eager.compute_dtype(k.dtype))
+    return values, values.new_zeros(values.shape[:3])
+
+
+def attention_backward(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and log_decay of `attention`, from what it returns, without an exact window. Where o and z are of
+    more keys than these, the gradients are this part of the whole. Not recorded."""
+    operator = _part(call)
+    tensors, options = operator.signature.flatten(call, _allow_tf32(q))
+    saved = (q, k, v, o, z, *tensors)
+    grads = extension.call(operator.gradients, saved, options, grad_o, grad_z)
+    return *grads[:3], grads[3 + operator.signature.tensor_names.index("log_decay")]
+
+
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that a query at the
     place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with `continues`."""

@@ -87,7 +87,8 @@ class Context:
         for part, recent in zip(layout.of(self.group.rank()), before, strict=True):
             of_part = None if places is None else places[part.local]
             pieces.append(convolution(x[:, part.local], recent, of_part)[0])
-        return torch.cat(pieces, dim=1) if pieces else x
+        # Without parts, what came for none keeps this rank's backward in the exchange of the others.
+        return torch.cat(pieces or before, dim=1)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Of a whole sequence, the tokens of this rank: a tensor of its own."""
