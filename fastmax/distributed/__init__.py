@@ -12,12 +12,14 @@ from fastmax.distributed.context_parallel import (
     tokens_before,
 )
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
+from fastmax.distributed.traffic import exchanged_bytes
 
 __all__ = [
     "Layout",
     "context_parallel_attention",
     "context_parallel_flash_attention",
     "contiguous_layout",
+    "exchanged_bytes",
     "set_time_limit",
     "tokens_before",
     "zigzag_layout",
