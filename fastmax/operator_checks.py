@@ -88,12 +88,17 @@ def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Ten
             raise ValueError(f"shift must have a number of heads that divides o's {o.shape[1]}, got {heads}")
 
 
-def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, order: int) -> None:
-    """Of a prefill whose q, k and v were checked."""
+def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
+    """Of a call that continues from a state or ends in one, whose q, k and v were checked."""
     if q.shape[1] == 0:
         raise ValueError("q must have at least one head")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
+
+
+def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, order: int) -> None:
+    """Of a prefill whose q, k and v were checked."""
+    check_tokens_of_state(q, k)
     b, hk, _, d = k.shape
     rows = state_rows(d, order)
     for name, x, shape in (("values", values, (b, hk, rows, v.shape[3])), ("weights", weights, (b, hk, rows))):

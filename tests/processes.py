@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import tempfile
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 import torch
-from ranks import Ranks
+from ranks import RankError, Ranks, load
 
 WORLD = 4
 _started: list[Ranks] = []
@@ -18,15 +19,17 @@ def run(function: Callable, world: int, *arguments: object) -> list:
     if not _started:
         _started.append(Ranks(WORLD, tempfile.mkdtemp()))
         atexit.register(stop)
-    ranks = _started[0]
+    ranks, results = _started[0], [None] * world
     ranks.start(_seeded, function, *arguments, world=world)
-    waiting, errors = list(ranks.pipes[:world]), []
-    while waiting and (ready := wait(waiting, timeout=GRACE if errors else None)):
+    waiting = {pipe: rank for rank, pipe in enumerate(ranks.pipes[:world])}
+    while ready := wait(list(waiting)):
         for pipe in ready:
-            waiting.remove(pipe)
-    if errors:
-        stop()  # a rank may still wait for one that raised
-    return
+            rank = waiting.pop(pipe)
+            results[rank] = load(pipe.recv_bytes())
+            if isinstance(results[rank], RankError):
+                stop()  # others may wait for it
+                raise results[rank]
+    return results
 
 
 def _seeded(group, function: Callable, *arguments: object) -> object:

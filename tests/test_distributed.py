@@ -9,12 +9,15 @@ import pytest
 import torch
 from common import relative
 from ranks import Ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastmax import fastmax_attention, flash_attention
 from fastmax.distributed import (
     Layout,
     context_parallel_attention,
     context_parallel_flash_attention,
+    exchanged_bytes,
+    states,
     tokens_before,
     zigzag_layout,
 )
@@ -170,8 +173,8 @@ def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
     results = ranks.run(previous, x, count, layout, world=3)
     grad = torch.zeros_like(x)
     for rank, (own_grad, *before) in enumerate(results):
-        assert len(before) == len(layout.of(rank)) and own_grad.shape[1] == layout.count(rank)
-        for i, (part, y) in enumerate(zip(layout.of(rank), before, strict=True)):
+        assert len(before) == max(1, len(layout.of(rank))) and own_grad.shape[1] == layout.count(rank)
+        for i, (part, y) in enumerate(zip(layout.of(rank), before, strict=False)):
             expected = torch.nn.functional.pad(x, (0, 0, count, 0))[:, part.start : part.start + count]
             assert torch.equal(y, expected)
             first = max(0, part.start - count)
@@ -179,3 +182,118 @@ def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
     for rank, (own_grad, *_) in enumerate(results):
         pieces = [grad[:, part.start : part.stop] for part in layout.of(rank)]
         assert torch.allclose(own_grad, torch.cat(pieces, 1) if pieces else grad[:, :0])
+
+
+# ---- fp32, the ways of an exchange, repeatability
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["linear", "quadratic", "softmax"])
+def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype, seed):
+    layout = cuts(random.Random(seed), 300, 3)
+    flash = algorithm == "softmax"
+    options = {"causal": True} if flash else {"causal": True, "algorithm": algorithm, "temperature": 4.0}
+    case = {
+        "shape": (1, 4, 2, 300, 16, 16),
+        "layout": layout,
+        "decay": 0.05,
+        "flash": flash,
+        "options": options,
+        "dtype": dtype,
+    }
+    got = together(ranks.run(on_rank, case, world=3), layout)
+    tensors = inputs(case)
+    function = flash_attention if flash else fastmax_attention
+    exact = differentiated(function, case, {name: x.double() for name, x in tensors.items()})
+    plain = differentiated(function, case, tensors, use_custom_gradient=False)
+    for name, x in exact.items():
+        assert relative(got[name], x) <= 2 * relative(plain[name], x) + 1e-6, name
+
+
+def with_a_message_of(group, bytes_of_a_message: int, case: dict):
+    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
+    try:
+        return on_rank(group, case)
+    finally:
+        states._BYTES_OF_A_MESSAGE = before
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
+    layout = Layout((((0, 5), (70, 100)), (), ((5, 30), (40, 70)), ((30, 40),)))
+    options = {"causal": True, "algorithm": "linear", "p": p, "a0": 30.0}
+    case = {"shape": (1, 2, 2, 100, 5, 4), "layout": layout, "decay": decay, "forgets": 0.02, "options": options}
+    gathered, shared = (ranks.run(with_a_message_of, size, case) for size in (1 << 40, -1))
+    for one, other in zip(gathered, shared, strict=True):
+        assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_results_repeat_bit_by_bit(ranks):
+    for algorithm in ("linear", "quadratic"):
+        options = {"causal": True, "algorithm": algorithm, "exact_window": 9}
+        case = {"shape": (1, 4, 2, 90, 8, 8), "layout": zigzag_layout(90, 3), "options": options, "decay": 0.1}
+        case["dtype"] = torch.float32
+        first, second = (ranks.run(on_rank, case, world=3) for _ in range(2))
+        for one, other in zip(first, second, strict=True):
+            assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+# ---- bytes
+
+
+class Received(TorchDispatchMode):
+    """Counts the bytes that collectives bring from other ranks, at PyTorch's dispatcher."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.bytes, self._world, self._rank = 0, group.size(), group.rank()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.name()
+        if name == "c10d::_allgather_base_":
+            self.bytes += args[0].nbytes - args[1].nbytes
+        elif name == "c10d::alltoall_base_":
+            rows, out = args[3] or [args[0].shape[0] // self._world] * self._world, args[0]
+            self.bytes += (sum(rows) - rows[self._rank]) * (out.nbytes // max(1, out.shape[0]))
+        elif name == "c10d::recv_":
+            self.bytes += sum(x.nbytes for x in args[0])
+        else:
+            assert not name.startswith("c10d::") or name == "c10d::send", name
+        return function(*args, **(kwargs or {}))
+
+
+def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:
+    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
+    layout, rank = case["layout"], group.rank()
+    try:
+        with Received(group) as received:
+            on_rank(group, case)
+        d, dv = case["shape"][4:]
+        given = {name: name in case for name in ("cu_seqlens",)} | {"log_decay": bool(case.get("decay"))}
+        given["key_padding_mask"] = bool(case.get("padding"))
+        options = {name: x for name, x in case["options"].items() if name in ("causal", "algorithm", "p", "exact_window")}
+        options = {"algorithm": "softmax"} | options if case.get("flash") else options
+        sizes = {
+            "kv_heads": case["shape"][2],
+            "head_dim": d,
+            "value_dim": dv,
+            "batch": case["shape"][0],
+            "dtype": case["dtype"],
+        }
+        return [received.bytes, sum(exchanged_bytes(layout, rank, **sizes, **given, **options))]
+    finally:
+        states._BYTES_OF_A_MESSAGE = before
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
+    case = drawn(seed + 1000)
+    case["dtype"] = random.Random(seed).choice([torch.float64, torch.float32, torch.bfloat16])
+    case["options"].pop("rpe_matrix", None)  # a head dim of its own
+    if case["flash"]:
+        case["options"].pop("window")
+    for bytes_of_a_message in (1 << 40, -1):
+        for received, expected in ranks.run(counted, case, bytes_of_a_message, world=case["layout"].world):
+            assert received == expected

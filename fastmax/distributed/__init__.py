@@ -15,6 +15,7 @@ from fastmax.distributed.context_parallel import (
 )
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.tensor_parallel import TensorParallel
+from fastmax.distributed.traffic import exchanged_bytes
 
 __all__ = [
     "Context",
@@ -25,6 +26,7 @@ __all__ = [
     "context_parallel_attention",
     "context_parallel_flash_attention",
     "contiguous_layout",
+    "exchanged_bytes",
     "set_time_limit",
     "tokens_before",
     "zigzag_layout",

@@ -202,7 +202,8 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
         group, layout: as in `context_parallel_attention`.
 
     Returns:
-        (b, count, c) for each part, zeros where the sequence has no token.
+        (b, count, c) for each part, zeros where the sequence has no token; for a rank without parts one of no tokens,
+        (b, 0, c), through which its backward runs.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `context_parallel_attention`.

@@ -58,7 +58,8 @@ def _moves_to(layout: Layout, target: int, before: int, behind: int) -> dict[int
 
 def halo(tensors: tuple[Tensor, ...], before: int, behind: int, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
     """Of each tensor (b, heads, n, ...) its halo (b, heads, parts * (before + behind), ...): for each part of this rank the
-    tokens before it, then those behind it, zeros where there is none. Tensors of one dtype; differentiable."""
+    tokens before it, then those behind it, zeros where there is none. Tensors of one dtype; differentiable, those with
+    `requires_grad`, which have to be the same on all ranks."""
     return _Halo.apply(plan(layout, group.rank(), before, behind), group, *tensors)
 
 
@@ -80,11 +81,13 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads: Tensor | None):
-        like = next(x for x in grads if x is not None)
-        shapes = [(*shape[:2], ctx.plan.places, *shape[3:]) for shape in ctx.shapes]
-        grads = [like.new_zeros(shape) if x is None else x for x, shape in zip(grads, shapes, strict=True)]
-        out = tuple(like.new_zeros(shape) for shape in ctx.shapes)
-        _move(ctx.plan, ctx.group, grads, out, backward=True)
+        like, wanted = next(x for x in grads if x is not None), ctx.needs_input_grad[2:]
+        out = [like.new_zeros(shape) if wants else None for shape, wants in zip(ctx.shapes, wanted, strict=True)]
+        given = []
+        for x, shape, wants in zip(grads, ctx.shapes, wanted, strict=True):
+            if wants:
+                given.append(like.new_zeros(*shape[:2], ctx.plan.places, *shape[3:]) if x is None else x)
+        _move(ctx.plan, ctx.group, given, [x for x in out if x is not None], backward=True)
         return None, None, *out
 
 
