@@ -319,8 +319,8 @@ class FastmaxSelfAttention(nn.Module):
         qkv = self.qkv_proj(x)
         if qkv.shape[-1] != self._channels:
             raise ValueError(
-                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: divide heads "
-                "among ranks by fastmax.distributed.TensorParallel"
+                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "
+                "divided among ranks by fastmax.distributed.TensorParallel"
             )
         recent = places = None
         if context is not None:

@@ -22,8 +22,8 @@ def run(function: Callable, world: int, *arguments: object) -> list:
     ranks, results = _started[0], [None] * world
     ranks.start(_seeded, function, *arguments, world=world)
     waiting = {pipe: rank for rank, pipe in enumerate(ranks.pipes[:world])}
-    while ready := wait(list(waiting)):
-        for pipe in ready:
+    while waiting:
+        for pipe in wait(list(waiting)):
             rank = waiting.pop(pipe)
             results[rank] = load(pipe.recv_bytes())
             if isinstance(results[rank], RankError):

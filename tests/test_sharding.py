@@ -7,7 +7,7 @@ import torch
 from processes import run
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -175,6 +175,12 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.softmax(q, "safe")
         torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
         o, lse = flash_attention(q, k, v, return_lse=True)
+        decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)
+        torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, 2, False)
+        z = lse.exp()
+        torch.ops.fastmax.state_of_queries(
+            o.detach(), None, q, k, v, o.detach(), z, decays, first, 0.5, 1.0, 1.0, 0.5, 2, False
+        )
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp(), log_decay.detach())
     return recorder.calls
 
@@ -203,8 +209,10 @@ def check_operators(group, kv_heads, dim):
         name = operator._schema.name.removeprefix("fastmax::")
         # Where one key/value head is also that of a state, and where a state's heads are a batch to the operator.
         whole = dim == 1 and (got[0].shape[1] == 1 or (kv_heads == 1 and name == "prefill_backward"))
-        if name != "rotary_factors":
-            assert got[0].placements == ((Replicate(),) if whole else (Shard(dim),)), operator
+        lies = Replicate() if whole else Shard(dim)
+        if name == "state_of_queries" and dim == 1 and kv_heads == 1:
+            lies = Partial()  # of the query heads of each rank
+        assert name == "rotary_factors" or got[0].placements == (lies,), operator
         seen.add(name)
     return seen
 

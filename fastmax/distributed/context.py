@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class Context:
         if isinstance(self.layout, Layout):
             held = self.layout.count(self.group.rank())
             if held != tokens:
-                raise ValueError(f"x must have the {held} tokens that the layout has for rank {self.group.rank()}, got {tokens}")
+                raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
             return self.layout
         counts = (tokens,) if self.mesh.size() == 1 else agree(self.group, {"layout of a layer": self.layout}, tokens)
         return _layout(self.layout, counts)
@@ -84,11 +85,11 @@ class Context:
         layout = self.layout_of(x.shape[1])
         before = tokens_before(x, convolution.width - 1, group=self.group, layout=layout)
         pieces = []
-        for part, recent in zip(layout.of(self.group.rank()), before, strict=True):
+        for part, recent in zip(layout.of(self.group.rank()), before, strict=False):
             of_part = None if places is None else places[part.local]
             pieces.append(convolution(x[:, part.local], recent, of_part)[0])
-        # Without parts, what came for none keeps this rank's backward in the exchange of the others.
-        return torch.cat(pieces or before, dim=1)
+        # Without parts, what came for none: this rank's backward takes part in the exchange of the others.
+        return torch.cat(pieces or (convolution(x)[0], *before), dim=1)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Of a whole sequence, the tokens of this rank: a tensor of its own."""
@@ -98,7 +99,7 @@ class Context:
             layout = zigzag_layout(tokens, group.size())
         elif layout == "contiguous":
             ends = [rank * tokens // group.size() for rank in range(group.size() + 1)]
-            layout = contiguous_layout([stop - start for start, stop in zip(ends[:-1], ends[1:], strict=True)])
+            layout = contiguous_layout([stop - start for start, stop in pairwise(ends)])
         if layout.tokens != tokens:
             raise ValueError(f"dimension {dim} must have the layout's {layout.tokens} tokens, got {tokens}")
         parts = [x.narrow(dim, part.start, part.tokens) for part in layout.of(group.rank())]

@@ -56,6 +56,8 @@ _RESULTS = {
     "gathered_step_": ("o",),
     "prefill": ("o", "z", "new_values", "new_weights"),
     "prefill_backward": (*_OF_TOKENS, "grad_log_decay", "grad_values", "grad_weights"),
+    "state_of_keys": ("values", "weights"),
+    "state_of_queries": ("grad_values", "grad_weights"),
     "finite_decay": ("finite", "first_key"),
     "rotary_factors": ("cos", "sin"),
 }
