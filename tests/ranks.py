@@ -32,7 +32,8 @@ class Ranks:
 
     def __init__(self, world: int, folder, backend: str = "gloo"):
         self.world = world
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["fastmax.distributed"])  # imported once, for all processes to come
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()

@@ -1,0 +1,95 @@
+"""`examples/train_long.py`: the same losses on any number of ranks, and from a checkpoint of another number of them."""
+
+import csv
+from pathlib import Path
+
+import pytest
+from processes import run
+from test_sharding import mesh_of
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+MODEL = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--every", "2", "--parts", "exact_window=8"]
+TRAINING = ["--context", "96", "--warmup", "1", "--steps", "4", "--rows", "4"]
+TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
+
+
+def train(group, arguments, stop_after=None):
+    import sys
+
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        import train_long
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    args = train_long.arguments().parse_args(arguments)
+    stopping = []
+    if stop_after is not None:
+        whole, count = train_long.LongTrainer.train_step, [0]
+
+        def step(self, batch):
+            count[0] += 1
+            if count[0] == stop_after and group.rank() == 0:  # the others are told
+                stopping.append(15)
+            return whole(self, batch)
+
+        train_long.LongTrainer.train_step = step
+    try:
+        trainer = train_long.train(args, mesh_of(group), torch.device("cpu"), stopping)
+    finally:
+        if stop_after is not None:
+            train_long.LongTrainer.train_step = whole
+    local = next(iter(trainer.model.blocks[0].attn.parameters())).to_local()
+    return trainer.step, trainer.history, local.numel()
+
+
+def losses(history: list[dict]) -> list[float]:
+    return [row[name] for row in history for name in ("train", "val")]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory) -> tuple[Path, list[dict], int]:
+    out = tmp_path_factory.mktemp("long")
+    (out / "text.txt").write_text(TEXT)
+    ((step, history, elements),) = run(train, 1, [*MODEL, *TRAINING, "--data", str(out / "text.txt"), "--out", str(out)])
+    assert step == 4 and [row["step"] for row in history] == [1, 2, 3, 4]
+    assert history[-1]["train"] < history[0]["train"] - 0.02
+    return out, history, elements
+
+
+@pytest.mark.parametrize("ranks, layout", [(2, "contiguous"), (3, "zigzag")])
+def test_any_number_of_ranks(one_rank, tmp_path, ranks, layout):
+    out, history, elements = one_rank
+    common = [*MODEL, *TRAINING, "--data", str(out / "text.txt"), "--out", str(tmp_path), "--layout", layout]
+    for step, of_ranks, local in run(train, ranks, common):
+        assert step == 4 and losses(of_ranks) == pytest.approx(losses(history), rel=1e-5)
+        assert local <= elements // ranks + elements // 10
+    with open(tmp_path / "losses.csv", newline="") as file:
+        assert [row["ranks"] for row in csv.DictReader(file)] == [str(ranks)] * 4
+
+
+def test_goes_on_with_another_number_of_ranks(one_rank, tmp_path):
+    out, history, _ = one_rank
+    common = [*MODEL, *TRAINING, "--data", str(out / "text.txt"), "--out", str(tmp_path)]
+    for step, _, _ in run(train, 2, common, 2):
+        assert step == 2
+    for step, of_ranks, _ in run(train, 3, common):
+        assert step == 4 and [row["ranks"] for row in of_ranks] == [2, 2, 3, 3]
+        assert losses(of_ranks) == pytest.approx(losses(history), rel=1e-5)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-4"]
+    (message,) = run(refused, 1, [*common, "--lr", "0.5"])
+    assert "is of another run (lr was 0.001, is 0.5)" in message
+
+
+def refused(group, arguments):
+    with pytest.raises(SystemExit) as error:
+        train(group, arguments)
+    return str(error.value)
+
+
+def test_packed(one_rank, tmp_path):
+    out, _, _ = one_rank
+    common = [*MODEL, *TRAINING, "--data", str(out / "text.txt"), "--packed", "--no-recompute"]
+    results = [run(train, ranks, [*common, "--out", str(tmp_path / str(ranks))])[0][1] for ranks in (1, 2)]
+    assert losses(results[0]) == pytest.approx(losses(results[1]), rel=1e-5)
