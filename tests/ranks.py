@@ -20,6 +20,9 @@ class RankError(Exception):
         super().__init__(message)
         self.kind, self.where = kind, where
 
+    def __reduce__(self):
+        return RankError, (self.kind, self.args[0], self.where)
+
     def __str__(self) -> str:
         return f"{self.kind}: {self.args[0]}\n{self.where}"
 
@@ -30,12 +33,12 @@ class Ranks:
     def __init__(self, world: int, folder, backend: str = "gloo"):
         self.world = world
         context = mp.get_context("spawn")
-        self._pipes, self.processes = [], []
+        self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
             arguments = (rank, world, backend, f"file://{folder}/store", theirs)
             self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
-            self._pipes.append(ours)
+            self.pipes.append(ours)
         for process in self.processes:
             process.start()
 
@@ -44,11 +47,11 @@ class Ranks:
         world = self.world if world is None else world
         self._asked = range(world) if ranks is None else ranks
         for rank in self._asked:
-            self._pipes[rank].send_bytes(_dump((function, world, arguments)))
+            self.pipes[rank].send_bytes(_dump((function, world, arguments)))
 
     def results(self) -> list:
         """Of each rank, a RankError where it raised."""
-        return [_load(self._pipes[rank].recv_bytes()) for rank in self._asked]
+        return [load(self.pipes[rank].recv_bytes()) for rank in self._asked]
 
     def run(self, function: Callable, *arguments, world: int | None = None) -> list:
         """The results; the first error is raised."""
@@ -71,7 +74,7 @@ def _dump(value) -> bytes:
     return file.getvalue()
 
 
-def _load(data: bytes):
+def load(data: bytes):
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
@@ -85,7 +88,7 @@ def _serve(rank: int, world: int, backend: str, address: str, pipe) -> None:
     dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     groups = [dist.new_group(list(range(size))) for size in range(1, world)] + [dist.group.WORLD]
     while True:
-        function, size, arguments = _load(pipe.recv_bytes())
+        function, size, arguments = load(pipe.recv_bytes())
         try:
             result = function(groups[size - 1], *arguments)
         except Exception as error:
