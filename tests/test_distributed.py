@@ -9,8 +9,8 @@ import pytest
 import torch
 from common import relative
 from ranks import Ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.distributed import Received
 from fastmax import fastmax_attention, flash_attention
 from fastmax.distributed import (
     Layout,
@@ -241,27 +241,6 @@ def test_results_repeat_bit_by_bit(ranks):
 
 
 # ---- bytes
-
-
-class Received(TorchDispatchMode):
-    """Counts the bytes that collectives bring from other ranks, at PyTorch's dispatcher."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.bytes, self._world, self._rank = 0, group.size(), group.rank()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.name()
-        if name == "c10d::_allgather_base_":
-            self.bytes += args[0].nbytes - args[1].nbytes
-        elif name == "c10d::alltoall_base_":
-            rows, out = args[3] or [args[0].shape[0] // self._world] * self._world, args[0]
-            self.bytes += (sum(rows) - rows[self._rank]) * (out.nbytes // max(1, out.shape[0]))
-        elif name == "c10d::recv_":
-            self.bytes += sum(x.nbytes for x in args[0])
-        else:
-            assert not name.startswith("c10d::") or name == "c10d::send", name
-        return function(*args, **(kwargs or {}))
 
 
 def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:

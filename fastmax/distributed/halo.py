@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 
 from fastmax.distributed.communication import scatter_rows
+from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part
 
 
@@ -79,7 +79,7 @@ class _Halo(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx, *grads: Tensor | None):
         like, wanted = next(x for x in grads if x is not None), ctx.needs_input_grad[2:]
         out = [like.new_zeros(shape) if wants else None for shape, wants in zip(ctx.shapes, wanted, strict=True)]

@@ -18,13 +18,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fastmax import eager, ops
 from fastmax.call import Call
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Pending, all_to_all, pass_on
+from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part
 from fastmax.score import Score, Softmax, quotient
 
@@ -213,7 +213,7 @@ class _Ring(torch.autograd.Function):
         return o, statistic
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx, grad_o: Tensor | None, grad_statistic: Tensor | None):
         q, k, v, log_decay, o, statistic = ctx.saved_tensors
         job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from fastmax import eager, ops
 from fastmax.call import Call
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Pending, all_to_all, gather
+from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part
 from fastmax.score import Score
 
@@ -167,7 +167,7 @@ class _FromStates(torch.autograd.Function):
         return o, z
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.job, _like(k, v, ctx.job.score)
@@ -206,7 +206,7 @@ class _FromTotal(torch.autograd.Function):
         return o, z
 
     @staticmethod
-    @once_differentiable
+    @without_second_derivative
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, o, z, total = ctx.saved_tensors
         call = Call(ctx.job.score, causal=True, key_padding_mask=ctx.job.mask)

@@ -55,7 +55,7 @@ def exchanged_bytes(
     Args:
         layout: of the call.
         rank: whose bytes.
-        kv_heads, head_dim, value_dim, batch, dtype: of k and v; with a sinusoidal rpe_matrix head_dim is 2 head_dim (of even d).
+        kv_heads, head_dim, value_dim, batch, dtype: of k and v; with a sinusoidal rpe_matrix head_dim is twice that, if even.
         algorithm: "linear", "quadratic" or "softmax".
         causal, p, exact_window: of the call.
         log_decay, key_padding_mask, cu_seqlens: whether the call has them.
