@@ -244,7 +244,7 @@ class FastmaxSelfAttention(nn.Module):
             TypeError, ValueError: naming the argument, what it was and what is accepted.
         """
         context = self._context(state)
-        self._check(x, state, cu_seqlens, key_padding_mask, None if context is None else context.layout_of(x.shape[1]).tokens)
+        self._check(x, state, cu_seqlens, key_padding_mask, context)
         if state is None:
             q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask, context)
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
@@ -370,9 +370,8 @@ class FastmaxSelfAttention(nn.Module):
         state: SelfAttentionState | None,
         cu_seqlens: Tensor | None,
         mask: Tensor | None,
-        tokens: int | None = None,
+        context: Context | None = None,
     ) -> None:
-        """`tokens`: of all ranks."""
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
@@ -387,6 +386,7 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"x must be on the device of the weights {weight.device}, got {x.device}")
         one_head = x.unsqueeze(1)
         validation.check_key_padding_mask(mask, one_head, one_head)
+        tokens = None if context is None else context.layout_of(x.shape[1]).tokens
         validation.check_cu_seqlens(cu_seqlens, one_head, one_head, tokens)
         if state is not None:
             self._check_state(state, x)

@@ -117,6 +117,7 @@ class Context:
     def _attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options):
         if not use_custom_gradient:
             raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
+        spread.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
         with spread.entered(None):
             return attention(q, k, v, group=self.group, layout=self.layout_of(q.shape[2]), **options)
 

@@ -62,13 +62,9 @@ class _Heads:
             owner, leaf = _find(module, name)
             self.whole[name] = owner._parameters[leaf]
             owner._parameters[leaf] = self._own(name, owner._parameters[leaf])
-        # Each rank adds what its heads make of x.
-        args, kwargs = list(args), dict(kwargs)
-        arguments, key = (args, 0) if args else (kwargs, "x")
-        if isinstance(arguments.get(key) if key == "x" else arguments[key], Tensor):
-            x = DTensor.from_local(arguments[key], self.mesh, [Replicate()], run_check=False)
-            arguments[key] = x.to_local(grad_placements=[Partial()])
-        return tuple(args), kwargs
+        if args:
+            return (self._shared(args[0]), *args[1:]), kwargs
+        return args, {name: self._shared(x) if name == "x" else x for name, x in kwargs.items()}
 
     def leave(self, module: FastmaxSelfAttention, args: tuple, output: object) -> object:
         for name, whole in self.whole.items():
@@ -80,6 +76,12 @@ class _Heads:
         y, *state = output if isinstance(output, tuple) else (output,)
         y = DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
         return (y, *state) if state else y
+
+    def _shared(self, x: object) -> object:
+        """x, whose gradient is the sum of what the heads of all ranks make of it."""
+        if not isinstance(x, Tensor):
+            return x
+        return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
     def _own(self, name: str, whole: DTensor) -> Tensor:
         if name.startswith(("qkv_proj", "conv")):
