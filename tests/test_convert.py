@@ -32,10 +32,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(FastmaxSelfAttention(C, 4, **options) for _ in range(layers))
         self.head = nn.Linear(C, VOCABULARY, dtype=dtype)
 
-    def forward(self, tokens, targets=None):
+    def forward(self, tokens, targets=None, **given):
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = x + block(F.rms_norm(x, (C,)))
+            x = x + block(F.rms_norm(x, (C,)), **given)
         logits = self.head(x)
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -252,6 +252,17 @@ def test_the_error_is_that_of_outputs_for_the_same_input(swapped):
     assert convert.attention_errors(model, teacher, [x]) == pytest.approx(expected, rel=1e-5)
 
 
+def test_packed_and_padded_batches(swapped):
+    """Errors are those of the documents and of the tokens that take part."""
+    model, teacher, _ = swapped
+    x = tokens(2, N // 2)
+    expected = convert.attention_errors(model, teacher, [x])
+    packed = {"tokens": x.reshape(1, N), "cu_seqlens": torch.tensor([0, N // 2, N], dtype=torch.int32)}
+    assert convert.attention_errors(model, teacher, [packed]) == pytest.approx(expected, rel=1e-6)
+    padded = {"tokens": F.pad(x, (0, 5)), "key_padding_mask": (torch.arange(N // 2 + 5) < N // 2).expand(2, -1)}
+    assert convert.attention_errors(model, teacher, [padded]) == pytest.approx(expected, rel=1e-6)
+
+
 def test_transfer_of_one_layer_leaves_the_others(swapped):
     model, teacher, _ = swapped
     before = snapshot(model)
@@ -275,6 +286,7 @@ def test_transfer_refuses(swapped):
         (dict(steps=0), ValueError, "steps"),
         (dict(learning_rate=0.0), ValueError, "learning_rate"),
         (dict(batches=["text"]), TypeError, "batches must hold tensors"),
+        (dict(batches=[5]), TypeError, "batches must hold tensors"),
     ]
     for changes, error, message in calls:
         arguments = {"model": model, "teacher": teacher, "batches": batches, "parameters": new, "steps": 1} | changes
@@ -486,6 +498,51 @@ def test_batches_of_a_hugging_face_model(llama):
     assert convert.attention_errors(model, teacher, [{"input_ids": x, "attention_mask": mask, "use_cache": True}]) == padded
     with pytest.raises(ValueError, match=r"attention_mask of a batch must be a tensor \(b, n\), got .*\(2, 1, 24, 24\)"):
         convert.attention_errors(model, teacher, [(x, torch.ones(2, 1, N, N))])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("way", ["positions", "rows", "cu_seq_lens", "positional"])
+def test_packed_batches_of_a_hugging_face_model(llama, way):
+    """The errors of documents end to end are those of the documents, and training takes them."""
+    model, teacher, x = llama, copy.deepcopy(llama), tokens(4, N // 2)
+    new = convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=32.0)
+    expected = convert.attention_errors(model, teacher, [x])
+    rows = 2 if way == "rows" else 1
+    ids, positions = x.reshape(rows, -1), torch.arange(N // 2).repeat(rows, 4 // rows)
+    packed = {"input_ids": ids, "position_ids": positions}
+    if way == "cu_seq_lens":
+        bounds = torch.arange(0, x.numel() + 1, N // 2, dtype=torch.int32)
+        packed |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": N // 2, "max_length_k": N // 2}
+    batch = (ids, None, positions) if way == "positional" else packed
+    assert convert.attention_errors(model, teacher, [batch]) == pytest.approx(expected, rel=1e-6)
+    whole = convert.attention_errors(model, teacher, [ids])
+    assert all(abs(whole[name] / expected[name] - 1) > 1e-3 for name in expected)
+    [row] = convert.transfer(model, teacher, [batch], new, steps=1)
+    assert row["error"] == pytest.approx(sum(expected.values()) / 3, rel=1e-6)
+    expected = convert.attention_errors(model, teacher, [x])
+    fitted = convert.fit_polynomial(model, teacher, [batch], rounds=1)
+    assert fitted[0]["error"] == pytest.approx(sum(expected.values()) / 3, rel=1e-6)
+    if way != "positional":
+        convert.finetune(model, [packed | {"labels": ids}], steps=1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_batches_that_mean_something_else_to_the_teacher_are_refused(llama):
+    model, teacher, x = llama, copy.deepcopy(llama), tokens(1, N)
+    convert.swap(model, exact_window=WINDOW)
+    mask, positions = torch.ones_like(x), (torch.arange(N) % 8)[None]
+    bounds = torch.tensor([0, 8, 16, N], dtype=torch.int32)
+    documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
+    cache = pytest.importorskip("transformers").DynamicCache()
+    calls = [
+        ({"attention_mask": mask, "position_ids": positions}, "packed sequences.*without an attention_mask"),
+        (documents, "cu_seq_lens_q must name the documents that position_ids do"),
+        (documents | {"position_ids": (torch.arange(N) % 12)[None]}, "cu_seq_lens_q must name the documents"),
+        ({"past_key_values": cache}, "past_key_values of a batch must be None, .*got a DynamicCache"),
+    ]
+    for given, message in calls:
+        with pytest.raises(ValueError, match=message):
+            convert.attention_errors(model, teacher, [{"input_ids": x} | given])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

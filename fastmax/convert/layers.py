@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from fastmax.convert.batches import Batch, call, padding_of
+from fastmax.convert.batches import Batch, arguments_of, call, padding_of
 from fastmax.self_attention import FastmaxSelfAttention
 
 Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the teacher's
@@ -61,16 +61,21 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
     Args:
         compare: is given the layer's name, `attend`, which returns the output of the model's layer for the same input, and the
             teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's
-            argument `attention_mask` (b, n) leaves out.
+            argument `attention_mask` (b, n), or the layer's `key_padding_mask`, leaves out.
     """
-    real = padding_of(teacher, batch)
+    arguments = arguments_of(teacher, batch)
+    real = padding_of(arguments)
     called = set()
 
     def hook_of(name: str, layer: nn.Module) -> Callable:
-        def hook(module: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:
+        def hook(own: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:
             called.add(name)
-            keywords = _keywords_of_layer(layer, keywords, real)
-            compare(name, lambda: _rows(layer(*args, **keywords), real), _rows(output, real))
+            takes_part = real
+            if isinstance(layer, FastmaxSelfAttention):
+                takes_part = keywords.get("key_padding_mask", real)
+            else:
+                keywords = _with_mask(layer, own, args, keywords, real, arguments.get("position_ids"))
+            compare(name, lambda: _rows(layer(*args, **keywords), takes_part), _rows(output, takes_part))
 
         return hook
 
@@ -89,13 +94,22 @@ def _rows(output: Tensor | tuple, real: Tensor | None) -> Tensor:
     return rows if rows.dtype == torch.float64 else rows.float()
 
 
-def _keywords_of_layer(layer: nn.Module, keywords: dict, real: Tensor | None) -> dict:
-    """Those that the teacher's layer had, for the other attention."""
-    if isinstance(layer, FastmaxSelfAttention):
-        return keywords
-    from fastmax.integrations.transformers import FastmaxMask
+def _with_mask(
+    layer: nn.Module, own: nn.Module, args: tuple, keywords: dict, real: Tensor | None, position_ids: object
+) -> dict:
+    """Keywords of a teacher's layer, with the mask that the model would have made of the same arguments for its own."""
+    from transformers.masking_utils import create_causal_mask
 
-    mask = FastmaxMask(True, real)
+    from fastmax.integrations.transformers.layers import implementation
+
+    hidden_states = args[0] if args else keywords["hidden_states"]
+    positions = position_ids if isinstance(position_ids, Tensor) and position_ids.dim() == 2 else None
+    mask = create_causal_mask(
+        config=layer.config, inputs_embeds=hidden_states, attention_mask=real, past_key_values=None, position_ids=positions
+    )
+    documents = keywords.get("cu_seq_lens_q")
+    if documents is not None and "flash" not in implementation(own):  # which alone reads them
+        mask.refuse_other_documents(documents)
     return keywords | {"attention_mask": mask}
 
 
