@@ -556,10 +556,30 @@ def test_a_window_as_long_as_the_sequence_is_softmax_in_a_hugging_face_model(lla
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("options", [{"layers": [7]}, {"layers": ["a"]}, {"layers": [1, 7], "decay": True}], ids=repr)
+@pytest.mark.parametrize("options", [{"layers": [7]}, {"layers": ["a"]}, {"layers": 1}, {"layers": [1, 7], "decay": True}], ids=repr)
 def test_a_hugging_face_model_is_left_as_it_was(llama, options):
     before, config = snapshot(llama), llama.config.to_dict()
-    with pytest.raises((ValueError, TypeError), match="layer"):
+    with pytest.raises((ValueError, TypeError), match="layers must be"):
         convert.swap(llama, **options)
     assert equal(before, snapshot(llama)) and llama.config.to_dict() == config
     assert llama.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_swap_keeps_options_that_are_configured_and_refuses_others_than_its_own(llama):
+    integration = pytest.importorskip("fastmax.integrations.transformers")
+    for name, configured, given in [
+        ("exact_window", {"exact_window": 8}, {"exact_window": WINDOW}),
+        ("temperature", {"temperature": 2.0}, {}),
+        ("layers", {"layers": [0, 2]}, {}),
+        ("layers", {"layers": "global"}, {"layers": [1]}),
+    ]:
+        integration.configure(llama, **configured)
+        before = llama.config.to_dict()
+        with pytest.raises(ValueError, match=rf"config.fastmax.*{name} = .*configure\(model\) takes"):
+            convert.swap(llama, **given)
+        assert llama.config.to_dict() == before and llama.config._attn_implementation == "sdpa"
+    kept = {"a1": 1.1, "constant_memory": True, "log_decay": [-0.1, -0.2]}
+    integration.configure(llama, exact_window=WINDOW, layers=(0, 2), **kept)
+    convert.swap(llama, exact_window=WINDOW, layers=[0, 2])
+    assert llama.config.fastmax == kept | {"exact_window": WINDOW, "layers": [0, 2]}
