@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastmax import validation
@@ -51,9 +52,20 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
             `constant_memory` that is no bool.
         ValueError: `log_decay` > 0; no layer.
     """
+    if not isinstance(model, PreTrainedConfig):
+        check_model(model)
     check_options(options)
-    for config in configurations(model):
+    configs = list(configurations(model))
+    if not configs:
+        raise ValueError(f"model must hold a transformers model with its configuration, got a {type(model).__name__}")
+    for config in configs:
         config.fastmax = dict(options)
+
+
+def check_model(model: object) -> None:
+    """A module: the model, or one around it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a transformers model, got {validation.describe(model)}")
 
 
 def options_of(config: PreTrainedConfig) -> dict:
