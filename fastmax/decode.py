@@ -268,9 +268,10 @@ def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None
     if state.exact_window > 0:
         o, values, weights, tokens = prefill_window(q, joined(state, tokens), state, count)
     else:
+        tokens = tokens.without_masked()
         call = Call(state.score, causal=True, key_padding_mask=tokens.mask)
-        call = with_bounds(call, q, k, tokens.decays, continues=True)
-        o, _, values, weights = ops.prefill(q, k, tokens.values, call, state.values, state.weights)
+        call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True)
+        o, _, values, weights = ops.prefill(q, tokens.keys, tokens.values, call, state.values, state.weights)
     return o, _advanced(state, n, values, weights, tokens, count)
 
 

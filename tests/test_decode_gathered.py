@@ -82,6 +82,41 @@ def test_every_dtype(dtype, device):
         assert (x.double() - y).norm() <= (1e-12 if dtype == torch.float64 else 3e-6) * y.norm()
 
 
+@pytest.mark.parametrize("held", [torch.nan, torch.inf])
+@pytest.mark.parametrize("decay", [None, "-inf at places"])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("fold_every", [1, 4])
+def test_what_a_masked_token_holds_leaves_no_trace(fold_every, window, decay, held, device):
+    inputs, _ = make_inputs(CASE, torch.float32, device)
+    given = accompany(CASE, True, decay, device)
+    masked = ~given["mask"][:, None, :, None]
+    other = inputs | {name: inputs[name].masked_fill(masked, held) for name in ("k", "v")}
+    assert masked[0, 0, :6].any() and masked[0, 0, 6:].any()
+    for sizes, in_place in (([1] * 16, True), ([1] * 16, False), ([16], False), ([1, 1, 1, 1, 1, 7, 1, 1, 2], True)):
+        outputs, state = advance(inputs, sizes, new_state(CASE, window, fold_every, device, torch.float32), in_place, **given)
+        actual, same = advance(other, sizes, new_state(CASE, window, fold_every, device, torch.float32), in_place, **given)
+        assert torch.equal(actual, outputs) and outputs.isfinite().all()
+        assert torch.equal(folded(same).values, folded(state).values)
+        assert torch.equal(folded(same).weights, folded(state).weights)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("sizes", [[1] * 16, [16]], ids=["step", "prefill"])
+def test_gradients_beside_what_a_masked_token_holds(sizes, window, device):
+    inputs, grad_o = make_inputs(CASE, torch.float64, device)
+    given = accompany(CASE, True, "ordinary", device)
+    masked = ~given["mask"][:, None, :, None]
+
+    def gradients(held):
+        leaves = {name: x if name == "q" else x.masked_fill(masked, held) for name, x in inputs.items()}
+        leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+        o, _ = advance(leaves, sizes, new_state(CASE, window, 1, device), **given)
+        return torch.autograd.grad(o, tuple(leaves.values()), grad_o)
+
+    torch.testing.assert_close(gradients(torch.nan), gradients(0.0), rtol=1e-9, atol=1e-10)
+    assert not gradients(torch.nan)[1].masked_select(masked).any()
+
+
 # ---- what is gathered
 
 
