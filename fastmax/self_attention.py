@@ -300,9 +300,9 @@ class FastmaxSelfAttention(nn.Module):
                 positions = positions + torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:
             positions = places = positions - cu_seqlens[sequence_of_token(cu_seqlens, x.shape[1])]
+        if mask is not None:
+            qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
         if self.conv is not None:
-            if mask is not None:
-                qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
             qkv, recent = self.conv(qkv, recent, places)
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)

@@ -149,14 +149,18 @@ def test_window_matters_beyond_its_tokens():
 
 
 @by_attention
-def test_padding(options):
-    layer, x, mask = make(num_kv_heads=2, **options), tokens(), torch.rand(2, N) > 0.4
+@pytest.mark.parametrize("conv", [0, 4])
+def test_padding(conv, options):
+    layer, x, mask = make(num_kv_heads=2, conv=conv, **options), tokens(), torch.rand(2, N) > 0.4
     mask[:, 0] = True  # every query sees a key
     y = layer(x, key_padding_mask=mask)
-    torch.testing.assert_close(y, written_out(layer, x, mask), rtol=1e-8, atol=1e-9)
-    changed = torch.where(mask.unsqueeze(-1), x, 100.0)
-    y_of_changed = layer(changed, key_padding_mask=mask)
-    torch.testing.assert_close(y_of_changed[mask], y[mask], rtol=0, atol=0)
+    torch.testing.assert_close(y[mask], written_out(layer, x, mask)[mask], rtol=1e-8, atol=1e-9)
+    for held in (100.0, torch.nan, torch.inf):
+        changed = torch.where(mask.unsqueeze(-1), x, held)
+        y_of_changed = layer(changed, key_padding_mask=mask)
+        torch.testing.assert_close(y_of_changed[mask], y[mask], rtol=0, atol=0)
+        in_turn, _ = in_pieces(layer, changed, [3, 1, 5, 1, 3], mask=mask)
+        torch.testing.assert_close(in_turn[mask], y[mask], rtol=1e-8, atol=1e-9)
 
 
 @by_attention
