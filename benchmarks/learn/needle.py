@@ -117,9 +117,9 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
     """What `language.train` gives, and "needle" `at` a length: percent of the facts found."""
     setting = SETTINGS[run.setting]
     gpt = language.make(run.variant, setting.model, run.seed, place)
-    for row in language.train(gpt, setting.model, run.seed, place, partial(with_facts, facts=setting.facts)):
-        yield row
-    constant = {name: row[name] for name in ("step", "tokens", "seconds", "parameters", "data")}
+    trained = language.train(gpt, setting.model, run.seed, place, partial(with_facts, facts=setting.facts))
+    yield from trained
+    constant = {name: trained[-1][name] for name in ("step", "tokens", "seconds", "parameters", "data")}
     _, held_out, _ = data.on_device(place.data, place.device)
     gpt.eval()
     for length in setting.lengths:
