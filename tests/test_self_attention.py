@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import relative
+from common import capture, relative
 from torch.utils import _pytree as pytree
 
 import fastmax
@@ -479,13 +479,7 @@ def test_a_replayed_graph_advances_the_state(fold_every):
     layer = make(torch.float32, **FASTMAX).cuda()
     x = tokens(dtype=torch.float32).cuda()
     state, token = layer.init_state(2, fold_every=fold_every), x[:, :1].clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layer.step_(token, state.clone())
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer.step_(token, state)
+    graph, y = capture(lambda: layer.step_(token, state), warm_up=lambda: layer.step_(token, state.clone()))
     outputs = []
     for i in range(N):
         token.copy_(x[:, i : i + 1])
