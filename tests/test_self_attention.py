@@ -25,6 +25,8 @@ OPTIONS = {
     "nothing": OFF | {"exact_window": 0},
     "default window": {},
     "grouped": FASTMAX | {"num_kv_heads": 2, "head_dim": 10, "bias": True, "conv": 2, "rope_base": 50.0},
+    "every channel turns": FASTMAX | {"rope_dim": 6},
+    "odd head_dim": FASTMAX | {"head_dim": 7},
     "one kv head": FASTMAX | {"num_kv_heads": 1},
     "p1": FASTMAX | {"p": 1},
     "coefficients": FASTMAX | {"a0": 2.0, "a1": 1.5, "a2": 0.75},
@@ -58,12 +60,12 @@ def rms(x, norm):
     return x if norm is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 
-def turned(x, base):
-    """(b, h, n, d): pairs of channels as complex numbers."""
-    n, half = x.shape[2], x.shape[3] // 2
-    angles = torch.outer(torch.arange(n), base ** (torch.arange(half, dtype=torch.float64) / -half))
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([z.real, z.imag], dim=-1)
+def turned(x, layer):
+    """(b, h, n, d): pairs of the first channels as complex numbers."""
+    n, half = x.shape[2], layer.rope_dim // 2
+    angles = torch.outer(torch.arange(n), layer.rope_base ** (torch.arange(half, dtype=torch.float64) / -half))
+    z = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([z.real, z.imag, x[..., 2 * half :]], dim=-1)
 
 
 def written_out(layer, x, mask=None):
@@ -77,8 +79,8 @@ def written_out(layer, x, mask=None):
         qkv = F.conv1d(F.pad(qkv.mT, (width - 1, 0)), layer.conv.weight, groups=qkv.shape[-1]).mT
     q, k, v = (part.unflatten(-1, (-1, d)).transpose(1, 2) for part in qkv.split([h * d, hk * d, hk * d], dim=-1))
     q, k = rms(q, layer.q_norm), rms(k, layer.k_norm)
-    if layer.rope_base is not None:
-        q, k = turned(q, layer.rope_base), turned(k, layer.rope_base)
+    if layer.rope_dim:
+        q, k = turned(q, layer), turned(k, layer)
     k, v = (rows.repeat_interleave(h // hk, dim=1) for rows in (k, v))
     distance = torch.arange(n)[:, None] - torch.arange(n)
     if layer.attention == "softmax":
@@ -499,7 +501,12 @@ def test_a_replayed_graph_advances_the_state(fold_every):
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
         ({"embed_dim": 24.0}, TypeError, "embed_dim must be an int"),
         ({"head_dim": True}, TypeError, "head_dim must be an int"),
-        ({"head_dim": 5}, ValueError, "head_dim must be even for rope"),
+        ({"head_dim": 1}, ValueError, "head_dim must be at least 2 for rope"),
+        ({"rope_dim": 3}, ValueError, "rope_dim must be even and at most head_dim 6, got 3"),
+        ({"rope_dim": 8}, ValueError, "rope_dim must be even and at most head_dim 6, got 8"),
+        ({"rope_dim": 0}, ValueError, "rope_dim must be at least 1, got 0"),
+        ({"rope_dim": 2.0}, TypeError, "rope_dim must be an int"),
+        ({"rope_dim": 2, "rope": False}, ValueError, "rope_dim is of rotary positions, got 2 with rope=False"),
         ({"attention": "linear"}, ValueError, 'attention must be "fastmax" or "softmax"'),
         ({"decay": 1}, TypeError, "decay must be a bool"),
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
