@@ -151,6 +151,8 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError(f'window is of attention="softmax", got {window} for "fastmax"; it has exact_window')
             self.options = options_of_fastmax(head_dim, **of_fastmax)
 
+        if dtype is not None:
+            validation.check_dtype("dtype", dtype)
         made = {"device": device, "dtype": dtype}
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
         self.qkv_proj = nn.Linear(embed_dim, heads + 2 * kv_heads, bias, **made)

@@ -253,6 +253,20 @@ def test_bad_states(name, function):
         function(*first_token(inputs), change(new_state(CASE, 4)))
 
 
+def test_a_state_of_inference_mode_is_not_written_outside():
+    """A refusal leaves it as it was."""
+    inputs, _ = make_inputs(CASE, torch.float64)
+    with torch.inference_mode():
+        _, state = fastmax.prefill(*inputs.values(), new_state(CASE, 4))
+        before = state.clone()
+    token = first_token(inputs)
+    with pytest.raises(RuntimeError, match="state was made in inference mode.*state.clone"):
+        fastmax.step_(*token, state)
+    assert_same_states(state, before)
+    expected, _ = fastmax.step(*token, state)
+    assert torch.equal(fastmax.step_(*token, state.clone()), expected)
+
+
 # ---- compilers
 
 

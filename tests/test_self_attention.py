@@ -512,6 +512,7 @@ def test_a_replayed_graph_advances_the_state(fold_every):
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
         ({"longest_half_life": 3.0}, ValueError, "longest_half_life must be at least 4 tokens"),
         ({"norm_eps": -1e-6}, ValueError, "norm_eps must be > 0"),
+        ({"dtype": torch.int8}, TypeError, "dtype must be float64, float32, float16 or bfloat16"),
         ({"conv": -1}, ValueError, "conv must be at least 0"),
         ({"conv": True}, TypeError, "conv must be an int"),
         ({"exact_window": -1}, ValueError, "exact_window must be at least 0"),
