@@ -132,6 +132,12 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
+def check_not_negative(name: str, value: object) -> None:
+    """A finite number, 0 or above."""
+    if _number(name, value) < 0.0:
+        raise ValueError(f"{name} must be >= 0, got {value}")
+
+
 def check_count(name: str, value: object, least: int = 1) -> None:
     """An int of at least so much."""
     if isinstance(value, bool) or not isinstance(value, int):

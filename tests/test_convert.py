@@ -207,6 +207,11 @@ def test_swap_refuses_a_model_with_nothing_to_swap(model, message):
         convert.swap(model)
 
 
+def test_swap_refuses_what_is_no_model():
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got 'llama'"):
+        convert.swap("llama")
+
+
 # ---- transfer
 
 
@@ -274,6 +279,7 @@ def test_transfer_of_one_layer_leaves_the_others(swapped):
 def test_transfer_refuses(swapped):
     model, teacher, new = swapped
     batches, before = [tokens()], snapshot(model)
+    masked = {"tokens": tokens(), "key_padding_mask": torch.zeros(2, N, dtype=torch.bool)}
     calls = [
         (dict(parameters=[]), ValueError, "parameters must name one or more"),
         (dict(parameters=["head"]), ValueError, "parameters must be names of the model's"),
@@ -287,6 +293,16 @@ def test_transfer_refuses(swapped):
         (dict(learning_rate=0.0), ValueError, "learning_rate"),
         (dict(batches=["text"]), TypeError, "batches must hold tensors"),
         (dict(batches=[5]), TypeError, "batches must hold tensors"),
+        (dict(batches=5), TypeError, "batches must hold batches, as a list does, got 5"),
+        (dict(batches={"tokens": tokens()}), TypeError, "batches must hold batches"),
+        (
+            dict(batches=tokens()),
+            ValueError,
+            r"batches must hold tensors \(b, n\), got .*\(2, 24\): a batch alone is \[batch\]",
+        ),
+        (dict(batches=[masked]), ValueError, "batches must hold tokens that take part"),
+        (dict(teacher=None), TypeError, "teacher must be a torch.nn.Module, got None"),
+        (dict(model="llama"), TypeError, "model must be a torch.nn.Module, got 'llama'"),
     ]
     for changes, error, message in calls:
         arguments = {"model": model, "teacher": teacher, "batches": batches, "parameters": new, "steps": 1} | changes
@@ -298,6 +314,9 @@ def test_transfer_refuses(swapped):
     assert model.head.weight.requires_grad
     with pytest.raises(ValueError, match="batches must hold one or more"):
         convert.attention_errors(model, teacher, [])
+    for function in (convert.attention_errors, convert.fit_polynomial):
+        with pytest.raises(TypeError, match="batches must hold batches, as a list does, got None"):
+            function(model, teacher, None)
 
 
 def test_an_error_that_is_not_finite_ends_the_transfer(swapped):
@@ -395,7 +414,14 @@ def test_finetune_refuses(swapped):
             convert.finetune(model, [batch], steps=1)
     with pytest.raises(TypeError, match="must return logits"):
         convert.finetune(nn.Linear(N, 3, dtype=torch.float64), [torch.zeros(2, N, dtype=torch.float64)], steps=1)
-    for options in ({"steps": 0}, {"learning_rate": -1.0}, {"warmup": -1}, {"max_norm": 0.0}):
+    for batch in (tokens(2, 1), tokens(0, N), tokens(N)):
+        with pytest.raises(ValueError, match=r"a batch that is a tensor must be tokens \(b, n\), n at least 2"):
+            convert.finetune(model, [batch], steps=1)
+    with pytest.raises(ValueError, match="must have parameters that require a gradient, got none"):
+        convert.finetune(copy.deepcopy(model).requires_grad_(False), [tokens()], steps=1)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
+        convert.finetune(None, [tokens()], steps=1)
+    for options in ({"steps": 0}, {"learning_rate": -1.0}, {"warmup": -1}, {"max_norm": 0.0}, {"weight_decay": math.nan}):
         with pytest.raises(ValueError, match=next(iter(options))):
             convert.finetune(model, [tokens()], **{"steps": 1} | options)
 
@@ -436,7 +462,7 @@ def test_autocast_sees_the_weights_of_each_step(swapped):
     expected = list(stages(copy.deepcopy(model), copy.deepcopy(teacher)))
     assert expected[-1] < 0.9 * expected[-6]
     with torch.autocast("cpu", torch.bfloat16):
-        assert list(stages(model, teacher)) == pytest.approx(expected, rel=0.03)
+        assert list(stages(model, teacher)) == pytest.approx(expected, rel=0.05)
 
 
 # ---- Hugging Face models
@@ -535,6 +561,8 @@ def test_batches_that_mean_something_else_to_the_teacher_are_refused(llama):
     documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
     cache = pytest.importorskip("transformers").DynamicCache()
     calls = [
+        ({"attention_mask": mask[:, 1:]}, r"attention_mask of a batch must have the shape of its tokens \(1, 24\)"),
+        (documents | {"cu_seq_lens_q": bounds + 2}, "cu_seqlens must go from 0 to n = 24|cu_seq_lens_q must name"),
         ({"attention_mask": mask, "position_ids": positions}, "packed sequences.*without an attention_mask"),
         (documents, "cu_seq_lens_q must name the documents that position_ids do"),
         (documents | {"position_ids": (torch.arange(N) % 12)[None]}, "cu_seq_lens_q must name the documents"),
@@ -543,6 +571,38 @@ def test_batches_that_mean_something_else_to_the_teacher_are_refused(llama):
     for given, message in calls:
         with pytest.raises(ValueError, match=message):
             convert.attention_errors(model, teacher, [{"input_ids": x} | given])
+    with pytest.raises(TypeError, match="cu_seq_lens_q must be an int32 tensor"):
+        convert.attention_errors(model, teacher, [{"input_ids": x, "cu_seq_lens_q": [0, N]}])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_teacher_that_sees_later_tokens_is_refused(llama, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model, teacher = llama, copy.deepcopy(llama)
+    convert.swap(model, exact_window=WINDOW)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: torch.ones(1, 1, N, N, dtype=torch.bool))
+    with pytest.raises(ValueError, match="teacher must be causal"):
+        convert.attention_errors(model, teacher, [tokens(1, N)])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_documents_are_those_that_the_teacher_sees(llama, implementation, monkeypatch):
+    """Whatever the positions say: a model may not look for documents in them."""
+    from transformers.models.llama import modeling_llama
+
+    model, teacher = llama, copy.deepcopy(llama)
+    convert.swap(model, exact_window=N)
+    teacher.set_attn_implementation(implementation)
+    x, positions = tokens(2, N), torch.arange(N // 2).repeat(2, 2)
+    batch = {"input_ids": x, "position_ids": positions}
+    assert max(convert.attention_errors(model, teacher, [batch]).values()) < 1e-12
+    make = modeling_llama.create_causal_mask
+    unpacked = lambda position_ids, **given: make(position_ids=None, **given)  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", unpacked)
+    with pytest.raises(ValueError, match="packed sequences"):
+        convert.attention_errors(model, teacher, [batch])
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

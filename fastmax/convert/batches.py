@@ -59,8 +59,16 @@ def padding_of(arguments: Mapping[str, object]) -> Tensor | None:
     return mask.bool()
 
 
+def check_batches(batches: object) -> None:
+    if isinstance(batches, (str, Mapping)) or not isinstance(batches, Iterable):
+        raise TypeError(f"batches must hold batches, as a list does, got {validation.describe(batches)}")
+    if isinstance(batches, Tensor) and batches.dim() < 3:
+        raise ValueError(f"batches must hold tensors (b, n), got {validation.describe(batches)}: a batch alone is [batch]")
+
+
 def first(batches: Iterable[Batch], steps: int) -> Iterator[tuple[int, Batch]]:
     """So many, counted from 1."""
+    check_batches(batches)
     step = 0
     for step, batch in enumerate(itertools.islice(batches, steps), start=1):
         yield step, batch

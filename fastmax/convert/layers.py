@@ -9,7 +9,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from fastmax import validation
 from fastmax.convert.batches import Batch, arguments_of, call, padding_of
+from fastmax.convert.masks import MaskOfTeacher
 from fastmax.self_attention import FastmaxSelfAttention
 
 Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the teacher's
@@ -20,8 +22,15 @@ def is_of_transformers(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
+def check_module(name: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, got {validation.describe(module)}")
+
+
 def pairs_of(model: nn.Module, teacher: nn.Module) -> Pairs:
     """By name, the attention layers that run Fastmax and those of the teacher that run softmax."""
+    for name, module in (("model", model), ("teacher", teacher)):
+        check_module(name, module)
     if model is teacher:
         raise ValueError("teacher must be the model before the swap, a copy of it, got the model itself")
     exchanged, of_teacher, not_softmax = _fastmax_layers(model), dict(teacher.named_modules()), _fastmax_layers(teacher)
@@ -63,9 +72,8 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
             teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's
             argument `attention_mask` (b, n), or the layer's `key_padding_mask`, leaves out.
     """
-    arguments = arguments_of(teacher, batch)
-    real = padding_of(arguments)
-    called = set()
+    real = padding_of(arguments_of(teacher, batch))
+    masks, called = MaskOfTeacher(real), set()
 
     def hook_of(name: str, layer: nn.Module) -> Callable:
         def hook(own: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:
@@ -74,7 +82,7 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
             if isinstance(layer, FastmaxSelfAttention):
                 takes_part = keywords.get("key_padding_mask", real)
             else:
-                keywords = _with_mask(layer, own, args, keywords, real, arguments.get("position_ids"))
+                keywords = keywords | {"attention_mask": masks.of(layer, own, args, keywords)}
             compare(name, lambda: _rows(layer(*args, **keywords), takes_part), _rows(output, takes_part))
 
         return hook
@@ -91,26 +99,9 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
 def _rows(output: Tensor | tuple, real: Tensor | None) -> Tensor:
     rows = output if isinstance(output, Tensor) else output[0]
     rows = rows.flatten(0, -2) if real is None else rows[real]
+    if rows.shape[0] == 0:
+        raise ValueError("batches must hold tokens that take part, got a batch with none")
     return rows if rows.dtype == torch.float64 else rows.float()
-
-
-def _with_mask(
-    layer: nn.Module, own: nn.Module, args: tuple, keywords: dict, real: Tensor | None, position_ids: object
-) -> dict:
-    """Keywords of a teacher's layer, with the mask that the model would have made of the same arguments for its own."""
-    from transformers.masking_utils import create_causal_mask
-
-    from fastmax.integrations.transformers.layers import implementation
-
-    hidden_states = args[0] if args else keywords["hidden_states"]
-    positions = position_ids if isinstance(position_ids, Tensor) and position_ids.dim() == 2 else None
-    mask = create_causal_mask(
-        config=layer.config, inputs_embeds=hidden_states, attention_mask=real, past_key_values=None, position_ids=positions
-    )
-    documents = keywords.get("cu_seq_lens_q")
-    if documents is not None and "flash" not in implementation(own):  # which alone reads them
-        mask.refuse_other_documents(documents)
-    return keywords | {"attention_mask": mask}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch, fresh_casts
+from fastmax.convert.batches import Batch, check_batches, fresh_casts
 from fastmax.convert.layers import Pairs, is_of_transformers, pairs_of, visit
 from fastmax.self_attention import EXPANSION_OF_EXP
 
@@ -44,6 +44,7 @@ def fit_polynomial(
             positive.
     """
     validation.check_count("rounds", rounds)
+    check_batches(batches)
     pairs, batches = pairs_of(model, teacher), list(batches)
     if not batches:
         raise ValueError("batches must hold one or more, got none")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fastmax import validation
-from fastmax.convert.layers import is_of_transformers
+from fastmax.convert.layers import check_module, is_of_transformers
 from fastmax.decay_gate import biases_of_half_lives
 from fastmax.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
 
@@ -51,6 +51,7 @@ def swap(
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is accepted; a model with nothing to exchange.
     """
+    check_module("model", model)
     validation.check_count("exact_window", exact_window)
     validation.check_bool("decay", decay)
     validation.check_positive("longest_half_life", longest_half_life)

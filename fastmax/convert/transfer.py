@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch, first, fresh_casts
+from fastmax.convert.batches import Batch, check_batches, first, fresh_casts
 from fastmax.convert.layers import Pairs, pairs_of, visit
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 
@@ -84,6 +84,7 @@ def attention_errors(model: nn.Module, teacher: nn.Module, batches: Iterable[Bat
     Raises:
         TypeError, ValueError: naming the argument.
     """
+    check_batches(batches)
     pairs = pairs_of(model, teacher)
     of_batches = [_errors(pairs, teacher, batch, backward=False) for batch in batches]
     if not of_batches:
