@@ -142,10 +142,10 @@ def _options(model: nn.Module, pairs: Pairs) -> list[dict]:
     """Those that the layers read, to be changed in place."""
     if not is_of_transformers(model):
         return [layer.options for layer, _ in pairs.values()]
-    from fastmax.integrations.transformers.options import configurations
+    from fastmax.integrations.transformers.options import all_options, configurations
 
     for config in configurations(model):
-        config.fastmax = dict(getattr(config, "fastmax", None) or {})
+        config.fastmax = all_options(config)
     return [config.fastmax for config in configurations(model)]
 
 

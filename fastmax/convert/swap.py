@@ -148,7 +148,9 @@ def _swap_in_transformers(
 
 def _merged(config: PreTrainedConfig, options: dict) -> dict:
     """These, of which None is not set, and what the configuration has beside them."""
-    before = dict(getattr(config, "fastmax", None) or {})
+    from fastmax.integrations.transformers.options import all_options
+
+    before = all_options(config)
     for name, value in options.items():
         there = list(before[name]) if isinstance(before.get(name), tuple) else before.get(name)
         if there not in (None, value):
