@@ -57,6 +57,15 @@ class BatchState:
         validation.check_count("repeats", repeats)
         return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
+    def refuse_outside_inference_mode(self) -> None:
+        """Raise where PyTorch would not let a step write the state, before a part of it is written."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the compiler cannot ask
+            return
+        if any(x.is_inference() for x in self.tensors().values()):
+            raise RuntimeError(
+                "state was made in inference mode, and PyTorch lets it be written there alone: use state.clone()"
+            )
+
     def _device_and_dtype(
         self, device: torch.device | str | int | torch.dtype | None, dtype: torch.dtype | None
     ) -> tuple[torch.device | str | int | None, torch.dtype]:

@@ -175,23 +175,20 @@ def step_(
 
     Raises:
         TypeError, ValueError: naming the argument.
-        RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`. The state has an
-            exact window and was made in inference mode, which has ended.
+        RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`. The state was
+            made in inference mode, which has ended, and has an exact window or positions.
     """
     q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
     given = {"q": q, "k": k, "v": v, "log_decay": log_decay}
     _check_memory({name: x for name, x in given.items() if x is not None}, state)
+    if state.positions is not None or (state.exact_window > 0 and state.fold_every == 1):
+        state.refuse_outside_inference_mode()
     with ops.without_autocast(q):
         if state.fold_every > 1:
             return _gathered_step_(q, Tokens(k, v, key_padding_mask, log_decay), state)
         q, k = _transform(q, k, state)
         if state.exact_window > 0:
             ops.refuse_to_record(q, k, v, log_decay, *state.tensors().values())
-            if state.near_keys.is_inference() and not torch.is_inference_mode_enabled():
-                raise RuntimeError(
-                    "state was made in inference mode, and PyTorch lets step_ write its near_ tensors there alone: use "
-                    "state.clone(), or fastmax.step"
-                )
         tokens, token = _joining(Tokens(k, v, key_padding_mask, log_decay), state)
         o = ops.decode_step_(q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score)
         if state.exact_window > 0:

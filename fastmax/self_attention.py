@@ -282,6 +282,7 @@ class FastmaxSelfAttention(nn.Module):
         self._check(x, state, None, key_padding_mask)
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
+        state.refuse_outside_inference_mode()
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
         o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
         if recent is not None:

@@ -253,11 +253,12 @@ def test_bad_states(name, function):
         function(*first_token(inputs), change(new_state(CASE, 4)))
 
 
-def test_a_state_of_inference_mode_is_not_written_outside():
+@pytest.mark.parametrize("window, options", [(4, {}), (0, {"rpe_matrix": "sinusoidal"})], ids=["window", "positions"])
+def test_a_state_of_inference_mode_is_not_written_outside(window, options):
     """A refusal leaves it as it was."""
     inputs, _ = make_inputs(CASE, torch.float64)
     with torch.inference_mode():
-        _, state = fastmax.prefill(*inputs.values(), new_state(CASE, 4))
+        _, state = fastmax.prefill(*inputs.values(), new_state(CASE, window, **options))
         before = state.clone()
     token = first_token(inputs)
     with pytest.raises(RuntimeError, match="state was made in inference mode.*state.clone"):

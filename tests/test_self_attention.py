@@ -272,6 +272,11 @@ def test_in_place_leaves_the_state_where_it_refuses():
     with pytest.raises(RuntimeError, match="writes over the state"):
         layer.step_(x, state)
     assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
+    with torch.inference_mode():
+        state = layer.init_state(2, fold_every=3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="state was made in inference mode"):
+        layer.step_(x, state)
+    assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
 
 
 @by_attention
