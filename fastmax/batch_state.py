@@ -62,9 +62,7 @@ class BatchState:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the compiler cannot ask
             return
         if any(x.is_inference() for x in self.tensors().values()):
-            raise RuntimeError(
-                "state was made in inference mode, and PyTorch lets it be written there alone: use state.clone()"
-            )
+            raise RuntimeError("state was made in inference mode, where alone PyTorch lets it be written: use state.clone()")
 
     def _device_and_dtype(
         self, device: torch.device | str | int | torch.dtype | None, dtype: torch.dtype | None
