@@ -156,6 +156,8 @@ class FastmaxSelfAttention(nn.Module):
                 raise ValueError(f'window is of attention="softmax", got {window} for "fastmax"; it has exact_window')
             self.options = options_of_fastmax(head_dim, **of_fastmax)
 
+        if dtype is not None:
+            validation.check_dtype("dtype", dtype)
         made = {"device": device, "dtype": dtype}
         heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
         self.qkv_proj = nn.Linear(embed_dim, heads + 2 * kv_heads, bias, **made)
@@ -289,6 +291,7 @@ class FastmaxSelfAttention(nn.Module):
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
         self._context(state)
+        state.refuse_outside_inference_mode()
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
         o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
         if recent is not None:
@@ -334,9 +337,9 @@ class FastmaxSelfAttention(nn.Module):
                 positions = positions + torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:
             positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
+        if mask is not None:
+            qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
         if self.conv is not None:
-            if mask is not None:
-                qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
             if context is None:
                 qkv, recent = self.conv(qkv, recent, places)
             else:

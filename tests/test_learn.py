@@ -272,6 +272,20 @@ def test_conversions_are_fine_tuned_on_the_same_windows(tiny, place, monkeypatch
     assert torch.equal(seen["softmax"], seen["window_decay"])
 
 
+@pytest.mark.parametrize("name", ["conversion", "equal-steps", "needle"])
+def test_whoever_reads_rows_does_so_in_no_context_of_the_run(tiny, place, monkeypatch, name):
+    """Mixed precision and the choice of softmax kernels end before a row is given."""
+    experiment, (variant, _) = __main__.EXPERIMENTS[name], MEASURES[name]
+    monkeypatch.setattr(equal_steps, "SETTINGS", {"0.8M": replace(TINY, bf16=True)})
+
+    def ambient():
+        return torch.is_autocast_enabled("cpu"), torch._C._get_sdp_priority_order()
+
+    outside = ambient()
+    run = next(run for run in experiment.runs(CPU) if run.variant == variant)
+    assert {repr(ambient()) for _ in experiment.execute(run, place)} == {repr(outside)}
+
+
 def test_teacher_is_of_the_text(tiny, place):
     paths = set()
     for text in (b"one text " * 2000, b"another text " * 2000):

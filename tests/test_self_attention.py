@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import relative
+from common import capture, relative
 from torch.utils import _pytree as pytree
 
 import fastmax
@@ -151,14 +151,18 @@ def test_window_matters_beyond_its_tokens():
 
 
 @by_attention
-def test_padding(options):
-    layer, x, mask = make(num_kv_heads=2, **options), tokens(), torch.rand(2, N) > 0.4
+@pytest.mark.parametrize("conv", [0, 4])
+def test_padding(conv, options):
+    layer, x, mask = make(num_kv_heads=2, conv=conv, **options), tokens(), torch.rand(2, N) > 0.4
     mask[:, 0] = True  # every query sees a key
     y = layer(x, key_padding_mask=mask)
-    torch.testing.assert_close(y, written_out(layer, x, mask), rtol=1e-8, atol=1e-9)
-    changed = torch.where(mask.unsqueeze(-1), x, 100.0)
-    y_of_changed = layer(changed, key_padding_mask=mask)
-    torch.testing.assert_close(y_of_changed[mask], y[mask], rtol=0, atol=0)
+    torch.testing.assert_close(y[mask], written_out(layer, x, mask)[mask], rtol=1e-8, atol=1e-9)
+    for held in (100.0, torch.nan, torch.inf):
+        changed = torch.where(mask.unsqueeze(-1), x, held)
+        y_of_changed = layer(changed, key_padding_mask=mask)
+        torch.testing.assert_close(y_of_changed[mask], y[mask], rtol=0, atol=0)
+        in_turn, _ = in_pieces(layer, changed, [3, 1, 5, 1, 3], mask=mask)
+        torch.testing.assert_close(in_turn[mask], y[mask], rtol=1e-8, atol=1e-9)
 
 
 @by_attention
@@ -266,6 +270,11 @@ def test_in_place_leaves_the_state_where_it_refuses():
     layer, x = make(**FASTMAX), tokens(n=1)
     state = layer.init_state(2)
     with pytest.raises(RuntimeError, match="writes over the state"):
+        layer.step_(x, state)
+    assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
+    with torch.inference_mode():
+        state = layer.init_state(2, fold_every=3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="state was made in inference mode"):
         layer.step_(x, state)
     assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
 
@@ -477,13 +486,7 @@ def test_a_replayed_graph_advances_the_state(fold_every):
     layer = make(torch.float32, **FASTMAX).cuda()
     x = tokens(dtype=torch.float32).cuda()
     state, token = layer.init_state(2, fold_every=fold_every), x[:, :1].clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layer.step_(token, state.clone())
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer.step_(token, state)
+    graph, y = capture(lambda: layer.step_(token, state), warm_up=lambda: layer.step_(token, state.clone()))
     outputs = []
     for i in range(N):
         token.copy_(x[:, i : i + 1])
@@ -514,6 +517,7 @@ def test_a_replayed_graph_advances_the_state(fold_every):
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
         ({"longest_half_life": 3.0}, ValueError, "longest_half_life must be at least 4 tokens"),
         ({"norm_eps": -1e-6}, ValueError, "norm_eps must be > 0"),
+        ({"dtype": torch.int8}, TypeError, "dtype must be float64, float32, float16 or bfloat16"),
         ({"conv": -1}, ValueError, "conv must be at least 0"),
         ({"conv": True}, TypeError, "conv must be an int"),
         ({"exact_window": -1}, ValueError, "exact_window must be at least 0"),
