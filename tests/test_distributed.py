@@ -276,3 +276,24 @@ def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
     for bytes_of_a_message in (1 << 40, -1):
         for received, expected in ranks.run(counted, case, bytes_of_a_message, world=case["layout"].world):
             assert received == expected
+
+
+def compiled(group, case: dict) -> list[torch.Tensor]:
+    tensors = tokens_of(inputs(case), case["layout"], group.rank())
+
+    def attend(q, k, v):
+        return context_parallel_attention(2.0 * q, k, v, group=group, **case["options"]) + 1.0
+
+    results = []
+    for function in (attend, torch.compile(attend, backend="eager")):
+        q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
+        o = function(q, k, v)
+        results.append([o.detach(), *torch.autograd.grad(o.square().sum(), (q, k, v))])
+    return results
+
+
+def test_compiled_code_calls_it_from_outside(ranks):
+    options = {"causal": True, "algorithm": "linear"}
+    case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
+    for plain, other in ranks.run(compiled, case, world=2):
+        assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import wraps
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,19 @@ from fastmax.score import Score, Softmax, log_of_sums
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
+def _outside_of_compiled_code(function: Callable) -> Callable:
+    """`torch.compiler.disable`, which imports the compiler, where there is one already: ranks do not meet in a graph."""
+
+    @wraps(function)
+    def call(*arguments, **options):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments, **options)
+        return function(*arguments, **options)
+
+    return call
+
+
+@_outside_of_compiled_code
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -128,6 +142,7 @@ def context_parallel_attention(
     return (o, lse) if return_lse else o
 
 
+@_outside_of_compiled_code
 def context_parallel_flash_attention(
     q: Tensor,
     k: Tensor,
@@ -192,6 +207,7 @@ def context_parallel_flash_attention(
     return (o, lse) if return_lse else o
 
 
+@_outside_of_compiled_code
 def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout | None = None) -> tuple[Tensor, ...]:
     """For each part of this rank the tokens before it, which other ranks hold: what a causal convolution needs. Differentiable;
     every rank has to call it, and run its backward.
