@@ -8,19 +8,20 @@ from itertools import pairwise
 import pytest
 import torch
 from common import relative
+from distributed_cases import (
+    compiled,
+    counted,
+    differentiated,
+    inputs,
+    on_rank,
+    order_of_events,
+    previous,
+    with_a_message_of,
+)
 from ranks import Ranks
 
-from benchmarks.distributed import Received
 from fastmax import fastmax_attention, flash_attention
-from fastmax.distributed import (
-    Layout,
-    context_parallel_attention,
-    context_parallel_flash_attention,
-    exchanged_bytes,
-    states,
-    tokens_before,
-    zigzag_layout,
-)
+from fastmax.distributed import Layout, zigzag_layout
 
 WORLD = 4
 
@@ -32,66 +33,7 @@ def ranks(tmp_path_factory):
     ranks.close()
 
 
-# ---- a call and its gradients, on one process and on many
-
-
-def inputs(case: dict) -> dict[str, torch.Tensor]:
-    """Of all tokens: what a call takes and gradients of what it returns."""
-    made = torch.Generator().manual_seed(case.get("seed", 0))
-    b, h, hk, n, d, dv = case["shape"]
-    dtype = case.get("dtype", torch.float64)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=made, dtype=torch.float64)
-
-    tensors = {"q": normal(b, h, n, d), "k": normal(b, hk, n, d), "v": normal(b, hk, n, dv)}
-    tensors = {name: x.to(dtype) for name, x in tensors.items()}
-    if case.get("decay"):
-        decay = -normal(b, hk, n).abs() * case["decay"]
-        forgets = torch.rand(b, hk, n, generator=made) < case.get("forgets", 0.0)
-        tensors["log_decay"] = decay.masked_fill(forgets, -torch.inf).to(dtype)
-    if case.get("padding"):
-        tensors["key_padding_mask"] = torch.rand(b, n, generator=made) > 0.3
-    tensors |= {
-        "grad_o": normal(b, h, n, dv).to(dtype),
-        "grad_lse": normal(b, h, n).to(torch.promote_types(dtype, torch.float32)),
-    }
-    return tensors
-
-
-def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
-    """Output, lse and all gradients, of these tokens."""
-    leaves = {name: tensors[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "log_decay") if name in tensors}
-    q, k, v = (leaves[name] for name in "qkv")
-    accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "key_padding_mask")}
-    accompanying = {name: x for name, x in accompanying.items() if x is not None}
-    cu_seqlens = case.get("cu_seqlens")
-    if cu_seqlens is not None:
-        accompanying["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
-    o, lse = function(q, k, v, **accompanying, **case["options"], **options, return_lse=True)
-    # An lse of no key is infinite.
-    seen = lse.detach().isfinite()
-    loss = (o * tensors["grad_o"]).sum() + torch.where(seen, lse, 0.0).mul(tensors["grad_lse"]).sum()
-    loss.backward()
-    return {"o": o.detach(), "lse": lse.detach()} | {f"grad_{name}": x.grad for name, x in leaves.items()}
-
-
-def tokens_of(tensors: dict, layout: Layout, rank: int) -> dict:
-    """The tokens of a rank."""
-
-    def take(name: str, x: torch.Tensor) -> torch.Tensor:
-        dim = 1 if name == "key_padding_mask" else 2
-        pieces = [x.narrow(dim, part.start, part.tokens) for part in layout.of(rank)]
-        return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
-
-    return {name: take(name, x) for name, x in tensors.items()}
-
-
-def on_rank(group, case: dict) -> dict[str, torch.Tensor]:
-    layout = case["layout"]
-    function = context_parallel_flash_attention if case.get("flash") else context_parallel_attention
-    passed = layout if case.get("passes_layout", True) else None
-    return differentiated(function, case, tokens_of(inputs(case), layout, group.rank()), group=group, layout=passed)
+# ---- against one process
 
 
 def together(results: list[dict], layout: Layout) -> dict[str, torch.Tensor]:
@@ -160,13 +102,6 @@ def test_any_parts_and_options(ranks, seed):
     check(ranks, drawn(seed))
 
 
-def previous(group, x: torch.Tensor, count: int, layout: Layout) -> list[torch.Tensor]:
-    own = tokens_of({"q": x.unsqueeze(1)}, layout, group.rank())["q"].squeeze(1).requires_grad_()
-    before = tokens_before(own, count, group=group, layout=layout)
-    sum((i + 1.0) * y.square().sum() for i, y in enumerate(before)).backward()
-    return [own.grad, *(y.detach() for y in before)]
-
-
 def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
     layout, count = Layout((((0, 2), (3, 9)), (), ((2, 3), (9, 20)))), 4
     x = torch.randn(2, 20, 3, dtype=torch.float64)
@@ -211,14 +146,6 @@ def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, d
         assert relative(got[name], x) <= 2 * relative(plain[name], x) + 1e-6, name
 
 
-def with_a_message_of(group, bytes_of_a_message: int, case: dict):
-    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
-    try:
-        return on_rank(group, case)
-    finally:
-        states._BYTES_OF_A_MESSAGE = before
-
-
 @pytest.mark.parametrize("p", [1, 2])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
@@ -243,29 +170,6 @@ def test_results_repeat_bit_by_bit(ranks):
 # ---- bytes
 
 
-def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:
-    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
-    layout, rank = case["layout"], group.rank()
-    try:
-        with Received(group) as received:
-            on_rank(group, case)
-        d, dv = case["shape"][4:]
-        given = {name: name in case for name in ("cu_seqlens",)} | {"log_decay": bool(case.get("decay"))}
-        given["key_padding_mask"] = bool(case.get("padding"))
-        options = {name: x for name, x in case["options"].items() if name in ("causal", "algorithm", "p", "exact_window")}
-        options = {"algorithm": "softmax"} | options if case.get("flash") else options
-        sizes = {
-            "kv_heads": case["shape"][2],
-            "head_dim": d,
-            "value_dim": dv,
-            "batch": case["shape"][0],
-            "dtype": case["dtype"],
-        }
-        return [received.bytes, sum(exchanged_bytes(layout, rank, **sizes, **given, **options))]
-    finally:
-        states._BYTES_OF_A_MESSAGE = before
-
-
 @pytest.mark.parametrize("seed", range(24))
 def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
     case = drawn(seed + 1000)
@@ -276,3 +180,17 @@ def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
     for bytes_of_a_message in (1 << 40, -1):
         for received, expected in ranks.run(counted, case, bytes_of_a_message, world=case["layout"].world):
             assert received == expected
+
+
+def test_compiled_code_calls_it_from_outside(ranks):
+    options = {"causal": True, "algorithm": "linear"}
+    case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
+    for plain, other in ranks.run(compiled, case, world=2):
+        assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
+
+
+def test_near_keys_are_attended_to_while_states_are_on_their_way(ranks):
+    options = {"causal": True, "algorithm": "linear", "exact_window": 3}
+    case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
+    for events in ranks.run(order_of_events, case, world=2):
+        assert events == ["begins", "near", "waits", "begins", "waits"]

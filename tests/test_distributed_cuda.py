@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 from common import relative
+from distributed_cases import differentiated, inputs, tokens_of
 from ranks import RankError, Ranks
-from test_distributed import cuts, differentiated, drawn, inputs, together, tokens_of
+from test_distributed import cuts, drawn, together
 from test_distributed_errors import second_derivative
 
 from fastmax import fastmax_attention, flash_attention

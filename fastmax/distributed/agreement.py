@@ -64,7 +64,7 @@ def refuse(group: dist.ProcessGroup, error: Exception) -> None:
 def _meet(group: dist.ProcessGroup, wanted: dict, waits: bool = True) -> tuple[int, ...]:
     rank, world = group.rank(), group.size()
     meetings = _of_group.setdefault(group, _Meetings())
-    store = dist.PrefixStore(f"fastmax/{meetings.held}", group.get_group_store())
+    store = dist.PrefixStore(f"fastmax/{meetings.held}", _store_of(group))
     meetings.held += 1
     store.set(str(rank), json.dumps(wanted))
     if rank == 0:
@@ -82,6 +82,12 @@ def _meet(group: dist.ProcessGroup, wanted: dict, waits: bool = True) -> tuple[i
     if "error" in verdict:
         raise (RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}")
     return tuple(verdict["tokens"])
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    return dist.distributed_c10d._get_process_group_store(group)  # older PyTorch
 
 
 def _compare(store: dist.Store, world: int, waits: bool) -> dict:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,19 @@ from fastmax.score import Score, Softmax, log_of_sums
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
+def _outside_of_compiled_code(function: Callable) -> Callable:
+    """`torch.compiler.disable`, which imports the compiler, where there is one already: ranks do not meet in a graph."""
+
+    @wraps(function)
+    def call(*arguments, **options):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments, **options)
+        return function(*arguments, **options)
+
+    return call
+
+
+@_outside_of_compiled_code
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -128,6 +142,7 @@ def context_parallel_attention(
     return (o, lse) if return_lse else o
 
 
+@_outside_of_compiled_code
 def context_parallel_flash_attention(
     q: Tensor,
     k: Tensor,
@@ -186,12 +201,13 @@ def context_parallel_flash_attention(
         if left >= 0:
             o, lse = _in_window(q, _surrounded(k, v, asked, spread, left, right), asked, spread, score, left, right)
         elif causal:
-            o, lse = _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score)
+            o, lse = _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score)()
         else:
             o, lse = _of_all_keys(q, k, v, asked, spread, score)
     return (o, lse) if return_lse else o
 
 
+@_outside_of_compiled_code
 def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout | None = None) -> tuple[Tensor, ...]:
     """For each part of this rank the tokens before it, which other ranks hold: what a causal convolution needs. Differentiable;
     every rank has to call it, and run its backward.
@@ -392,24 +408,25 @@ def _attend(
     """Output and log of the sums of weights."""
     if window == 0:
         if asked.causal:
-            return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)
+            return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
         if algorithm == "quadratic":
             return _of_all_keys(q, k, v, asked, spread, score)
-        o, z = states.attend(q, k, v, None, states.Job(score, *spread, asked.mask, None, None), causal=False)
+        o, z = states.attend_to_all(q, k, v, states.Job(score, *spread, asked.mask, None, None))
         return o, log_of_sums(z)
     behind = 0 if asked.causal else window
     surrounded = _surrounded(k, v, asked, spread, window, behind)
-    near = surrounded.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, behind)))
-    outputs = [_in_window(q, near, asked, spread, Softmax(score.scale), window - 1, max(0, behind - 1))]
-    outputs.append(_of_earlier_keys(q, surrounded, asked, spread, score, algorithm, window))
+    far = [_of_earlier_keys(q, surrounded, asked, spread, score, algorithm, window)]
     if not asked.causal:  # the keys behind are those before in the reversed sequence
         n, cu_seqlens = spread.layout.tokens, asked.cu_seqlens
         turned = asked._replace(cu_seqlens=None if cu_seqlens is None else (n - cu_seqlens).flip(0))
         mirrored = spread._replace(layout=spread.layout.mirrored())
         turned_keys = surrounded._replace(parts=[x.flipped() for x in reversed(surrounded.parts)])
-        far = _of_earlier_keys(q.flip(2), turned_keys, turned, mirrored, score, algorithm, window)
-        outputs.append(tuple(x.flip(2) for x in far))
-    return merge_attention(*zip(*outputs, strict=True))
+        reversed_far = _of_earlier_keys(q.flip(2), turned_keys, turned, mirrored, score, algorithm, window)
+        far.append(lambda: tuple(x.flip(2) for x in reversed_far()))
+    # While states are on their way:
+    near = surrounded.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, behind)))
+    outputs = [_in_window(q, near, asked, spread, Softmax(score.scale), window - 1, max(0, behind - 1))]
+    return merge_attention(*zip(*outputs, *(finish() for finish in far), strict=True))
 
 
 def _of_earlier_keys(
@@ -420,9 +437,9 @@ def _of_earlier_keys(
     score: Score | Softmax,
     algorithm: str = "quadratic",
     window: int = 0,
-) -> tuple[Tensor, Tensor]:
-    """Output and log of the sums of weights over the keys at least `window` tokens before each query, so many of which every
-    part has before its own.
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Starts attention to the keys at least `window` tokens before each query, so many of which every part has before its own;
+    what it returns gives the output and the log of the sums of weights.
 
     This is causal attention over a stream in which the keys come `window` tokens late: query i stands beside key i - `window`.
     """
@@ -445,14 +462,20 @@ def _of_earlier_keys(
     first_keys = tuple(first_keys) if bounded else None
     carries = Carries(k, decay, first_keys, *spread) if bounded else None
     if algorithm == "linear":
-        o, z = states.attend(q, k, v, decay, states.Job(score, *spread, mask, first_keys, carries), causal=True)
+        attend = states.begin(q, k, v, decay, states.Job(score, *spread, mask, first_keys, carries))
     else:
-        o, z = ring.attend(q, k, v, decay, ring.Job(score, True, *spread, mask, first_keys, carries, None))
-    lse = z if isinstance(score, Softmax) else log_of_sums(z)
-    if window > 0 and between:
-        between = torch.cat(between, dim=2).to(lse.dtype)
-        lse = lse + between.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    return o, lse
+        job = ring.Job(score, True, *spread, mask, first_keys, carries, None)
+        attend = partial(ring.attend, q, k, v, decay, job)
+
+    def finish() -> tuple[Tensor, Tensor]:
+        o, z = attend()
+        lse = z if isinstance(score, Softmax) else log_of_sums(z)
+        if window > 0 and between:
+            faded = torch.cat(between, dim=2).to(lse.dtype)
+            lse = lse + faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return o, lse
+
+    return finish
 
 
 def _of_all_keys(

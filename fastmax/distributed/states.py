@@ -9,6 +9,7 @@ From a handful of ranks on no rank receives all states. Each scans its share of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class Exchange:
     def __init__(self, own: list[Tensor], like: Tensor, carries: Carries | None, layout: Layout, group, backward: bool):
         """Starts it; `like` (channels, elements), of a rank without parts too."""
         self._layout, self._rank, self._group, self._backward = layout, group.rank(), group, backward
-        self._log_factors = None if carries is None else carries.log_factors()
+        self._carries = carries
         self._elements = like.shape[1]
         missing = [torch.zeros_like(like)] * (layout.most_parts - len(own))
         states = torch.stack([*own, *missing])
@@ -71,6 +72,7 @@ class Exchange:
 
     def _scan(self, states: Tensor, wanted: tuple[Part, ...]):
         """states (ranks, parts of a rank, channels, elements): each wanted part with its sum, made in float64."""
+        log_factors = None if self._carries is None else self._carries.log_factors()
         total = torch.zeros_like(states[0, 0], dtype=torch.float64)
         left = set(wanted)
         parts = list(enumerate(self._layout.parts))
@@ -81,10 +83,10 @@ class Exchange:
             if not left:
                 return
             state = states[part.rank, self._slot(part)]
-            if self._log_factors is None:
+            if log_factors is None:
                 total = total + state
             else:
-                factor = self._log_factors[i].exp().unsqueeze(-1)
+                factor = log_factors[i].exp().unsqueeze(-1)
                 total = state + torch.where(factor == 0.0, 0.0, total * factor)
 
 
@@ -110,9 +112,17 @@ class Job(NamedTuple):
         return Call(self.score, causal=True, key_padding_mask=mask, log_decay=decay, first_key=first)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output (b, h, n, dv) and denominators (b, h, n) of the tokens of this rank."""
-    return (_FromStates if causal else _FromTotal).apply(job, q, k, v, log_decay)
+def begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Causal attention: starts to exchange states. What it returns waits for them, and gives output (b, h, n, dv) and
+    denominators (b, h, n) of the tokens of this rank. In the backward, what is computed in between comes in between too."""
+    call = _Call(job)
+    ticket = _Begin.apply(call, q, k, v, log_decay)
+    return lambda: _Finish.apply(call, ticket, *(None if x is None else x.detach() for x in (q, k, v, log_decay)))
+
+
+def attend_to_all(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
+    """The same, not causal: every query reads the sum of all states."""
+    return _FromTotal.apply(job, q, k, v)
 
 
 def _pack(state: tuple[Tensor, Tensor]) -> Tensor:
@@ -144,25 +154,51 @@ def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x[:, :, part.local] for x in tensors)
 
 
-class _FromStates(torch.autograd.Function):
+class _Call:
+    """What the two functions of a causal call, between which it waits, hand each other."""
+
+    def __init__(self, job: Job):
+        self.job = job
+        self.states: Exchange | None = None
+        self.gradients: Callable[[], tuple[Tensor, ...]] | None = None  # of q, k, v and log_decay, once theirs are exchanged
+
+
+class _Begin(torch.autograd.Function):
+    """Of q, k, v and log_decay a ticket, an empty tensor; the gradient of the whole call."""
+
     @staticmethod
-    def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
-        parts, last = job.parts, job.layout.parts[-1:]
-        calls = [job.call(i, log_decay) for i in range(len(parts))]
-        like = _like(k, v, job.score)
+    def forward(ctx, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+        ctx.call, job = call, call.job
+        like, last = _like(k, v, job.score), job.layout.parts[-1:]
         own = [
-            like if (part,) == last else _pack(ops.state_of_keys(*_of(part, k, v), call))
-            for part, call in zip(parts, calls, strict=True)
+            like if (part,) == last else _pack(ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay)))
+            for i, part in enumerate(job.parts)
         ]
-        before = Exchange(own, like, job.carries, job.layout, job.group, backward=False).wait()
+        call.states = Exchange(own, like, job.carries, job.layout, job.group, backward=False)
+        return q.new_empty(0)
+
+    @staticmethod
+    @without_second_derivative
+    def backward(ctx, _):
+        gradients, ctx.call.gradients = ctx.call.gradients(), None
+        return None, *gradients, *(None,) * (4 - len(gradients))
+
+
+class _Finish(torch.autograd.Function):
+    """Of the ticket, and q, k, v and log_decay without gradients, the results."""
+
+    @staticmethod
+    def forward(ctx, call: _Call, ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+        ctx.call, job = call, call.job
+        before, call.states = call.states.wait(), None
         pieces, after = [], []
-        for part, call, state in zip(parts, calls, before, strict=True):
-            o, z, *new = ops.prefill(*_of(part, q, k, v), call, *_unpack(state, v))
+        for i, (part, state) in enumerate(zip(job.parts, before, strict=True)):
+            o, z, *new = ops.prefill(*_of(part, q, k, v), job.call(i, log_decay), *_unpack(state, v))
             pieces.append((o, z))
             after.append(_pack(new) if log_decay is not None else None)  # for its gradient alone
-        o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), like.new_empty(q.shape[:3])))
+        z = q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
+        o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), z))
         ctx.save_for_backward(q, k, v, log_decay, o, z, *before, *after)
-        ctx.job = job
         ctx.set_materialize_grads(False)
         return o, z
 
@@ -170,33 +206,34 @@ class _FromStates(torch.autograd.Function):
     @without_second_derivative
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
-        job, like = ctx.job, _like(k, v, ctx.job.score)
+        job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         parts, first = job.parts, job.layout.parts[:1]
-        before, after = states[: len(parts)], states[len(parts) :]
         calls = [job.call(i, log_decay) for i in range(len(parts))]
         own = [
             like if (part,) == first else _pack(ops.state_of_queries(*_of(part, grad_o, grad_z, q, k, v, o, z), call))
             for part, call in zip(parts, calls, strict=True)
         ]
-        behind = Exchange(own, like, job.carries, job.layout, job.group, backward=True).wait()
-        pieces = []
-        for part, call, state, new, grad_new in zip(parts, calls, before, after, behind, strict=True):
-            new = (None, None) if new is None else _unpack(new, v)
-            grads = *_of(part, grad_o, grad_z), *_unpack(grad_new, v)
-            results = *_of(part, o, z), *new
-            of_part = ops.prefill_backward(grads, *_of(part, q, k, v), results, call, *_unpack(state, v))
-            pieces.append(of_part[: 3 if log_decay is None else 4])
-        empty = tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None)
-        grads = _joined(pieces, empty)
-        return None, *grads, *(None,) * (4 - len(grads))
+        exchange = Exchange(own, like, job.carries, job.layout, job.group, backward=True)
+
+        def gradients() -> tuple[Tensor, ...]:
+            before, after = states[: len(parts)], states[len(parts) :]
+            pieces = []
+            for part, call, state, new, grad_new in zip(parts, calls, before, after, exchange.wait(), strict=True):
+                new = (None, None) if new is None else _unpack(new, v)
+                grads = *_of(part, grad_o, grad_z), *_unpack(grad_new, v)
+                results = *_of(part, o, z), *new
+                of_part = ops.prefill_backward(grads, *_of(part, q, k, v), results, call, *_unpack(state, v))
+                pieces.append(of_part[: 3 if log_decay is None else 4])
+            return _joined(pieces, tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
+
+        ctx.call.gradients = gradients
+        return None, q.new_empty(0), None, None, None, None
 
 
 class _FromTotal(torch.autograd.Function):
-    """Not causal: every query reads the sum of all states."""
-
     @staticmethod
-    def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: None):
+    def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor):
         call = Call(job.score, causal=True, key_padding_mask=job.mask)
         total = _total(_pack(ops.state_of_keys(k, v, call)), job, "states")
         o, z, *_ = ops.prefill(q, k, v, _reading(call, k), *_unpack(total, v))
@@ -219,7 +256,7 @@ class _FromTotal(torch.autograd.Function):
         grads, results = (nothing, None, *_unpack(grad_total, v)), (nothing, torch.ones_like(z), None, None)
         none = torch.zeros_like(total)
         _, grad_k, grad_v, *_ = ops.prefill_backward(grads, q, k, v, results, call, *_unpack(none, v))
-        return None, grad_q, grad_k, grad_v, None
+        return None, grad_q, grad_k, grad_v
 
 
 def _total(own: Tensor, job: Job, what: str) -> Tensor:
