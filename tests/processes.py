@@ -11,15 +11,16 @@ import torch
 from ranks import RankError, Ranks, load
 
 WORLD = 4
-_started: list[Ranks] = []
+_started: dict[str, Ranks] = {}  # by their backend
 
 
-def run(function: Callable, world: int, *arguments: object) -> list:
-    """`function(group, *arguments)` on the first `world` ranks; what each returns, or the first error."""
+def run(function: Callable, world: int, *arguments: object, backend: str = "gloo") -> list:
+    """`function(group, *arguments)` on the first `world` ranks; what each returns, or the first error. By nccl they are two."""
     if not _started:
-        _started.append(Ranks(WORLD, tempfile.mkdtemp()))
         atexit.register(stop)
-    ranks, results = _started[0], [None] * world
+    if backend not in _started:
+        _started[backend] = Ranks(WORLD if backend == "gloo" else 2, tempfile.mkdtemp(), backend)
+    ranks, results = _started[backend], [None] * world
     ranks.start(_seeded, function, *arguments, world=world)
     waiting = {pipe: rank for rank, pipe in enumerate(ranks.pipes[:world])}
     while waiting:
@@ -39,4 +40,4 @@ def _seeded(group, function: Callable, *arguments: object) -> object:
 
 def stop() -> None:
     while _started:
-        _started.pop().close()
+        _started.popitem()[1].close()

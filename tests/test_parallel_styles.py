@@ -24,9 +24,9 @@ LAYERS = {
 }
 
 
-def make_layer(options: dict) -> FastmaxSelfAttention:
+def make_layer(options: dict, width: int = 32, dtype: torch.dtype = torch.float64) -> FastmaxSelfAttention:
     torch.manual_seed(0)
-    layer = FastmaxSelfAttention(32, 8, longest_half_life=16.0, dtype=torch.float64, **options)
+    layer = FastmaxSelfAttention(width, 8, longest_half_life=16.0, dtype=dtype, **options)
     with torch.no_grad():
         for x in layer.parameters():
             x.add_(torch.randn_like(x), alpha=0.2)

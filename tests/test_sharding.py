@@ -22,9 +22,9 @@ FUNCTIONS = {"fastmax": fastmax_attention, "flash": flash_attention, "module": F
 B, H, N, D, DV = 4, 8, 9, 4, 3
 
 
-def mesh_of(group, shape=None, names=None) -> DeviceMesh:
+def mesh_of(group, shape=None, names=None, device: str = "cpu") -> DeviceMesh:
     if shape is None:
-        return DeviceMesh.from_group(group, "cpu")
+        return DeviceMesh.from_group(group, device)
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
 
 

@@ -9,11 +9,11 @@ from test_sharding import mesh_of
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL = ["--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--every", "2", "--parts", "exact_window=8"]
-TRAINING = ["--context", "96", "--warmup", "1", "--steps", "4", "--rows", "4"]
+TRAINING = ["--no-bf16", "--context", "96", "--warmup", "1", "--steps", "4", "--rows", "4"]
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
 
-def train(group, arguments, stop_after=None):
+def train(group, arguments, stop_after=None, device="cpu"):
     import sys
 
     import torch
@@ -36,7 +36,8 @@ def train(group, arguments, stop_after=None):
 
         train_long.LongTrainer.train_step = step
     try:
-        trainer = train_long.train(args, mesh_of(group), torch.device("cpu"), stopping)
+        where = torch.device(device, group.rank()) if device == "cuda" else torch.device(device)
+        trainer = train_long.train(args, mesh_of(group, device=device), where, stopping)
     finally:
         if stop_after is not None:
             train_long.LongTrainer.train_step = whole
