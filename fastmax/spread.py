@@ -61,7 +61,7 @@ def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callab
         if active is not None:
             return active.call(attention, inspect.signature(attention).bind(*args, **kwargs).arguments)
         for x in (*args, *kwargs.values()):
-            if is_dtensor(x):
+            if type(x) not in _OTHERS and is_dtensor(x):
                 return _attend_on_shards(attention, args, kwargs)
         return attention(*args, **kwargs)
 
