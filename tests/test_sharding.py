@@ -23,6 +23,7 @@ B, H, N, D, DV = 4, 8, 9, 4, 3
 
 
 def mesh_of(group, shape=None, names=None, device: str = "cpu") -> DeviceMesh:
+    """With a shape, of all processes: it makes groups, which all of them have to."""
     if shape is None:
         return DeviceMesh.from_group(group, device)
     return DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape), mesh_dim_names=names)
@@ -230,6 +231,7 @@ def check_refusals(group):
     q, k, v = (distributed(x, mesh, HEADS) for x in operands(4).values())
     mask = torch.ones(B, N, dtype=torch.bool)
     operator = torch.ops.fastmax.flash_forward
+    other = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("other",))
     state = init_state(B, 4, D, DV, dtype=torch.float64)
     token = [x[:, :, :1].full_tensor() for x in (q, k, v)]
     values, weights = (distribute_tensor(x, mesh, [Shard(2)]) for x in (state.values, state.weights))
@@ -244,7 +246,7 @@ def check_refusals(group):
         lambda: torch.ops.fastmax.decode_step_(
             *(distributed(x, mesh, HEADS) for x in token), values, weights, None, None, *state.score
         ),
-        lambda: fastmax_attention(q, distributed(k.full_tensor(), mesh_of(group, (1, 2)), ()), v),
+        lambda: fastmax_attention(q, distributed(k.full_tensor(), other, ()), v),
     ):
         with pytest.raises((TypeError, ValueError)) as error:
             function()
