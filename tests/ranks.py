@@ -32,7 +32,9 @@ class Ranks:
 
     def __init__(self, world: int, folder, backend: str = "gloo"):
         self.world = world
-        context = mp.get_context("spawn")
+        # Processes of a server that has imported what takes long, once for all of them.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed", "fastmax.distributed"])
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()

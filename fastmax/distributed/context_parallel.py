@@ -110,7 +110,7 @@ def context_parallel_attention(
         kind = validation.check_normalize(normalize, lim)
         if kind == "sequence":
             raise ValueError(f'normalize must be False or "token", got {normalize!r}: it looks at all ranks\' tokens')
-        dropout = validation.check_dropout(dropout)
+        dropout = validation.check_not_negative("dropout", dropout)
         validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
         validation.check_rpe_name(rpe_matrix, "its rows would be those of the whole sequence")
         validation.check_algorithm(algorithm, rpe_matrix)
