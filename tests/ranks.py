@@ -12,6 +12,8 @@ import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
+PRELOADED = ["fastmax.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest"]
+
 
 class RankError(Exception):
     """What a rank raised."""
@@ -32,9 +34,10 @@ class Ranks:
 
     def __init__(self, world: int, folder, backend: str = "gloo"):
         self.world = world
-        # Processes of a server that has imported what takes long, once for all of them.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", "fastmax.distributed"])
+        # Forked from a server that has imported what takes long; with GPUs, which a fork cannot use again, each imports it.
+        context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
