@@ -33,6 +33,8 @@ def inputs(case: dict) -> dict[str, torch.Tensor]:
         tensors["log_decay"] = decay.masked_fill(forgets, -torch.inf).to(dtype)
     if case.get("padding"):
         tensors["key_padding_mask"] = torch.rand(b, n, generator=made) > 0.3
+    if "dropout" in case["options"]:
+        tensors["drop_noise"] = normal(b, h, n, dv).to(dtype)
     tensors |= {
         "grad_o": normal(b, h, n, dv).to(dtype),
         "grad_lse": normal(b, h, n).to(torch.promote_types(dtype, torch.float32)),
@@ -44,7 +46,7 @@ def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **opt
     """Output, lse and all gradients, of these tokens."""
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "log_decay") if name in tensors}
     q, k, v = (leaves[name] for name in "qkv")
-    accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "key_padding_mask")}
+    accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "key_padding_mask", "drop_noise")}
     accompanying = {name: x for name, x in accompanying.items() if x is not None}
     cu_seqlens = case.get("cu_seqlens")
     if cu_seqlens is not None:
@@ -146,3 +148,12 @@ def order_of_events(group, case: dict) -> list[str]:
     finally:
         states.Exchange.__init__, states.Exchange.wait, ops.attention = originals
     return events
+
+
+def measured(group, name: str, sizes: dict) -> list[dict]:
+    """Rows of `benchmarks.distributed`, in all ranks."""
+    from benchmarks import distributed
+    from benchmarks.timing import Protocol
+
+    case = distributed.Case(64, 8, heads=2, dtype="fp32", algorithm=name, **sizes)
+    return distributed.measure(case, torch.device("cpu"), Protocol(dropped=0, rounds=1, seconds=0.0))

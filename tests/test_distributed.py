@@ -13,6 +13,7 @@ from distributed_cases import (
     counted,
     differentiated,
     inputs,
+    measured,
     on_rank,
     order_of_events,
     previous,
@@ -92,6 +93,8 @@ def drawn(seed: int) -> dict:
         case["options"] |= {"normalize": "token"}
     if draw.random() < 0.3:
         case["options"] |= {"rpe_matrix": "sinusoidal"}
+    if draw.random() < 0.2:
+        case["options"] |= {"dropout": 0.3}
     if case["options"]["p"] == 1:  # scores of all sizes, and denominators away from 0
         case["options"] |= {"a0": 30.0}
     return case
@@ -194,3 +197,13 @@ def test_near_keys_are_attended_to_while_states_are_on_their_way(ranks):
     case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
     for events in ranks.run(order_of_events, case, world=2):
         assert events == ["begins", "near", "waits", "begins", "waits"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sizes"),
+    [("linear", {"decay": True, "exact_window": 5}), ("softmax", {}), ("quadratic", {}), ("linear", {"mode": "memory"})],
+)
+def test_the_benchmark_measures_and_checks(ranks, algorithm, sizes):
+    for rows in ranks.run(measured, algorithm, sizes):
+        assert [row["provider"] for row in rows] == [f"{WORLD} GPUs"] if "mode" in sizes else ["one GPU", f"{WORLD} GPUs"]
+        assert all(row["median"] > 0 for row in rows) and "as by formula" in rows[-1]["note"]

@@ -38,11 +38,12 @@ def on_gpu(group, case: dict) -> dict[str, torch.Tensor]:
     return {name: x.cpu() for name, x in results.items()}
 
 
-def in_one_process(case: dict, dtype: torch.dtype, **options) -> dict[str, torch.Tensor]:
+def in_one_process(case: dict, double: bool) -> dict[str, torch.Tensor]:
     function = flash_attention if case.get("flash") else fastmax_attention
-    tensors = {name: x if x.dtype == torch.bool else x.cuda().to(dtype) for name, x in inputs(case).items()}
-    tensors = {name: x.cuda() for name, x in tensors.items()}
-    return {name: x.cpu() for name, x in differentiated(function, case, tensors, **options).items()}
+    tensors = {name: x.cuda() for name, x in inputs(case).items()}
+    if double:
+        tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    return {name: x.cpu() for name, x in differentiated(function, case, tensors).items()}
 
 
 # Chunks, windows and sequences cut, or whole; long enough that the kernels cut their walks too.
@@ -72,21 +73,20 @@ def test_two_gpus_compute_what_one_does(ranks, name, dtype):
     scale = {} if case.get("flash") else {"temperature": 8.0}
     case["options"] = {"causal": True} | scale | case["options"]
     results = [together(ranks.run(on_gpu, case), case["layout"]) for _ in range(3)]
-    exact = in_one_process(case, torch.float64)
-    plain = in_one_process(case, dtype, use_custom_gradient=False)
+    exact, one = in_one_process(case, double=True), in_one_process(case, double=False)
     for key, x in exact.items():
-        assert results[0][key].dtype == plain[key].dtype, key
+        assert results[0][key].dtype == one[key].dtype, key
         assert all(torch.equal(results[0][key], again[key]) for again in results[1:]), key
         finite = x.isfinite()
         assert torch.equal(results[0][key].isfinite(), finite), key
-        assert relative(results[0][key][finite], x[finite]) <= 2 * relative(plain[key][finite], x[finite]) + 1e-5, key
+        assert relative(results[0][key][finite], x[finite]) <= 2 * relative(one[key][finite], x[finite]) + 1e-5, key
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_any_parts_and_options_in_float64(ranks, seed):
     case = drawn(seed)
     case["layout"] = cuts(random.Random(seed), case["shape"][3], WORLD)
-    got, expected = together(ranks.run(on_gpu, case), case["layout"]), in_one_process(case, torch.float64)
+    got, expected = together(ranks.run(on_gpu, case), case["layout"]), in_one_process(case, double=True)
     for name, x in expected.items():
         finite = x.isfinite()
         assert torch.equal(got[name].isfinite(), finite), name

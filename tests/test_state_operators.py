@@ -22,8 +22,8 @@ CASES = {
     "head dim 128": {"n": 600, "d": 128, "dv": 128},
 }
 DTYPES = {"cpu": (torch.float64, torch.float32), "cuda": (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
-# Of sums over tokens, made in two orders.
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 2e-6, torch.bfloat16: 5e-3}
+# Of sums over tokens, made in two orders; kernels round what fades to the end of a chunk, and chunks differ.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
 
 def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, forgets=0.0, mask=False):
