@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import atexit
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 
+import pytest
 import torch
 from ranks import RankError, Ranks, load
 
@@ -36,6 +37,23 @@ def run(function: Callable, world: int, *arguments: object, backend: str = "gloo
 def _seeded(group, function: Callable, *arguments: object) -> object:
     torch.manual_seed(0)
     return function(group, *arguments)
+
+
+def messages(functions: Iterable[Callable]) -> list[str]:
+    """Of what each of them raises."""
+    found = []
+    for function in functions:
+        with pytest.raises((TypeError, ValueError, RuntimeError)) as error:
+            function()
+        found.append(str(error.value))
+    return found
+
+
+def check_messages(function: Callable, *expected: str) -> None:
+    """Of `function(group)` on two ranks, that the messages it returns begin so on both."""
+    for found in run(function, 2):
+        for message, start in zip(found, expected, strict=True):
+            assert message.startswith(start), message
 
 
 def stop() -> None:

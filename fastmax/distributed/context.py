@@ -203,6 +203,8 @@ def context_parallel(
     for i, x in enumerate(buffers):
         if not isinstance(x, Tensor) or x.requires_grad:
             raise TypeError(f"buffers[{i}] must be a tensor without gradient, got {validation.describe(x)}")
+        if not x.is_contiguous():
+            raise ValueError(f"buffers[{i}] must be contiguous, to be written over: pass a copy, got strides {x.stride()}")
     for x in no_restore_buffers:
         if not any(x is buffer for buffer in buffers):
             raise ValueError("no_restore_buffers must be some of buffers")
