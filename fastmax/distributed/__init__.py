@@ -7,12 +7,12 @@ if not _distributed.is_available():
 
 from fastmax.distributed import sharding as _sharding  # noqa: F401, registers what operators do with DTensors
 from fastmax.distributed.agreement import set_time_limit
-from fastmax.distributed.context import Context, ContextParallel, context_parallel
-from fastmax.distributed.context_parallel import (
+from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
     tokens_before,
 )
+from fastmax.distributed.context import Context, ContextParallel, context_parallel
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.tensor_parallel import TensorParallel
 from fastmax.distributed.traffic import exchanged_bytes

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from fastmax import spread, validation
 from fastmax.distributed.agreement import agree
-from fastmax.distributed.context_parallel import (
+from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
     tokens_before,
