@@ -320,6 +320,7 @@ class FastmaxSelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution."""
         qkv = self.qkv_proj(x)
+        spread.refuse("heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv)
         if qkv.shape[-1] != self._channels:
             raise ValueError(
                 f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "
@@ -389,7 +390,7 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"x must be on the device of the weights {weight.device}, got {x.device}")
         one_head = x.unsqueeze(1)
         validation.check_key_padding_mask(mask, one_head, one_head)
-        tokens = None if context is None else context.layout_of(x.shape[1]).tokens
+        tokens = None if context is None or cu_seqlens is None else context.layout_of(x.shape[1]).tokens
         validation.check_cu_seqlens(cu_seqlens, one_head, one_head, tokens)
         if state is not None:
             self._check_state(state, x)

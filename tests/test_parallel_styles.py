@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing import assert_close
 
 from fastmax import FastmaxSelfAttention, FASTMultiHeadAttention
-from fastmax.distributed import TensorParallel
+from fastmax.distributed import ContextParallel, TensorParallel
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 LAYERS = {
@@ -79,6 +79,21 @@ def test_tensor_parallel_layer(ranks, options):
     run(check_layer, ranks, options)
 
 
+def check_compiled(group):
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    for style in (TensorParallel(), ContextParallel()):
+        layer = parallelize_module(make_layer(LAYERS["defaults"]), mesh_of(group), style)
+        part = x if isinstance(style, TensorParallel) else layer.context.own(x, 1)
+        expected, y = layer(part), torch.compile(layer, backend="aot_eager")(part)
+        assert_close(y, expected, **EXACT)
+        grads = [torch.autograd.grad(o.pow(2).sum(), layer.out_proj.weight)[0] for o in (expected, y)]
+        assert_close(*map(whole, grads), **EXACT)
+
+
+def test_compiled_layers():
+    run(check_compiled, 2)
+
+
 class Attention(nn.Module):
     """Projections of their own for q, k and v, as in Hugging Face's decoders: the number of heads is what comes."""
 
@@ -136,11 +151,13 @@ def check_refusals(group):
     column = ColwiseParallel(use_local_output=True)
     cut = parallelize_module(make_layer({"decay": False}), mesh, {"qkv_proj": column})
     parallel = parallelize_module(copy.deepcopy(layer), mesh, TensorParallel())
+    whole = parallelize_module(make_layer({}), mesh, {"qkv_proj": ColwiseParallel(use_local_output=False)})
     return messages(
         [
             lambda: parallelize_module(nn.Linear(3, 3), mesh, TensorParallel()),
             lambda: parallelize_module(FastmaxSelfAttention(32, 8, num_kv_heads=1), mesh, TensorParallel()),
             lambda: cut(x),
+            lambda: whole(x),
             lambda: parallel.step_(x[:, :1], parallel.init_state(2)),
         ]
     )
@@ -152,5 +169,6 @@ def test_refuses_by_name():
         "TensorParallel is of a FastmaxSelfAttention, got Linear",
         "num_kv_heads must be a multiple of the mesh's 2 ranks, got 1",
         "qkv_proj must return 96 channels",
+        "qkv_proj must be a torch.Tensor here, got a DTensor: heads are divided",
         "weight must be a torch.Tensor here, got a DTensor",
     )

@@ -31,7 +31,7 @@ from fastmax.score import Score, Softmax, log_of_sums
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-def _outside_of_compiled_code(function: Callable) -> Callable:
+def outside_of_compiled_code(function: Callable) -> Callable:
     """`torch.compiler.disable`, which imports the compiler, where there is one already: ranks do not meet in a graph."""
 
     @wraps(function)
@@ -43,7 +43,7 @@ def _outside_of_compiled_code(function: Callable) -> Callable:
     return call
 
 
-@_outside_of_compiled_code
+@outside_of_compiled_code
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -142,7 +142,7 @@ def context_parallel_attention(
     return (o, lse) if return_lse else o
 
 
-@_outside_of_compiled_code
+@outside_of_compiled_code
 def context_parallel_flash_attention(
     q: Tensor,
     k: Tensor,
@@ -207,7 +207,7 @@ def context_parallel_flash_attention(
     return (o, lse) if return_lse else o
 
 
-@_outside_of_compiled_code
+@outside_of_compiled_code
 def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout | None = None) -> tuple[Tensor, ...]:
     """For each part of this rank the tokens before it, which other ranks hold: what a causal convolution needs. Differentiable;
     every rank has to call it, and run its backward.

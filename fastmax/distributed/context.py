@@ -26,6 +26,7 @@ from fastmax.distributed.agreement import agree
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
+    outside_of_compiled_code,
     tokens_before,
 )
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
@@ -64,6 +65,7 @@ class Context:
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group()
 
+    @outside_of_compiled_code
     def layout_of(self, tokens: int) -> Layout:
         """Where this rank has so many."""
         if isinstance(self.layout, Layout):
@@ -74,12 +76,14 @@ class Context:
         counts = (tokens,) if self.mesh.size() == 1 else agree(self.group, {"layout of a layer": self.layout}, tokens)
         return _layout(self.layout, counts)
 
+    @outside_of_compiled_code
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """(n,) int64, where they stand in the whole sequence."""
         parts = self.layout_of(tokens).of(self.group.rank())
         pieces = [torch.arange(part.start, part.stop, device=device) for part in parts]
         return torch.cat(pieces) if pieces else torch.arange(0, device=device)
 
+    @outside_of_compiled_code
     def convolve(self, convolution: ShortConvolution, x: Tensor, places: Tensor | None) -> Tensor:
         """(b, n, channels), each part of this rank behind the tokens before it; `places` as in `ShortConvolution`."""
         layout = self.layout_of(x.shape[1])
@@ -114,6 +118,7 @@ class Context:
         """A call of one of the two."""
         return self._attend(_OF_RANKS[attention.__name__], **arguments)
 
+    @outside_of_compiled_code
     def _attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options):
         if not use_custom_gradient:
             raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
