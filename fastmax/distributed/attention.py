@@ -283,6 +283,7 @@ class _Keys(NamedTuple):
 
     parts: list[_Surrounded]
     none: _Surrounded  # no token, for ranks without parts, whose gradients others may wait for
+    own: _Surrounded | None = None  # the tokens of all parts, where there is nothing around them
 
     def each(self, function: Callable[[_Surrounded], _Surrounded]) -> _Keys:
         return self._replace(parts=[function(x) for x in self.parts])
@@ -290,8 +291,11 @@ class _Keys(NamedTuple):
     def side_by_side(self) -> _Surrounded:
         if len(self.parts) == 1:
             return self.parts[0]
-        pieces = zip(zip(self.none, *self.parts, strict=True), _TOKEN_DIMENSIONS, strict=True)
-        return _Surrounded(*(None if x[0] is None else torch.cat(x, dim) for x, dim in pieces))
+        k, v, mask, decay = zip(self.none, *self.parts, strict=True)
+        decay = None if decay[0] is None else torch.cat(decay, dim=2)
+        if self.own is not None:
+            return self.own._replace(log_decay=decay)
+        return _Surrounded(torch.cat(k, dim=2), torch.cat(v, dim=2), torch.cat(mask, dim=1), decay)
 
 
 # ---- arguments
@@ -525,7 +529,7 @@ def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, before: in
     mask, decay = asked.mask, None if asked.log_decay is None else asked.log_decay.to(wide)
     if before + behind == 0:
         own = _Surrounded(k, v, mask, decay)
-        return _Keys([own.narrow(part.offset, part.tokens) for part in spread.parts], own.narrow(0, 0))
+        return _Keys([own.narrow(part.offset, part.tokens) for part in spread.parts], own.narrow(0, 0), own)
     around_parts = before, behind, *spread
     given = [None if mask is None else mask.unsqueeze(1).to(wide), decay]
     k_halo, v_halo = halo((k, v), *around_parts)
