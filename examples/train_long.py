@@ -99,13 +99,18 @@ class LongTrainer:
         """The loss, this rank's part."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step, self.step / self.recipe.steps)
-        loss, _ = self.loss(batch)
-        # A rank's loss is its share of the mean over all tokens, so gradients add up, and fully_shard divides by the ranks.
-        (loss * self.mesh.size()).backward()
+        loss = self.gradients(batch)
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
+        return loss
+
+    def gradients(self, batch: Batch) -> Tensor:
+        """Of the mean loss over all tokens, in the model; the loss, this rank's part."""
+        loss, _ = self.loss(batch)
+        # A rank's part is a sum over its tokens: gradients add up, where fully_shard takes their mean.
+        (loss * self.mesh.size()).backward()
         return loss.detach()
 
     @torch.no_grad()

@@ -1,9 +1,12 @@
 """`examples/train_long.py`: the same losses on any number of ranks, and from a checkpoint of another number of them."""
 
+import copy
 import csv
+import importlib
 from pathlib import Path
 
 import pytest
+import torch
 from processes import run
 from test_sharding import mesh_of
 
@@ -13,20 +16,23 @@ TRAINING = ["--no-bf16", "--context", "96", "--warmup", "1", "--steps", "4", "--
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 
 
-def train(group, arguments, stop_after=None, device="cpu"):
+def train_long():
+    """The example, which imports what lies beside it."""
     import sys
-
-    import torch
 
     sys.path.insert(0, str(EXAMPLES))
     try:
-        import train_long
+        return importlib.import_module("train_long")
     finally:
         sys.path.remove(str(EXAMPLES))
-    args = train_long.arguments().parse_args(arguments)
+
+
+def train(group, arguments, stop_after=None, device="cpu"):
+    example = train_long()
+    args = example.arguments().parse_args(arguments)
     stopping = []
     if stop_after is not None:
-        whole, count = train_long.LongTrainer.train_step, [0]
+        whole, count = example.LongTrainer.train_step, [0]
 
         def step(self, batch):
             count[0] += 1
@@ -34,15 +40,38 @@ def train(group, arguments, stop_after=None, device="cpu"):
                 stopping.append(15)
             return whole(self, batch)
 
-        train_long.LongTrainer.train_step = step
+        example.LongTrainer.train_step = step
     try:
         where = torch.device(device, group.rank()) if device == "cuda" else torch.device(device)
-        trainer = train_long.train(args, mesh_of(group, device=device), where, stopping)
+        trainer = example.train(args, mesh_of(group, device=device), where, stopping)
     finally:
         if stop_after is not None:
-            train_long.LongTrainer.train_step = whole
+            example.LongTrainer.train_step = whole
     local = next(iter(trainer.model.blocks[0].attn.parameters())).to_local()
     return trainer.step, trainer.history, local.numel()
+
+
+def check_gradients(group, layout):
+    """Of packed documents, of which ranks have different numbers of targets."""
+    example = train_long()
+    args = example.arguments().parse_args(MODEL)
+    args.block_size = 64
+    model = example.GPT(example.make_config(args, vocab_size=256))
+    text = example.byte_tokens([TEXT[:first].encode() for first in (3, 9, 5, 40, 2, 80)])
+    batch = example.packed_windows(text, 64, 1, torch.Generator().manual_seed(0))
+    expected = copy.deepcopy(model)
+    loss = expected(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens)
+    loss.backward()
+    trainer = example.LongTrainer(model, example.Recipe(1), mesh_of(group), layout, recompute=True, bf16=False)
+    assert trainer.sum(trainer.gradients(batch)) == pytest.approx(loss.item(), rel=1e-5)
+    for (name, parameter), got in zip(expected.named_parameters(), trainer.model.parameters(), strict=True):
+        grad = parameter.grad
+        assert (got.grad.full_tensor() - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_gradients_are_those_of_the_mean_over_all_tokens(layout):
+    run(check_gradients, 3, layout)
 
 
 def losses(history: list[dict]) -> list[float]:
