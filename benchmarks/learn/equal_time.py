@@ -13,7 +13,7 @@ from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import VARIANTS
 from fastmax import extension
 
-SECONDS = 90.0
+SECONDS = 60.0
 LONG = replace(
     equal_steps.SETTINGS["25M"],
     context=16384,
