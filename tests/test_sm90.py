@@ -50,7 +50,9 @@ def case_of(softmax, *args, **options):
     return case._replace(options=options, softmax=softmax, dtype=torch.bfloat16, noise=case.noise and not softmax)
 
 
-def expected_kernels(softmax):
+def expected_kernels(softmax, bounded=False):
+    if bounded:
+        return {line.replace("_sm90", "_bounded_sm90") for line in expected_kernels(softmax)}
     return (
         {"flash_forward: flash_sm90", "flash_backward: flash_sm90"}
         if softmax
@@ -163,6 +165,32 @@ def test_random_configurations(taken):
     assert checked >= 15
 
 
+# ---- windows and packed sequences
+
+
+@by_head_dim
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("window", [2, 63, 64, 65, 127, 128, 129, 200, (0, 100), (130, 5)], ids=str)
+def test_windows(window, causal, d, taken):
+    if causal and isinstance(window, tuple):
+        pytest.skip("causal windows end at the query")
+    for n, m in ((500, 500), (333, 700)):
+        case = case_of(True, n, m, d=d, h=4, hk=2, mask=n == 333, causal=causal)
+        case = case._replace(options=case.options | {"window": window})
+        assert verify.check(case, DEVICE, 8).wrong == []
+        assert set(taken()) == expected_kernels(True, bounded=True)
+
+
+@by_head_dim
+@by_attention
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("sequences, n", [(2, 130), (3, 700), (40, 900), (300, 257)])
+def test_packed_sequences(sequences, n, causal, d, softmax, taken):
+    case = case_of(softmax, n, d=d, b=1, h=4, hk=2, causal=causal, noise=True)._replace(sequences=sequences)
+    assert verify.check(case, DEVICE, 9).wrong == []
+    assert set(taken()) == expected_kernels(softmax, bounded=True)
+
+
 # ---- the operators
 
 
@@ -255,7 +283,9 @@ def test_what_is_not_covered(taken):
         "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
         "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
         "decay": lambda f: f(q, q, q, causal=True, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
-        "packed": lambda f: f(q, q, q, causal=True, cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32, device=DEVICE)),
+        "packed, fp16": lambda f: f(
+            q.half(), q.half(), q.half(), causal=True, cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32, device=DEVICE)
+        ),
     }
     functions = {"quadratic": lambda *x, **options: fastmax.fastmax_attention(*x, **options, algorithm="quadratic")}
     functions["flash"] = fastmax.flash_attention
@@ -264,6 +294,6 @@ def test_what_is_not_covered(taken):
         lines = taken()
         assert len(lines) == 1 and lines[0].split(": ")[1] in (f"{algorithm}_sm80", f"{algorithm}_bounded_sm80"), (name, lines)
     fastmax.flash_attention(q, q, q, causal=True, window=20)
-    assert taken() == ["flash_forward: flash_bounded_sm80"]
+    assert taken() == ["flash_forward: flash_bounded_sm90"]
     fastmax.flash_attention(q, q, q, causal=True, window=200)
     assert taken() == ["flash_forward: flash_sm90"], "there is nothing that it hides"

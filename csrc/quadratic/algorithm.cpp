@@ -18,6 +18,8 @@ constexpr Kernels kQuadratic[] = {
 #ifdef FASTMAX_HAS_SM90
     {"quadratic_sm90", covers_quadratic_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      quadratic_fwd_sm90, quadratic_bwd_sm90},
+    {"quadratic_bounded_sm90", covers_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+     quadratic_bounded_fwd_sm90, quadratic_bounded_bwd_sm90},
 #endif
     {"quadratic_bounded_sm80", covers_bounded, bounded_workspace_bytes<FwdParams>, bounded_workspace_bytes<BwdParams>,
      [](const FwdParams& p, cudaStream_t stream) {
@@ -39,6 +41,8 @@ constexpr Kernels kFlash[] = {
 #ifdef FASTMAX_HAS_SM90
     {"flash_sm90", covers_quadratic_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes, flash_fwd_sm90,
      flash_bwd_sm90},
+    {"flash_bounded_sm90", covers_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+     flash_bounded_fwd_sm90, flash_bounded_bwd_sm90},
 #endif
     {"flash_bounded_sm80", covers_bounded, bounded_workspace_bytes<FwdParams>, bounded_workspace_bytes<BwdParams>,
      [](const FwdParams& p, cudaStream_t stream) {

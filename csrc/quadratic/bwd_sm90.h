@@ -21,6 +21,7 @@
 #include "core/sm90/tiles.h"
 #include "core/sm90/wgmma.h"
 #include "core/visibility.h"
+#include "quadratic/bounded.h"
 #include "quadratic/kept_keys_sm90.h"
 #include "quadratic/quadratic_sm90.h"
 #include "quadratic/row_score.h"
@@ -180,7 +181,7 @@ struct QuadraticBwdRows {
   }
 };
 
-template <class Score, class Math, int kHeadDim, bool kOwnsKeys>
+template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
 __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kThreads, 1)
     quadratic_bwd_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
                               const float4* row_scores, const int rows_per_head, const int group, const WorkOrder order) {
@@ -218,20 +219,19 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
     return Item{item.row_block * Tile::kBlockRows, item.head / heads, head, kOwnsKeys ? head * group : head / group};
   };
   const int rows = kOwnsKeys ? p.m : p.n;
-  const DenseVisibility sees(p, 0);
-  const auto tiles_of = [&](int batch, int first, int last) {
+  const auto visibility = [&](const Item& item) {
+    return Visibility(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head));
+  };
+  // Tiles that the `count` rows from `row` on see.
+  const auto tiles_of = [&](const Item& item, int row, int count) {
+    const int last = min(row + count, rows) - 1;
     if constexpr (kOwnsKeys) {
-      return query_tiles<Tile::kStream>(sees, first, last);
+      return walk_over_queries<Tile::kStream>(visibility(item), row, last);
     } else {
-      TileRanges tiles = key_tiles<Tile::kStream>(sees, first, last);
-      tiles.seen = kept.trim<Tile::kStream>(batch, tiles.seen);
-      if (!kept.keeps_all()) tiles.whole = {tiles.seen.begin, tiles.seen.begin};
-      return tiles;
+      return walk_over_keys<Tile::kStream>(visibility(item), kept, item.batch, row, last);
     }
   };
-  const auto tiles_of_block = [&](const Item& item) {
-    return tiles_of(item.batch, item.row, min(item.row + Tile::kBlockRows, rows) - 1).seen;
-  };
+  const auto tiles_of_block = [&](const Item& item) { return tiles_of(item, item.row, Tile::kBlockRows).seen; };
 
   if (consumer == Tile::kConsumers) {
     ptx::fewer_registers<Tile::kProducerRegisters>();
@@ -283,17 +283,17 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
       const int row = item.row + consumer * Tile::kRows;           // of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
       TileRanges tiles{{0, 0}, {0, 0}};
-      if (row < rows) tiles = tiles_of(item.batch, row, min(row + Tile::kRows, rows) - 1);
-      // Of the block's tiles, in their order: the first skipped ones only other consumers see; of this consumer's, the first `masked`
-      // ones are partly visible.
+      if (row < rows) tiles = tiles_of(item, row, Tile::kRows);
+      // The block's tiles, in the order of the walk: some that only other consumers see, then those that this one sees, then others.
+      // Of those that it sees: partly visible ones up to `masked`, wholly visible ones up to `whole`, partly visible ones again.
       const int in_block = warp_uniform(max(block_tiles.end - block_tiles.begin, 0));
       const int seen = warp_uniform(max(tiles.seen.end - tiles.seen.begin, 0));
-      const int masked = min(seen, warp_uniform(kOwnsKeys ? tiles.whole.begin - tiles.seen.begin
-                                                          : tiles.seen.end - max(tiles.whole.end, tiles.seen.begin)));
+      const int before = warp_uniform(kOwnsKeys ? tiles.seen.begin - block_tiles.begin : block_tiles.end - tiles.seen.end);
+      const int masked = warp_uniform(kOwnsKeys ? tiles.whole.begin - tiles.seen.begin : tiles.seen.end - tiles.whole.end);
+      const int whole = warp_uniform(kOwnsKeys ? tiles.whole.end - tiles.seen.begin : tiles.seen.end - tiles.whole.begin);
       const int first = warp_uniform(kOwnsKeys ? tiles.seen.begin : tiles.seen.end - 1);
-      const int skipped = in_block - seen;
-      const auto skip_tiles = [&](RingPosition& at) {
-        for (int i = 0; i < skipped; ++i) {
+      const auto skip_tiles = [&](RingPosition& at, int count) {
+        for (int i = 0; i < count; ++i) {
           ring.wait_until_full(at);
           ring.release(at, lane);
           at.template advance<Tile::kStages>();
@@ -321,23 +321,23 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
         constexpr bool kMasked = decltype(is_masked)::value;
         if constexpr (kMasked) {
           if constexpr (kOwnsKeys) {
-            visible_queries(visible, sees, first + i, lane_row, t);
+            visible_queries(visible, visibility(item), first + i, lane_row, t);
           } else {
-            visible_keys(visible, sees, kept, item.batch, first - i, lane_row, t);
+            visible_keys(visible, visibility(item), kept, item.batch, first - i, lane_row, t);
           }
         }
         sums.template differentiate<kMasked>(stage_of(at), visible, t);
       };
 
       if (seen == 0) {
-        for (int head = 0; head < heads_streamed; ++head) skip_tiles(at);
+        for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
         int i = 1;
         // From P and dS of a tile to those of the next one, which is the i-th of its head.
         const auto step = [&](auto is_masked) {
           RingPosition next = at;
           next.template advance<Tile::kStages>();
-          if (decltype(is_masked)::value && i == 0) skip_tiles(next);
+          if (decltype(is_masked)::value && i == 0) skip_tiles(next, in_block - seen);
           ring.wait_until_full(next);
           uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
           sums.pack(packed_p, packed_ds);
@@ -356,7 +356,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
           at = next;
           ++i;
         };
-        skip_tiles(at);
+        skip_tiles(at, before);
         ring.wait_until_full(at);
         wgmma_fence();
         sums.start_scores(x_tile, stage_of(at));
@@ -366,7 +366,10 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
         differentiate(std::true_type(), 0, at);
         for (int head = 0; head < heads_streamed; ++head) {
           while (i < max(masked, 1)) step(std::true_type());
-          while (i < seen) step(std::false_type());
+          while (i < whole) step(std::false_type());
+          if constexpr (Visibility::kBoundsBothSides) {
+            while (i < seen) step(std::true_type());
+          }
           i = 0;
         }
         uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
@@ -379,6 +382,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
         sums.keep_sums();
         ring.release(at, lane);
         at.template advance<Tile::kStages>();
+        if constexpr (Visibility::kBoundsBothSides) skip_tiles(at, in_block - seen - before);
       } else {
         int i = 0;
         const auto step = [&](auto is_masked) {
@@ -403,9 +407,13 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
         };
         for (int head = 0; head < heads_streamed; ++head) {
           i = 0;
-          skip_tiles(at);
+          skip_tiles(at, before);
           while (i < masked) step(std::true_type());
-          while (i < seen) step(std::false_type());
+          while (i < whole) step(std::false_type());
+          if constexpr (Visibility::kBoundsBothSides) {
+            while (i < seen) step(std::true_type());
+            skip_tiles(at, in_block - seen - before);
+          }
         }
       }
 
@@ -441,9 +449,10 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
   }
 }
 
-// In the workspace: row scores, a copy of grad_o where noise is in it or a tensor map cannot express its strides, the kept keys.
+// In the workspace: row scores, a copy of grad_o where noise is in it or a tensor map cannot express its strides, the kept keys, tables
+// of bounds.
 struct QuadraticBwdSm90Workspace {
-  size_t grad_o, kept, bytes;
+  size_t grad_o, kept, tables, bytes;
   bool copies_grad_o;
 
   explicit QuadraticBwdSm90Workspace(const BwdParams& p)
@@ -451,21 +460,24 @@ struct QuadraticBwdSm90Workspace {
     const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
     grad_o = align(static_cast<size_t>(p.b) * p.h * row_scores_per_head(p) * sizeof(float4));
     kept = align(grad_o + (copies_grad_o ? static_cast<size_t>(p.b) * p.h * p.n * p.dv * 2 : 0));
-    bytes = kept + kept_words_bytes(p);
+    tables = kept + kept_words_bytes(p);
+    bytes = tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kBackward) : 0);
   }
 };
 
-template <class Score>
+template <class Score, class Visibility>
 struct LaunchQuadraticBwdSm90 {
   template <class Math, int kHeadDim>
-  static void run(const BwdParams& p, cudaStream_t stream) {
+  static void run(const BwdParams& call, cudaStream_t stream) {
     using Element = typename Math::Element;
+    BwdParams p = call;
     const QuadraticBwdSm90Workspace at(p);
     char* workspace = static_cast<char*>(p.workspace);
     float4* row_scores = reinterpret_cast<float4*>(workspace);
     Element* grad_o_copy = at.copies_grad_o ? reinterpret_cast<Element*>(workspace + at.grad_o) : nullptr;
     launch_row_scores<Score, Element, kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
     const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
+    if constexpr (Visibility::kBoundsBothSides) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
 
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
     const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
@@ -492,7 +504,7 @@ struct LaunchQuadraticBwdSm90 {
                                 tensor_map(b, Tile::kStream), tensor_map(dx, Tile::kRows), tensor_map(dy, Tile::kRows)};
     const WorkOrder order =
         WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, stream_bytes, !kOwnsKeys);
-    launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Math, kHeadDim, kOwnsKeys>, grid_1d(std::min(order.items(), p.sm_count)),
+    launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>, grid_1d(std::min(order.items(), p.sm_count)),
                   Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk,
                   order);
   }

@@ -2,13 +2,14 @@
 
 #include "core/sm90/tensor_map.h"
 #include "quadratic/bounded.h"
-#include "quadratic/kept_keys_sm90.h"
 #include "quadratic/quadratic_sm90.h"
 
 namespace fastmax {
 
-bool covers_quadratic_sm90(const AttentionParams& p, Direction) {
-  if (p.sm_arch != 90 || p.math != MathMode::kBF16 || is_bounded(p)) return false;
+namespace {
+
+bool covers(const AttentionParams& p) {
+  if (p.sm_arch != 90 || p.math != MathMode::kBF16) return false;
   if (p.head_dim != 64 && p.head_dim != 128) return false;
   const TokenTensor operands[] = {{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math},
                                   {p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math},
@@ -19,6 +20,10 @@ bool covers_quadratic_sm90(const AttentionParams& p, Direction) {
   return driver_makes_tensor_maps();
 }
 
-size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p) { return kept_words_bytes(p); }
+}  // namespace
+
+bool covers_quadratic_sm90(const AttentionParams& p, Direction) { return !is_bounded(p) && covers(p); }
+
+bool covers_bounded_sm90(const AttentionParams& p, Direction) { return is_bounded(p) && p.log_decay == nullptr && covers(p); }
 
 }  // namespace fastmax

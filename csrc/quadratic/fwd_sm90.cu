@@ -4,9 +4,11 @@
 
 namespace fastmax {
 
+size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p) { return QuadraticFwdSm90Workspace(p).bytes; }
+
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream) {
-  dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim,
-                    [&](auto head_dim) { LaunchQuadraticFwdSm90<PolynomialScore>::run<Bf16, head_dim>(p, stream); });
+  using Launch = LaunchQuadraticFwdSm90<PolynomialScore, DenseVisibility>;
+  dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
 }
 
 }  // namespace fastmax

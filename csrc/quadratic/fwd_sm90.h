@@ -24,6 +24,7 @@
 #include "core/sm90/tiles.h"
 #include "core/sm90/wgmma.h"
 #include "core/visibility.h"
+#include "quadratic/bounded.h"
 #include "quadratic/kept_keys_sm90.h"
 #include "quadratic/quadratic_sm90.h"
 #include "quadratic/visible_sm90.h"
@@ -154,7 +155,7 @@ struct Turns {
   }
 };
 
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThreads, 1)
     quadratic_fwd_sm90_kernel(const __grid_constant__ QuadraticFwdMaps maps, const FwdParams p, const KeptWords kept,
                               const WorkOrder order) {
@@ -181,11 +182,12 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
   }
   __syncthreads();
 
-  const DenseVisibility sees(p, 0);
-  // Tiles that some row of the block sees.
-  const auto tiles_of_block = [&](const WorkItem& item, int batch) {
-    const int row = item.row_block * Tile::kBlockRows;
-    return kept.trim<Tile::kKeys>(batch, key_tiles<Tile::kKeys>(sees, row, min(row + Tile::kBlockRows, p.n) - 1).seen);
+  // Tiles that the `rows` queries from `row` on see.
+  const auto tiles_of = [&](const HeadIndex& head, int row, int rows) {
+    return walk_over_keys<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1);
+  };
+  const auto tiles_of_block = [&](const WorkItem& item, const HeadIndex& head) {
+    return tiles_of(head, item.row_block * Tile::kBlockRows, Tile::kBlockRows).seen;
   };
 
   if (consumer == Tile::kConsumers) {
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
       for (WorkWalk walk(order); !walk.done(); walk.next()) {
         const WorkItem item = walk.item();
         const HeadIndex head = head_index(p, item.head);
-        const Range tiles = tiles_of_block(item, head.batch);
+        const Range tiles = tiles_of_block(item, head);
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const uint32_t stage = base + at.stage * Tile::kStageBytes;
           ring.wait_until_empty(at);
@@ -229,33 +231,33 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
     for (WorkWalk walk(order); !walk.done(); walk.next()) {
       const WorkItem item = walk.item();
       const HeadIndex head = head_index(p, item.head);
-      const Range block_tiles = tiles_of_block(item, head.batch);
+      const Range block_tiles = tiles_of_block(item, head);
       const int row = item.row_block * Tile::kBlockRows + consumer * Tile::kRows;  // of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;                    // and the row 8 further
-      TileRanges tiles{{block_tiles.begin, block_tiles.begin}, {0, 0}};
-      if (row < p.n) {
-        tiles = key_tiles<Tile::kKeys>(sees, row, min(row + Tile::kRows, p.n) - 1);
-        tiles.seen = kept.template trim<Tile::kKeys>(head.batch, tiles.seen);
-        if (!kept.keeps_all()) tiles.whole = {0, 0};
-      }
-      const int first_tile = warp_uniform(tiles.seen.begin), whole_end = warp_uniform(max(tiles.whole.end, tiles.seen.begin));
+      TileRanges tiles{{0, 0}, {0, 0}};
+      if (row < p.n) tiles = tiles_of(head, row, Tile::kRows);
+      if (tiles.seen.end <= tiles.seen.begin) tiles = {{block_tiles.begin, block_tiles.begin}, {block_tiles.begin, block_tiles.begin}};
+      const int first_tile = tiles.seen.begin, last_tile = tiles.seen.end - 1;
+      const int first_whole = tiles.whole.begin, end_whole = tiles.whole.end;
 
-      // Tiles that only later rows of the block see.
-      const int begin = warp_uniform(block_tiles.begin);
-      int tile = warp_uniform(block_tiles.end - 1);
-      const auto skip_tile = [&] {
-        turns.wait();
-        turns.pass();
-        ring.wait_until_full(at);
-        ring.release(at, lane);
-        at.template advance<Tile::kStages>();
+      int tile = block_tiles.end - 1;
+      // Tiles that only other rows of the block see.
+      const auto skip_tiles = [&](int before) {
+        for (; tile > before; --tile) {
+          turns.wait();
+          turns.pass();
+          ring.wait_until_full(at);
+          ring.release(at, lane);
+          at.template advance<Tile::kStages>();
+        }
       };
-      for (const int last = warp_uniform(max(tiles.seen.end, begin)); tile >= last; --tile) skip_tile();
+      skip_tiles(last_tile);
 
       QuadraticFwdRows<Score, Math, kHeadDim> rows;
       rows.reset();
       query_ring(consumer).wait_until_full(queries);
-      if (tile >= begin) {
+      if (tile >= first_tile) {
+        const Visibility sees(p, head.batch * p.hk + head.kv_head);
         const Operand<QueryTile> q(query_tile(consumer, queries));
         uint32_t visible[2][Tile::kKeys / 32];
         float shrink[2];
@@ -297,8 +299,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
           at = below;
           --tile;
         };
-        while (tile > whole_end) step(std::true_type());
-        while (tile > first_tile) step(std::false_type());
+        while (tile > end_whole) step(std::true_type());
+        while (tile > first_whole) step(std::false_type());
+        if constexpr (Visibility::kBoundsBothSides) {
+          while (tile > first_tile) step(std::true_type());
+        }
 
         const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
         uint32_t w[Tile::kKeys / 4];
@@ -309,8 +314,10 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
         wgmma_wait<0>();
         keep(rows.o);
         ring.release(at, lane);
-        at.advance<Tile::kStages>();
+        at.template advance<Tile::kStages>();
+        --tile;
       }
+      if constexpr (Visibility::kBoundsBothSides) skip_tiles(block_tiles.begin - 1);
 
       float inverse[2];
 #pragma unroll
@@ -355,20 +362,34 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
   }
 }
 
-template <class Score>
+// In the workspace: the kept keys, tables of bounds.
+struct QuadraticFwdSm90Workspace {
+  size_t tables, bytes;
+
+  explicit QuadraticFwdSm90Workspace(const FwdParams& p) : tables(kept_words_bytes(p)) {
+    bytes = tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kForward) : 0);
+  }
+};
+
+template <class Score, class Visibility>
 struct LaunchQuadraticFwdSm90 {
   template <class Math, int kHeadDim>
-  static void run(const FwdParams& p, cudaStream_t stream) {
+  static void run(const FwdParams& call, cudaStream_t stream) {
     using Tile = QuadraticFwdSm90Tile<Score, kHeadDim>;
+    FwdParams p = call;
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
+    if constexpr (Visibility::kBoundsBothSides) {
+      const QuadraticFwdSm90Workspace at(p);
+      fill_bound_tables(p, Score::kGone, static_cast<char*>(p.workspace) + at.tables, Direction::kForward, stream);
+    }
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
     const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, o{p.o, p.o_stride, p.b, p.h, p.n, p.dv, p.math};
     const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys),
                                 tensor_map(o, Tile::kRows)};
     const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h,
                                           int64_t{p.m} * (p.d + p.dv) * 2 / (p.h / p.hk), true);
-    launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Math, kHeadDim>, grid_1d(std::min(order.items(), p.sm_count)),
-                  Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order);
+    launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
+                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order);
   }
 };
 

@@ -20,28 +20,56 @@ __device__ __forceinline__ uint32_t low_bits(int count, int word) {
 }
 
 // Rows are queries: `row` and row + 8. Columns are the 32 kWords keys of a tile. t: lane % 4.
-template <int kWords>
-__device__ __forceinline__ void visible_keys(uint32_t (&visible)[2][kWords], const DenseVisibility& sees, const KeptWords& kept,
-                                             int batch, int tile, int row, int t) {
+template <int kWords, class Visibility>
+__device__ __forceinline__ void visible_keys(uint32_t (&visible)[2][kWords], const Visibility& sees, const KeptWords& kept, int batch,
+                                             int tile, int row, int t) {
+  constexpr int kKeys = 32 * kWords;
   uint32_t words[kWords];
   kept.load(words, batch, tile);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int end = sees.keys_of(row + 8 * half).end - tile * (32 * kWords);
+    const Range keys = sees.keys_of(row + 8 * half);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) visible[half][i] = (words[i] & low_bits(end, i)) >> (2 * t);
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t bits = words[i] & low_bits(keys.end - tile * kKeys, i);
+      if constexpr (Visibility::kBoundsBothSides) bits &= ~low_bits(keys.begin - tile * kKeys, i);
+      visible[half][i] = bits >> (2 * t);
+    }
   }
 }
 
-// Rows are keys, columns the 32 kWords queries of a tile. Those behind the last query count, and are zeros.
-template <int kWords>
-__device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], const DenseVisibility& sees, int tile, int row, int t) {
+// Rows are keys, columns the 32 kWords queries of a tile. Those behind the last query may count, and are zeros.
+template <int kWords, class Visibility>
+__device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], const Visibility& sees, int tile, int row, int t) {
+  constexpr int kQueries = 32 * kWords;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int begin = sees.queries_of(row + 8 * half).begin - tile * (32 * kWords);
+    const Range queries = sees.queries_of(row + 8 * half);
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) visible[half][i] = ~low_bits(begin, i) >> (2 * t);
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t bits = ~low_bits(queries.begin - tile * kQueries, i);
+      if constexpr (Visibility::kBoundsBothSides) bits &= low_bits(queries.end - tile * kQueries, i);
+      visible[half][i] = bits >> (2 * t);
+    }
   }
+}
+
+// The tiles that rows first .. last walk over: wholly visible ones are some of the seen ones. Where there are none, they are where the
+// walk would come to them last: at the begin of a walk down over keys, at the end of a walk up over queries.
+template <int kTile, class Visibility>
+__device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, const KeptWords& kept, int batch, int first, int last) {
+  TileRanges tiles = key_tiles<kTile>(sees, first, last);
+  tiles.seen = kept.trim<kTile>(batch, tiles.seen);
+  tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
+  if (!kept.keeps_all() || tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.begin, tiles.seen.begin};
+  return tiles;
+}
+template <int kTile, class Visibility>
+__device__ __forceinline__ TileRanges walk_over_queries(const Visibility& sees, int first, int last) {
+  TileRanges tiles = query_tiles<kTile>(sees, first, last);
+  tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
+  if (tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.end, tiles.seen.end};
+  return tiles;
 }
 
 }  // namespace fastmax
