@@ -407,7 +407,7 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
                 assert f"{name}, {name}_bounded_{newest}" in line and "bounds of keys, sm_" in line
             assert "linear, linear2_sm80" in linear_packed and "bounds of keys, sm_" in linear_packed
-            assert "quadratic_bounded_sm80" in decay and "causal, decay, sm_" in decay
+            assert ("quadratic_fading_sm90" if hopper else "quadratic_bounded_sm80") in decay and "causal, decay, sm_" in decay
             assert f"flash_{newest}" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
             assert eager == "fastmax: fastmax::eager_forward"
 
@@ -419,6 +419,7 @@ def test_info_names_the_kernels():
     kernels = ["quadratic_bounded", "quadratic", "linear1", "linear2", "flash_bounded", "flash"]
     found = info.rsplit("; kernels ", 1)[1].split()
     assert [name for name in found if name.endswith("_sm80")] == [f"{name}_sm80" for name in kernels]
-    for name in ("quadratic_bounded", "quadratic", "flash_bounded", "flash"):
-        assert (f"{name}_sm90" in found) == has_sm90
+    for name in ("quadratic", "flash"):
+        for hopper in (f"{name}_sm90", f"{name}_bounded_sm90", f"{name}_fading_sm90"):
+            assert (hopper in found) == has_sm90
         assert not has_sm90 or found.index(f"{name}_sm90") < found.index(f"{name}_sm80"), "it is asked first"

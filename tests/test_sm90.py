@@ -191,6 +191,27 @@ def test_packed_sequences(sequences, n, causal, d, softmax, taken):
     assert set(taken()) == expected_kernels(softmax, bounded=True)
 
 
+# ---- keys that fade
+
+
+@by_head_dim
+@by_attention
+@pytest.mark.parametrize(
+    "row", [dict(n=64, b=1, h=1), dict(n=500, m=577), dict(n=1000, b=1), dict(n=130, m=1300, mask=True)], ids=row_id
+)
+def test_keys_that_fade(row, d, softmax, taken):
+    for sequences in (0, 3) if row.get("b") == 1 else (0,):
+        case = case_of(softmax, d=d, **{"h": 4, "hk": 2 if row.get("h") != 1 else 1} | row)._replace(
+            decay=True, sequences=sequences
+        )
+        assert verify.check(case, DEVICE, 10).wrong == []
+        name = "flash" if softmax else "quadratic"
+        forward, backward = ("flash_forward", "flash_backward") if softmax else ("forward", "backward")
+        fades_there = softmax or d == 64
+        expected = {f"{forward}: {name}_fading_sm90", f"{backward}: {name}_{'fading_sm90' if fades_there else 'bounded_sm80'}"}
+        assert set(taken()) == expected
+
+
 # ---- the operators
 
 
@@ -282,7 +303,7 @@ def test_what_is_not_covered(taken):
         "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
         "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
         "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
-        "decay": lambda f: f(q, q, q, causal=True, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
+        "decay, fp16": lambda f: f(*(q.half(),) * 3, causal=True, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
         "packed, fp16": lambda f: f(
             q.half(), q.half(), q.half(), causal=True, cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32, device=DEVICE)
         ),

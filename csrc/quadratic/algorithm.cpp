@@ -20,6 +20,8 @@ constexpr Kernels kQuadratic[] = {
      quadratic_fwd_sm90, quadratic_bwd_sm90},
     {"quadratic_bounded_sm90", covers_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      quadratic_bounded_fwd_sm90, quadratic_bounded_bwd_sm90},
+    {"quadratic_fading_sm90", covers_fading_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+     quadratic_fading_fwd_sm90, quadratic_fading_bwd_sm90},
 #endif
     {"quadratic_bounded_sm80", covers_bounded, bounded_workspace_bytes<FwdParams>, bounded_workspace_bytes<BwdParams>,
      [](const FwdParams& p, cudaStream_t stream) {
@@ -43,6 +45,8 @@ constexpr Kernels kFlash[] = {
      flash_bwd_sm90},
     {"flash_bounded_sm90", covers_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      flash_bounded_fwd_sm90, flash_bounded_bwd_sm90},
+    {"flash_fading_sm90", covers_flash_fading_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+     flash_fading_fwd_sm90, flash_fading_bwd_sm90},
 #endif
     {"flash_bounded_sm80", covers_bounded, bounded_workspace_bytes<FwdParams>, bounded_workspace_bytes<BwdParams>,
      [](const FwdParams& p, cudaStream_t stream) {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/fragments.h"
 #include "core/heads.h"
 #include "core/launch.h"
 #include "core/score.h"
@@ -21,7 +22,9 @@
 #include "core/sm90/tiles.h"
 #include "core/sm90/wgmma.h"
 #include "core/visibility.h"
+#include "decay/decay.h"
 #include "quadratic/bounded.h"
+#include "quadratic/fading_sm90.h"
 #include "quadratic/kept_keys_sm90.h"
 #include "quadratic/quadratic_sm90.h"
 #include "quadratic/row_score.h"
@@ -33,7 +36,7 @@ namespace fastmax {
 // Row scores of a head: so many, zeros behind the last query, that every tile of queries has its own.
 inline int row_scores_per_head(const Problem& p) { return (p.n + 127) / 128 * 128; }
 
-template <int kHeadDim, bool kOwnsKeys>
+template <class Visibility, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdSm90Tile {
   static constexpr int kConsumers = 2;
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
@@ -41,8 +44,10 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kBlockRows = kConsumers * kRows;
   // Registers: sums take kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
   // kHeadDim / 4 each where they are kept in registers. 64 x 64 products of two operands in shared memory take all of its bandwidth.
-  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 ? 128 : 64;
-  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64), kYInRegisters = kXInRegisters && !kOwnsKeys;
+  // What fades takes registers as well.
+  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kFades<Visibility> ? 128 : 64;
+  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kFades<Visibility>;
+  static constexpr bool kYInRegisters = kXInRegisters && !kOwnsKeys;
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kOwnsKeys && kHeadDim <= 64 ? 6 : 4;
   static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's rows come early
@@ -70,9 +75,9 @@ struct QuadraticBwdMaps {
 };
 
 // The rows of a consumer, as accumulators hold them (wgmma.h).
-template <class Score, class Math, int kHeadDim, bool kOwnsKeys>
+template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdRows {
-  using Tile = QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>;
+  using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
   static constexpr int kStream = Tile::kStream;
@@ -85,12 +90,15 @@ struct QuadraticBwdRows {
   float d[kStream / 2];  // grad_o . v, then derivatives
   uint32_t x[Tile::kXInRegisters ? kHeadDim / 4 : 1], y[Tile::kYInRegisters ? kHeadDim / 4 : 1];
   float4 row_scores[kOwnsKeys ? 1 : 2];  // of queries that are rows
+  float flow[kFades<Visibility> ? 2 : 1];  // this lane's part of the rows' sums of pairs (decay/decay.h)
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
     for (float& sum : dx) sum = 0.f;
 #pragma unroll
     for (float& sum : dy) sum = 0.f;
+#pragma unroll
+    for (float& sum : flow) sum = 0.f;
   }
 
   // X and Y, or one of them, as A operands in registers.
@@ -130,21 +138,38 @@ struct QuadraticBwdRows {
     if constexpr (kOwnsKeys) keep(dy);
   }
 
-  // S and D to P and dS. visible: as visible_keys or visible_queries fills it. stage: of the columns' row scores.
-  template <bool kMasked>
-  __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], int t) {
+  // S and D of a tile, whose first token is `begin`, to P and dS. visible: as visible_keys or visible_queries fills it. stage: of the
+  // columns' row scores. lane_row: the first row of this lane.
+  template <bool kMasked, class Fading>
+  __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Fading& fading, int begin,
+                                                int lane_row, int causal_offset) {
+    const int t = lane_index() % 4;
+    fading.template start<kMasked>(begin);
 #pragma unroll
     for (int j = 0; j < kStream / 8; ++j) {
+      const int column = 8 * j + 2 * t;
       float4 of_columns[2];
       if constexpr (kOwnsKeys) {
-        const uint32_t scores = stage + 2 * StreamTile::kBytes + (8 * j + 2 * t) * static_cast<int>(sizeof(float4));
+        const uint32_t scores = stage + 2 * StreamTile::kBytes + column * static_cast<int>(sizeof(float4));
         of_columns[0] = ptx::load_shared_f32x4(scores), of_columns[1] = ptx::load_shared_f32x4(scores + sizeof(float4));
       }
+      const auto fading_columns = fading.template columns<kMasked>(begin + column);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e;
-        const WeightAndDerivative pair = Score::weight_and_derivative(kOwnsKeys ? of_columns[e % 2] : row_scores[e / 2], s[i], d[i]);
+        const float4& row = kOwnsKeys ? of_columns[e % 2] : row_scores[e / 2];
         const bool counts = !kMasked || is_visible(visible, i);
+        WeightAndDerivative pair;
+        if constexpr (kFades<Visibility>) {
+          const FadedPair faded = Score::faded(row, s[i], d[i], fading.template factor<kMasked>(fading_columns, e % 2, e / 2));
+          // A pair of a token with itself does not fade; there is none in a whole tile.
+          const int own = lane_row + 8 * (e / 2), other = begin + column + e % 2;
+          const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
+          flow[e / 2] += counts && !itself ? faded.flow : 0.f;
+          pair = faded;
+        } else {
+          pair = Score::weight_and_derivative(row, s[i], d[i]);
+        }
         d[i] = counts ? pair.ds : 0.f;
         if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
       }
@@ -182,10 +207,11 @@ struct QuadraticBwdRows {
 };
 
 template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
-__global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kThreads, 1)
+__global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>::kThreads, 1)
     quadratic_bwd_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
-                              const float4* row_scores, const int rows_per_head, const int group, const WorkOrder order) {
-  using Tile = QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>;
+                              const float4* row_scores, const int rows_per_head, const int group, const WorkOrder order,
+                              const PairSums pair_sums) {
+  using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
   extern __shared__ uint8_t shared[];
@@ -300,7 +326,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
         }
       };
 
-      QuadraticBwdRows<Score, Math, kHeadDim, kOwnsKeys> sums;
+      QuadraticBwdRows<Score, Visibility, Math, kHeadDim, kOwnsKeys> sums;
       sums.reset();
       row_ring(consumer).wait_until_full(buffer);
       const uint32_t x_tile = row_tile(consumer, buffer);
@@ -315,6 +341,13 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
       }
 
       const auto stage_of = [&](RingPosition at) { return base + at.stage * Tile::kStageBytes; };
+      auto fading = [&] {
+        if constexpr (kFades<Visibility>) {
+          return TileFading<Score, kOwnsKeys, Tile::kStream>(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head), lane_row);
+        } else {
+          return NoTileFading();
+        }
+      }();
       uint32_t visible[2][Tile::kStream / 32];
       // S and D of the i-th tile, in the stage, to P and dS.
       const auto differentiate = [&](auto is_masked, int i, RingPosition at) {
@@ -326,7 +359,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
             visible_keys(visible, visibility(item), kept, item.batch, first - i, lane_row, t);
           }
         }
-        sums.template differentiate<kMasked>(stage_of(at), visible, t);
+        sums.template differentiate<kMasked>(stage_of(at), visible, fading, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
+                                             p.causal_offset);
       };
 
       if (seen == 0) {
@@ -417,6 +451,19 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
         }
       }
 
+      if constexpr (kFades<Visibility>) {
+        const int heads = kOwnsKeys ? p.hk : p.h;
+        float* of_head = kOwnsKeys ? pair_sums.by_key : pair_sums.by_query;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int own = lane_row + 8 * half;
+          const float sum = quad_sum(sums.flow[half]) * Score(p).flow_scale();
+          if (of_head != nullptr && t == 0 && own < rows) {
+            of_head[(static_cast<int64_t>(item.batch) * heads + item.head) * rows + own] =
+                !kOwnsKeys || kept.keeps(item.batch, own) ? sum : 0.f;
+          }
+        }
+      }
       if constexpr (kOwnsKeys) {  // a dropped key has no weight in any row
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -450,9 +497,9 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>::kTh
 }
 
 // In the workspace: row scores, a copy of grad_o where noise is in it or a tensor map cannot express its strides, the kept keys, tables
-// of bounds.
+// of bounds, and where keys fade what decay/decay.h takes.
 struct QuadraticBwdSm90Workspace {
-  size_t grad_o, kept, tables, bytes;
+  size_t grad_o, kept, tables, decay_sums, pair_sums, decay_gradient, bytes;
   bool copies_grad_o;
 
   explicit QuadraticBwdSm90Workspace(const BwdParams& p)
@@ -461,7 +508,10 @@ struct QuadraticBwdSm90Workspace {
     grad_o = align(static_cast<size_t>(p.b) * p.h * row_scores_per_head(p) * sizeof(float4));
     kept = align(grad_o + (copies_grad_o ? static_cast<size_t>(p.b) * p.h * p.n * p.dv * 2 : 0));
     tables = kept + kept_words_bytes(p);
-    bytes = tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kBackward) : 0);
+    decay_sums = align(tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
+    pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
+    decay_gradient = align(pair_sums + (p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p)));
+    bytes = decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p));
   }
 };
 
@@ -477,6 +527,11 @@ struct LaunchQuadraticBwdSm90 {
     Element* grad_o_copy = at.copies_grad_o ? reinterpret_cast<Element*>(workspace + at.grad_o) : nullptr;
     launch_row_scores<Score, Element, kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
     const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
+    PairSums sums{};
+    if constexpr (kFades<Visibility>) {
+      fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+      if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
+    }
     if constexpr (Visibility::kBoundsBothSides) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
 
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
@@ -489,24 +544,26 @@ struct LaunchQuadraticBwdSm90 {
     }
     const int64_t column_bytes = int64_t{p.d + p.dv} * 2;
     run_kernel<Math, kHeadDim, true>("quadratic_bwd_kv_sm90", p, k, v, q, grad_o, grad_k, grad_v, kept, row_scores, p.m, p.hk,
-                                     column_bytes * p.n * (p.h / p.hk), stream);
+                                     column_bytes * p.n * (p.h / p.hk), sums, stream);
     run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, grad_q, grad_q, kept, row_scores, p.n, p.h,
-                                      column_bytes * p.m / (p.h / p.hk), stream);
+                                      column_bytes * p.m / (p.h / p.hk), sums, stream);
+    if (kFades<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
 
   // rows: of a head that blocks own; stream_bytes: what its items read beside them.
   template <class Math, int kHeadDim, bool kOwnsKeys>
   static void run_kernel(const char* name, const BwdParams& p, const TokenTensor& x, const TokenTensor& y, const TokenTensor& a,
                          const TokenTensor& b, const TokenTensor& dx, const TokenTensor& dy, const KeptWords& kept,
-                         const float4* row_scores, int rows, int heads, int64_t stream_bytes, cudaStream_t stream) {
-    using Tile = QuadraticBwdSm90Tile<kHeadDim, kOwnsKeys>;
+                         const float4* row_scores, int rows, int heads, int64_t stream_bytes, const PairSums& sums,
+                         cudaStream_t stream) {
+    using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
     const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows),   tensor_map(y, Tile::kRows),  tensor_map(a, Tile::kStream),
                                 tensor_map(b, Tile::kStream), tensor_map(dx, Tile::kRows), tensor_map(dy, Tile::kRows)};
     const WorkOrder order =
         WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, stream_bytes, !kOwnsKeys);
     launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>, grid_1d(std::min(order.items(), p.sm_count)),
-                  Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk,
-                  order);
+                  Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk, order,
+                  sums);
   }
 };
 

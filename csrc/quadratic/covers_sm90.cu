@@ -10,7 +10,7 @@ namespace {
 
 bool covers(const AttentionParams& p) {
   if (p.sm_arch != 90 || p.math != MathMode::kBF16) return false;
-  if (p.head_dim != 64 && p.head_dim != 128) return false;
+  if (QuadraticSm90HeadDims::at_least(p.head_dim) != p.head_dim) return false;
   const TokenTensor operands[] = {{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math},
                                   {p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math},
                                   {p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}};
@@ -25,5 +25,12 @@ bool covers(const AttentionParams& p) {
 bool covers_quadratic_sm90(const AttentionParams& p, Direction) { return !is_bounded(p) && covers(p); }
 
 bool covers_bounded_sm90(const AttentionParams& p, Direction) { return is_bounded(p) && p.log_decay == nullptr && covers(p); }
+
+bool covers_fading_sm90(const AttentionParams& p, Direction direction) {
+  const bool has_head_dim = direction == Direction::kForward || QuadraticFadingBwdSm90HeadDims::at_least(p.head_dim) != 0;
+  return p.log_decay != nullptr && has_head_dim && covers(p);
+}
+
+bool covers_flash_fading_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers(p); }
 
 }  // namespace fastmax

@@ -25,6 +25,7 @@
 #include "core/sm90/wgmma.h"
 #include "core/visibility.h"
 #include "quadratic/bounded.h"
+#include "quadratic/fading_sm90.h"
 #include "quadratic/kept_keys_sm90.h"
 #include "quadratic/quadratic_sm90.h"
 #include "quadratic/visible_sm90.h"
@@ -32,12 +33,13 @@
 
 namespace fastmax {
 
-template <class Score, int kHeadDim>
+template <class Score, class Visibility, int kHeadDim>
 struct QuadraticFwdSm90Tile {
-  // Sums of kHeadDim / 2 registers, scores of 64 and weights of 32: three consumers at head_dim 64 have 160 each, two at 128 have 240.
-  static constexpr int kConsumers = kHeadDim <= 64 ? 3 : 2;
-  static constexpr int kConsumerRegisters = kHeadDim <= 64 ? 160 : 240;
-  static constexpr int kProducerRegisters = kHeadDim <= 64 ? 32 : 24;
+  // Sums of kHeadDim / 2 registers, scores of 64 and weights of 32: three consumers at head_dim 64 have 160 each, two at 128 have 240,
+  // as where keys fade.
+  static constexpr int kConsumers = kHeadDim <= 64 && !kFades<Visibility> ? 3 : 2;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kBlockRows = kConsumers * kRows;
   static constexpr int kKeys = KeptWords::kKeysPerBlock;
@@ -65,9 +67,9 @@ struct QuadraticFwdMaps {
 };
 
 // What a consumer knows of its rows: those of a warp, as an accumulator holds them (wgmma.h).
-template <class Score, class Math, int kHeadDim>
+template <class Score, class Visibility, class Math, int kHeadDim>
 struct QuadraticFwdRows {
-  using Tile = QuadraticFwdSm90Tile<Score, kHeadDim>;
+  using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
   using ScoreProduct = Wgmma<Math, Tile::kKeys>;
   using ValueProduct = Wgmma<Math, kHeadDim>;
 
@@ -100,9 +102,25 @@ struct QuadraticFwdRows {
     for (int i = 0; i < Tile::kKeys / 4; ++i) w[i] = pack_16bit<Math>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Scores to weights. visible: as visible_keys fills it. shrink: what sums so far are to be multiplied by.
-  template <bool kMasked>
-  __device__ __forceinline__ void weigh(const Score& score, const uint32_t (&visible)[2][Tile::kKeys / 32], float (&shrink)[2]) {
+  // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. shrink: what sums so far are to be
+  // multiplied by.
+  template <bool kMasked, class Fading>
+  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Fading& fading, int key_begin,
+                                        float (&shrink)[2]) {
+    if constexpr (kFades<Visibility>) {
+      fading.template start<kMasked>(key_begin);
+#pragma unroll
+      for (int j = 0; j < Tile::kKeys / 8; ++j) {
+        const auto keys = fading.template columns<kMasked>(key_begin + 8 * j + lane_index() % 4 * 2);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& x = s[4 * j + e];
+          if constexpr (!Score::kFollowsRowMax) x = score.weight(x);
+          x = score.fade(x, fading.template factor<kMasked>(keys, e % 2, e / 2));
+        }
+      }
+      score = score.of_faded();
+    }
     const auto sees = [&](int i) { return !kMasked || is_visible(visible, i); };
     if constexpr (Score::kFollowsRowMax) {
       float largest[2] = {-INFINITY, -INFINITY};
@@ -124,7 +142,7 @@ struct QuadraticFwdRows {
       if constexpr (Score::kFollowsRowMax) {
         s[i] = score.weight(s[i], reference[i >> 1 & 1]);
       } else {
-        const float weight = score.weight(s[i]);
+        const float weight = kFades<Visibility> ? s[i] : score.weight(s[i]);
         s[i] = sees(i) ? weight : 0.f;
       }
       z[i >> 1 & 1] += s[i];
@@ -156,10 +174,10 @@ struct Turns {
 };
 
 template <class Score, class Visibility, class Math, int kHeadDim>
-__global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThreads, 1)
+__global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>::kThreads, 1)
     quadratic_fwd_sm90_kernel(const __grid_constant__ QuadraticFwdMaps maps, const FwdParams p, const KeptWords kept,
                               const WorkOrder order) {
-  using Tile = QuadraticFwdSm90Tile<Score, kHeadDim>;
+  using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
   using KeyTile = typename Tile::KeyTile;
   using QueryTile = typename Tile::QueryTile;
   extern __shared__ uint8_t shared[];
@@ -253,7 +271,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
       };
       skip_tiles(last_tile);
 
-      QuadraticFwdRows<Score, Math, kHeadDim> rows;
+      QuadraticFwdRows<Score, Visibility, Math, kHeadDim> rows;
       rows.reset();
       query_ring(consumer).wait_until_full(queries);
       if (tile >= first_tile) {
@@ -261,6 +279,13 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
         const Operand<QueryTile> q(query_tile(consumer, queries));
         uint32_t visible[2][Tile::kKeys / 32];
         float shrink[2];
+        auto fading = [&] {
+          if constexpr (kFades<Visibility>) {
+            return TileFading<Score, false, Tile::kKeys>(p, head.batch * p.hk + head.kv_head, lane_row);
+          } else {
+            return NoTileFading();
+          }
+        }();
 
         ring.wait_until_full(at);
         turns.wait();
@@ -270,7 +295,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
         wgmma_wait<0>();
         keep(rows.s);
         visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-        rows.template weigh<true>(score, visible, shrink);
+        rows.template weigh<true>(score, visible, fading, tile * Tile::kKeys, shrink);
 
         // From weights of this tile to those of the one below.
         const auto step = [&](auto masked) {
@@ -291,7 +316,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
           wgmma_wait<1>();
           keep(rows.s);
           if constexpr (kMasked) visible_keys(visible, sees, kept, head.batch, tile - 1, lane_row, t);
-          rows.template weigh<kMasked>(score, visible, shrink);
+          rows.template weigh<kMasked>(score, visible, fading, (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
           rows.shrink_output(shrink);
@@ -322,7 +347,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
       float inverse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float z = quad_sum(rows.z[half]);
+        float z = quad_sum(rows.z[half]);
+        if (kFades<Visibility> && fabsf(z) < Score::kSmallestSum) z = 0.f;
         inverse[half] = z == 0.f ? 0.f : 1.f / z;
         const int query = lane_row + 8 * half;
         if (t == 0 && query < p.n) {
@@ -362,11 +388,12 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, kHeadDim>::kThread
   }
 }
 
-// In the workspace: the kept keys, tables of bounds.
+// In the workspace: the kept keys, running sums of decays, tables of bounds.
 struct QuadraticFwdSm90Workspace {
-  size_t tables, bytes;
+  size_t decay_sums, tables, bytes;
 
-  explicit QuadraticFwdSm90Workspace(const FwdParams& p) : tables(kept_words_bytes(p)) {
+  explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
+    tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
     bytes = tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kForward) : 0);
   }
 };
@@ -375,12 +402,14 @@ template <class Score, class Visibility>
 struct LaunchQuadraticFwdSm90 {
   template <class Math, int kHeadDim>
   static void run(const FwdParams& call, cudaStream_t stream) {
-    using Tile = QuadraticFwdSm90Tile<Score, kHeadDim>;
+    using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
     FwdParams p = call;
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
     if constexpr (Visibility::kBoundsBothSides) {
       const QuadraticFwdSm90Workspace at(p);
-      fill_bound_tables(p, Score::kGone, static_cast<char*>(p.workspace) + at.tables, Direction::kForward, stream);
+      char* workspace = static_cast<char*>(p.workspace);
+      if constexpr (kFades<Visibility>) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+      fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kForward, stream);
     }
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
     const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, o{p.o, p.o_stride, p.b, p.h, p.n, p.dv, p.math};

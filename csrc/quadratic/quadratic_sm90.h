@@ -12,10 +12,14 @@
 namespace fastmax {
 
 using QuadraticSm90HeadDims = HeadDims<64, 128>;
+// At 128 registers hold no more: it would spill a hundred words.
+using QuadraticFadingBwdSm90HeadDims = HeadDims<64>;
 
-// Calls of tensors that tensor maps can express: without bounds of keys and windows, and with them; none that fade.
+// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade.
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
 bool covers_bounded_sm90(const AttentionParams& p, Direction direction);
+bool covers_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
 size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
@@ -28,5 +32,9 @@ void quadratic_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void quadratic_fading_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+void flash_fading_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+void quadratic_fading_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void flash_fading_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

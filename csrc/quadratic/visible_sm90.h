@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/visibility.h"
+#include "quadratic/fading_sm90.h"
 #include "quadratic/kept_keys_sm90.h"
 
 namespace fastmax {
@@ -59,6 +60,9 @@ __device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], 
 template <int kTile, class Visibility>
 __device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, const KeptWords& kept, int batch, int first, int last) {
   TileRanges tiles = key_tiles<kTile>(sees, first, last);
+  if constexpr (kFades<Visibility>) {  // a whole tile is before all rows
+    tiles.whole = tiles_within<kTile>({sees.keys_of(last).begin, sees.keys_of(first).end - 1});
+  }
   tiles.seen = kept.trim<kTile>(batch, tiles.seen);
   tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
   if (!kept.keeps_all() || tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.begin, tiles.seen.begin};
@@ -67,6 +71,7 @@ __device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, con
 template <int kTile, class Visibility>
 __device__ __forceinline__ TileRanges walk_over_queries(const Visibility& sees, int first, int last) {
   TileRanges tiles = query_tiles<kTile>(sees, first, last);
+  if constexpr (kFades<Visibility>) tiles.whole.begin = tiles_within<kTile>({sees.queries_of(last).begin + 1, 0}).begin;  // behind all rows
   tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
   if (tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.end, tiles.seen.end};
   return tiles;

@@ -128,6 +128,13 @@ __device__ __forceinline__ void fewer_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// [ld] Global memory that no one writes meanwhile, read where it stands: the compiler must not load it earlier and keep it.
+__device__ __forceinline__ float2 load_global_here(const float2* p) {
+  float2 v;
+  asm volatile("ld.volatile.global.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(p) : "memory");
+  return v;
+}
+
 // [stmatrix] Lane l gives the row address of matrix l / 8, row l % 8; register i of lane l is row l / 4, 4-byte word l % 4 of
 // matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t r0, uint32_t r1, uint32_t r2, uint32_t r3) {
