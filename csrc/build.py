@@ -64,8 +64,10 @@ SPILL_EXCEPTIONS = {
     "on sm_80 and sm_90",
     r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::DenseVisibility, fastmax::Bf16, 64>": "three words once per "
     "tile, so that three warpgroups share a multiprocessor",
-    r"quadratic_(fwd|bwd)_sm90_kernel<fastmax::.*FadingVisibility": "up to 18 words: what fades beside what fills "
-    "the registers",
+    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, 128>": "up to a dozen words: what fades "
+    "beside what fills the registers",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (64|128), false>": "two words of what "
+    "fades, likewise",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
     "gives its registers to the others, once per item; at head_dim 64 up to a dozen words of the "
     "others, with tables and for softmax",
