@@ -363,6 +363,20 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
                                              p.causal_offset);
       };
 
+      // P and dS of the tile in the current stage to the sums.
+      const auto add_tile = [&] {
+        uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
+        sums.pack(packed_p, packed_ds);
+        if constexpr (kOwnsKeys) keep(packed_p);
+        keep(packed_ds);
+        wgmma_fence();
+        sums.start_sums(packed_p, packed_ds, stage_of(at));
+        wgmma_wait<0>();
+        sums.keep_sums();
+        ring.release(at, lane);
+        at.template advance<Tile::kStages>();
+      };
+
       if (seen == 0) {
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
@@ -406,16 +420,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           }
           i = 0;
         }
-        uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
-        sums.pack(packed_p, packed_ds);
-        if constexpr (kOwnsKeys) keep(packed_p);
-        keep(packed_ds);
-        wgmma_fence();
-        sums.start_sums(packed_p, packed_ds, stage_of(at));
-        wgmma_wait<0>();
-        sums.keep_sums();
-        ring.release(at, lane);
-        at.template advance<Tile::kStages>();
+        add_tile();
         if constexpr (Visibility::kBoundsBothSides) skip_tiles(at, in_block - seen - before);
       } else {
         int i = 0;
@@ -427,16 +432,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           keep(sums.s);
           keep(sums.d);
           differentiate(is_masked, i, at);
-          uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
-          sums.pack(packed_p, packed_ds);
-          if constexpr (kOwnsKeys) keep(packed_p);
-          keep(packed_ds);
-          wgmma_fence();
-          sums.start_sums(packed_p, packed_ds, stage_of(at));
-          wgmma_wait<0>();
-          sums.keep_sums();
-          ring.release(at, lane);
-          at.template advance<Tile::kStages>();
+          add_tile();
           ++i;
         };
         for (int head = 0; head < heads_streamed; ++head) {
