@@ -1,0 +1,517 @@
+// Gradients by states on Hopper, by wgmma and TMA, at head dim 64: grad_q of a walk forward in time, or grad_k and grad_v together of a
+// walk back in time, from one load of every tile.
+//
+// A warpgroup owns 64 rows of x and x2, which stay in shared memory; persistent blocks of two warpgroups. For each tile T (64 features x
+// 64 channels) of the snapshot W = x2 T^T on the tensor cores, and the product rule on the CUDA cores: with
+//   P = sum_xg x[8s + x] x[8b + g] W[8x + g],    grad[8b + g] += sum_x x[8s + x] W[8x + g],  grad[8s + x] += sum_g x[8b + g] W[8x + g],
+// which covers the tiles (s, s) with no special case, as the snapshot has weights for that. The gradient has the layout of an
+// accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the gradient
+// is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it.
+//
+// The second moment needs no tiles of its own: sum e y y^T is one product. Own chunk: scores and x2 . y2 by two products, both kinds of
+// weights in registers as operands of the next two.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/launch.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/ptx.h"
+#include "core/sm90/wgmma.h"
+#include "linear/order2/features.h"
+#include "linear/order2/hopper_walk.h"
+#include "linear/order2/linear2_sm90.h"
+
+namespace fastmax {
+namespace {
+
+struct GradTileSm90 : HopperState<64> {
+  static constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups, kWarps = 4 * kWarpgroups;
+  static constexpr int kRows = kWarpgroups * kTileRows;
+  static constexpr int kStages = 8, kAhead = kStages - 2;
+  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr int kStateStages = kTiles / 2;
+  static constexpr int kXBuffers = 2, kXBytes = 2 * kTileBytes;  // x and x2 of a warpgroup
+
+  // Shared memory, from a multiple of 1024 bytes on.
+  static constexpr int kX = kStages * kStageBytes;
+  static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
+  static constexpr int kXFull = kScales + kStages * kScaleBytes;
+  static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
+};
+
+struct GradMaps {
+  CUtensorMap x, x2, y, y2, e, grad, values;
+};
+
+// The gradients of a block's rows: of x, and with kValues of what f weighs.
+// kValues: x are keys, x2 values, y queries, y2 g, back in time; e are of y. Else x are queries, x2 g, y keys, y2 values; e are of x.
+template <bool kValues>
+__global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
+    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a) {
+  using Tile = GradTileSm90;
+  using RowTile = RowTileSm90<64>;
+  using Rows = Operand<RowTile>;
+  using Products = Wgmma<Bf16, 64>;
+  constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
+  const uint32_t x_full = stages_at + Tile::kXFull;
+  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32, warpgroup = warp / 4;
+  const ItemsOfRows items(a, Tile::kRows);
+  if (threadIdx.x == 0) {
+    ring.init(Tile::kWarps);
+    for (int i = 0; i < kWarpgroups * Tile::kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // Loads are issued kAhead stages before they are needed, by the warps in turn: one stage for each that is used.
+  struct {
+    int item, stage, stages, count;
+  } loads = {static_cast<int>(blockIdx.x), 0, 0, 0};
+  const auto load_stage = [&] {
+    if (loads.item >= items.count) return;
+    if (loads.stage == 0) {
+      const Item item = items.at(loads.item);
+      loads.stages = (a.has_state(item.chunk) ? Tile::kStateStages : 0) + item.own_tiles * a.y_group;
+    }
+    if (lane == 0 && warp == loads.count % Tile::kWarps) {
+      const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
+      const Item item = items.at(loads.item);
+      const uint32_t stage = stages_at + at.stage * Tile::kStageBytes, barrier = ring.full(at);
+      const int own = loads.stage - (a.has_state(item.chunk) ? Tile::kStateStages : 0);
+      ring.wait_until_empty(at);
+      if (own < 0) {
+        ring.expect(at, Tile::kStageBytes);
+        const char* snapshot = static_cast<const char*>(a.snapshots) + item.slot * Tile::kSnapshotBytes;
+        ptx::bulk_load(stage, snapshot + static_cast<int64_t>(loads.stage) * Tile::kStageBytes, Tile::kStageBytes, barrier);
+      } else {
+        ring.expect(at, Tile::kStageBytes + (kValues ? kScaleBytes : 0));
+        const int token = tile_token(a, a.ny, a.y_row(a.chunk_begin(item.chunk) + own / a.y_group * kTileRows));
+        const int y_head = item.state_head * a.y_group + own % a.y_group;
+        RowTile::load(stage, maps.y, barrier, token, y_head, item.batch);
+        RowTile::load(stage + kTileBytes, maps.y2, barrier, token, y_head, item.batch);
+        if (kValues) {
+          ptx::tma_load_matrix(scales_at + at.stage * kScaleBytes, maps.e, barrier, token, item.batch * a.state_heads * a.y_group + y_head);
+        }
+      }
+    }
+    ++loads.count;
+    if (++loads.stage == loads.stages) loads.stage = 0, loads.item += gridDim.x;
+  };
+  for (int i = 0; i < Tile::kAhead; ++i) load_stage();
+
+  const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
+    if (index >= items.count) return;
+    const Item item = items.at(index);
+    const int buffer = count % Tile::kXBuffers;
+    const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
+    const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
+    const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
+    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes);
+    RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
+    RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
+  };
+  if (threadIdx.x % 128 == 0) {
+    for (int i = 0; i < Tile::kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
+  }
+
+  const int w4 = warp % 4, t = lane % 4, g = lane / 4, row = 16 * w4 + g;
+  RingPosition at;
+  int count = 0;  // items
+  const auto wait_until_full = [&] { ring.wait_until_full(at), load_stage(); };
+  const auto stage = [&] { return stages_at + at.stage * Tile::kStageBytes; };
+  for (int index = blockIdx.x; index < items.count; index += gridDim.x, ++count) {
+    const Item item = items.at(index);
+    const int buffer = count % Tile::kXBuffers;
+    const bool has_state = a.has_state(item.chunk);
+    const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
+    float grad[32], values[kValues ? 32 : 1], x_e[2] = {0.f, 0.f};
+    ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
+    const auto load_fragments = [&](uint32_t* f, uint32_t tile) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        ptx::ldmatrix_x4(*reinterpret_cast<uint32_t(*)[4]>(f + 4 * k), tile + RowTile::chunk_offset(16 * w4 + lane % 16, 2 * k + lane / 16));
+      }
+    };
+    if (!kValues) {
+      const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int x_row = item.row + warpgroup * kTileRows + row + 8 * r;
+        if (x_row < a.nx) x_e[r] = e[x_row];
+      }
+    }
+
+    if (has_state) {
+      // Second moment and first order.
+      {
+        wait_until_full();
+        const Rows moment(stage()), linear = moment.behind(kTileBytes);
+        uint32_t fx[16], f2[16];
+        float m[32];
+        load_fragments(fx, x);
+        load_fragments(f2, x2);
+        wgmma_fence();
+        Products::rs_first<Major::kMN>(m, fx, moment.mn_major(0));
+#pragma unroll
+        for (int k = 1; k < 4; ++k) Products::rs<Major::kMN>(m, fx + 4 * k, moment.mn_major(k));
+        Products::rs_first<Major::kK>(grad, f2, linear.k_major(0));
+#pragma unroll
+        for (int k = 1; k < 4; ++k) Products::rs<Major::kK>(grad, f2 + 4 * k, linear.k_major(k));
+        if constexpr (kValues) {
+          Products::rs_first<Major::kMN>(values, fx, linear.mn_major(0));
+#pragma unroll
+          for (int k = 1; k < 4; ++k) Products::rs<Major::kMN>(values, fx + 4 * k, linear.mn_major(k));
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep(m), keep(grad);
+        if constexpr (kValues) keep(values);
+        ring.release(at, lane);
+        at.advance<kStages>();
+        const float* state_sums = a.sums + item.slot * Tile::kSums;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float e = kValues ? 1.f : x_e[r];
+            grad[4 * j + 2 * r] += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
+            grad[4 * j + 2 * r + 1] += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
+          }
+          if constexpr (kValues) {
+            const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              values[4 * j + 2 * r] = fmaf(a.c0, w.x, values[4 * j + 2 * r]);
+              values[4 * j + 2 * r + 1] = fmaf(a.c0, w.y, values[4 * j + 2 * r + 1]);
+            }
+          }
+        }
+      }
+
+      // Tiles of pairs, two stars a pass.
+      float star_x[2][8], star_sum[2][8];
+      uint32_t scalar[kValues ? 2 : 1][8];
+      const auto load_star = [&](int star) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint32_t columns[4];
+          ptx::load_shared_u32x4(columns, x + RowTile::chunk_offset(row + 8 * r, star));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            star_x[r][2 * i] = ptx::low_bf16(columns[i]), star_x[r][2 * i + 1] = ptx::high_bf16(columns[i]);
+            if constexpr (kValues) scalar[r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalar[r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
+            star_sum[r][2 * i] = star_sum[r][2 * i + 1] = 0.f;
+          }
+        }
+      };
+      const Rows x2_operand(x2);
+      // Of a tile: base is what ldmatrix read of x's other block, gradient the registers of that block.
+      const auto add_products = [&](const float* w, float* gradient, const uint32_t* base) {
+        const float b0 = ptx::low_bf16(base[0]), b1 = ptx::high_bf16(base[0]);
+        const float b2 = ptx::low_bf16(base[1]), b3 = ptx::high_bf16(base[1]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          gradient[0] = fmaf(star_x[0][i], w[4 * i], gradient[0]), gradient[1] = fmaf(star_x[0][i], w[4 * i + 1], gradient[1]);
+          gradient[2] = fmaf(star_x[1][i], w[4 * i + 2], gradient[2]), gradient[3] = fmaf(star_x[1][i], w[4 * i + 3], gradient[3]);
+          star_sum[0][i] = fmaf(b1, w[4 * i + 1], fmaf(b0, w[4 * i], star_sum[0][i]));
+          star_sum[1][i] = fmaf(b3, w[4 * i + 3], fmaf(b2, w[4 * i + 2], star_sum[1][i]));
+        }
+      };
+      // What a star's tiles gave its own block: summed over the lanes of a row, each of which keeps its two columns.
+      const auto add_star = [&](float* gradient) {
+        const bool upper = t & 2, odd = t & 1;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float v[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            v[i] = (upper ? star_sum[r][i + 4] : star_sum[r][i]) + __shfl_xor_sync(0xffffffffu, upper ? star_sum[r][i] : star_sum[r][i + 4], 2);
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            gradient[2 * r + i] += (odd ? v[i + 2] : v[i]) + __shfl_xor_sync(0xffffffffu, odd ? v[i] : v[i + 2], 1);
+          }
+        }
+      };
+      const auto rotate = [&] {
+        float first[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) first[i] = grad[i];
+#pragma unroll
+        for (int i = 0; i < 24; ++i) grad[i] = grad[i + 8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) grad[24 + i] = first[i];
+      };
+      // kTiles: of each of the two stars, star and star + 1; tile u of the pass is (star + u / kTiles, that + u % kTiles).
+      const auto load_base = [&](uint32_t(&base)[2], int star, int block) {
+        ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % 8));
+      };
+      // W of a stage at a time, two of them in flight.
+      const auto pass = [&](auto tiles, int star) {
+        constexpr int kTiles = decltype(tiles)::value;
+        float w[2][64];
+        uint32_t base[2][2];
+        RingPosition used = at;
+        const auto issue = [&](int i) {
+          used = at;
+          ring.wait_until_full(at);
+          const Rows features(stage());  // of both tiles of the stage
+          at.advance<kStages>();
+          wgmma_fence();
+          Wgmma<Bf16, 128>::ss_first<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < 4; ++k) Wgmma<Bf16, 128>::ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
+          wgmma_commit();
+          load_stage();
+        };
+        load_star(star);
+        issue(0);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          const RingPosition own = used;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) load_base(base[j], star, (2 * i + j) / kTiles + (2 * i + j) % kTiles);
+          if (i + 1 < kTiles) issue(i + 1), wgmma_wait<1>();
+          else wgmma_wait<0>();
+          keep(w[i % 2]);
+          ring.release(own, lane);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int u = 2 * i + j;
+            add_products(w[i % 2] + 32 * j, grad + 4 * (u / kTiles + u % kTiles), base[j]);
+            if (u % kTiles == kTiles - 1) {
+              add_star(grad + 4 * (u / kTiles));
+              if (u + 1 < 2 * kTiles) load_star(star + 1);
+            }
+          }
+        }
+        rotate();
+      };
+      // W and grad_v in turn: the products of W run on the CUDA cores while those of grad_v run on the tensor cores.
+      const auto pass_with_values = [&](auto tiles, int star) {
+        constexpr int kTiles = decltype(tiles)::value;
+        float w[32];
+        uint32_t f[16], base[2], next_base[2];
+        Rows features(stages_at);  // of the tile
+        RingPosition used = at;
+        const auto issue_w = [&](int u) {
+          if (u % 2 == 0) {
+            used = at;
+            ring.wait_until_full(at);
+            features = Rows(stage());
+            at.advance<kStages>();
+          } else {
+            features = features.behind(kTileBytes);
+          }
+          wgmma_fence();
+          Products::ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < 4; ++k) Products::ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+          wgmma_commit();
+          if (u % 2 == 0) load_stage();
+        };
+        const auto issue_values = [&] {
+          if constexpr (kValues) {
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              f[4 * k + 0] = ptx::multiply_bf16x2(base[0], scalar[0][2 * k]), f[4 * k + 1] = ptx::multiply_bf16x2(base[1], scalar[1][2 * k]);
+              f[4 * k + 2] = ptx::multiply_bf16x2(base[0], scalar[0][2 * k + 1]), f[4 * k + 3] = ptx::multiply_bf16x2(base[1], scalar[1][2 * k + 1]);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) Products::rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
+            wgmma_commit();
+          }
+        };
+        load_star(star);
+        load_base(base, star, 0);
+        issue_w(0);
+        issue_values();
+#pragma unroll
+        for (int u = 0; u < 2 * kTiles; ++u) {
+          if (u + 1 < 2 * kTiles) load_base(next_base, star, (u + 1) / kTiles + (u + 1) % kTiles);
+          const RingPosition own = used;
+          wgmma_wait<1>();
+          keep(w);
+          add_products(w, grad + 4 * (u / kTiles + u % kTiles), base);
+          if (u % kTiles == kTiles - 1) {
+            add_star(grad + 4 * (u / kTiles));
+            if (u + 1 < 2 * kTiles) load_star(star + 1);
+          }
+          base[0] = next_base[0], base[1] = next_base[1];
+          if (u + 1 < 2 * kTiles) {
+            issue_w(u + 1);
+            wgmma_wait<1>();
+            if (u % 2 == 1) ring.release(own, lane);
+            issue_values();
+          } else {
+            wgmma_wait<0>();
+            ring.release(own, lane);
+          }
+        }
+        rotate();
+        if constexpr (kValues) keep(values);
+      };
+      constexpr auto kLong = std::integral_constant<int, 5>{};
+      constexpr auto kShort = std::integral_constant<int, 4>{};
+      if constexpr (kValues) {
+        for (int star = 0; star < 4; star += 2) pass_with_values(kLong, star);
+        for (int star = 4; star < 8; star += 2) pass_with_values(kShort, star);
+      } else {
+        for (int star = 0; star < 4; star += 2) pass(kLong, star);
+        for (int star = 4; star < 8; star += 2) pass(kShort, star);
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) grad[i] = 0.f;
+      if constexpr (kValues) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) values[i] = 0.f;
+      }
+    }
+    keep(grad);
+    if constexpr (kValues) keep(values);
+
+    // The own chunk.
+    {
+      uint32_t fx[16], f2[16], slopes[16], weights[kValues ? 16 : 1];
+      load_fragments(fx, x);
+      load_fragments(f2, x2);
+      RingPosition before;  // the stage before, not yet released
+      bool releases = false;
+      const auto add_tile = [&](auto is_diagonal) {
+        wait_until_full();
+        const Rows y(stage()), y2 = y.behind(kTileBytes);
+        const uint32_t y_e = scales_at + at.stage * kScaleBytes;
+        float s[32], p[32];
+        wgmma_fence();
+        Products::rs_first<Major::kK>(s, fx, y.k_major(0));
+#pragma unroll
+        for (int k = 1; k < 4; ++k) Products::rs<Major::kK>(s, fx + 4 * k, y.k_major(k));
+        Products::rs_first<Major::kK>(p, f2, y2.k_major(0));
+#pragma unroll
+        for (int k = 1; k < 4; ++k) Products::rs<Major::kK>(p, f2 + 4 * k, y2.k_major(k));
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep(s), keep(p);
+        ring.release(before, lane, releases);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float2 column_e = make_float2(0.f, 0.f);
+          if (kValues) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * t) * 4);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float slope[2], weight[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const float score = s[4 * j + 2 * r + i], e = kValues ? (i == 0 ? column_e.x : column_e.y) : x_e[r];
+              // In memory a walk back in time goes from later rows to earlier ones.
+              const int column = 8 * j + 2 * t + i, x_row = row + 8 * r;
+              const bool seen = !decltype(is_diagonal)::value || (kValues ? column >= x_row : column <= x_row);
+              slope[i] = seen ? fmaf(score, a.g1, a.g0) * (p[4 * j + 2 * r + i] + e) : 0.f;
+              if (kValues) weight[i] = seen ? fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0) : 0.f;
+            }
+            slopes[2 * j + r] = ptx::pack_bf16x2(slope[0], slope[1]);
+            if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
+          }
+        }
+        keep(slopes);
+        if constexpr (kValues) keep(weights);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) Products::rs<Major::kMN>(grad, slopes + 4 * k, y.mn_major(k));
+        if constexpr (kValues) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) Products::rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep(grad);
+        if constexpr (kValues) keep(values);
+        before = at, releases = true;
+        at.advance<kStages>();
+      };
+      const int own_stages = item.own_tiles * a.y_group, diagonal = (item.first_own + warpgroup) * a.y_group;
+      const int diagonal_end = min(diagonal + a.y_group, own_stages);
+      int own = 0;
+      for (; own < diagonal && own < own_stages; ++own) add_tile(std::false_type{});
+      wgmma_wait<0>();
+      for (; own < diagonal_end; ++own) add_tile(std::true_type{});
+      wgmma_wait<0>();
+      if (releases) ring.release(before, lane);
+      for (; own < own_stages; ++own) {  // of the other warpgroup alone
+        wait_until_full();
+        ring.release(at, lane);
+        at.advance<kStages>();
+      }
+    }
+
+    // The gradients, into the places of x and x2, and from there to memory.
+    const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
+    keep(grad);
+    if constexpr (kValues) keep(values);
+    if (kValues && a.x_mask.data != nullptr) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int x_token = token + row + 8 * r;
+        const bool is_dropped = x_token >= 0 && x_token < a.nx && mask_pointer(a.x_mask, item.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (is_dropped) grad[4 * j + 2 * r + i] = 0.f;
+            if constexpr (kValues) {
+              if (is_dropped) values[4 * j + 2 * r + i] = 0.f;
+            }
+          }
+        }
+      }
+    }
+    store_accumulator<Bf16, RowTile>(x, 0, grad, 1.f, 1.f, w4, lane);
+    if constexpr (kValues) store_accumulator<Bf16, RowTile>(x2, 0, values, 1.f, 1.f, w4, lane);
+    ptx::fence_proxy_async();
+    ptx::barrier_wait<128>(1 + warpgroup);
+    if (w4 == 0 && lane == 0) {
+      RowTile::store(x, maps.grad, token, item.x_head, item.batch);
+      if (kValues) RowTile::store(x2, maps.values, token, item.x_head, item.batch);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+      load_x(index + Tile::kXBuffers * gridDim.x, count + Tile::kXBuffers);
+    }
+  }
+  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+}
+
+void launch_grad(const GradArgs& a, const ReadArgs* values, int sm_count, cudaStream_t stream) {
+  using Tile = GradTileSm90;
+  const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
+  const int64_t items = int64_t{(a.nx + Tile::kRows - 1) / Tile::kRows} * a.batch * x_heads;
+  GradMaps maps{};
+  maps.x = rows_map(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map(a.x2, a, x_heads, a.nx, a.dv);
+  maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
+  maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
+  const auto launch = [&](auto kernel) {
+    launch_kernel("linear_grad_sm90", kernel, grid_1d(std::min<int64_t>(sm_count, items)), Tile::kThreads, Tile::kSharedBytes, stream,
+                  maps, a);
+  };
+  if (values == nullptr) return launch(linear_grad_sm90_kernel<false>);
+  maps.e = scales_map(a.y_scale, a.batch * y_heads, a.ny);
+  maps.values = rows_map(values->out, a, x_heads, a.nx, a.dv);
+  launch(linear_grad_sm90_kernel<true>);
+}
+
+}  // namespace
+
+void linear_grad_sm90(const GradArgs& a, int sm_count, cudaStream_t stream) { launch_grad(a, nullptr, sm_count, stream); }
+void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int sm_count, cudaStream_t stream) {
+  launch_grad(a, &values, sm_count, stream);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,72 @@
+// What the Hopper kernels of order 2 share: where tiles of a walk lie in memory, and which rows a block of x has.
+//
+// Rows of a walk come in tiles of 64. A tile is copied as it lies in memory, in the order of tokens: a walk back in time goes over
+// tiles from the last tokens to the first, and within a tile later rows of the walk are earlier ones of the tile. Rows before the first
+// token or behind the last one arrive as zeros, and are not written.
+#pragma once
+
+#include "core/sm90/tensor_map.h"
+#include "core/sm90/tiles.h"
+#include "linear/linear.h"
+#include "linear/order2/snapshot_sm90.h"
+
+namespace fastmax {
+
+template <int kHeadDim>
+using RowTileSm90 = SwizzledTile<kTileRows, kHeadDim>;
+
+inline constexpr int kScaleBytes = kTileRows * 4;  // e of a tile's rows
+
+#ifdef __CUDACC__
+// The first address for tiles in dynamic shared memory.
+__device__ __forceinline__ uint32_t first_tile(const void* shared) {
+  return (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
+}
+
+// The first token of the tile of rows [row, row + 64) of x or y, `rows` of them in all.
+__device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) {
+  return s.time == Time::kForward ? row : rows - row - kTileRows;
+}
+
+// A block's rows of x: `rows` of one x head from `row` on, all in one chunk.
+struct Item {
+  int x_head_index;  // (batch, x head) flattened
+  int batch, x_head, state_head;
+  int row, chunk;
+  int first_own;  // tiles of the own chunk before this item's
+  int own_tiles;  // that its rows look at
+  int64_t slot;   // of the chunk's snapshot
+};
+
+// All of them, those with the most rows in their own chunk first, all heads side by side.
+struct ItemsOfRows {
+  const LinearProblem& p;
+  int rows, pieces, heads, count;
+
+  __device__ __forceinline__ ItemsOfRows(const LinearProblem& p, int rows)
+      : p(p), rows(rows), pieces((p.nx + rows - 1) / rows), heads(p.states() * p.x_group), count(pieces * heads) {}
+
+  __device__ __forceinline__ Item at(int index) const {
+    const int x_heads = p.state_heads * p.x_group;
+    Item item;
+    item.x_head_index = index % heads;
+    item.batch = item.x_head_index / x_heads, item.x_head = item.x_head_index % x_heads;
+    item.state_head = item.x_head / p.x_group;
+    item.row = (pieces - 1 - index / heads) * rows;
+    item.chunk = item.row / p.chunk;
+    item.first_own = (item.row - item.chunk * p.chunk) / kTileRows;
+    const int own_end = min(p.seen_end(min(item.row + rows, p.nx)), p.y_end());
+    item.own_tiles = p.causal ? (max(own_end - p.chunk_begin(item.chunk), 0) + kTileRows - 1) / kTileRows : 0;
+    item.slot = p.slot(item.batch * p.state_heads + item.state_head, item.chunk);
+    return item;
+  }
+};
+#endif
+
+// As the copy engine knows them.
+inline CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
+  return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows);
+}
+inline CUtensorMap scales_map(const RowScale& e, int heads, int tokens) { return number_map(e.data, e.head, heads, tokens, kTileRows); }
+
+}  // namespace fastmax

@@ -1,0 +1,426 @@
+// Reading states on Hopper: what read_sm80.cu computes for a forward, by wgmma and TMA.
+//
+// Persistent blocks of kRows rows of x, the last rows of all heads first: in causal calls they have the most of their own chunk. Two
+// warpgroups have two tiles of 64 rows each, a high and a low one, so that both have as much to do. What they multiply comes through one
+// ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then y and w of the own chunk. Features are
+// made in registers, from x in shared memory.
+//
+// The constant term of the denominator is not summed: it is the number of rows of y that are seen, times c0.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/launch.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/ptx.h"
+#include "core/sm90/wgmma.h"
+#include "linear/order2/features.h"
+#include "linear/order2/hopper_walk.h"
+#include "linear/order2/linear2_sm90.h"
+
+namespace fastmax {
+namespace {
+
+template <int kHeadDim>
+struct ReadTileSm90 : HopperState<kHeadDim> {
+  using State = HopperState<kHeadDim>;
+  static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
+  static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
+  // A warp that issues loads, or, where registers are short of two accumulators of 64 rows and 128 channels, a thread that computes too.
+  static constexpr bool kProducer = kHeadDim == 64;
+  static constexpr int kThreads = 128 * (kWarpgroups + (kProducer ? 1 : 0));
+  static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
+  static constexpr int kAhead = kStages - 2;  // without a producer
+  static constexpr int kStageBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
+  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1;
+  static constexpr int kXBytes = kItemTiles * State::kTileBytes;
+
+  // Shared memory, from a multiple of 1024 bytes on.
+  static constexpr int kX = kStages * kStageBytes;
+  static constexpr int kXFull = kX + kXBuffers * kXBytes;
+  static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
+};
+
+// How many rows of y a row of x sees.
+__device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row) {
+  const int end = a.causal ? min(a.y_row(a.seen_end(x_row)) + 1, a.ny) : a.ny;
+  return a.y_counts.data == nullptr ? end : a.y_counts.data[batch * a.y_counts.batch + end - 1];
+}
+
+// An accumulator's rows row and row + 8 of x times 1 + dropout noise.
+template <int kCount>
+__device__ __forceinline__ void multiply_noise(const ReadArgs& a, const Item& item, int row, float (&acc)[kCount]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r >= a.nx) continue;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = 8 * j + 2 * t;
+      if (column >= a.dv) break;
+      const float2 noise = load_row_pair<__nv_bfloat16>(a.noise, false, item.batch, item.x_head, row + 8 * r, column);
+      acc[4 * j + 2 * r] *= fmaf(a.dropout, noise.x, 1.f), acc[4 * j + 2 * r + 1] *= fmaf(a.dropout, noise.y, 1.f);
+    }
+  }
+}
+
+template <int kHeadDim>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
+    linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
+                            const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a) {
+  using Tile = ReadTileSm90<kHeadDim>;
+  using RowTile = RowTileSm90<kHeadDim>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  using Scores = Wgmma<Bf16, 64>;
+  constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
+  constexpr int kRowTiles = Tile::kRowTiles, kWarpgroups = Tile::kWarpgroups, kXBuffers = Tile::kXBuffers;
+  constexpr int kSteps = kHeadDim / 16;  // of 16 columns
+  constexpr bool kProducer = Tile::kProducer;
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
+  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
+  const ItemsOfRows items(a, Tile::kRows);
+  if (threadIdx.x == 0) {
+    ring.init(4 * kWarpgroups);
+    for (int i = 0; i < kWarpgroups * kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // This warpgroup's tiles of x within the item.
+  const auto tile_of = [&](int m) { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; };
+
+  // One thread's way through the stages of all items: those of the snapshot, then a tile of y and one of w for each own tile.
+  struct {
+    RingPosition at;
+    int item, stage, state_stages, stages;
+    int batch, state_head, own_begin;
+    const char* snapshot;
+  } loads = {{}, static_cast<int>(blockIdx.x), 0, 0, 0, 0, 0, 0, nullptr};
+  const auto load_stage = [&] {
+    if (loads.item >= items.count) return;
+    if (loads.stage == 0) {
+      const Item item = items.at(loads.item);
+      loads.state_stages = a.has_state(item.chunk) ? Tile::kStateStages : 0, loads.stages = loads.state_stages + item.own_tiles;
+      loads.batch = item.batch, loads.state_head = item.state_head, loads.own_begin = a.y_row(a.chunk_begin(item.chunk));
+      loads.snapshot = static_cast<const char*>(a.snapshots) + item.slot * Tile::kSnapshotBytes;
+    }
+    const uint32_t stage = stages_at + loads.at.stage * Tile::kStageBytes, barrier = ring.full(loads.at);
+    ring.wait_until_empty(loads.at);
+    ring.expect(loads.at, Tile::kStageBytes);
+    if (loads.stage < loads.state_stages) {
+      ptx::bulk_load(stage, loads.snapshot + static_cast<int64_t>(loads.stage) * Tile::kStageBytes, Tile::kStageBytes, barrier);
+    } else {
+      const int token = tile_token(a, a.ny, loads.own_begin + (loads.stage - loads.state_stages) * kTileRows);
+      RowTile::load(stage, y_map, barrier, token, loads.state_head, loads.batch);
+      RowTile::load(stage + kTileBytes, w_map, barrier, token, loads.state_head, loads.batch);
+    }
+    loads.at.template advance<kStages>();
+    if (++loads.stage == loads.stages) loads.stage = 0, loads.item += gridDim.x;
+  };
+  const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
+    if (index >= items.count) return;
+    const Item item = items.at(index);
+    const int buffer = count % kXBuffers;
+    const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * kTileBytes);
+    for (int m = 0; m < kRowTiles; ++m) {
+      const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
+      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, item.row + tile_of(m) * kTileRows), item.x_head, item.batch);
+    }
+  };
+  if (warpgroup < kWarpgroups && threadIdx.x % 128 == 0) {
+    for (int i = 0; i < kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
+  }
+  if (!kProducer && threadIdx.x == 0) {
+    for (int i = 0; i < Tile::kAhead; ++i) load_stage();
+  }
+  if (kProducer && warpgroup == kWarpgroups) {
+    if (warp == 4 * kWarpgroups && lane == 0) {
+      while (loads.item < items.count) load_stage();
+    }
+  } else {
+    const int w4 = warp % 4, t = lane % 4, g = lane / 4;
+    const int row = 16 * w4 + g;  // of a tile, and row + 8
+    RingPosition at;
+    int count = 0;  // items
+    const auto wait_until_full = [&] {
+      ring.wait_until_full(at);
+      if (!kProducer && threadIdx.x == 0) load_stage();
+    };
+    for (int index = blockIdx.x; index < items.count; index += gridDim.x, ++count) {
+      const Item item = items.at(index);
+      const int buffer = count % kXBuffers;
+      const uint32_t x = x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
+      const Operand<RowTile> x_operand(x);  // of the low tile; the high one follows it
+      float acc[kRowTiles][kHeadDim / 2], sums[kRowTiles][2] = {};  // sums: this lane's part of the denominators
+      const bool has_state = a.has_state(item.chunk);
+      ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / kXBuffers % 2);
+
+      RingPosition before;  // the stage before, whose products may still be under way
+      bool releases = false;
+      if (has_state) {
+        const float* state_sums = a.sums + item.slot * Tile::kSums;
+        // The denominator from earlier chunks: x . (moment x + c1 sum y).
+        wait_until_full();
+        const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int panel = 0; panel < Tile::kPanels; ++panel) {
+            float v[32];
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+              const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+              const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
+              if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
+              else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            keep(v);
+            const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
+              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
+              const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
+              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
+              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
+            }
+          }
+        }
+        if constexpr (Tile::kPanels == 2) ring.release(at, lane), at.template advance<kStages>(), wait_until_full();
+
+        // First order.
+        const Operand<RowTile> linear(stages_at + at.stage * Tile::kStageBytes + (Tile::kPanels == 1 ? kTileBytes : 0));
+        wgmma_fence();
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k) {
+            const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k), features = linear.behind(k / 4 * kTileBytes).mn_major(k % 4);
+            if (k == 0) Products::template ss_first<Major::kK, Major::kMN>(acc[m], columns, features);
+            else Products::template ss<Major::kK, Major::kMN>(acc[m], columns, features);
+          }
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        ring.release(at, lane);
+        at.template advance<kStages>();
+
+        // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
+        int half = 0;  // of the stage
+        uint32_t tile = 0, base[kRowTiles][2];
+        const auto load_base = [&](int block) {
+          const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x2(base[m], x + m * kTileBytes + offset);
+        };
+        load_base(0);
+        for (int star = 0; star < kBlocks; ++star) {
+          uint32_t scalar[kRowTiles][2][8];  // of rows row and row + 8, in both halves
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, star);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              uint32_t columns[4];
+              ptx::load_shared_u32x4(columns, address + r * 1024);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) {
+                scalar[m][r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalar[m][r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
+              }
+            }
+          }
+          const int tiles = Tile::star_tiles(star);
+          for (int j = 0; j < tiles; ++j) {
+            if (half == 0) wait_until_full(), tile = stages_at + at.stage * Tile::kStageBytes;
+            const Operand<RowTile> features(tile);
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+              uint32_t f[16];
+              wgmma_wait<kRowTiles - 1>();
+              if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
+#pragma unroll
+              for (int k = 0; k < 4; ++k) {
+                f[4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar[m][0][2 * k]);
+                f[4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar[m][1][2 * k]);
+                f[4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar[m][0][2 * k + 1]);
+                f[4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar[m][1][2 * k + 1]);
+              }
+              if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
+              wgmma_fence();
+#pragma unroll
+              for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f + 4 * k, features.mn_major(k));
+              wgmma_commit();
+            }
+            if (half == 1) before = at, releases = true, at.template advance<kStages>();
+            else tile += kTileBytes;
+            half ^= 1;
+          }
+        }
+        wgmma_wait<0>();
+        ring.release(before, lane);
+        releases = false;
+      } else {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = 0.f;
+        }
+      }
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+
+      // The own chunk.
+      float s[32];
+      uint32_t weights[16];
+      const auto make_scores = [&](int m, const Operand<RowTile>& y) {
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+          if (k == 0) Scores::ss_first<Major::kK, Major::kK>(s, columns, y.k_major(k));
+          else Scores::ss<Major::kK, Major::kK>(s, columns, y.k_major(k));
+        }
+        wgmma_commit();
+      };
+      const auto make_weights = [&](int m, auto is_diagonal) {
+        keep(s);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
+          const float u = fmaf(s[i], a.c2, a.c1);
+          const bool seen = !decltype(is_diagonal)::value || column <= row + 8 * r;
+          sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
+          s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
+        }
+#pragma unroll
+        for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
+      };
+      const auto add_values = [&](int m, const Operand<RowTile>& w) {
+        keep(weights);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], weights + 4 * k, w.mn_major(k));
+        wgmma_commit();
+        if constexpr (kProducer) wgmma_wait<0>();  // 168 registers: one group at a time
+      };
+      const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
+        wait_until_full();
+        const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+        make_scores(0, y);
+        wgmma_wait<0>();
+        ring.release(before, lane, releases);
+        make_weights(0, is_diagonal);
+        add_values(0, w);
+        make_scores(1, y);
+        wgmma_wait<0>();
+        make_weights(1, std::false_type{});
+        add_values(1, w);
+        before = at, releases = true;
+        at.template advance<kStages>();
+      };
+      const auto for_high = [&](auto is_diagonal) {
+        wait_until_full();
+        const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+        make_scores(1, y);
+        wgmma_wait<0>();
+        ring.release(before, lane, releases);
+        make_weights(1, is_diagonal);
+        add_values(1, w);
+        before = at, releases = true;
+        at.template advance<kStages>();
+      };
+      // Waiting between the loops keeps registers of products in flight from crossing control flow.
+      const int tiles = item.own_tiles, low_diagonal = item.first_own + tile_of(0), high_diagonal = item.first_own + tile_of(1);
+      int own = 0;
+      for (; own < low_diagonal && own < tiles; ++own) for_both(std::false_type{});
+      wgmma_wait<0>();
+      if (own < tiles) for_both(std::true_type{}), ++own;
+      wgmma_wait<0>();
+      for (; own < high_diagonal && own < tiles; ++own) for_high(std::false_type{});
+      wgmma_wait<0>();
+      if (own < tiles) for_high(std::true_type{}), ++own;
+      wgmma_wait<0>();
+      if (releases) ring.release(before, lane);
+      for (; own < tiles; ++own) {  // of the other warpgroup alone
+        wait_until_full();
+        ring.release(at, lane);
+        at.template advance<kStages>();
+      }
+
+      if (has_state) {
+        const float* sum_w = a.sums + item.slot * Tile::kSums + Tile::kSumW;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 8; ++j) {
+          const float2 v = ptx::load_global_f32x2(sum_w + 8 * j + 2 * t);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              acc[m][4 * j + 2 * r] = fmaf(a.c0, v.x, acc[m][4 * j + 2 * r]);
+              acc[m][4 * j + 2 * r + 1] = fmaf(a.c0, v.y, acc[m][4 * j + 2 * r + 1]);
+            }
+          }
+        }
+      }
+
+      // The result: divided, into the place of x, and from there to memory.
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+        keep(acc[m]);
+        const int first = item.row + tile_of(m) * kTileRows;
+        float inverse[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int x_row = first + row + 8 * r;
+          const float z = fmaf(a.c0, rows_seen(a, item.batch, x_row), quad_sum(sums[m][r]));
+          inverse[r] = z == 0.f ? 0.f : 1.f / z;
+          if (t == 0 && x_row < a.nx) a.z[item.x_head_index * a.z_head + x_row] = z;
+        }
+        if (a.noise.data != nullptr) multiply_noise(a, item, first + row, acc[m]);
+        store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], inverse[0], inverse[1], w4, lane);
+      }
+      ptx::fence_proxy_async();
+      ptx::barrier_wait<128>(1 + warpgroup);
+      if (w4 == 0 && lane == 0) {
+        for (int m = 0; m < kRowTiles; ++m) {
+          const int token = tile_token(a, a.nx, item.row + tile_of(m) * kTileRows);
+          RowTile::store(x + m * kTileBytes, out_map, token, item.x_head, item.batch);
+        }
+        ptx::bulk_commit();
+        ptx::bulk_wait_read<0>();
+        load_x(index + kXBuffers * gridDim.x, count + kXBuffers);
+      }
+    }
+    if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+  }
+}
+
+template <int kHeadDim>
+void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
+  using Tile = ReadTileSm90<kHeadDim>;
+  const int x_heads = a.state_heads * a.x_group;
+  const int64_t items = int64_t{(a.nx + Tile::kRows - 1) / Tile::kRows} * a.batch * x_heads;
+  const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
+  const CUtensorMap y_map = rows_map(a.y, a, a.state_heads, a.ny, a.d), w_map = rows_map(a.w, a, a.state_heads, a.ny, a.dv);
+  launch_kernel("linear_read_sm90", linear_read_sm90_kernel<kHeadDim>, grid_1d(std::min<int64_t>(sm_count, items)), Tile::kThreads,
+                Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a);
+}
+
+}  // namespace
+
+void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
+  if (head_dim == 64) launch_read<64>(a, sm_count, stream);
+  else launch_read<128>(a, sm_count, stream);
+}
+
+}  // namespace fastmax
