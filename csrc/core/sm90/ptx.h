@@ -122,6 +122,9 @@ __device__ __forceinline__ void barrier_arrive(int barrier) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
 }
 
+// Registers of each thread of a kernel with __launch_bounds__(threads, 1), which setmaxnreg moves between its warpgroups.
+constexpr int registers_at_launch(int threads) { return 65536 / threads / 8 * 8; }
+
 // [setmaxnreg] Registers of each thread of this warpgroup, from here on. All its warps execute it.
 template <int kRegisters>
 __device__ __forceinline__ void more_registers() {

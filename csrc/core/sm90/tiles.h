@@ -19,6 +19,12 @@
 
 namespace fastmax {
 
+// The same in all lanes, and known as such to the compiler, which keeps it in a uniform register.
+template <class T>
+__device__ __forceinline__ T warp_uniform(T x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
 inline constexpr int kPanelCols = 64;
 inline constexpr int kSwizzledTileAlignment = 1024;
 
@@ -46,14 +52,14 @@ struct SwizzledTile {
 };
 
 // A tile as an operand of wgmma: the lower word of its descriptor, which counts addresses by 16 bytes; it also has the distance of
-// panels, which only mn_major looks at. From lane 0, so that the compiler knows it as uniform: otherwise it is carried to a uniform
-// register between two products, at up to 15% (one H200).
+// panels, which only mn_major looks at. Uniform: otherwise it is carried to a uniform register between two products, at up to 15%
+// (one H200).
 template <class Tile>
 struct Operand {
   uint32_t low;
 
   explicit __device__ __forceinline__ Operand(uint32_t tile)
-      : low(__shfl_sync(0xffffffffu, ((tile >> 4) & 0x3fffu) | (static_cast<uint32_t>(Tile::kPanelBytes >> 4) << 16), 0)) {}
+      : low(warp_uniform(((tile >> 4) & 0x3fffu) | (static_cast<uint32_t>(Tile::kPanelBytes >> 4) << 16))) {}
 
   // The operand of a tile so many bytes behind this one.
   __device__ __forceinline__ Operand behind(int bytes) const {
