@@ -26,7 +26,10 @@ namespace fastmax {
 namespace {
 
 struct GradTileSm90 : HopperState<64> {
-  static constexpr int kWarpgroups = 2, kThreads = 128 * kWarpgroups, kWarps = 4 * kWarpgroups;
+  static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
+  // A warpgroup more issues loads; but grad_v needs all registers, and the warps that compute take turns.
+  static constexpr int threads(bool values) { return 128 * (kWarpgroups + (values ? 0 : 1)); }
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
   static constexpr int kStages = 8, kAhead = kStages - 2;
   static constexpr int kStageBytes = 2 * kTileBytes;
@@ -38,7 +41,9 @@ struct GradTileSm90 : HopperState<64> {
   static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
   static constexpr int kXFull = kScales + kStages * kScaleBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kQueues + kWarps * SourceQueue::kBytes;
+  static_assert(kBarriers % 16 == 0 && kQueues % 16 == 0, "barriers and sources are aligned");
   static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
 };
 
@@ -49,7 +54,7 @@ struct GradMaps {
 // The gradients of a block's rows: of x, and with kValues of what f weighs.
 // kValues: x are keys, x2 values, y queries, y2 g, back in time; e are of y. Else x are queries, x2 g, y keys, y2 values; e are of x.
 template <bool kValues>
-__global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
+__global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
     linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a) {
   using Tile = GradTileSm90;
   using RowTile = RowTileSm90<64>;
@@ -63,47 +68,72 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32, warpgroup = warp / 4;
   const ItemsOfRows items(a, Tile::kRows);
   if (threadIdx.x == 0) {
-    ring.init(Tile::kWarps);
+    ring.init(4 * kWarpgroups);
     for (int i = 0; i < kWarpgroups * Tile::kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
 
-  // Loads are issued kAhead stages before they are needed, by the warps in turn: one stage for each that is used.
+  if (!kValues && warpgroup == kWarpgroups) {
+    ptx::fewer_registers<Tile::kProducerRegisters>();
+    if (warp != 4 * kWarpgroups || lane != 0) return;
+    RingPosition at;
+    for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+      const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+      for (int i = 0; i < source.state_stages; ++i, at.advance<kStages>()) {
+        ring.wait_until_empty(at);
+        ring.expect(at, Tile::kStageBytes);
+        ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source.snapshot + i * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
+      }
+      for (int tile = 0; tile < source.own_stages; ++tile, at.advance<kStages>()) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+        const int token = source.token + tile * kTileRows;
+        ring.wait_until_empty(at);
+        ring.expect(at, Tile::kStageBytes);
+        RowTile::load(stage, maps.y, ring.full(at), token, source.y_head, source.batch);
+        RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, source.y_head, source.batch);
+      }
+    }
+    return;
+  }
+  if constexpr (!kValues) ptx::more_registers<Tile::kConsumerRegisters>();
+
+  // With values: loads are issued kAhead stages before they are needed, one for each stage that is used.
+  const SourceQueue queue{stages_at + Tile::kQueues + warp * SourceQueue::kBytes};
+  const auto put_source = [&](int item) {  // the block's, by any lane
+    queue.put(item, ItemSource(a, items, blockIdx.x + item * gridDim.x, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes));
+  };
   struct {
     int item, stage, stages, count;
-  } loads = {static_cast<int>(blockIdx.x), 0, 0, 0};
+  } loads = {0, 0, 0, 0};
   const auto load_stage = [&] {
-    if (loads.item >= items.count) return;
-    if (loads.stage == 0) {
-      const Item item = items.at(loads.item);
-      loads.stages = (a.has_state(item.chunk) ? Tile::kStateStages : 0) + item.own_tiles * a.y_group;
-    }
+    if (!kValues || loads.stages == 0) return;
     if (lane == 0 && warp == loads.count % Tile::kWarps) {
       const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
-      const Item item = items.at(loads.item);
-      const uint32_t stage = stages_at + at.stage * Tile::kStageBytes, barrier = ring.full(at);
-      const int own = loads.stage - (a.has_state(item.chunk) ? Tile::kStateStages : 0);
+      const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+      const int own = loads.stage - queue.state_stages(loads.item);
       ring.wait_until_empty(at);
       if (own < 0) {
         ring.expect(at, Tile::kStageBytes);
-        const char* snapshot = static_cast<const char*>(a.snapshots) + item.slot * Tile::kSnapshotBytes;
-        ptx::bulk_load(stage, snapshot + static_cast<int64_t>(loads.stage) * Tile::kStageBytes, Tile::kStageBytes, barrier);
+        ptx::bulk_load(stage, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
       } else {
-        ring.expect(at, Tile::kStageBytes + (kValues ? kScaleBytes : 0));
-        const int token = tile_token(a, a.ny, a.y_row(a.chunk_begin(item.chunk) + own / a.y_group * kTileRows));
-        const int y_head = item.state_head * a.y_group + own % a.y_group;
-        RowTile::load(stage, maps.y, barrier, token, y_head, item.batch);
-        RowTile::load(stage + kTileBytes, maps.y2, barrier, token, y_head, item.batch);
-        if (kValues) {
-          ptx::tma_load_matrix(scales_at + at.stage * kScaleBytes, maps.e, barrier, token, item.batch * a.state_heads * a.y_group + y_head);
-        }
+        ring.expect(at, Tile::kStageBytes + kScaleBytes);
+        const int y_head = queue.y_head(loads.item) + own % a.y_group, batch = queue.batch(loads.item);
+        const int token = queue.token(loads.item) - own / a.y_group * kTileRows;
+        RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
+        RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
+        ptx::tma_load_matrix(scales_at + at.stage * kScaleBytes, maps.e, ring.full(at), token, batch * a.state_heads * a.y_group + y_head);
       }
     }
     ++loads.count;
-    if (++loads.stage == loads.stages) loads.stage = 0, loads.item += gridDim.x;
+    if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
   };
-  for (int i = 0; i < Tile::kAhead; ++i) load_stage();
+  if constexpr (kValues) {
+    if (lane < SourceQueue::kItems - 1) put_source(lane);
+    __syncwarp();
+    loads.stages = queue.stages(0);
+    for (int i = 0; i < Tile::kAhead; ++i) load_stage();
+  }
 
   const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
     if (index >= items.count) return;
@@ -122,11 +152,18 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
 
   const int w4 = warp % 4, t = lane % 4, g = lane / 4, row = 16 * w4 + g;
   RingPosition at;
-  int count = 0;  // items
-  const auto wait_until_full = [&] { ring.wait_until_full(at), load_stage(); };
   const auto stage = [&] { return stages_at + at.stage * Tile::kStageBytes; };
-  for (int index = blockIdx.x; index < items.count; index += gridDim.x, ++count) {
+  // Of the block's items only the number is kept in a register: what an item is is worked out again where it is needed.
+  for (int count = 0;; ++count) {
+    const int index = blockIdx.x + count * gridDim.x;
+    if (index >= items.count) break;
+    const auto item_again = [&] { return items.at(blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
     const Item item = items.at(index);
+    if constexpr (kValues) {
+      __syncwarp();
+      if (lane == 0) put_source(count + SourceQueue::kItems - 1);
+      __syncwarp();
+    }
     const int buffer = count % Tile::kXBuffers;
     const bool has_state = a.has_state(item.chunk);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
@@ -138,19 +175,21 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
         ptx::ldmatrix_x4(*reinterpret_cast<uint32_t(*)[4]>(f + 4 * k), tile + RowTile::chunk_offset(16 * w4 + lane % 16, 2 * k + lane / 16));
       }
     };
-    if (!kValues) {
+    const auto load_x_e = [&](const Item& item) {
+      if (kValues) return;
       const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int x_row = item.row + warpgroup * kTileRows + row + 8 * r;
-        if (x_row < a.nx) x_e[r] = e[x_row];
+        x_e[r] = x_row < a.nx ? e[x_row] : 0.f;
       }
-    }
+    };
 
     if (has_state) {
       // Second moment and first order.
       {
-        wait_until_full();
+        load_x_e(item);
+        ring.wait_until_full(at), load_stage();
         const Rows moment(stage()), linear = moment.behind(kTileBytes);
         uint32_t fx[16], f2[16];
         float m[32];
@@ -253,7 +292,7 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
       const auto load_base = [&](uint32_t(&base)[2], int star, int block) {
         ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % 8));
       };
-      // W of a stage at a time, two of them in flight.
+      // Without grad_v: W of a stage at a time, two of them in flight.
       const auto pass = [&](auto tiles, int star) {
         constexpr int kTiles = decltype(tiles)::value;
         float w[2][64];
@@ -269,7 +308,6 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
 #pragma unroll
           for (int k = 1; k < 4; ++k) Wgmma<Bf16, 128>::ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
-          load_stage();
         };
         load_star(star);
         issue(0);
@@ -298,7 +336,7 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
       const auto pass_with_values = [&](auto tiles, int star) {
         constexpr int kTiles = decltype(tiles)::value;
         float w[32];
-        uint32_t f[16], base[2], next_base[2];
+        uint32_t base[2], next_base[2];
         Rows features(stages_at);  // of the tile
         RingPosition used = at;
         const auto issue_w = [&](int u) {
@@ -319,10 +357,11 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
         };
         const auto issue_values = [&] {
           if constexpr (kValues) {
+            uint32_t f[16];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              f[4 * k + 0] = ptx::multiply_bf16x2(base[0], scalar[0][2 * k]), f[4 * k + 1] = ptx::multiply_bf16x2(base[1], scalar[1][2 * k]);
-              f[4 * k + 2] = ptx::multiply_bf16x2(base[0], scalar[0][2 * k + 1]), f[4 * k + 3] = ptx::multiply_bf16x2(base[1], scalar[1][2 * k + 1]);
+#pragma unroll
+              for (int i = 0; i < 4; ++i) f[4 * k + i] = ptx::multiply_bf16x2(base[i % 2], scalar[i % 2][2 * k + i / 2]);
             }
             wgmma_fence();
 #pragma unroll
@@ -381,23 +420,24 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
 
     // The own chunk.
     {
-      uint32_t fx[16], f2[16], slopes[16], weights[kValues ? 16 : 1];
-      load_fragments(fx, x);
-      load_fragments(f2, x2);
+      const Item item = item_again();
+      load_x_e(item);
+      const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes);
+      uint32_t slopes[16], weights[kValues ? 16 : 1];
       RingPosition before;  // the stage before, not yet released
       bool releases = false;
       const auto add_tile = [&](auto is_diagonal) {
-        wait_until_full();
+        ring.wait_until_full(at), load_stage();
         const Rows y(stage()), y2 = y.behind(kTileBytes);
         const uint32_t y_e = scales_at + at.stage * kScaleBytes;
         float s[32], p[32];
         wgmma_fence();
-        Products::rs_first<Major::kK>(s, fx, y.k_major(0));
+        Products::ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) Products::rs<Major::kK>(s, fx + 4 * k, y.k_major(k));
-        Products::rs_first<Major::kK>(p, f2, y2.k_major(0));
+        for (int k = 1; k < 4; ++k) Products::ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
+        Products::ss_first<Major::kK, Major::kK>(p, x2_operand.k_major(0), y2.k_major(0));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) Products::rs<Major::kK>(p, f2 + 4 * k, y2.k_major(k));
+        for (int k = 1; k < 4; ++k) Products::ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
         wgmma_commit();
         wgmma_wait<0>();
         keep(s), keep(p);
@@ -438,8 +478,9 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
         before = at, releases = true;
         at.advance<kStages>();
       };
-      const int own_stages = item.own_tiles * a.y_group, diagonal = (item.first_own + warpgroup) * a.y_group;
-      const int diagonal_end = min(diagonal + a.y_group, own_stages);
+      const int y_group = kValues ? a.y_group : 1;
+      const int own_stages = item.own_tiles * y_group, diagonal = (item.first_own + warpgroup) * y_group;
+      const int diagonal_end = min(diagonal + y_group, own_stages);
       int own = 0;
       for (; own < diagonal && own < own_stages; ++own) add_tile(std::false_type{});
       wgmma_wait<0>();
@@ -447,21 +488,22 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
       wgmma_wait<0>();
       if (releases) ring.release(before, lane);
       for (; own < own_stages; ++own) {  // of the other warpgroup alone
-        wait_until_full();
+        ring.wait_until_full(at), load_stage();
         ring.release(at, lane);
         at.advance<kStages>();
       }
     }
 
     // The gradients, into the places of x and x2, and from there to memory.
-    const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
+    const Item here = item_again();
+    const int token = tile_token(a, a.nx, here.row + warpgroup * kTileRows);
     keep(grad);
     if constexpr (kValues) keep(values);
     if (kValues && a.x_mask.data != nullptr) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int x_token = token + row + 8 * r;
-        const bool is_dropped = x_token >= 0 && x_token < a.nx && mask_pointer(a.x_mask, item.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
+        const bool is_dropped = x_token >= 0 && x_token < a.nx && mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
 #pragma unroll
@@ -479,11 +521,11 @@ __global__ void __launch_bounds__(GradTileSm90::kThreads, 1)
     ptx::fence_proxy_async();
     ptx::barrier_wait<128>(1 + warpgroup);
     if (w4 == 0 && lane == 0) {
-      RowTile::store(x, maps.grad, token, item.x_head, item.batch);
-      if (kValues) RowTile::store(x2, maps.values, token, item.x_head, item.batch);
+      RowTile::store(x, maps.grad, token, here.x_head, here.batch);
+      if (kValues) RowTile::store(x2, maps.values, token, here.x_head, here.batch);
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
-      load_x(index + Tile::kXBuffers * gridDim.x, count + Tile::kXBuffers);
+      load_x(blockIdx.x + (count + Tile::kXBuffers) * gridDim.x, count + Tile::kXBuffers);
     }
   }
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
@@ -498,8 +540,8 @@ void launch_grad(const GradArgs& a, const ReadArgs* values, int sm_count, cudaSt
   maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
   const auto launch = [&](auto kernel) {
-    launch_kernel("linear_grad_sm90", kernel, grid_1d(std::min<int64_t>(sm_count, items)), Tile::kThreads, Tile::kSharedBytes, stream,
-                  maps, a);
+    launch_kernel("linear_grad_sm90", kernel, grid_1d(std::min<int64_t>(sm_count, items)), Tile::threads(values != nullptr),
+                  Tile::kSharedBytes, stream, maps, a);
   };
   if (values == nullptr) return launch(linear_grad_sm90_kernel<false>);
   maps.e = scales_map(a.y_scale, a.batch * y_heads, a.ny);

@@ -9,6 +9,9 @@
 #include "core/sm90/tiles.h"
 #include "linear/linear.h"
 #include "linear/order2/snapshot_sm90.h"
+#ifdef __CUDACC__
+#include "linear/ptx.h"
+#endif
 
 namespace fastmax {
 
@@ -60,6 +63,53 @@ struct ItemsOfRows {
     item.slot = p.slot(item.batch * p.state_heads + item.state_head, item.chunk);
     return item;
   }
+};
+
+// Where the stages of an item come from: first those of its snapshot, then tiles of y and of its values from its own chunk.
+struct ItemSource {
+  int state_stages = 0, own_stages = 0;  // tiles of the own chunk for every head of y; nothing where there is no such item
+  int token = 0, y_head = 0, batch = 0;  // of the first own tile
+  const char* snapshot = nullptr;
+
+  __device__ __forceinline__ ItemSource(const LinearProblem& p, const ItemsOfRows& items, int index, const void* snapshots,
+                                        int snapshot_stages, int64_t snapshot_bytes) {
+    if (index >= items.count) return;
+    const Item item = items.at(index);
+    state_stages = p.has_state(item.chunk) ? snapshot_stages : 0, own_stages = item.own_tiles * p.y_group;
+    token = tile_token(p, p.ny, p.y_row(p.chunk_begin(item.chunk)));
+    y_head = item.state_head * p.y_group, batch = item.batch;
+    snapshot = static_cast<const char*>(snapshots) + item.slot * snapshot_bytes;
+  }
+};
+
+// Sources of the next items of a warp, in shared memory: where loads are issued by warps that also compute, registers are short.
+struct SourceQueue {
+  static constexpr int kItems = 8;  // loads are at most so many items ahead of products, as each has one stage at least
+  static constexpr int kItemBytes = 32, kBytes = kItems * kItemBytes;
+  uint32_t address;
+
+  // With __syncwarp() before others read it.
+  __device__ __forceinline__ void put(int item, const ItemSource& x) const {
+    const uint32_t at = of(item);
+    ptx::store_shared_u32(at, x.state_stages + x.own_stages), ptx::store_shared_u32(at + 4, x.state_stages);
+    ptx::store_shared_u32(at + 8, x.token), ptx::store_shared_u32(at + 12, x.y_head), ptx::store_shared_u32(at + 16, x.batch);
+    const uint64_t snapshot = reinterpret_cast<uint64_t>(x.snapshot);
+    ptx::store_shared_u32(at + 24, static_cast<uint32_t>(snapshot)), ptx::store_shared_u32(at + 28, static_cast<uint32_t>(snapshot >> 32));
+  }
+  __device__ __forceinline__ int stages(int item) const { return word(item, 0); }  // 0: there is no such item
+  __device__ __forceinline__ int state_stages(int item) const { return word(item, 1); }
+  __device__ __forceinline__ int token(int item) const { return word(item, 2); }
+  __device__ __forceinline__ int y_head(int item) const { return word(item, 3); }
+  __device__ __forceinline__ int batch(int item) const { return word(item, 4); }
+  __device__ __forceinline__ const char* snapshot(int item) const {
+    uint32_t halves[2];
+    ptx::load_shared_u32x2(halves, of(item) + 24);
+    return reinterpret_cast<const char*>(static_cast<uint64_t>(halves[1]) << 32 | halves[0]);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t of(int item) const { return address + item % kItems * kItemBytes; }
+  __device__ __forceinline__ int word(int item, int i) const { return static_cast<int>(ptx::load_shared_u32(of(item) + 4 * i)); }
 };
 #endif
 

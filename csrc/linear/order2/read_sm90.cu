@@ -26,11 +26,11 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
   static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
-  // A warp that issues loads, or, where registers are short of two accumulators of 64 rows and 128 channels, a thread that computes too.
-  static constexpr bool kProducer = kHeadDim == 64;
-  static constexpr int kThreads = 128 * (kWarpgroups + (kProducer ? 1 : 0));
+  // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first.
+  static constexpr bool kMovesRegisters = kHeadDim == 128;
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
-  static constexpr int kAhead = kStages - 2;  // without a producer
   static constexpr int kStageBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
   static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1;
   static constexpr int kXBytes = kItemTiles * State::kTileBytes;
@@ -40,6 +40,7 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   static constexpr int kXFull = kX + kXBuffers * kXBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static_assert(kBarriers % 8 == 0, "barriers are aligned");
   static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
 };
 
@@ -77,7 +78,6 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
   constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRowTiles = Tile::kRowTiles, kWarpgroups = Tile::kWarpgroups, kXBuffers = Tile::kXBuffers;
   constexpr int kSteps = kHeadDim / 16;  // of 16 columns
-  constexpr bool kProducer = Tile::kProducer;
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
@@ -93,34 +93,30 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
   // This warpgroup's tiles of x within the item.
   const auto tile_of = [&](int m) { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; };
 
-  // One thread's way through the stages of all items: those of the snapshot, then a tile of y and one of w for each own tile.
-  struct {
+  if (warpgroup == kWarpgroups) {
+    if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<Tile::kProducerRegisters>();
+    if (warp != 4 * kWarpgroups || lane != 0) return;
     RingPosition at;
-    int item, stage, state_stages, stages;
-    int batch, state_head, own_begin;
-    const char* snapshot;
-  } loads = {{}, static_cast<int>(blockIdx.x), 0, 0, 0, 0, 0, 0, nullptr};
-  const auto load_stage = [&] {
-    if (loads.item >= items.count) return;
-    if (loads.stage == 0) {
-      const Item item = items.at(loads.item);
-      loads.state_stages = a.has_state(item.chunk) ? Tile::kStateStages : 0, loads.stages = loads.state_stages + item.own_tiles;
-      loads.batch = item.batch, loads.state_head = item.state_head, loads.own_begin = a.y_row(a.chunk_begin(item.chunk));
-      loads.snapshot = static_cast<const char*>(a.snapshots) + item.slot * Tile::kSnapshotBytes;
+    for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+      const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+      for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
+        ring.wait_until_empty(at);
+        ring.expect(at, Tile::kStageBytes);
+        ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source.snapshot + i * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
+      }
+      for (int tile = 0; tile < source.own_stages; ++tile, at.template advance<kStages>()) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+        const int token = source.token + tile * kTileRows;
+        ring.wait_until_empty(at);
+        ring.expect(at, Tile::kStageBytes);
+        RowTile::load(stage, y_map, ring.full(at), token, source.y_head, source.batch);
+        RowTile::load(stage + kTileBytes, w_map, ring.full(at), token, source.y_head, source.batch);
+      }
     }
-    const uint32_t stage = stages_at + loads.at.stage * Tile::kStageBytes, barrier = ring.full(loads.at);
-    ring.wait_until_empty(loads.at);
-    ring.expect(loads.at, Tile::kStageBytes);
-    if (loads.stage < loads.state_stages) {
-      ptx::bulk_load(stage, loads.snapshot + static_cast<int64_t>(loads.stage) * Tile::kStageBytes, Tile::kStageBytes, barrier);
-    } else {
-      const int token = tile_token(a, a.ny, loads.own_begin + (loads.stage - loads.state_stages) * kTileRows);
-      RowTile::load(stage, y_map, barrier, token, loads.state_head, loads.batch);
-      RowTile::load(stage + kTileBytes, w_map, barrier, token, loads.state_head, loads.batch);
-    }
-    loads.at.template advance<kStages>();
-    if (++loads.stage == loads.stages) loads.stage = 0, loads.item += gridDim.x;
-  };
+    return;
+  }
+  if constexpr (Tile::kMovesRegisters) ptx::more_registers<Tile::kConsumerRegisters>();
+
   const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
     if (index >= items.count) return;
     const Item item = items.at(index);
@@ -132,277 +128,280 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
       RowTile::load(x, x_map, barrier, tile_token(a, a.nx, item.row + tile_of(m) * kTileRows), item.x_head, item.batch);
     }
   };
-  if (warpgroup < kWarpgroups && threadIdx.x % 128 == 0) {
+  if (threadIdx.x % 128 == 0) {
     for (int i = 0; i < kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
   }
-  if (!kProducer && threadIdx.x == 0) {
-    for (int i = 0; i < Tile::kAhead; ++i) load_stage();
-  }
-  if (kProducer && warpgroup == kWarpgroups) {
-    if (warp == 4 * kWarpgroups && lane == 0) {
-      while (loads.item < items.count) load_stage();
-    }
-  } else {
-    const int w4 = warp % 4, t = lane % 4, g = lane / 4;
-    const int row = 16 * w4 + g;  // of a tile, and row + 8
-    RingPosition at;
-    int count = 0;  // items
-    const auto wait_until_full = [&] {
+
+  const int w4 = warp % 4, t = lane % 4, g = lane / 4;
+  const int row = 16 * w4 + g;  // of a tile, and row + 8
+  RingPosition at;
+  // Of the block's items only the number is kept in a register: what an item is is worked out again where it is needed.
+  for (int count = 0;; ++count) {
+    const int index = blockIdx.x + count * gridDim.x;
+    if (index >= items.count) break;
+    const auto item_again = [&] { return items.at(blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
+    const Item item = items.at(index);
+    const int buffer = count % kXBuffers;
+    const uint32_t x = x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
+    const Operand<RowTile> x_operand(x);  // of the low tile; the high one follows it
+    float acc[kRowTiles][kHeadDim / 2], sums[kRowTiles][2] = {};  // sums: this lane's part of the denominators
+    const bool has_state = a.has_state(item.chunk);
+    ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / kXBuffers % 2);
+
+    RingPosition before;  // the stage before, whose products may still be under way
+    bool releases = false;
+    if (has_state) {
+      const float* state_sums = a.sums + item.slot * Tile::kSums;
+      // The denominator from earlier chunks: x . (moment x + c1 sum y).
       ring.wait_until_full(at);
-      if (!kProducer && threadIdx.x == 0) load_stage();
-    };
-    for (int index = blockIdx.x; index < items.count; index += gridDim.x, ++count) {
-      const Item item = items.at(index);
-      const int buffer = count % kXBuffers;
-      const uint32_t x = x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
-      const Operand<RowTile> x_operand(x);  // of the low tile; the high one follows it
-      float acc[kRowTiles][kHeadDim / 2], sums[kRowTiles][2] = {};  // sums: this lane's part of the denominators
-      const bool has_state = a.has_state(item.chunk);
-      ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / kXBuffers % 2);
-
-      RingPosition before;  // the stage before, whose products may still be under way
-      bool releases = false;
-      if (has_state) {
-        const float* state_sums = a.sums + item.slot * Tile::kSums;
-        // The denominator from earlier chunks: x . (moment x + c1 sum y).
-        wait_until_full();
-        const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int panel = 0; panel < Tile::kPanels; ++panel) {
-            float v[32];
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < kSteps; ++k) {
-              const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
-              const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
-              if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
-              else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
-            }
-            wgmma_commit();
-            wgmma_wait<0>();
-            keep(v);
-            const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
-              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
-              const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
-              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
-              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
-            }
-          }
-        }
-        if constexpr (Tile::kPanels == 2) ring.release(at, lane), at.template advance<kStages>(), wait_until_full();
-
-        // First order.
-        const Operand<RowTile> linear(stages_at + at.stage * Tile::kStageBytes + (Tile::kPanels == 1 ? kTileBytes : 0));
-        wgmma_fence();
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int k = 0; k < kSteps; ++k) {
-            const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k), features = linear.behind(k / 4 * kTileBytes).mn_major(k % 4);
-            if (k == 0) Products::template ss_first<Major::kK, Major::kMN>(acc[m], columns, features);
-            else Products::template ss<Major::kK, Major::kMN>(acc[m], columns, features);
-          }
-        }
-        wgmma_commit();
-        wgmma_wait<0>();
-        ring.release(at, lane);
-        at.template advance<kStages>();
-
-        // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
-        int half = 0;  // of the stage
-        uint32_t tile = 0, base[kRowTiles][2];
-        const auto load_base = [&](int block) {
-          const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x2(base[m], x + m * kTileBytes + offset);
-        };
-        load_base(0);
-        for (int star = 0; star < kBlocks; ++star) {
-          uint32_t scalar[kRowTiles][2][8];  // of rows row and row + 8, in both halves
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, star);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              uint32_t columns[4];
-              ptx::load_shared_u32x4(columns, address + r * 1024);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                scalar[m][r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalar[m][r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
-              }
-            }
-          }
-          const int tiles = Tile::star_tiles(star);
-          for (int j = 0; j < tiles; ++j) {
-            if (half == 0) wait_until_full(), tile = stages_at + at.stage * Tile::kStageBytes;
-            const Operand<RowTile> features(tile);
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) {
-              uint32_t f[16];
-              wgmma_wait<kRowTiles - 1>();
-              if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
-#pragma unroll
-              for (int k = 0; k < 4; ++k) {
-                f[4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar[m][0][2 * k]);
-                f[4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar[m][1][2 * k]);
-                f[4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar[m][0][2 * k + 1]);
-                f[4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar[m][1][2 * k + 1]);
-              }
-              if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
-              wgmma_fence();
-#pragma unroll
-              for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f + 4 * k, features.mn_major(k));
-              wgmma_commit();
-            }
-            if (half == 1) before = at, releases = true, at.template advance<kStages>();
-            else tile += kTileBytes;
-            half ^= 1;
-          }
-        }
-        wgmma_wait<0>();
-        ring.release(before, lane);
-        releases = false;
-      } else {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = 0.f;
-        }
-      }
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
-
-      // The own chunk.
-      float s[32];
-      uint32_t weights[16];
-      const auto make_scores = [&](int m, const Operand<RowTile>& y) {
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
-          if (k == 0) Scores::ss_first<Major::kK, Major::kK>(s, columns, y.k_major(k));
-          else Scores::ss<Major::kK, Major::kK>(s, columns, y.k_major(k));
-        }
-        wgmma_commit();
-      };
-      const auto make_weights = [&](int m, auto is_diagonal) {
-        keep(s);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
-          const float u = fmaf(s[i], a.c2, a.c1);
-          const bool seen = !decltype(is_diagonal)::value || column <= row + 8 * r;
-          sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
-          s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
-        }
-#pragma unroll
-        for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
-      };
-      const auto add_values = [&](int m, const Operand<RowTile>& w) {
-        keep(weights);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], weights + 4 * k, w.mn_major(k));
-        wgmma_commit();
-        if constexpr (kProducer) wgmma_wait<0>();  // 168 registers: one group at a time
-      };
-      const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
-        wait_until_full();
-        const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
-        make_scores(0, y);
-        wgmma_wait<0>();
-        ring.release(before, lane, releases);
-        make_weights(0, is_diagonal);
-        add_values(0, w);
-        make_scores(1, y);
-        wgmma_wait<0>();
-        make_weights(1, std::false_type{});
-        add_values(1, w);
-        before = at, releases = true;
-        at.template advance<kStages>();
-      };
-      const auto for_high = [&](auto is_diagonal) {
-        wait_until_full();
-        const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
-        make_scores(1, y);
-        wgmma_wait<0>();
-        ring.release(before, lane, releases);
-        make_weights(1, is_diagonal);
-        add_values(1, w);
-        before = at, releases = true;
-        at.template advance<kStages>();
-      };
-      // Waiting between the loops keeps registers of products in flight from crossing control flow.
-      const int tiles = item.own_tiles, low_diagonal = item.first_own + tile_of(0), high_diagonal = item.first_own + tile_of(1);
-      int own = 0;
-      for (; own < low_diagonal && own < tiles; ++own) for_both(std::false_type{});
-      wgmma_wait<0>();
-      if (own < tiles) for_both(std::true_type{}), ++own;
-      wgmma_wait<0>();
-      for (; own < high_diagonal && own < tiles; ++own) for_high(std::false_type{});
-      wgmma_wait<0>();
-      if (own < tiles) for_high(std::true_type{}), ++own;
-      wgmma_wait<0>();
-      if (releases) ring.release(before, lane);
-      for (; own < tiles; ++own) {  // of the other warpgroup alone
-        wait_until_full();
-        ring.release(at, lane);
-        at.template advance<kStages>();
-      }
-
-      if (has_state) {
-        const float* sum_w = a.sums + item.slot * Tile::kSums + Tile::kSumW;
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
-#pragma unroll
-        for (int j = 0; j < kHeadDim / 8; ++j) {
-          const float2 v = ptx::load_global_f32x2(sum_w + 8 * j + 2 * t);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
-              acc[m][4 * j + 2 * r] = fmaf(a.c0, v.x, acc[m][4 * j + 2 * r]);
-              acc[m][4 * j + 2 * r + 1] = fmaf(a.c0, v.y, acc[m][4 * j + 2 * r + 1]);
-            }
-          }
-        }
-      }
-
-      // The result: divided, into the place of x, and from there to memory.
+      const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
-        keep(acc[m]);
-        const int first = item.row + tile_of(m) * kTileRows;
-        float inverse[2];
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int x_row = first + row + 8 * r;
-          const float z = fmaf(a.c0, rows_seen(a, item.batch, x_row), quad_sum(sums[m][r]));
-          inverse[r] = z == 0.f ? 0.f : 1.f / z;
-          if (t == 0 && x_row < a.nx) a.z[item.x_head_index * a.z_head + x_row] = z;
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+          float v[32];
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < kSteps; ++k) {
+            const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+            const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
+            if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
+            else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
+          }
+          wgmma_commit();
+          wgmma_wait<0>();
+          keep(v);
+          const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
+#pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
+            const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
+            const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
+            sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
+            sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
+          }
         }
-        if (a.noise.data != nullptr) multiply_noise(a, item, first + row, acc[m]);
-        store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], inverse[0], inverse[1], w4, lane);
       }
-      ptx::fence_proxy_async();
-      ptx::barrier_wait<128>(1 + warpgroup);
-      if (w4 == 0 && lane == 0) {
-        for (int m = 0; m < kRowTiles; ++m) {
-          const int token = tile_token(a, a.nx, item.row + tile_of(m) * kTileRows);
-          RowTile::store(x + m * kTileBytes, out_map, token, item.x_head, item.batch);
+      if constexpr (Tile::kPanels == 2) ring.release(at, lane), at.template advance<kStages>(), ring.wait_until_full(at);
+
+      // First order.
+      const Operand<RowTile> linear(stages_at + at.stage * Tile::kStageBytes + (Tile::kPanels == 1 ? kTileBytes : 0));
+      wgmma_fence();
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k), features = linear.behind(k / 4 * kTileBytes).mn_major(k % 4);
+          if (k == 0) Products::template ss_first<Major::kK, Major::kMN>(acc[m], columns, features);
+          else Products::template ss<Major::kK, Major::kMN>(acc[m], columns, features);
         }
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
-        load_x(index + kXBuffers * gridDim.x, count + kXBuffers);
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      ring.release(at, lane);
+      at.template advance<kStages>();
+
+      // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
+      int half = 0;  // of the stage
+      uint32_t tile = 0, base[kRowTiles][2];
+      const auto load_base = [&](int block) {
+        const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x2(base[m], x + m * kTileBytes + offset);
+      };
+      load_base(0);
+      for (int star = 0; star < kBlocks; ++star) {
+        // Of rows row and row + 8: in both halves, or, where registers are short, in pairs, of which a multiplication takes a half.
+        constexpr bool kDuplicated = kHeadDim == 64;
+        uint32_t scalars[kRowTiles][2][kDuplicated ? 8 : 4];
+        const auto scalar = [&](int m, int r, int i) {
+          if constexpr (kDuplicated) return scalars[m][r][i];
+          else return duplicate_half(scalars[m][r][i / 2], i % 2);
+        };
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, star);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            uint32_t columns[4];
+            ptx::load_shared_u32x4(columns, address + r * 1024);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              if constexpr (kDuplicated) {
+                scalars[m][r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalars[m][r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
+              } else {
+                scalars[m][r][i] = columns[i];
+              }
+            }
+          }
+        }
+        const int tiles = Tile::star_tiles(star);
+        for (int j = 0; j < tiles; ++j) {
+          if (half == 0) ring.wait_until_full(at), tile = stages_at + at.stage * Tile::kStageBytes;
+          const Operand<RowTile> features(tile);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            uint32_t f[16];
+            wgmma_wait<kRowTiles - 1>();
+            if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              f[4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
+              f[4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k));
+              f[4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
+              f[4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
+            }
+            if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f + 4 * k, features.mn_major(k));
+            wgmma_commit();
+          }
+          if (half == 1) before = at, releases = true, at.template advance<kStages>();
+          else tile += kTileBytes;
+          half ^= 1;
+        }
+      }
+      wgmma_wait<0>();
+      ring.release(before, lane);
+      releases = false;
+    } else {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = 0.f;
       }
     }
-    if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+
+    // The own chunk.
+    const Item own_item = item_again();
+    float s[32];
+    uint32_t weights[16];
+    const auto make_scores = [&](int m, const Operand<RowTile>& y) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+        if (k == 0) Scores::ss_first<Major::kK, Major::kK>(s, columns, y.k_major(k));
+        else Scores::ss<Major::kK, Major::kK>(s, columns, y.k_major(k));
+      }
+      wgmma_commit();
+    };
+    const auto make_weights = [&](int m, auto is_diagonal) {
+      keep(s);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
+        const float u = fmaf(s[i], a.c2, a.c1);
+        const bool seen = !decltype(is_diagonal)::value || column <= row + 8 * r;
+        sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
+        s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
+    };
+    const auto add_values = [&](int m, const Operand<RowTile>& w) {
+      keep(weights);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], weights + 4 * k, w.mn_major(k));
+      wgmma_commit();
+      wgmma_wait<0>();  // registers for one group at a time
+    };
+    const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
+      ring.wait_until_full(at);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      make_scores(0, y);
+      wgmma_wait<0>();
+      ring.release(before, lane, releases);
+      make_weights(0, is_diagonal);
+      add_values(0, w);
+      make_scores(1, y);
+      wgmma_wait<0>();
+      make_weights(1, std::false_type{});
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
+    const auto for_high = [&](auto is_diagonal) {
+      ring.wait_until_full(at);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      make_scores(1, y);
+      wgmma_wait<0>();
+      ring.release(before, lane, releases);
+      make_weights(1, is_diagonal);
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
+    // Waiting between the loops keeps registers of products in flight from crossing control flow.
+    const int tiles = own_item.own_tiles, low_diagonal = own_item.first_own + tile_of(0), high_diagonal = own_item.first_own + tile_of(1);
+    int own = 0;
+    for (; own < low_diagonal && own < tiles; ++own) for_both(std::false_type{});
+    wgmma_wait<0>();
+    if (own < tiles) for_both(std::true_type{}), ++own;
+    wgmma_wait<0>();
+    for (; own < high_diagonal && own < tiles; ++own) for_high(std::false_type{});
+    wgmma_wait<0>();
+    if (own < tiles) for_high(std::true_type{}), ++own;
+    wgmma_wait<0>();
+    if (releases) ring.release(before, lane);
+    for (; own < tiles; ++own) {  // of the other warpgroup alone
+      ring.wait_until_full(at);
+      ring.release(at, lane);
+      at.template advance<kStages>();
+    }
+
+    const Item here = item_again();
+    if (a.has_state(here.chunk)) {
+      const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const float2 v = ptx::load_global_f32x2(sum_w + 8 * j + 2 * t);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            acc[m][4 * j + 2 * r] = fmaf(a.c0, v.x, acc[m][4 * j + 2 * r]);
+            acc[m][4 * j + 2 * r + 1] = fmaf(a.c0, v.y, acc[m][4 * j + 2 * r + 1]);
+          }
+        }
+      }
+    }
+
+    // The result: divided, into the place of x, and from there to memory.
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      keep(acc[m]);
+      const int first = here.row + tile_of(m) * kTileRows;
+      float inverse[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int x_row = first + row + 8 * r;
+        const float z = fmaf(a.c0, rows_seen(a, here.batch, x_row), quad_sum(sums[m][r]));
+        inverse[r] = z == 0.f ? 0.f : 1.f / z;
+        if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
+      }
+      if (a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
+      store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], inverse[0], inverse[1], w4, lane);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_wait<128>(1 + warpgroup);
+    if (w4 == 0 && lane == 0) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
+        RowTile::store(x + m * kTileBytes, out_map, token, here.x_head, here.batch);
+      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+      load_x(blockIdx.x + (count + kXBuffers) * gridDim.x, count + kXBuffers);
+    }
   }
+  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
 template <int kHeadDim>
