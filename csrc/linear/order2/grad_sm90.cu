@@ -55,7 +55,7 @@ struct GradMaps {
 // kValues: x are keys, x2 values, y queries, y2 g, back in time; e are of y. Else x are queries, x2 g, y keys, y2 values; e are of x.
 template <bool kValues>
 __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
-    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a) {
+    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const ItemsOfRows items) {
   using Tile = GradTileSm90;
   using RowTile = RowTileSm90<64>;
   using Rows = Operand<RowTile>;
@@ -66,7 +66,6 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
   const uint32_t x_full = stages_at + Tile::kXFull;
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32, warpgroup = warp / 4;
-  const ItemsOfRows items(a, Tile::kRows);
   if (threadIdx.x == 0) {
     ring.init(4 * kWarpgroups);
     for (int i = 0; i < kWarpgroups * Tile::kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
 
   const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
     if (index >= items.count) return;
-    const Item item = items.at(index);
+    const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % Tile::kXBuffers;
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
@@ -157,8 +156,8 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
   for (int count = 0;; ++count) {
     const int index = blockIdx.x + count * gridDim.x;
     if (index >= items.count) break;
-    const auto item_again = [&] { return items.at(blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
-    const Item item = items.at(index);
+    const auto item_again = [&] { return items.at(a, blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
+    const ItemsOfRows::Item item = items.at(a, index);
     if constexpr (kValues) {
       __syncwarp();
       if (lane == 0) put_source(count + SourceQueue::kItems - 1);
@@ -175,7 +174,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
         ptx::ldmatrix_x4(*reinterpret_cast<uint32_t(*)[4]>(f + 4 * k), tile + RowTile::chunk_offset(16 * w4 + lane % 16, 2 * k + lane / 16));
       }
     };
-    const auto load_x_e = [&](const Item& item) {
+    const auto load_x_e = [&](const ItemsOfRows::Item& item) {
       if (kValues) return;
       const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
 #pragma unroll
@@ -420,7 +419,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
 
     // The own chunk.
     {
-      const Item item = item_again();
+      const ItemsOfRows::Item item = item_again();
       load_x_e(item);
       const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes);
       uint32_t slopes[16], weights[kValues ? 16 : 1];
@@ -495,7 +494,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
     }
 
     // The gradients, into the places of x and x2, and from there to memory.
-    const Item here = item_again();
+    const ItemsOfRows::Item here = item_again();
     const int token = tile_token(a, a.nx, here.row + warpgroup * kTileRows);
     keep(grad);
     if constexpr (kValues) keep(values);
@@ -534,14 +533,14 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
 void launch_grad(const GradArgs& a, const ReadArgs* values, int sm_count, cudaStream_t stream) {
   using Tile = GradTileSm90;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
-  const int64_t items = int64_t{(a.nx + Tile::kRows - 1) / Tile::kRows} * a.batch * x_heads;
+  const ItemsOfRows items(a, Tile::kRows);
   GradMaps maps{};
   maps.x = rows_map(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map(a.x2, a, x_heads, a.nx, a.dv);
   maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
   const auto launch = [&](auto kernel) {
-    launch_kernel("linear_grad_sm90", kernel, grid_1d(std::min<int64_t>(sm_count, items)), Tile::threads(values != nullptr),
-                  Tile::kSharedBytes, stream, maps, a);
+    launch_kernel("linear_grad_sm90", kernel, std::min(sm_count, items.count), Tile::threads(values != nullptr),
+                  Tile::kSharedBytes, stream, maps, a, items);
   };
   if (values == nullptr) return launch(linear_grad_sm90_kernel<false>);
   maps.e = scales_map(a.y_scale, a.batch * y_heads, a.ny);

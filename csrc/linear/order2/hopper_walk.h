@@ -20,36 +20,24 @@ using RowTileSm90 = SwizzledTile<kTileRows, kHeadDim>;
 
 inline constexpr int kScaleBytes = kTileRows * 4;  // e of a tile's rows
 
-#ifdef __CUDACC__
-// The first address for tiles in dynamic shared memory.
-__device__ __forceinline__ uint32_t first_tile(const void* shared) {
-  return (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
-}
-
-// The first token of the tile of rows [row, row + 64) of x or y, `rows` of them in all.
-__device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) {
-  return s.time == Time::kForward ? row : rows - row - kTileRows;
-}
-
-// A block's rows of x: `rows` of one x head from `row` on, all in one chunk.
-struct Item {
-  int x_head_index;  // (batch, x head) flattened
-  int batch, x_head, state_head;
-  int row, chunk;
-  int first_own;  // tiles of the own chunk before this item's
-  int own_tiles;  // that its rows look at
-  int64_t slot;   // of the chunk's snapshot
-};
-
-// All of them, those with the most rows in their own chunk first, all heads side by side.
+// The rows of x of a launch in items of `rows`, all of one head and in one chunk: those with the most rows in their own chunk first, all
+// heads side by side. Made by the launcher: as an argument it takes no registers.
 struct ItemsOfRows {
-  const LinearProblem& p;
   int rows, pieces, heads, count;
 
-  __device__ __forceinline__ ItemsOfRows(const LinearProblem& p, int rows)
-      : p(p), rows(rows), pieces((p.nx + rows - 1) / rows), heads(p.states() * p.x_group), count(pieces * heads) {}
+  ItemsOfRows(const LinearProblem& p, int rows)
+      : rows(rows), pieces((p.nx + rows - 1) / rows), heads(p.states() * p.x_group), count(pieces * heads) {}
 
-  __device__ __forceinline__ Item at(int index) const {
+#ifdef __CUDACC__
+  struct Item {
+    int x_head_index;  // (batch, x head) flattened
+    int batch, x_head, state_head;
+    int row, chunk;
+    int first_own;  // tiles of the own chunk before this item's
+    int own_tiles;  // that its rows look at
+    int64_t slot;   // of the chunk's snapshot
+  };
+  __device__ __forceinline__ Item at(const LinearProblem& p, int index) const {
     const int x_heads = p.state_heads * p.x_group;
     Item item;
     item.x_head_index = index % heads;
@@ -63,7 +51,19 @@ struct ItemsOfRows {
     item.slot = p.slot(item.batch * p.state_heads + item.state_head, item.chunk);
     return item;
   }
+#endif
 };
+
+#ifdef __CUDACC__
+// The first address for tiles in dynamic shared memory.
+__device__ __forceinline__ uint32_t first_tile(const void* shared) {
+  return (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
+}
+
+// The first token of the tile of rows [row, row + 64) of x or y, `rows` of them in all.
+__device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) {
+  return s.time == Time::kForward ? row : rows - row - kTileRows;
+}
 
 // Where the stages of an item come from: first those of its snapshot, then tiles of y and of its values from its own chunk.
 struct ItemSource {
@@ -74,7 +74,7 @@ struct ItemSource {
   __device__ __forceinline__ ItemSource(const LinearProblem& p, const ItemsOfRows& items, int index, const void* snapshots,
                                         int snapshot_stages, int64_t snapshot_bytes) {
     if (index >= items.count) return;
-    const Item item = items.at(index);
+    const ItemsOfRows::Item item = items.at(p, index);
     state_stages = p.has_state(item.chunk) ? snapshot_stages : 0, own_stages = item.own_tiles * p.y_group;
     token = tile_token(p, p.ny, p.y_row(p.chunk_begin(item.chunk)));
     y_head = item.state_head * p.y_group, batch = item.batch;

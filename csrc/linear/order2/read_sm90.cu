@@ -52,7 +52,7 @@ __device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row
 
 // An accumulator's rows row and row + 8 of x times 1 + dropout noise.
 template <int kCount>
-__device__ __forceinline__ void multiply_noise(const ReadArgs& a, const Item& item, int row, float (&acc)[kCount]) {
+__device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfRows::Item& item, int row, float (&acc)[kCount]) {
   const int t = threadIdx.x % 4;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -70,7 +70,8 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const Item& it
 template <int kHeadDim>
 __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
-                            const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a) {
+                            const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
+                            const ItemsOfRows items) {
   using Tile = ReadTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
@@ -82,7 +83,6 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
-  const ItemsOfRows items(a, Tile::kRows);
   if (threadIdx.x == 0) {
     ring.init(4 * kWarpgroups);
     for (int i = 0; i < kWarpgroups * kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
 
   const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
     if (index >= items.count) return;
-    const Item item = items.at(index);
+    const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % kXBuffers;
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
     ptx::mbarrier_arrive_expect(barrier, kRowTiles * kTileBytes);
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
   for (int count = 0;; ++count) {
     const int index = blockIdx.x + count * gridDim.x;
     if (index >= items.count) break;
-    const auto item_again = [&] { return items.at(blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
-    const Item item = items.at(index);
+    const auto item_again = [&] { return items.at(a, blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
+    const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % kXBuffers;
     const uint32_t x = x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
     const Operand<RowTile> x_operand(x);  // of the low tile; the high one follows it
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
     for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
 
     // The own chunk.
-    const Item own_item = item_again();
+    const ItemsOfRows::Item own_item = item_again();
     float s[32];
     uint32_t weights[16];
     const auto make_scores = [&](int m, const Operand<RowTile>& y) {
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
       at.template advance<kStages>();
     }
 
-    const Item here = item_again();
+    const ItemsOfRows::Item here = item_again();
     if (a.has_state(here.chunk)) {
       const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
 #pragma unroll
@@ -408,11 +408,11 @@ template <int kHeadDim>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
   using Tile = ReadTileSm90<kHeadDim>;
   const int x_heads = a.state_heads * a.x_group;
-  const int64_t items = int64_t{(a.nx + Tile::kRows - 1) / Tile::kRows} * a.batch * x_heads;
+  const ItemsOfRows items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
   const CUtensorMap y_map = rows_map(a.y, a, a.state_heads, a.ny, a.d), w_map = rows_map(a.w, a, a.state_heads, a.ny, a.dv);
-  launch_kernel("linear_read_sm90", linear_read_sm90_kernel<kHeadDim>, grid_1d(std::min<int64_t>(sm_count, items)), Tile::kThreads,
-                Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a);
+  launch_kernel("linear_read_sm90", linear_read_sm90_kernel<kHeadDim>, std::min(sm_count, items.count), Tile::kThreads,
+                Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
 
 }  // namespace
