@@ -62,10 +62,10 @@ SPILL_EXCEPTIONS = {
     "that architecture alone",
     r"sm_(100|120) .*gathered_kernel<float4, [148]>": "up to 24 bytes, so that two to four blocks share a multiprocessor; none "
     "on sm_80 and sm_90",
-    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::Bf16, 64>": "three words once per tile, so that three warpgroups "
-    "share a multiprocessor",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which gives "
-    "its registers to the others, once per item; softmax at head_dim 64 besides four words of the others",
+    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::Bf16, 64>": "three words once per tile, so that three "
+    "warpgroups share a multiprocessor",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
+    "gives its registers to the others, once per item; softmax at head_dim 64 besides four words of the others",
     r"sm_(8\d|100|120) .*linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; none on sm_90",
 }
 

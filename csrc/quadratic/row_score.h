@@ -18,16 +18,16 @@ __global__ void __launch_bounds__(kRowScoreThreads)
   constexpr int kLanes = row_score_lanes<Element, kHeadDim>();
   const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowScoreThreads + threadIdx.x) / kLanes;
   const int64_t heads = static_cast<int64_t>(p.b) * p.h;
-  const int64_t head_index = row / rows_per_head, query = row % rows_per_head;
-  const bool is_query = head_index < heads && query < p.n;
-  const int64_t result = head_index * p.n + query;  // of (b, h, n)
+  const int64_t row_head = row / rows_per_head, query = row % rows_per_head;
+  const bool is_query = row_head < heads && query < p.n;
+  const int64_t result = row_head * p.n + query;  // of (b, h, n)
 
   float delta = 0.f;
 #pragma unroll
   for (int first_col = 0; first_col < kHeadDim; first_col += kLanes * kVector) {
     const int col = first_col + static_cast<int>(threadIdx.x) % kLanes * kVector;
     if (!is_query || col >= p.dv) break;
-    const int64_t head = head_index % p.h, batch = head_index / p.h;
+    const int64_t head = row_head % p.h, batch = row_head / p.h;
     const auto at = [&](const void* base, const Stride& s) {
       return static_cast<const Element*>(base) + batch * s.batch + head * s.head + query * s.token + col;
     };
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kRowScoreThreads)
   }
 #pragma unroll
   for (int lane = kLanes / 2; lane > 0; lane /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, lane);
-  if (head_index < heads && threadIdx.x % kLanes == 0) {
+  if (row_head < heads && threadIdx.x % kLanes == 0) {
     if (is_query && p.grad_z != nullptr) delta -= Score::delta_of_z(p.z[result], p.grad_z + result);
     row_scores[row] = is_query ? Score(p).row(p.z[result], delta) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
