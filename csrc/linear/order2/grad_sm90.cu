@@ -1,14 +1,14 @@
-// Gradients by states on Hopper, by wgmma and TMA, at head dim 64: grad_q of a walk forward in time, or grad_k and grad_v together of a
-// walk back in time, from one load of every tile.
+// Gradients by states on Hopper, by wgmma and TMA: grad_q of a walk forward in time; of a walk back in time grad_k, at head dim 64 together
+// with grad_v, from one load of every tile.
 //
 // A warpgroup owns 64 rows of x and x2, which stay in shared memory; persistent blocks of two warpgroups. For each tile T (64 features x
-// 64 channels) of the snapshot W = x2 T^T on the tensor cores, and the product rule on the CUDA cores: with
+// all channels) of the snapshot W = x2 T^T on the tensor cores, and the product rule on the CUDA cores: with
 //   P = sum_xg x[8s + x] x[8b + g] W[8x + g],    grad[8b + g] += sum_x x[8s + x] W[8x + g],  grad[8s + x] += sum_g x[8b + g] W[8x + g],
 // which covers the tiles (s, s) with no special case, as the snapshot has weights for that. The gradient has the layout of an
-// accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the gradient
-// is rotated by two blocks after every two stars. grad_v += features(x) T runs beside it.
+// accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
+// gradient is rotated by two blocks after every two stars; at head dim 128 it lies in shared memory. grad_v += features(x) T runs beside it.
 //
-// The second moment needs no tiles of its own: sum e y y^T is one product. Own chunk: scores and x2 . y2 by two products, both kinds of
+// The second moment needs no tiles of pairs: sum e y y^T is one product. Own chunk: scores and x2 . y2 by two products, both kinds of
 // weights in registers as operands of the next two.
 
 #include <algorithm>
@@ -25,24 +25,37 @@
 namespace fastmax {
 namespace {
 
-struct GradTileSm90 : HopperState<64> {
+// Whose gradients: which rows are x, and e are of.
+//   kQueries         x are queries, x2 g, y keys, y2 values; e are of x
+//   kKeys            x are keys, x2 values, y queries, y2 g, back in time; e are of y
+//   kKeysAndValues   the same, and what f weighs
+enum class Grads { kQueries, kKeys, kKeysAndValues };
+
+template <int kHeadDim>
+struct GradTileSm90 : HopperState<kHeadDim> {
+  using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
   // A warpgroup more issues loads; but grad_v needs all registers, and the warps that compute take turns.
-  static constexpr int threads(bool values) { return 128 * (kWarpgroups + (values ? 0 : 1)); }
+  static constexpr int threads(Grads grads) { return 128 * (kWarpgroups + (grads == Grads::kKeysAndValues ? 0 : 1)); }
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
-  static constexpr int kStages = 8, kAhead = kStages - 2;
-  static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr int kStateStages = kTiles / 2;
-  static constexpr int kXBuffers = 2, kXBytes = 2 * kTileBytes;  // x and x2 of a warpgroup
+  static constexpr int kStages = kHeadDim == 64 ? 8 : 3;
+  static constexpr int kStageBytes = 2 * State::kTileBytes;
+  static constexpr int kStateStages = State::kTiles / 2;
+  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
+  // The gradient while there are tiles of pairs: in registers, or of wide heads, where it would take half of them, in fp32 in shared memory.
+  static constexpr bool kSumsInShared = kHeadDim == 128;
+  static constexpr int kSumBytes = kSumsInShared ? kTileRows * kHeadDim * 4 : 0;  // of a warpgroup
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kX = kStages * kStageBytes;
   static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
-  static constexpr int kXFull = kScales + kStages * kScaleBytes;
+  static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
+  static constexpr int kXFull = kSumsAt + kWarpgroups * kSumBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kQueues + kWarps * SourceQueue::kBytes;
+  static constexpr int kQueueBytes = kHeadDim == 64 ? kWarps * SourceQueue::kBytes : 0;  // there is no grad_v at 128
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kQueues + kQueueBytes;
   static_assert(kBarriers % 16 == 0 && kQueues % 16 == 0, "barriers and sources are aligned");
   static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
 };
@@ -51,15 +64,16 @@ struct GradMaps {
   CUtensorMap x, x2, y, y2, e, grad, values;
 };
 
-// The gradients of a block's rows: of x, and with kValues of what f weighs.
-// kValues: x are keys, x2 values, y queries, y2 g, back in time; e are of y. Else x are queries, x2 g, y keys, y2 values; e are of x.
-template <bool kValues>
-__global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
+template <int kHeadDim, Grads kGrads>
+__global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const ItemsOfRows items) {
-  using Tile = GradTileSm90;
-  using RowTile = RowTileSm90<64>;
+  using Tile = GradTileSm90<kHeadDim>;
+  using RowTile = RowTileSm90<kHeadDim>;
   using Rows = Operand<RowTile>;
-  using Products = Wgmma<Bf16, 64>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  using Scores = Wgmma<Bf16, 64>;
+  constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
+  constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
@@ -73,24 +87,34 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
   }
   __syncthreads();
 
+  // A stage: two tiles of a snapshot; or a tile of y and one of y2, the heads of y in turn.
+  const auto load_snapshot = [&](RingPosition at, const char* source) {
+    ring.wait_until_empty(at);
+    ring.expect(at, Tile::kStageBytes);
+    ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source, Tile::kStageBytes, ring.full(at));
+  };
+  const auto load_own = [&](RingPosition at, int own, int first_token, int first_y_head, int batch) {
+    const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+    const int token = first_token + (kBack ? -(own / a.y_group) : own) * kTileRows, y_head = first_y_head + (kBack ? own % a.y_group : 0);
+    ring.wait_until_empty(at);
+    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0));
+    RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
+    RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
+    if (kBack) {
+      ptx::tma_load_matrix(scales_at + at.stage * kScaleBytes, maps.e, ring.full(at), token, batch * a.state_heads * a.y_group + y_head);
+    }
+  };
   if (!kValues && warpgroup == kWarpgroups) {
     ptx::fewer_registers<Tile::kProducerRegisters>();
     if (warp != 4 * kWarpgroups || lane != 0) return;
     RingPosition at;
     for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
       const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
-      for (int i = 0; i < source.state_stages; ++i, at.advance<kStages>()) {
-        ring.wait_until_empty(at);
-        ring.expect(at, Tile::kStageBytes);
-        ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source.snapshot + i * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
+      for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
+        load_snapshot(at, source.snapshot + i * Tile::kStageBytes);
       }
-      for (int tile = 0; tile < source.own_stages; ++tile, at.advance<kStages>()) {
-        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
-        const int token = source.token + tile * kTileRows;
-        ring.wait_until_empty(at);
-        ring.expect(at, Tile::kStageBytes);
-        RowTile::load(stage, maps.y, ring.full(at), token, source.y_head, source.batch);
-        RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, source.y_head, source.batch);
+      for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
+        load_own(at, own, source.token, source.y_head, source.batch);
       }
     }
     return;
@@ -98,6 +122,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
   if constexpr (!kValues) ptx::more_registers<Tile::kConsumerRegisters>();
 
   // With values: loads are issued kAhead stages before they are needed, one for each stage that is used.
+  constexpr int kAhead = kStages - 2;
   const SourceQueue queue{stages_at + Tile::kQueues + warp * SourceQueue::kBytes};
   const auto put_source = [&](int item) {  // the block's, by any lane
     queue.put(item, ItemSource(a, items, blockIdx.x + item * gridDim.x, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes));
@@ -109,20 +134,9 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
     if (!kValues || loads.stages == 0) return;
     if (lane == 0 && warp == loads.count % Tile::kWarps) {
       const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
-      const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
       const int own = loads.stage - queue.state_stages(loads.item);
-      ring.wait_until_empty(at);
-      if (own < 0) {
-        ring.expect(at, Tile::kStageBytes);
-        ptx::bulk_load(stage, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
-      } else {
-        ring.expect(at, Tile::kStageBytes + kScaleBytes);
-        const int y_head = queue.y_head(loads.item) + own % a.y_group, batch = queue.batch(loads.item);
-        const int token = queue.token(loads.item) - own / a.y_group * kTileRows;
-        RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
-        RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
-        ptx::tma_load_matrix(scales_at + at.stage * kScaleBytes, maps.e, ring.full(at), token, batch * a.state_heads * a.y_group + y_head);
-      }
+      if (own < 0) load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
+      else load_own(at, own, queue.token(loads.item), queue.y_head(loads.item), queue.batch(loads.item));
     }
     ++loads.count;
     if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
@@ -131,7 +145,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
     if (lane < SourceQueue::kItems - 1) put_source(lane);
     __syncwarp();
     loads.stages = queue.stages(0);
-    for (int i = 0; i < Tile::kAhead; ++i) load_stage();
+    for (int i = 0; i < kAhead; ++i) load_stage();
   }
 
   const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
@@ -166,16 +180,10 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
     const int buffer = count % Tile::kXBuffers;
     const bool has_state = a.has_state(item.chunk);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
-    float grad[32], values[kValues ? 32 : 1], x_e[2] = {0.f, 0.f};
+    float grad[kHeadDim / 2], values[kValues ? 32 : 1], x_e[2] = {0.f, 0.f};
     ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
-    const auto load_fragments = [&](uint32_t* f, uint32_t tile) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        ptx::ldmatrix_x4(*reinterpret_cast<uint32_t(*)[4]>(f + 4 * k), tile + RowTile::chunk_offset(16 * w4 + lane % 16, 2 * k + lane / 16));
-      }
-    };
     const auto load_x_e = [&](const ItemsOfRows::Item& item) {
-      if (kValues) return;
+      if (kBack) return;
       const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -189,36 +197,49 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
       {
         load_x_e(item);
         ring.wait_until_full(at), load_stage();
-        const Rows moment(stage()), linear = moment.behind(kTileBytes);
-        uint32_t fx[16], f2[16];
-        float m[32];
-        load_fragments(fx, x);
-        load_fragments(f2, x2);
+        const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes), moment(stage());
+        float m[kHeadDim / 2];
         wgmma_fence();
-        Products::rs_first<Major::kMN>(m, fx, moment.mn_major(0));
+        Products::template ss_first<Major::kK, Major::kMN>(m, x_operand.k_major(0), moment.mn_major(0));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) Products::rs<Major::kMN>(m, fx + 4 * k, moment.mn_major(k));
-        Products::rs_first<Major::kK>(grad, f2, linear.k_major(0));
+        for (int k = 1; k < kSteps; ++k) {
+          Products::template ss<Major::kK, Major::kMN>(m, x_operand.k_major(k), moment.behind(k / 4 * kTileBytes).mn_major(k % 4));
+        }
+        if constexpr (Tile::kPanels == 2) {
+          wgmma_commit();
+          wgmma_wait<0>();
+          ring.release(at, lane);
+          at.template advance<kStages>();
+          ring.wait_until_full(at);
+          wgmma_fence();
+        }
+        const Rows linear(stage() + (Tile::kPanels == 1 ? kTileBytes : 0));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) Products::rs<Major::kK>(grad, f2 + 4 * k, linear.k_major(k));
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has 64 features
+          float(&of_panel)[32] = reinterpret_cast<float(&)[32]>(grad[32 * panel]);
+          const Rows features = linear.behind(panel * kTileBytes);
+          Scores::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
+        }
         if constexpr (kValues) {
-          Products::rs_first<Major::kMN>(values, fx, linear.mn_major(0));
+          Scores::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Products::rs<Major::kMN>(values, fx + 4 * k, linear.mn_major(k));
+          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
         }
         wgmma_commit();
         wgmma_wait<0>();
         keep(m), keep(grad);
         if constexpr (kValues) keep(values);
         ring.release(at, lane);
-        at.advance<kStages>();
+        at.template advance<kStages>();
         const float* state_sums = a.sums + item.slot * Tile::kSums;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < kBlocks; ++j) {
           const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float e = kValues ? 1.f : x_e[r];
+            const float e = kBack ? 1.f : x_e[r];
             grad[4 * j + 2 * r] += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
             grad[4 * j + 2 * r + 1] += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
           }
@@ -234,6 +255,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
       }
 
       // Tiles of pairs, two stars a pass.
+      const Rows x2_operand(x2);
       float star_x[2][8], star_sum[2][8];
       uint32_t scalar[kValues ? 2 : 1][8];
       const auto load_star = [&](int star) {
@@ -249,7 +271,6 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
           }
         }
       };
-      const Rows x2_operand(x2);
       // Of a tile: base is what ldmatrix read of x's other block, gradient the registers of that block.
       const auto add_products = [&](const float* w, float* gradient, const uint32_t* base) {
         const float b0 = ptx::low_bf16(base[0]), b1 = ptx::high_bf16(base[0]);
@@ -283,15 +304,15 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
 #pragma unroll
         for (int i = 0; i < 8; ++i) first[i] = grad[i];
 #pragma unroll
-        for (int i = 0; i < 24; ++i) grad[i] = grad[i + 8];
+        for (int i = 0; i < kHeadDim / 2 - 8; ++i) grad[i] = grad[i + 8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) grad[24 + i] = first[i];
+        for (int i = 0; i < 8; ++i) grad[kHeadDim / 2 - 8 + i] = first[i];
       };
       // kTiles: of each of the two stars, star and star + 1; tile u of the pass is (star + u / kTiles, that + u % kTiles).
       const auto load_base = [&](uint32_t(&base)[2], int star, int block) {
-        ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % 8));
+        ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % kBlocks));
       };
-      // Without grad_v: W of a stage at a time, two of them in flight.
+      // Without grad_v, at head dim 64: W of a stage at a time, two of them in flight.
       const auto pass = [&](auto tiles, int star) {
         constexpr int kTiles = decltype(tiles)::value;
         float w[2][64];
@@ -301,11 +322,11 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
           used = at;
           ring.wait_until_full(at);
           const Rows features(stage());  // of both tiles of the stage
-          at.advance<kStages>();
+          at.template advance<kStages>();
           wgmma_fence();
-          Wgmma<Bf16, 128>::ss_first<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(0), features.k_major(0));
+          Wgmma<Bf16, 128>::template ss_first<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Wgmma<Bf16, 128>::ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < 4; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
         };
         load_star(star);
@@ -343,14 +364,14 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
             used = at;
             ring.wait_until_full(at);
             features = Rows(stage());
-            at.advance<kStages>();
+            at.template advance<kStages>();
           } else {
             features = features.behind(kTileBytes);
           }
           wgmma_fence();
-          Products::ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+          Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Products::ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
           if (u % 2 == 0) load_stage();
         };
@@ -364,7 +385,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
             }
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) Products::rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
+            for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
             wgmma_commit();
           }
         };
@@ -397,18 +418,68 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
         rotate();
         if constexpr (kValues) keep(values);
       };
-      constexpr auto kLong = std::integral_constant<int, 5>{};
-      constexpr auto kShort = std::integral_constant<int, 4>{};
-      if constexpr (kValues) {
-        for (int star = 0; star < 4; star += 2) pass_with_values(kLong, star);
-        for (int star = 4; star < 8; star += 2) pass_with_values(kShort, star);
+      if constexpr (!Tile::kSumsInShared) {
+        constexpr auto kLong = std::integral_constant<int, Tile::star_tiles(0)>{};  // the lower stars have one tile more
+        constexpr auto kShort = std::integral_constant<int, Tile::star_tiles(kBlocks - 1)>{};
+        const auto run = [&](auto tiles, int star) {
+          if constexpr (kValues) pass_with_values(tiles, star);
+          else pass(tiles, star);
+        };
+        for (int star = 0; star < kBlocks / 2; star += 2) run(kLong, star);
+        for (int star = kBlocks / 2; star < kBlocks; star += 2) run(kShort, star);
       } else {
-        for (int star = 0; star < 4; star += 2) pass(kLong, star);
-        for (int star = 4; star < 8; star += 2) pass(kShort, star);
+        // Of a lane, block after block. While one warpgroup has products on the CUDA cores, the other has its W made.
+        const uint32_t sums_at = stages_at + Tile::kSumsAt + warpgroup * Tile::kSumBytes + threadIdx.x % 128 * 16;
+        const auto sum_of = [&](int block) { return sums_at + block * 128 * 16; };
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          ptx::store_shared_f32x4(sum_of(j), make_float4(grad[4 * j], grad[4 * j + 1], grad[4 * j + 2], grad[4 * j + 3]));
+        }
+        const auto add_to = [&](int block, const auto& add) {
+          const float4 before = ptx::load_shared_f32x4(sum_of(block));
+          float sum[4] = {before.x, before.y, before.z, before.w};
+          add(sum);
+          ptx::store_shared_f32x4(sum_of(block), make_float4(sum[0], sum[1], sum[2], sum[3]));
+        };
+        int star = 0, offset = 0;
+        load_star(0);
+        for (int i = 0; i < Tile::kPairTiles / 2; ++i) {
+          float w[2][32];
+          ring.wait_until_full(at);
+          const Rows features(stage()), next_features = features.behind(kTileBytes);
+          wgmma_fence();
+          Scores::template ss_first<Major::kK, Major::kK>(w[0], x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[0], x2_operand.k_major(k), features.k_major(k));
+          Scores::template ss_first<Major::kK, Major::kK>(w[1], x2_operand.k_major(0), next_features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[1], x2_operand.k_major(k), next_features.k_major(k));
+          wgmma_commit();
+          wgmma_wait<0>();
+          keep(w[0]), keep(w[1]);
+          ring.release(at, lane);
+          at.template advance<kStages>();
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            uint32_t base[2];
+            load_base(base, star, offset);
+            add_to((star + offset) % kBlocks, [&](float* sum) { add_products(w[j], sum, base); });
+            if (++offset == Tile::star_tiles(star)) {
+              add_to(star, add_star);
+              offset = 0, ++star;
+              if (star < kBlocks) load_star(star);
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          const float4 sum = ptx::load_shared_f32x4(sum_of(j));
+          grad[4 * j] = sum.x, grad[4 * j + 1] = sum.y, grad[4 * j + 2] = sum.z, grad[4 * j + 3] = sum.w;
+        }
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) grad[i] = 0.f;
+      for (int i = 0; i < kHeadDim / 2; ++i) grad[i] = 0.f;
       if constexpr (kValues) {
 #pragma unroll
         for (int i = 0; i < 32; ++i) values[i] = 0.f;
@@ -431,12 +502,12 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
         const uint32_t y_e = scales_at + at.stage * kScaleBytes;
         float s[32], p[32];
         wgmma_fence();
-        Products::ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
+        Scores::template ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) Products::ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
-        Products::ss_first<Major::kK, Major::kK>(p, x2_operand.k_major(0), y2.k_major(0));
+        for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
+        Scores::template ss_first<Major::kK, Major::kK>(p, x2_operand.k_major(0), y2.k_major(0));
 #pragma unroll
-        for (int k = 1; k < 4; ++k) Products::ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
+        for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
         wgmma_commit();
         wgmma_wait<0>();
         keep(s), keep(p);
@@ -444,16 +515,16 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           float2 column_e = make_float2(0.f, 0.f);
-          if (kValues) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * t) * 4);
+          if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * t) * 4);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             float slope[2], weight[2];
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-              const float score = s[4 * j + 2 * r + i], e = kValues ? (i == 0 ? column_e.x : column_e.y) : x_e[r];
+              const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : x_e[r];
               // In memory a walk back in time goes from later rows to earlier ones.
               const int column = 8 * j + 2 * t + i, x_row = row + 8 * r;
-              const bool seen = !decltype(is_diagonal)::value || (kValues ? column >= x_row : column <= x_row);
+              const bool seen = !decltype(is_diagonal)::value || (kBack ? column >= x_row : column <= x_row);
               slope[i] = seen ? fmaf(score, a.g1, a.g0) * (p[4 * j + 2 * r + i] + e) : 0.f;
               if (kValues) weight[i] = seen ? fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0) : 0.f;
             }
@@ -465,19 +536,19 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
         if constexpr (kValues) keep(weights);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) Products::rs<Major::kMN>(grad, slopes + 4 * k, y.mn_major(k));
+        for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(grad, slopes + 4 * k, y.mn_major(k));
         if constexpr (kValues) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) Products::rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
+          for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
         }
         wgmma_commit();
         wgmma_wait<0>();
         keep(grad);
         if constexpr (kValues) keep(values);
         before = at, releases = true;
-        at.advance<kStages>();
+        at.template advance<kStages>();
       };
-      const int y_group = kValues ? a.y_group : 1;
+      const int y_group = kBack ? a.y_group : 1;
       const int own_stages = item.own_tiles * y_group, diagonal = (item.first_own + warpgroup) * y_group;
       const int diagonal_end = min(diagonal + y_group, own_stages);
       int own = 0;
@@ -489,7 +560,7 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
       for (; own < own_stages; ++own) {  // of the other warpgroup alone
         ring.wait_until_full(at), load_stage();
         ring.release(at, lane);
-        at.advance<kStages>();
+        at.template advance<kStages>();
       }
     }
 
@@ -498,13 +569,13 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
     const int token = tile_token(a, a.nx, here.row + warpgroup * kTileRows);
     keep(grad);
     if constexpr (kValues) keep(values);
-    if (kValues && a.x_mask.data != nullptr) {
+    if (kBack && a.x_mask.data != nullptr) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int x_token = token + row + 8 * r;
         const bool is_dropped = x_token >= 0 && x_token < a.nx && mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        for (int j = 0; j < kBlocks; ++j) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if (is_dropped) grad[4 * j + 2 * r + i] = 0.f;
@@ -530,29 +601,34 @@ __global__ void __launch_bounds__(GradTileSm90::threads(kValues), 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-void launch_grad(const GradArgs& a, const ReadArgs* values, int sm_count, cudaStream_t stream) {
-  using Tile = GradTileSm90;
+template <int kHeadDim, Grads kGrads>
+void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
+  using Tile = GradTileSm90<kHeadDim>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   GradMaps maps{};
   maps.x = rows_map(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map(a.x2, a, x_heads, a.nx, a.dv);
   maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
-  const auto launch = [&](auto kernel) {
-    launch_kernel("linear_grad_sm90", kernel, std::min(sm_count, items.count), Tile::threads(values != nullptr),
-                  Tile::kSharedBytes, stream, maps, a, items);
-  };
-  if (values == nullptr) return launch(linear_grad_sm90_kernel<false>);
-  maps.e = scales_map(a.y_scale, a.batch * y_heads, a.ny);
-  maps.values = rows_map(values->out, a, x_heads, a.nx, a.dv);
-  launch(linear_grad_sm90_kernel<true>);
+  if (kGrads != Grads::kQueries) maps.e = scales_map(a.y_scale, a.batch * y_heads, a.ny);
+  if (kGrads == Grads::kKeysAndValues) maps.values = rows_map(values, a, x_heads, a.nx, a.dv);
+  launch_kernel("linear_grad_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads>, std::min(sm_count, items.count), Tile::threads(kGrads),
+                Tile::kSharedBytes, stream, maps, a, items);
 }
 
 }  // namespace
 
-void linear_grad_sm90(const GradArgs& a, int sm_count, cudaStream_t stream) { launch_grad(a, nullptr, sm_count, stream); }
-void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int sm_count, cudaStream_t stream) {
-  launch_grad(a, &values, sm_count, stream);
+void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
+  if (head_dim == 64) launch_grad<64, Grads::kQueries>(a, {}, sm_count, stream);
+  else launch_grad<128, Grads::kQueries>(a, {}, sm_count, stream);
+}
+void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
+  if (head_dim == 64) {
+    launch_grad<64, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
+  } else {  // registers for one of the two
+    linear_read_sm90(values, head_dim, sm_count, stream);
+    launch_grad<128, Grads::kKeys>(a, {}, sm_count, stream);
+  }
 }
 
 }  // namespace fastmax

@@ -9,8 +9,8 @@
 
 namespace fastmax {
 
-bool linear2_sm90_covers(const AttentionParams& p, Direction direction) {
-  const bool has_head_dim = p.head_dim == 64 || (p.head_dim == 128 && direction == Direction::kForward);
+bool linear2_sm90_covers(const AttentionParams& p, Direction) {
+  const bool has_head_dim = p.head_dim == 64 || p.head_dim == 128;
   if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 2 || !has_head_dim || fades(p)) return false;
   const auto is_copied = [&](const void* data, const Stride& stride, int heads, int tokens, int columns) {
     return has_tensor_map({data, stride, p.b, heads, tokens, columns, p.math});
@@ -24,9 +24,9 @@ constexpr StatePasses kStatePassesSm90 = {
     [](const Problem& p) { return p.head_dim == 64 ? hopper_state_sizes<64>() : hopper_state_sizes<128>(); },
     [](const Problem& p, const StateArgs& a, cudaStream_t stream) { linear_state_sm90(a, p.head_dim, stream); },
     [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { linear_read_sm90(a, p.head_dim, p.sm_count, stream); },
-    [](const Problem& p, const GradArgs& a, cudaStream_t stream) { linear_grad_sm90(a, p.sm_count, stream); },
+    [](const Problem& p, const GradArgs& a, cudaStream_t stream) { linear_grad_sm90(a, p.head_dim, p.sm_count, stream); },
     [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
-      linear_grads_sm90(values, a, p.sm_count, stream);
+      linear_grads_sm90(values, a, p.head_dim, p.sm_count, stream);
     },
     /*load=*/nullptr,
     /*store=*/nullptr,

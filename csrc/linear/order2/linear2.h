@@ -28,7 +28,7 @@ struct StatePasses {
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
 };
 extern const StatePasses kStatePassesSm80;  // for every architecture
-extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 64 and 128, of which 128 has no gradients
+extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 64 and 128
 bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
 
 // From the totals of a walk's segments to what each starts from: the earlier walk's accumulators and all totals before it.

@@ -1,7 +1,7 @@
-// Reading states on Hopper: what read_sm80.cu computes for a forward, by wgmma and TMA.
+// Reading states on Hopper: what read_sm80.cu computes, by wgmma and TMA.
 //
 // Persistent blocks of kRows rows of x, the last rows of all heads first: in causal calls they have the most of their own chunk. Two
-// warpgroups have two tiles of 64 rows each, a high and a low one, so that both have as much to do. What they multiply comes through one
+// warpgroups have two tiles of 64 rows each, a low and a high one, so that both have as much to do. What they multiply comes through one
 // ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then y and w of the own chunk. Features are
 // made in registers, from x in shared memory.
 //
@@ -67,7 +67,8 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
   }
 }
 
-template <int kHeadDim>
+// kValues: grad_v, of a walk back in time, without denominators; else a forward.
+template <int kHeadDim, bool kValues>
 __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
@@ -104,13 +105,14 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
         ring.expect(at, Tile::kStageBytes);
         ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source.snapshot + i * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
       }
-      for (int tile = 0; tile < source.own_stages; ++tile, at.template advance<kStages>()) {
+      for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
         const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
-        const int token = source.token + tile * kTileRows;
+        const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
+        const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
         ring.wait_until_empty(at);
         ring.expect(at, Tile::kStageBytes);
-        RowTile::load(stage, y_map, ring.full(at), token, source.y_head, source.batch);
-        RowTile::load(stage + kTileBytes, w_map, ring.full(at), token, source.y_head, source.batch);
+        RowTile::load(stage, y_map, ring.full(at), token, y_head, source.batch);
+        RowTile::load(stage + kTileBytes, w_map, ring.full(at), token, y_head, source.batch);
       }
     }
     return;
@@ -151,34 +153,36 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
     RingPosition before;  // the stage before, whose products may still be under way
     bool releases = false;
     if (has_state) {
-      const float* state_sums = a.sums + item.slot * Tile::kSums;
-      // The denominator from earlier chunks: x . (moment x + c1 sum y).
       ring.wait_until_full(at);
-      const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
+      if constexpr (!kValues) {
+        // The denominator from earlier chunks: x . (moment x + c1 sum y).
+        const float* state_sums = a.sums + item.slot * Tile::kSums;
+        const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
 #pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
+        for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {
-          float v[32];
-          wgmma_fence();
+          for (int panel = 0; panel < Tile::kPanels; ++panel) {
+            float v[32];
+            wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < kSteps; ++k) {
-            const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
-            const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
-            if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
-            else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
-          }
-          wgmma_commit();
-          wgmma_wait<0>();
-          keep(v);
-          const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
+            for (int k = 0; k < kSteps; ++k) {
+              const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+              const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
+              if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
+              else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            keep(v);
+            const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
 #pragma unroll
-          for (int j = 0; j < 8; ++j) {
-            const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
-            const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
-            const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
-            sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
-            sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
+            for (int j = 0; j < 8; ++j) {
+              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
+              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
+              const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
+              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
+              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
+            }
           }
         }
       }
@@ -295,8 +299,9 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
       for (int i = 0; i < 32; ++i) {
         const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
         const float u = fmaf(s[i], a.c2, a.c1);
-        const bool seen = !decltype(is_diagonal)::value || column <= row + 8 * r;
-        sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
+        // In memory a walk back in time goes from later rows to earlier ones.
+        const bool seen = !decltype(is_diagonal)::value || (kValues ? column >= row + 8 * r : column <= row + 8 * r);
+        if (!kValues) sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
         s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
       }
 #pragma unroll
@@ -337,15 +342,24 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
       at.template advance<kStages>();
     };
     // Waiting between the loops keeps registers of products in flight from crossing control flow.
-    const int tiles = own_item.own_tiles, low_diagonal = own_item.first_own + tile_of(0), high_diagonal = own_item.first_own + tile_of(1);
+    const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
+    const int tiles = own_item.own_tiles * y_group;
+    const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
     int own = 0;
-    for (; own < low_diagonal && own < tiles; ++own) for_both(std::false_type{});
+    const auto diagonal = [&](int first, const auto& add_tile) {
+      if constexpr (kValues) {
+        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{});
+      } else if (own < tiles) {
+        add_tile(std::true_type{}), ++own;
+      }
+    };
+    for (; own < low && own < tiles; ++own) for_both(std::false_type{});
     wgmma_wait<0>();
-    if (own < tiles) for_both(std::true_type{}), ++own;
+    diagonal(low, for_both);
     wgmma_wait<0>();
-    for (; own < high_diagonal && own < tiles; ++own) for_high(std::false_type{});
+    for (; own < high && own < tiles; ++own) for_high(std::false_type{});
     wgmma_wait<0>();
-    if (own < tiles) for_high(std::true_type{}), ++own;
+    diagonal(high, for_high);
     wgmma_wait<0>();
     if (releases) ring.release(before, lane);
     for (; own < tiles; ++own) {  // of the other warpgroup alone
@@ -378,16 +392,24 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
     for (int m = 0; m < kRowTiles; ++m) {
       keep(acc[m]);
       const int first = here.row + tile_of(m) * kTileRows;
-      float inverse[2];
+      float factor[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int x_row = first + row + 8 * r;
-        const float z = fmaf(a.c0, rows_seen(a, here.batch, x_row), quad_sum(sums[m][r]));
-        inverse[r] = z == 0.f ? 0.f : 1.f / z;
-        if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
+        if constexpr (kValues) {
+          const int token = tile_token(a, a.nx, first) + row + 8 * r;
+          factor[r] = a.x_mask.data == nullptr || token < 0 || token >= a.nx ||
+                              mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(token) * a.x_mask.token] != 0
+                          ? 1.f
+                          : 0.f;
+        } else {
+          const int x_row = first + row + 8 * r;
+          const float z = fmaf(a.c0, rows_seen(a, here.batch, x_row), quad_sum(sums[m][r]));
+          factor[r] = z == 0.f ? 0.f : 1.f / z;
+          if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
+        }
       }
-      if (a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
-      store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], inverse[0], inverse[1], w4, lane);
+      if (!kValues && a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
+      store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], factor[0], factor[1], w4, lane);
     }
     ptx::fence_proxy_async();
     ptx::barrier_wait<128>(1 + warpgroup);
@@ -404,22 +426,23 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim>
+template <int kHeadDim, bool kValues>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
   using Tile = ReadTileSm90<kHeadDim>;
-  const int x_heads = a.state_heads * a.x_group;
+  const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
-  const CUtensorMap y_map = rows_map(a.y, a, a.state_heads, a.ny, a.d), w_map = rows_map(a.w, a, a.state_heads, a.ny, a.dv);
-  launch_kernel("linear_read_sm90", linear_read_sm90_kernel<kHeadDim>, std::min(sm_count, items.count), Tile::kThreads,
+  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
+  launch_kernel("linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues>, std::min(sm_count, items.count), Tile::kThreads,
                 Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
 
 }  // namespace
 
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) launch_read<64>(a, sm_count, stream);
-  else launch_read<128>(a, sm_count, stream);
+  if (head_dim == 64) launch_read<64, false>(a, sm_count, stream);
+  else if (a.z != nullptr) launch_read<128, false>(a, sm_count, stream);
+  else launch_read<128, true>(a, sm_count, stream);
 }
 
 }  // namespace fastmax

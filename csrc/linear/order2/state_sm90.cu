@@ -178,34 +178,34 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   };
 
   RingPosition at;
-  int done = 0;  // stages
+  int left = stages;  // not yet begun
   for (int row = begin;;) {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
     if (!totals && row == a.chunk_begin(chunk) && (row < end || is_last)) store_snapshot(chunk++);
     if (row == end) break;
     const int next = totals ? end : min(a.chunk_begin(chunk), end);
-    const int run = (next - row) / kTileRows * y_group;
+    int run = (next - row) / kTileRows * y_group;
     row = next;
     ring.wait_until_full(at);
     load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
     RingPosition before = at;  // released when its products are done
-    for (int i = 0; i < run; ++i) {
-      if (threadIdx.x == 0 && done + Tile::kAhead < stages) load_stage(done + Tile::kAhead);
-      ++done;
+    for (bool is_first = true; run > 0; --run, is_first = false) {
+      if (threadIdx.x == 0 && left > Tile::kAhead) load_stage(stages - left + Tile::kAhead);
+      --left;
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
       const uint32_t e = stages_at + Tile::kScales + own.stage * kScaleBytes;
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
       at.template advance<kStages>();
-      ring.wait_until_full(done < stages ? at : own);  // its first rows are read beside this one's last products
+      ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         uint32_t m[2][2], f[kOwn][4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
         wgmma_wait<0>();
-        if (k == 1) ring.release(before, lane, i > 0);
+        if (k == 1) ring.release(before, lane, !is_first);
 #pragma unroll
         for (int j = 0; j < kOwn - 1; ++j) {
           const uint32_t* x = b[j / 2] + j % 2 * 2;
@@ -264,10 +264,8 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map, w_map,
                     e_map, a, totals);
     };
-    if constexpr (kHeadDim == 64) {  // wider heads have no gradients here
-      if (scaled) return run(linear_state_sm90_kernel<kHeadDim, true>);
-    }
-    run(linear_state_sm90_kernel<kHeadDim, false>);
+    if (scaled) run(linear_state_sm90_kernel<kHeadDim, true>);
+    else run(linear_state_sm90_kernel<kHeadDim, false>);
   };
   if (a.segments > 1) {
     launch(a.segments - 1, true);
