@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 from model import GPT, GPTConfig
+from options import count, count_or_none, positive
 from text import Batch, bpe_tokens, byte_tokens, load_bpe, load_documents, random_windows
 from torch import Tensor
 from training import autocast, evaluate_by_position
@@ -33,18 +34,18 @@ def arguments() -> argparse.ArgumentParser:
     cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
     parser.add_argument("--checkpoint", type=Path, required=True, help="of train_lm.py or train_char_lm.py, with softmax")
     parser.add_argument("--every", type=int, default=0, help="layers EVERY, 2 EVERY, ... stay softmax; 0: none")
-    parser.add_argument("--exact-window", type=int, default=128, help="tokens whose keys are weighed by exp")
+    parser.add_argument("--exact-window", type=count, default=128, help="tokens whose keys are weighed by exp")
     parser.add_argument("--decay", action=switch, help="new decay gates where there are none; default: without --every")
-    parser.add_argument("--longest-half-life", type=float, help="of new gates, in tokens (default: 8 contexts)")
-    parser.add_argument("--fit-batches", type=int, default=4, help="for the polynomial; 0: that of Taylor")
-    parser.add_argument("--transfer-steps", type=int, default=100, help="0: none")
-    parser.add_argument("--transfer-lr", type=float, default=0.01)
-    parser.add_argument("--steps", type=int, default=200, help="fine-tuning")
-    parser.add_argument("--lr", type=float, default=3e-4, help="of the fine-tuning")
+    parser.add_argument("--longest-half-life", type=positive, help="of new gates, in tokens (default: 8 contexts)")
+    parser.add_argument("--fit-batches", type=count_or_none, default=4, help="for the polynomial; 0: that of Taylor")
+    parser.add_argument("--transfer-steps", type=count_or_none, default=100, help="0: none")
+    parser.add_argument("--transfer-lr", type=positive, default=0.01)
+    parser.add_argument("--steps", type=count, default=200, help="fine-tuning")
+    parser.add_argument("--lr", type=positive, default=3e-4, help="of the fine-tuning")
     parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
-    parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--block-size", type=int, help="tokens of a window (default: the checkpoint's)")
-    parser.add_argument("--val-batches", type=int, default=8)
+    parser.add_argument("--batch-size", type=count, default=32)
+    parser.add_argument("--block-size", type=count, help="tokens of a window (default: the checkpoint's)")
+    parser.add_argument("--val-batches", type=count, default=8)
     parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--seed", type=int, default=1338)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from model import GPT, OF_FASTMAX, GPTConfig, make_layer, sample
+from options import count, not_negative
 from text import load_bpe
 from torch import Tensor
 from tqdm import tqdm
@@ -260,13 +261,13 @@ def arguments() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--prompt", default="def ")
-    parser.add_argument("--tokens", type=int, default=500, help="to generate")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    parser.add_argument("--tokens", type=count, default=500, help="to generate")
+    parser.add_argument("--temperature", type=not_negative, default=0.8, help="0: always the likeliest token")
     parser.add_argument("--compare", action="store_true", help="measure memory and time per token instead")
     contexts = [1024, 4096, 16384, 65536] if cuda else [256, 1024, 4096]
-    parser.add_argument("--contexts", type=int, nargs="+", default=contexts, help="of --compare")
-    parser.add_argument("--batch", type=int, default=1, help="sequences of --compare")
-    parser.add_argument("--steps", type=int, default=50, help="tokens that --compare times at each context")
+    parser.add_argument("--contexts", type=count, nargs="+", default=contexts, help="of --compare")
+    parser.add_argument("--batch", type=count, default=1, help="sequences of --compare")
+    parser.add_argument("--steps", type=count, default=50, help="tokens that --compare times at each context")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if cuda else "float32")
     parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
@@ -280,8 +281,6 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.prompt:
         parser.error("--prompt must have a character to go on from")
-    if min(args.tokens, args.batch, args.steps, *args.contexts) < 1:
-        parser.error("--tokens, --contexts, --batch and --steps must be at least 1")
     checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     model = load_model(checkpoint, args.device, getattr(torch, args.dtype))
     constant = all(isinstance(state.attention, DecodeState) for state in model.init_states(1))

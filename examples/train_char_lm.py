@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 from model import GPT, PLAIN, GPTConfig
+from options import count, count_or_none, positive
 from text import Batch, load_bytes, random_windows, split
 from torch import Tensor
 from tqdm import tqdm
@@ -51,9 +52,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--exact-window", type=int, default=32, help="bytes that Fastmax weighs as softmax does, with parts")
     parser.add_argument("--compare", action="store_true", help="train " + ", ".join(RUNS) + ", one after another")
     parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--block-size", type=int, default=128, help="context length in bytes")
+    parser.add_argument("--steps", type=count, default=600)
+    parser.add_argument("--batch-size", type=count, default=8)
+    parser.add_argument("--block-size", type=count, default=128, help="context length in bytes")
     parser.add_argument("--n-layer", type=int, default=4)
     parser.add_argument("--n-head", type=int, default=4)
     parser.add_argument("--n-embd", type=int, default=128)
@@ -64,11 +65,11 @@ def arguments() -> argparse.ArgumentParser:
         help="RMS-normalise queries and keys, so that scores stay where a polynomial resembles exp",
     )
     parser.add_argument("--temperature", type=float, help="divides Fastmax's scores (default: the layer's own)")
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--sample", type=int, default=300, help="bytes to generate at the end")
+    parser.add_argument("--lr", type=positive, default=2e-3)
+    parser.add_argument("--sample", type=count_or_none, default=300, help="bytes to generate at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--seeds", type=int, default=1, help="with --compare: as many seeds, from --seed on")
+    parser.add_argument("--seeds", type=count, default=1, help="with --compare: as many seeds, from --seed on")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from model import GPT, PLAIN, GPTConfig
+from options import count, count_or_none, not_negative, positive
 from text import Text, bpe_tokens, byte_tokens, load_bpe, load_documents, packed_windows, random_windows, train_bpe
 from torch import Tensor
 from tqdm import tqdm
@@ -60,16 +61,18 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
     parser.add_argument("--bpe", type=int, default=0, metavar="SIZE", help="vocabulary learnt from the text; 0: bytes")
     parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
-    parser.add_argument("--block-size", type=int, default=1024, help="tokens of a window; longer documents are cut")
-    parser.add_argument("--batch-size", type=int, default=32, help="windows; packed: BATCH_SIZE * BLOCK_SIZE tokens in one row")
-    parser.add_argument("--accumulate", type=int, default=1, help="batches to a step")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, help="of training, after which it ends before its steps do")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=100, help="steps")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--rows", type=int, default=10, help="rows of losses, and checkpoints, in the steps")
-    parser.add_argument("--val-batches", type=int, default=8, help="batches of validation")
+    parser.add_argument("--block-size", type=count, default=1024, help="tokens of a window; longer documents are cut")
+    parser.add_argument(
+        "--batch-size", type=count, default=32, help="windows; packed: BATCH_SIZE * BLOCK_SIZE tokens in one row"
+    )
+    parser.add_argument("--accumulate", type=count, default=1, help="batches to a step")
+    parser.add_argument("--steps", type=count, default=1000)
+    parser.add_argument("--seconds", type=positive, help="of training, after which it ends before its steps do")
+    parser.add_argument("--lr", type=positive, default=1e-3)
+    parser.add_argument("--warmup", type=count_or_none, default=100, help="steps")
+    parser.add_argument("--weight-decay", type=not_negative, default=0.1)
+    parser.add_argument("--rows", type=count, default=10, help="rows of losses, and checkpoints, in the steps")
+    parser.add_argument("--val-batches", type=count, default=8, help="batches of validation")
     parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
     parser.add_argument("--compile", action=switch, default=cuda, help="default: on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")

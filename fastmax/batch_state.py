@@ -18,6 +18,7 @@ class BatchState:
     """A state made of tensors, the first dimension of each of which is the batch."""
 
     device: torch.device
+    dtype: torch.dtype  # of q, k and v
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name. The first dimension of each is the batch."""
@@ -55,6 +56,25 @@ class BatchState:
         """The state with each batch entry `repeats` times in a row: one prompt, several continuations. Differentiable."""
         validation.check_count("repeats", repeats)
         return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def refuse_outside_inference_mode(self) -> None:
+        """Raise where PyTorch would not let a step write the state, before a part of it is written."""
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # the compiler cannot ask
+            return
+        if any(x.is_inference() for x in self.tensors().values()):
+            raise RuntimeError("state was made in inference mode, where alone PyTorch lets it be written: use state.clone()")
+
+    def _device_and_dtype(
+        self, device: torch.device | str | int | torch.dtype | None, dtype: torch.dtype | None
+    ) -> tuple[torch.device | str | int | None, torch.dtype]:
+        """What `to` was given, the first of which may be the dtype; checked, the state's own dtype for None."""
+        if isinstance(device, torch.dtype):
+            if dtype is not None:
+                raise TypeError(f"to takes one device and one dtype, got {device} and {dtype}")
+            device, dtype = None, device
+        dtype = self.dtype if dtype is None else dtype
+        validation.check_dtype("dtype", dtype)
+        return device, dtype
 
 
 def _batch_entries(indices: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:

@@ -175,11 +175,14 @@ def step_(
 
     Raises:
         TypeError, ValueError: naming the argument.
-        RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`.
+        RuntimeError: autograd records q, k, v or the state, or a torch.func transform is active: use `step`. The state was
+            made in inference mode, which has ended, and has an exact window or positions.
     """
     q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
     given = {"q": q, "k": k, "v": v, "log_decay": log_decay}
     _check_memory({name: x for name, x in given.items() if x is not None}, state)
+    if state.positions is not None or (state.exact_window > 0 and state.fold_every == 1):
+        state.refuse_outside_inference_mode()
     with ops.without_autocast(q):
         if state.fold_every > 1:
             return _gathered_step_(q, Tokens(k, v, key_padding_mask, log_decay), state)
@@ -268,9 +271,10 @@ def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None
     if state.exact_window > 0:
         o, values, weights, tokens = prefill_window(q, joined(state, tokens), state, count)
     else:
+        tokens = tokens.without_masked()
         call = Call(state.score, causal=True, key_padding_mask=tokens.mask)
-        call = with_bounds(call, q, k, tokens.decays, continues=True)
-        o, _, values, weights = ops.prefill(q, k, tokens.values, call, state.values, state.weights)
+        call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True)
+        o, _, values, weights = ops.prefill(q, tokens.keys, tokens.values, call, state.values, state.weights)
     return o, _advanced(state, n, values, weights, tokens, count)
 
 

@@ -23,9 +23,12 @@ def folded(state: DecodeState) -> DecodeState:
     if state.fold_every == 1:
         return state
     count, window = state.fold_every, state.exact_window
+    keys, tokens, mask, decays = _kept(state)
+    there = mask.unsqueeze(-1)  # products with what masked tokens hold would leave a trace
+    near = torch.where(there, keys, 0), torch.where(there, tokens, 0), mask, decays
     place = torch.arange(count, device=state.device)
     is_gathered = place < state.gathered.unsqueeze(-1)  # (b, hk, T)
-    keys, tokens, mask, decays = (x[:, :, :count] for x in _kept(state))
+    keys, tokens, mask, decays = (x[:, :, :count] for x in near)
     mask, decays = mask & is_gathered, torch.where(is_gathered, decays, 0.0)
     # Each head as a batch entry of its own, as each has a mask of its own; keys in the place of queries.
     keys, tokens, decays, values, weights = (
@@ -42,7 +45,7 @@ def folded(state: DecodeState) -> DecodeState:
     if window == 0:
         return replace(state, **changes, **dict.fromkeys(_KEPT))
     place = state.gathered.unsqueeze(-1) + torch.arange(window, device=state.device)  # (b, hk, W)
-    near = [x.gather(2, place.view(*place.shape, *(1,) * (x.dim() - 3)).expand(-1, -1, -1, *x.shape[3:])) for x in _kept(state)]
+    near = [x.gather(2, place.view(*place.shape, *(1,) * (x.dim() - 3)).expand(-1, -1, -1, *x.shape[3:])) for x in near]
     near[_KEPT.index("near_mask")] = near[_KEPT.index("near_mask")][:, 0]  # of every head the same
     return replace(state, **changes, **dict(zip(_KEPT, near, strict=True)))
 

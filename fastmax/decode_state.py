@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fastmax import eager, validation
+from fastmax import eager
 from fastmax.batch_state import BatchState
 from fastmax.score import Score
 
@@ -86,12 +86,7 @@ class DecodeState(BatchState):
                 exact window, and those that are gathered, are rounded to the dtype.
             non_blocking: as in `Tensor.to`.
         """
-        if isinstance(device, torch.dtype):
-            if dtype is not None:
-                raise TypeError(f"to takes one device and one dtype, got {device} and {dtype}")
-            device, dtype = None, device
-        dtype = self.dtype if dtype is None else dtype
-        validation.check_dtype("dtype", dtype)
+        device, dtype = self._device_and_dtype(device, dtype)
         wide = eager.compute_dtype(dtype)
 
         def move(name: str, x: Tensor) -> Tensor:

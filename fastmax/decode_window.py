@@ -37,6 +37,13 @@ class Tokens(NamedTuple):
         places = first + torch.arange(count, device=first.device)
         return self._each(lambda x, dim: x.index_select(dim, places))
 
+    def without_masked(self) -> Tokens:
+        """0 in the place of those that do not take part: whatever they hold, products with it leave no trace."""
+        if self.mask is None:
+            return self
+        there = self.mask[:, None, :, None]
+        return self._replace(keys=torch.where(there, self.keys, 0), values=torch.where(there, self.values, 0))
+
     def _each(self, function: Callable[[Tensor, int], Tensor]) -> Tokens:
         return Tokens(*(function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
 
@@ -50,6 +57,7 @@ def kept(state: DecodeState) -> Tokens:
 
 def joined(state: DecodeState, tokens: Tokens) -> Tokens:
     """Those that the state keeps, then these."""
+    tokens = tokens.without_masked()
     before, (b, hk, n, _) = kept(state), tokens.keys.shape
     mask = before.mask.new_ones(b, n) if tokens.mask is None else tokens.mask
     decays = before.decays.new_zeros(b, hk, n) if tokens.decays is None else tokens.decays.to(before.decays.dtype)

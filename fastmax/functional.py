@@ -99,7 +99,7 @@ def fastmax_attention(
     validation.check_qkv(q, k, v, causal)
     score = validation.check_score(temperature, a0, a1, a2, p)
     kind = validation.check_normalize(normalize, lim)
-    dropout = validation.check_dropout(dropout)
+    dropout = validation.check_not_negative("dropout", dropout)
     validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
     validation.check_rpe(rpe_matrix, q, k)
     validation.check_key_padding_mask(key_padding_mask, q, k)

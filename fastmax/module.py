@@ -47,7 +47,7 @@ class FASTMultiHeadAttention(nn.Module):
             )
         validation.check_rpe_name(rpe_matrix, "a matrix depends on the number of tokens: pass it to forward")
         validation.check_flag("mask", mask)
-        validation.check_dropout(dropout)
+        validation.check_not_negative("dropout", dropout)
         validation.check_normalize(normalize, validation.DEFAULT_LIM)
         validation.check_positive("lim", lim)
         validation.check_score(temperature, a0, a1, a2, p)

@@ -11,21 +11,22 @@ from fastmax import eager
 
 
 class Rotation(NamedTuple):
-    """Factors of rows, and of rows whose halves have changed places: cosines and sines of the angles, (n, 1, d) or
-    (b, n, 1, d), in the compute dtype of the rows to come."""
+    """Factors of the r channels that turn, and of those whose halves have changed places: cosines and sines of the angles,
+    (n, 1, r) or (b, n, 1, r), in the compute dtype of the rows to come."""
 
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def at(cls, positions: Tensor, head_dim: int, base: float, dtype: torch.dtype) -> Rotation:
-        """For rows of head_dim d, even, of a dtype at positions (n,) or (b, n): angles `position * base^(-2f/d)` for f < d / 2.
+    def at(cls, positions: Tensor, rope_dim: int, base: float, dtype: torch.dtype) -> Rotation:
+        """For r = rope_dim channels, even, of rows of a dtype at positions (n,) or (b, n): angles `position * base^(-2f/r)` for
+        f < r / 2.
 
         Angles are float64, since a float32 position of 10^6 has no digits left for a fraction of a turn.
         """
         # Inductor would put the float64 sines into the loop over batch, heads and channels, of q, of k and of the backward.
         factors = _compiled_factors if torch.compiler.is_compiling() else _factors
-        return cls(*factors(positions, head_dim // 2, base, eager.compute_dtype(dtype)))
+        return cls(*factors(positions, rope_dim // 2, base, eager.compute_dtype(dtype)))
 
 
 def _factors(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -40,9 +41,12 @@ _compiled_factors.register_fake(_factors)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rows x (b, n, h, d) with channels f and f + d / 2 turned by the angle of f, in their dtype.
+    """Rows x (b, n, h, d) with channels f and f + r / 2 of the first r turned by the angle of f, in their dtype.
 
-    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864).
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021 (arXiv:2104.09864); of a part of the
+    channels, as GPT-J and GPT-NeoX have it: Black et al., 2022 (arXiv:2204.06745).
     """
-    rows = x.to(rotation.cos.dtype)
-    return torch.addcmul(rows * rotation.cos, rows.roll(x.shape[-1] // 2, dims=-1), rotation.sin).to(x.dtype)
+    turning = rotation.cos.shape[-1]
+    rows, still = x.to(rotation.cos.dtype).split((turning, x.shape[-1] - turning), dim=-1)
+    turned = torch.addcmul(rows * rotation.cos, rows.roll(turning // 2, dims=-1), rotation.sin)
+    return torch.cat([turned, still], dim=-1).to(x.dtype)

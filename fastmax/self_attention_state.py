@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from fastmax import validation
 from fastmax.batch_state import BatchState
 from fastmax.decode_state import DecodeState
 from fastmax.key_value_cache import KeyValueCache
@@ -51,12 +50,7 @@ class SelfAttentionState(BatchState):
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> SelfAttentionState:
         """The state on another device, or for q, k and v of another dtype, as `DecodeState.to`."""
-        if isinstance(device, torch.dtype):
-            if dtype is not None:
-                raise TypeError(f"to takes one device and one dtype, got {device} and {dtype}")
-            device, dtype = None, device
-        dtype = self.dtype if dtype is None else dtype
-        validation.check_dtype("dtype", dtype)
+        device, dtype = self._device_and_dtype(device, dtype)
         recent = None if self.recent is None else self.recent.to(device=device, dtype=dtype)
         return SelfAttentionState(self.attention.to(device, dtype), recent, self.positions.to(device=device))
 

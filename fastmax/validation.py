@@ -132,6 +132,14 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
+def check_not_negative(name: str, value: object) -> float:
+    """A finite number, 0 or above."""
+    number = _number(name, value)
+    if number < 0.0:
+        raise ValueError(f"{name} must be >= 0, got {number}")
+    return number
+
+
 def check_count(name: str, value: object, least: int = 1) -> None:
     """An int of at least so much."""
     if isinstance(value, bool) or not isinstance(value, int):
@@ -179,14 +187,6 @@ def check_normalize(normalize: object, lim: object) -> str | None:
             raise ValueError(f"lim has no effect without normalize, got lim = {lim} and normalize = False")
         return None
     return "sequence" if normalize is True else normalize
-
-
-def check_dropout(dropout: object) -> float:
-    """The strength of the noise."""
-    dropout = _number("dropout", dropout)
-    if dropout < 0.0:
-        raise ValueError(f"dropout must be >= 0, got {dropout}")
-    return dropout
 
 
 def check_drop_noise(drop_noise: object, dropout: float, q: Tensor, dv: int) -> None:

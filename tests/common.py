@@ -6,6 +6,7 @@ import importlib.util
 import math
 import subprocess
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -357,6 +358,21 @@ def check_export(block: torch.nn.Module, device: torch.device) -> None:
 
 
 # ---- memory
+
+
+def capture(call: Callable, warm_up: Callable | None = None) -> tuple[torch.cuda.CUDAGraph, object]:
+    """A CUDA graph of `call`, after two calls on a side stream (of `warm_up`, where `call` changes what it is given), and what
+    a replay writes."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            (warm_up or call)()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    return graph, captured
 
 
 class Memory(TorchDispatchMode):

@@ -56,6 +56,14 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def memory_for_others():
+    """What a large test took goes back to the device, where other processes test too."""
+    yield
+    if torch.cuda.is_initialized() and torch.cuda.memory_reserved() > 2**31:
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
     return torch.device(request.param)

@@ -32,10 +32,10 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(FastmaxSelfAttention(C, 4, **options) for _ in range(layers))
         self.head = nn.Linear(C, VOCABULARY, dtype=dtype)
 
-    def forward(self, tokens, targets=None):
+    def forward(self, tokens, targets=None, **given):
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = x + block(F.rms_norm(x, (C,)))
+            x = x + block(F.rms_norm(x, (C,)), **given)
         logits = self.head(x)
         return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -207,6 +207,11 @@ def test_swap_refuses_a_model_with_nothing_to_swap(model, message):
         convert.swap(model)
 
 
+def test_swap_refuses_what_is_no_model():
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got 'llama'"):
+        convert.swap("llama")
+
+
 # ---- transfer
 
 
@@ -252,6 +257,17 @@ def test_the_error_is_that_of_outputs_for_the_same_input(swapped):
     assert convert.attention_errors(model, teacher, [x]) == pytest.approx(expected, rel=1e-5)
 
 
+def test_packed_and_padded_batches(swapped):
+    """Errors are those of the documents and of the tokens that take part."""
+    model, teacher, _ = swapped
+    x = tokens(2, N // 2)
+    expected = convert.attention_errors(model, teacher, [x])
+    packed = {"tokens": x.reshape(1, N), "cu_seqlens": torch.tensor([0, N // 2, N], dtype=torch.int32)}
+    assert convert.attention_errors(model, teacher, [packed]) == pytest.approx(expected, rel=1e-6)
+    padded = {"tokens": F.pad(x, (0, 5)), "key_padding_mask": (torch.arange(N // 2 + 5) < N // 2).expand(2, -1)}
+    assert convert.attention_errors(model, teacher, [padded]) == pytest.approx(expected, rel=1e-6)
+
+
 def test_transfer_of_one_layer_leaves_the_others(swapped):
     model, teacher, _ = swapped
     before = snapshot(model)
@@ -263,6 +279,7 @@ def test_transfer_of_one_layer_leaves_the_others(swapped):
 def test_transfer_refuses(swapped):
     model, teacher, new = swapped
     batches, before = [tokens()], snapshot(model)
+    masked = {"tokens": tokens(), "key_padding_mask": torch.zeros(2, N, dtype=torch.bool)}
     calls = [
         (dict(parameters=[]), ValueError, "parameters must name one or more"),
         (dict(parameters=["head"]), ValueError, "parameters must be names of the model's"),
@@ -275,6 +292,17 @@ def test_transfer_refuses(swapped):
         (dict(steps=0), ValueError, "steps"),
         (dict(learning_rate=0.0), ValueError, "learning_rate"),
         (dict(batches=["text"]), TypeError, "batches must hold tensors"),
+        (dict(batches=[5]), TypeError, "batches must hold tensors"),
+        (dict(batches=5), TypeError, "batches must hold batches, as a list does, got 5"),
+        (dict(batches={"tokens": tokens()}), TypeError, "batches must hold batches"),
+        (
+            dict(batches=tokens()),
+            ValueError,
+            r"batches must hold tensors \(b, n\), got .*\(2, 24\): a batch alone is \[batch\]",
+        ),
+        (dict(batches=[masked]), ValueError, "batches must hold tokens that take part"),
+        (dict(teacher=None), TypeError, "teacher must be a torch.nn.Module, got None"),
+        (dict(model="llama"), TypeError, "model must be a torch.nn.Module, got 'llama'"),
     ]
     for changes, error, message in calls:
         arguments = {"model": model, "teacher": teacher, "batches": batches, "parameters": new, "steps": 1} | changes
@@ -286,6 +314,9 @@ def test_transfer_refuses(swapped):
     assert model.head.weight.requires_grad
     with pytest.raises(ValueError, match="batches must hold one or more"):
         convert.attention_errors(model, teacher, [])
+    for function in (convert.attention_errors, convert.fit_polynomial):
+        with pytest.raises(TypeError, match="batches must hold batches, as a list does, got None"):
+            function(model, teacher, None)
 
 
 def test_an_error_that_is_not_finite_ends_the_transfer(swapped):
@@ -383,7 +414,14 @@ def test_finetune_refuses(swapped):
             convert.finetune(model, [batch], steps=1)
     with pytest.raises(TypeError, match="must return logits"):
         convert.finetune(nn.Linear(N, 3, dtype=torch.float64), [torch.zeros(2, N, dtype=torch.float64)], steps=1)
-    for options in ({"steps": 0}, {"learning_rate": -1.0}, {"warmup": -1}, {"max_norm": 0.0}):
+    for batch in (tokens(2, 1), tokens(0, N), tokens(N)):
+        with pytest.raises(ValueError, match=r"a batch that is a tensor must be tokens \(b, n\), n at least 2"):
+            convert.finetune(model, [batch], steps=1)
+    with pytest.raises(ValueError, match="must have parameters that require a gradient, got none"):
+        convert.finetune(copy.deepcopy(model).requires_grad_(False), [tokens()], steps=1)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module"):
+        convert.finetune(None, [tokens()], steps=1)
+    for options in ({"steps": 0}, {"learning_rate": -1.0}, {"warmup": -1}, {"max_norm": 0.0}, {"weight_decay": math.nan}):
         with pytest.raises(ValueError, match=next(iter(options))):
             convert.finetune(model, [tokens()], **{"steps": 1} | options)
 
@@ -424,7 +462,7 @@ def test_autocast_sees_the_weights_of_each_step(swapped):
     expected = list(stages(copy.deepcopy(model), copy.deepcopy(teacher)))
     assert expected[-1] < 0.9 * expected[-6]
     with torch.autocast("cpu", torch.bfloat16):
-        assert list(stages(model, teacher)) == pytest.approx(expected, rel=0.03)
+        assert list(stages(model, teacher)) == pytest.approx(expected, rel=0.05)
 
 
 # ---- Hugging Face models
@@ -489,6 +527,85 @@ def test_batches_of_a_hugging_face_model(llama):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("way", ["positions", "rows", "cu_seq_lens", "positional"])
+def test_packed_batches_of_a_hugging_face_model(llama, way):
+    """The errors of documents end to end are those of the documents, and training takes them."""
+    model, teacher, x = llama, copy.deepcopy(llama), tokens(4, N // 2)
+    new = convert.swap(model, exact_window=WINDOW, decay=True, longest_half_life=32.0)
+    expected = convert.attention_errors(model, teacher, [x])
+    rows = 2 if way == "rows" else 1
+    ids, positions = x.reshape(rows, -1), torch.arange(N // 2).repeat(rows, 4 // rows)
+    packed = {"input_ids": ids, "position_ids": positions}
+    if way == "cu_seq_lens":
+        bounds = torch.arange(0, x.numel() + 1, N // 2, dtype=torch.int32)
+        packed |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": N // 2, "max_length_k": N // 2}
+    batch = (ids, None, positions) if way == "positional" else packed
+    assert convert.attention_errors(model, teacher, [batch]) == pytest.approx(expected, rel=1e-6)
+    whole = convert.attention_errors(model, teacher, [ids])
+    assert all(abs(whole[name] / expected[name] - 1) > 1e-3 for name in expected)
+    [row] = convert.transfer(model, teacher, [batch], new, steps=1)
+    assert row["error"] == pytest.approx(sum(expected.values()) / 3, rel=1e-6)
+    expected = convert.attention_errors(model, teacher, [x])
+    fitted = convert.fit_polynomial(model, teacher, [batch], rounds=1)
+    assert fitted[0]["error"] == pytest.approx(sum(expected.values()) / 3, rel=1e-6)
+    if way != "positional":
+        convert.finetune(model, [packed | {"labels": ids}], steps=1)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_batches_that_mean_something_else_to_the_teacher_are_refused(llama):
+    model, teacher, x = llama, copy.deepcopy(llama), tokens(1, N)
+    convert.swap(model, exact_window=WINDOW)
+    mask, positions = torch.ones_like(x), (torch.arange(N) % 8)[None]
+    bounds = torch.tensor([0, 8, 16, N], dtype=torch.int32)
+    documents = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 8, "max_length_k": 8}
+    cache = pytest.importorskip("transformers").DynamicCache()
+    calls = [
+        ({"attention_mask": mask[:, 1:]}, r"attention_mask of a batch must have the shape of its tokens \(1, 24\)"),
+        (documents | {"cu_seq_lens_q": bounds + 2}, "cu_seqlens must go from 0 to n = 24|cu_seq_lens_q must name"),
+        ({"attention_mask": mask, "position_ids": positions}, "packed sequences.*without an attention_mask"),
+        (documents, "cu_seq_lens_q must name the documents that position_ids do"),
+        (documents | {"position_ids": (torch.arange(N) % 12)[None]}, "cu_seq_lens_q must name the documents"),
+        ({"past_key_values": cache}, "past_key_values of a batch must be None, .*got a DynamicCache"),
+    ]
+    for given, message in calls:
+        with pytest.raises(ValueError, match=message):
+            convert.attention_errors(model, teacher, [{"input_ids": x} | given])
+    with pytest.raises(TypeError, match="cu_seq_lens_q must be an int32 tensor"):
+        convert.attention_errors(model, teacher, [{"input_ids": x, "cu_seq_lens_q": [0, N]}])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_teacher_that_sees_later_tokens_is_refused(llama, monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model, teacher = llama, copy.deepcopy(llama)
+    convert.swap(model, exact_window=WINDOW)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: torch.ones(1, 1, N, N, dtype=torch.bool))
+    with pytest.raises(ValueError, match="teacher must be causal"):
+        convert.attention_errors(model, teacher, [tokens(1, N)])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_documents_are_those_that_the_teacher_sees(llama, implementation, monkeypatch):
+    """Whatever the positions say: a model may not look for documents in them."""
+    from transformers.models.llama import modeling_llama
+
+    model, teacher = llama, copy.deepcopy(llama)
+    convert.swap(model, exact_window=N)
+    teacher.set_attn_implementation(implementation)
+    x, positions = tokens(2, N), torch.arange(N // 2).repeat(2, 2)
+    batch = {"input_ids": x, "position_ids": positions}
+    assert max(convert.attention_errors(model, teacher, [batch]).values()) < 1e-12
+    make = modeling_llama.create_causal_mask
+    unpacked = lambda position_ids, **given: make(position_ids=None, **given)  # noqa: E731
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", unpacked)
+    with pytest.raises(ValueError, match="packed sequences"):
+        convert.attention_errors(model, teacher, [batch])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_window_as_long_as_the_sequence_is_softmax_in_a_hugging_face_model(llama):
     x = tokens()
     expected = llama(x).logits
@@ -499,10 +616,30 @@ def test_a_window_as_long_as_the_sequence_is_softmax_in_a_hugging_face_model(lla
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("options", [{"layers": [7]}, {"layers": ["a"]}, {"layers": [1, 7], "decay": True}], ids=repr)
-def test_a_hugging_face_model_is_left_as_it_was(llama, options):
+@pytest.mark.parametrize("layers, decay", [([7], False), (["a"], False), (1, False), ([1, 7], True)])
+def test_a_hugging_face_model_is_left_as_it_was(llama, layers, decay):
     before, config = snapshot(llama), llama.config.to_dict()
-    with pytest.raises((ValueError, TypeError), match="layer"):
-        convert.swap(llama, **options)
+    with pytest.raises((ValueError, TypeError), match="layers must be"):
+        convert.swap(llama, layers=layers, decay=decay)
     assert equal(before, snapshot(llama)) and llama.config.to_dict() == config
     assert llama.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_swap_keeps_options_that_are_configured_and_refuses_others_than_its_own(llama):
+    integration = pytest.importorskip("fastmax.integrations.transformers")
+    for name, configured, given in [
+        ("exact_window", {"exact_window": 8}, {"exact_window": WINDOW}),
+        ("temperature", {"temperature": 2.0}, {}),
+        ("layers", {"layers": [0, 2]}, {}),
+        ("layers", {"layers": "global"}, {"layers": [1]}),
+    ]:
+        integration.configure(llama, **configured)
+        before = llama.config.to_dict()
+        with pytest.raises(ValueError, match=rf"config.fastmax.*{name} = .*configure\(model\) takes"):
+            convert.swap(llama, **given)
+        assert llama.config.to_dict() == before and llama.config._attn_implementation == "sdpa"
+    kept = {"a1": 1.1, "constant_memory": True, "log_decay": [-0.1, -0.2]}
+    integration.configure(llama, exact_window=WINDOW, layers=(0, 2), **kept)
+    convert.swap(llama, exact_window=WINDOW, layers=[0, 2])
+    assert llama.config.fastmax == kept | {"exact_window": WINDOW, "layers": [0, 2]}

@@ -12,6 +12,7 @@ from common import (
     Case,
     assert_within_contract,
     by_order,
+    capture,
     definition,
     dtype_id,
     exactly,
@@ -946,19 +947,23 @@ def test_a_replayed_graph_advances_the_state(option):
     """Sinusoidal positions too: each replay is one token further."""
     device = torch.device("cuda")
     inputs, _ = make_inputs(CASE, torch.float32, device)
-    state, expected = (new_state(CASE, device, torch.float32, **OPTIONS[option]) for _ in range(2))
-    token = [x.clone() for x in first_token(inputs)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        fastmax.step_(*token, state.clone())
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = fastmax.step_(*token, state)
-    for next_token in pieces(inputs):
-        for x, y in zip(token, next_token, strict=True):
+    check_replays(inputs, new_state(CASE, device, torch.float32, **OPTIONS[option]))
+
+
+def check_replays(inputs, state, log_decay=None):
+    """A graph of `step_` that is replayed for each token gives the bits of calls."""
+    expected, decays = state.clone(), () if log_decay is None else (log_decay.unsqueeze(-1),)
+
+    def step_(state, q, k, v, decay=None):
+        return fastmax.step_(q, k, v, state, log_decay=None if decay is None else decay.squeeze(-1))
+
+    tokens = list(zip(*(x.split(1, dim=2) for x in (*inputs.values(), *decays)), strict=True))
+    static = [x.clone() for x in tokens[0]]
+    graph, o = capture(lambda: step_(state, *static), warm_up=lambda: step_(state.clone(), *static))
+    for token in tokens:
+        for x, y in zip(static, token, strict=True):
             x.copy_(y)
         graph.replay()
-        assert torch.equal(o, fastmax.step_(*next_token, expected))
+        assert torch.equal(o, step_(expected, *token))
         for name, x in expected.tensors().items():
             assert torch.equal(getattr(state, name), x), name

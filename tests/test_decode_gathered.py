@@ -10,8 +10,8 @@ import torch
 from common import DTYPES, Case, assert_within_contract, by_order, definition, dtype_id, exactly, make_decay, make_inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decode import OPTIONS, Calls, assert_same_states, by_decode_option, first_token, pieces
-from test_decode_window import advance
+from test_decode import OPTIONS, Calls, assert_same_states, by_decode_option, check_replays, first_token, pieces
+from test_decode_window import accompany, advance, check_within_contract
 
 import fastmax
 from fastmax import eager, fastmax_attention, verify
@@ -24,12 +24,6 @@ CASE = Case("", n=16, b=2, h=4, hk=2, d=5, dv=7)
 def new_state(case, window, fold_every, device="cpu", dtype=torch.float64, **options):
     sizes = case.b, case.hk, case.d, case.dv
     return fastmax.init_state(*sizes, dtype=dtype, device=device, exact_window=window, fold_every=fold_every, **options)
-
-
-def accompany(case, padded, decay, device="cpu"):
-    mask = torch.rand(case.b, case.n, device=device) > 0.3 if padded else None
-    log_decay = make_decay(decay, case.b, case.hk, case.n, dtype=torch.float64, device=device) if decay else None
-    return {"mask": mask, "log_decay": log_decay}
 
 
 # ---- against one call
@@ -47,7 +41,7 @@ def test_any_split(sizes, window, fold_every, decay, padded, in_place):
     """Also where nothing is seen: output 0."""
     case = Case("", n=sum(sizes), b=2, h=4, hk=2, d=4, dv=3)
     inputs, _ = make_inputs(case, torch.float64)
-    given = accompany(case, padded, decay)
+    given = accompany(case, "cpu", padded, decay)
     actual, state = advance(inputs, sizes, new_state(case, window, fold_every), in_place, **given)
     options = {"causal": True, "exact_window": window, "log_decay": given["log_decay"], "key_padding_mask": given["mask"]}
     torch.testing.assert_close(actual, fastmax_attention(**inputs, **options), rtol=1e-9, atol=1e-10)
@@ -80,6 +74,41 @@ def test_every_dtype(dtype, device):
         return
     for x, y in ((folded(state).values, sums.values), (folded(state).weights, sums.weights)):
         assert (x.double() - y).norm() <= (1e-12 if dtype == torch.float64 else 3e-6) * y.norm()
+
+
+@pytest.mark.parametrize("held", [torch.nan, torch.inf])
+@pytest.mark.parametrize("decay", [None, "-inf at places"])
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("fold_every", [1, 4])
+def test_what_a_masked_token_holds_leaves_no_trace(fold_every, window, decay, held, device):
+    inputs, _ = make_inputs(CASE, torch.float32, device)
+    given = accompany(CASE, device, True, decay)
+    masked = ~given["mask"][:, None, :, None]
+    other = inputs | {name: inputs[name].masked_fill(masked, held) for name in ("k", "v")}
+    assert masked[0, 0, :6].any() and masked[0, 0, 6:].any()
+    for sizes, in_place in (([1] * 16, True), ([1] * 16, False), ([16], False), ([1, 1, 1, 1, 1, 7, 1, 1, 2], True)):
+        outputs, state = advance(inputs, sizes, new_state(CASE, window, fold_every, device, torch.float32), in_place, **given)
+        actual, same = advance(other, sizes, new_state(CASE, window, fold_every, device, torch.float32), in_place, **given)
+        assert torch.equal(actual, outputs) and outputs.isfinite().all()
+        assert torch.equal(folded(same).values, folded(state).values)
+        assert torch.equal(folded(same).weights, folded(state).weights)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+@pytest.mark.parametrize("sizes", [[1] * 16, [16]], ids=["step", "prefill"])
+def test_gradients_beside_what_a_masked_token_holds(sizes, window, device):
+    inputs, grad_o = make_inputs(CASE, torch.float64, device)
+    given = accompany(CASE, device, True, "ordinary")
+    masked = ~given["mask"][:, None, :, None]
+
+    def gradients(held):
+        leaves = {name: x if name == "q" else x.masked_fill(masked, held) for name, x in inputs.items()}
+        leaves = {name: x.detach().requires_grad_() for name, x in leaves.items()}
+        o, _ = advance(leaves, sizes, new_state(CASE, window, 1, device), **given)
+        return torch.autograd.grad(o, tuple(leaves.values()), grad_o)
+
+    torch.testing.assert_close(gradients(torch.nan), gradients(0.0), rtol=1e-9, atol=1e-10)
+    assert not gradients(torch.nan)[1].masked_select(masked).any()
 
 
 # ---- what is gathered
@@ -305,15 +334,7 @@ def relative(x, y):
 @pytest.mark.parametrize("window", [0, 1, 64, 128])
 def test_generating_on_the_kernels(window, dtype, p):
     case = Case("", n=500, b=2, h=4, hk=2, d=64, dv=64)
-    inputs, _ = make_inputs(case, dtype, "cuda")
-    given = accompany(case, True, "-inf at places", "cuda")
-    given["log_decay"] = given["log_decay"].float()
-    options = {"temperature": 8.0, "p": p, "a0": 3.0}
-    sizes = (200, *[1] * 150, 70, *[1] * 80)
-    o, _ = advance(inputs, sizes, new_state(case, window, 32, "cuda", dtype, **options), True, **given)
-    options |= {"causal": True, "exact_window": window, "key_padding_mask": given["mask"], "log_decay": given["log_decay"]}
-    exact = definition(**{name: exactly(x) for name, x in inputs.items()}, **options)
-    assert_within_contract("o", o, definition(**inputs, **options), exact)
+    check_within_contract(case, (200, *[1] * 150, 70, *[1] * 80), window, dtype, p, fold_every=32)
 
 
 @pytest.mark.cuda
@@ -321,19 +342,4 @@ def test_generating_on_the_kernels(window, dtype, p):
 def test_a_replayed_graph_folds(window):
     """One graph for steps that gather and steps that fold."""
     inputs, _ = make_inputs(CASE, torch.float32, "cuda")
-    state, expected = (new_state(CASE, window, 3, "cuda", torch.float32) for _ in range(2))
-    token = [x.clone() for x in first_token(inputs)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        fastmax.step_(*token, state.clone())
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = fastmax.step_(*token, state)
-    for next_token in pieces(inputs):
-        for x, y in zip(token, next_token, strict=True):
-            x.copy_(y)
-        graph.replay()
-        assert torch.equal(o, fastmax.step_(*next_token, expected))
-        for name, x in expected.tensors().items():
-            assert torch.equal(getattr(state, name), x), name
+    check_replays(inputs, new_state(CASE, window, 3, "cuda", torch.float32))

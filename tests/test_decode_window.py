@@ -21,7 +21,7 @@ from common import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decode import Calls, assert_same_states, first_token, pieces
+from test_decode import Calls, assert_same_states, check_replays, first_token, pieces
 
 import fastmax
 from fastmax import fastmax_attention, flash_attention
@@ -253,6 +253,21 @@ def test_bad_states(name, function):
         function(*first_token(inputs), change(new_state(CASE, 4)))
 
 
+@pytest.mark.parametrize("window, options", [(4, {}), (0, {"rpe_matrix": "sinusoidal"})], ids=["window", "positions"])
+def test_a_state_of_inference_mode_is_not_written_outside(window, options):
+    """A refusal leaves it as it was."""
+    inputs, _ = make_inputs(CASE, torch.float64)
+    with torch.inference_mode():
+        _, state = fastmax.prefill(*inputs.values(), new_state(CASE, window, **options))
+        before = state.clone()
+    token = first_token(inputs)
+    with pytest.raises(RuntimeError, match="state was made in inference mode.*state.clone"):
+        fastmax.step_(*token, state)
+    assert_same_states(state, before)
+    expected, _ = fastmax.step(*token, state)
+    assert torch.equal(fastmax.step_(*token, state.clone()), expected)
+
+
 # ---- compilers
 
 
@@ -300,13 +315,17 @@ def test_compiled_prefill(device, fresh_dynamo):
 def test_on_the_kernels(window, dtype, p):
     """Decays of -inf among the kept keys too, where what left the window before them is not to be seen."""
     case = Case("", n=1500, b=2, h=4, hk=2, d=64, dv=64)
+    check_within_contract(case, (700, 1, 1, 300, 497, 1), window, dtype, p)
+
+
+def check_within_contract(case, sizes, window, dtype, p, **of_state):
+    """In pieces on the kernels, those of one token in place, with padding and decays of all kinds."""
     inputs, _ = make_inputs(case, dtype, "cuda")
-    mask = torch.rand(case.b, case.n, device="cuda") > 0.2
-    log_decay = make_decay("-inf at places", case.b, case.hk, case.n, device="cuda")
+    given = accompany(case, "cuda", True, "-inf at places")
+    given["log_decay"] = given["log_decay"].float()
     options = {"temperature": 8.0, "p": p, "a0": 3.0}
-    sizes = (700, 1, 1, 300, 497, 1)
-    o, _ = advance(inputs, sizes, new_state(case, window, "cuda", dtype, **options), True, mask, log_decay)
-    options |= {"causal": True, "exact_window": window, "key_padding_mask": mask, "log_decay": log_decay}
+    o, _ = advance(inputs, sizes, new_state(case, window, "cuda", dtype, **options, **of_state), True, **given)
+    options |= {"causal": True, "exact_window": window, "key_padding_mask": given["mask"], "log_decay": given["log_decay"]}
     exact = definition(**{name: exactly(x) for name, x in inputs.items()}, **options)
     assert_within_contract("o", o, definition(**inputs, **options), exact)
 
@@ -315,19 +334,4 @@ def test_on_the_kernels(window, dtype, p):
 def test_a_replayed_graph_advances_the_state():
     inputs, _ = make_inputs(CASE, torch.float32, "cuda")
     log_decay = make_decay("-inf at places", CASE.b, CASE.hk, CASE.n, device="cuda")
-    state, expected = (new_state(CASE, 4, "cuda", torch.float32) for _ in range(2))
-    token, decay = [x.clone() for x in first_token(inputs)], log_decay[..., :1].clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        fastmax.step_(*token, state.clone(), log_decay=decay)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        o = fastmax.step_(*token, state, log_decay=decay)
-    for i, next_token in enumerate(pieces(inputs)):
-        for x, y in zip((*token, decay), (*next_token, log_decay[..., i : i + 1]), strict=True):
-            x.copy_(y)
-        graph.replay()
-        assert torch.equal(o, fastmax.step_(*next_token, expected, log_decay=log_decay[..., i : i + 1]))
-        for name, x in expected.tensors().items():
-            assert torch.equal(getattr(state, name), x), name
+    check_replays(inputs, new_state(CASE, 4, "cuda", torch.float32), log_decay)

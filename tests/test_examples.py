@@ -54,6 +54,27 @@ def rows(path: Path) -> list[dict]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.parametrize(
+    "script, option, value, message",
+    [
+        *(("train_lm", option, "0", "must be at least 1, got 0") for option in ("--steps", "--rows", "--block-size")),
+        *(("train_lm", option, "0", "must be at least 1, got 0") for option in ("--accumulate", "--val-batches")),
+        ("train_lm", "--warmup", "-1", "must be at least 0, got -1"),
+        ("train_lm", "--seconds", "-1", "must be finite and above 0, got -1"),
+        ("train_lm", "--lr", "nan", "must be finite and above 0, got nan"),
+        ("train_char_lm", "--batch-size", "0", "must be at least 1, got 0"),
+        ("convert_lm", "--exact-window", "0", "must be at least 1, got 0"),
+        ("convert_lm", "--longest-half-life", "inf", "must be finite and above 0, got inf"),
+        ("generate", "--temperature", "-1", "must be finite and at least 0, got -1"),
+        ("generate", "--contexts", "0", "must be at least 1, got 0"),
+    ],
+)
+def test_wrong_numbers_are_named(script, option, value, message, capsys):
+    required = {"convert_lm": ["--checkpoint", "x"], "generate": ["x"]}.get(script, [])
+    run(f"examples/{script}.py", *required, option, value, status=2)
+    assert f"argument {option}: {message}" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> tuple[Path, Path]:
     """A text, and the directory of a tiny softmax and a tiny Fastmax model trained on it."""

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from common import relative, torch_warns
+from common import capture, relative, torch_warns
 
 import fastmax
 from fastmax import eager, extension, fastmax_attention, verify
@@ -508,20 +508,6 @@ def on_a_late_stream(tensors, call):
         actual = call(*late)
     side.synchronize()
     return actual
-
-
-def capture(call):
-    """A CUDA graph of `call`, after two calls on a side stream, and the tensors that a replay writes."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
-    return graph, captured
 
 
 @by_algorithm

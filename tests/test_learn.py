@@ -272,6 +272,20 @@ def test_conversions_are_fine_tuned_on_the_same_windows(tiny, place, monkeypatch
     assert torch.equal(seen["softmax"], seen["window_decay"])
 
 
+@pytest.mark.parametrize("name", ["conversion", "equal-steps", "needle"])
+def test_whoever_reads_rows_does_so_in_no_context_of_the_run(tiny, place, monkeypatch, name):
+    """Mixed precision and the choice of softmax kernels end before a row is given."""
+    experiment, (variant, _) = __main__.EXPERIMENTS[name], MEASURES[name]
+    monkeypatch.setattr(equal_steps, "SETTINGS", {"0.8M": replace(TINY, bf16=True)})
+
+    def ambient():
+        return torch.is_autocast_enabled("cpu"), torch._C._get_sdp_priority_order()
+
+    outside = ambient()
+    run = next(run for run in experiment.runs(CPU) if run.variant == variant)
+    assert {repr(ambient()) for _ in experiment.execute(run, place)} == {repr(outside)}
+
+
 def test_teacher_is_of_the_text(tiny, place):
     paths = set()
     for text in (b"one text " * 2000, b"another text " * 2000):
@@ -357,7 +371,15 @@ def test_layer_of_another_library(monkeypatch):
     other = variants.make_gpt(replace(variant, every_other=True), 4, n_layer=4, n_head=1, n_embd=16, block_size=8)
     layers = [block.attn for block in other.blocks]
     assert [isinstance(layer, variants.FLALayer) for layer in layers] == [False, True, False, True]
-    assert layers[2].attention == "softmax" and layers[2].window == 4 and layers[2].rope_base and layers[2].conv is None
+    assert layers[2].attention == "softmax" and layers[2].window == 4 and layers[2].rope_dim and layers[2].conv is None
+
+
+def test_near_keys_alone_and_wide_heads():
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 16}
+    near, wide = (variants.make_gpt(variants.VARIANTS[name], 4, **sizes).blocks[1].attn for name in ("softmax_near", "p2_wide"))
+    assert (near.attention, near.window, near.head_dim) == ("softmax", 4, 8)
+    assert (wide.attention, wide.options["exact_window"], wide.num_heads, wide.head_dim) == ("fastmax", 4, 2, 16)
+    assert wide.options["temperature"] == 4.0
 
 
 @pytest.mark.parametrize("name", ["softmax", "softmax_parts"])

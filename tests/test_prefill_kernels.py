@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from common import make_decay, relative, torch_warns
+from common import capture, make_decay, relative, torch_warns
 from test_kernels import DEVICE, MODES, WHY_NOT, by_mode, precision  # noqa: F401
 
 import fastmax
@@ -272,13 +272,7 @@ def test_what_is_covered(monkeypatch):
 def test_a_captured_graph():
     """A replay takes the tokens and the state that lie there then."""
     given = arguments(Case(600, decay="ordinary"), "bf16")
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.ops.fastmax.prefill(*given)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = torch.ops.fastmax.prefill(*given)
+    graph, outputs = capture(lambda: torch.ops.fastmax.prefill(*given))
     for seed in range(2):
         generator = torch.Generator(DEVICE).manual_seed(seed)
         given[0].normal_(generator=generator), given[6].mul_(1.5), given[7].mul_(1.25)
@@ -468,13 +462,7 @@ def test_a_captured_gradient():
     o, z, values, weights = torch.ops.fastmax.prefill(*given)
     grads = output_grads(given)
     inputs = *grads.values(), *given[:3], o, z, values, weights, *given[3:]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.ops.fastmax.prefill_backward(*inputs)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = torch.ops.fastmax.prefill_backward(*inputs)
+    graph, outputs = capture(lambda: torch.ops.fastmax.prefill_backward(*inputs))
     for factor in (1.5, 0.5):
         for x in grads.values():
             x.mul_(factor)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from common import relative
+from common import capture, relative
 from torch.utils import _pytree as pytree
 
 import fastmax
@@ -25,6 +25,8 @@ OPTIONS = {
     "nothing": OFF | {"exact_window": 0},
     "default window": {},
     "grouped": FASTMAX | {"num_kv_heads": 2, "head_dim": 10, "bias": True, "conv": 2, "rope_base": 50.0},
+    "every channel turns": FASTMAX | {"rope_dim": 6},
+    "odd head_dim": FASTMAX | {"head_dim": 7},
     "one kv head": FASTMAX | {"num_kv_heads": 1},
     "p1": FASTMAX | {"p": 1},
     "coefficients": FASTMAX | {"a0": 2.0, "a1": 1.5, "a2": 0.75},
@@ -58,12 +60,12 @@ def rms(x, norm):
     return x if norm is None else x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 
-def turned(x, base):
-    """(b, h, n, d): pairs of channels as complex numbers."""
-    n, half = x.shape[2], x.shape[3] // 2
-    angles = torch.outer(torch.arange(n), base ** (torch.arange(half, dtype=torch.float64) / -half))
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
-    return torch.cat([z.real, z.imag], dim=-1)
+def turned(x, layer):
+    """(b, h, n, d): pairs of the first channels as complex numbers."""
+    n, half = x.shape[2], layer.rope_dim // 2
+    angles = torch.outer(torch.arange(n), layer.rope_base ** (torch.arange(half, dtype=torch.float64) / -half))
+    z = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat([z.real, z.imag, x[..., 2 * half :]], dim=-1)
 
 
 def written_out(layer, x, mask=None):
@@ -77,8 +79,8 @@ def written_out(layer, x, mask=None):
         qkv = F.conv1d(F.pad(qkv.mT, (width - 1, 0)), layer.conv.weight, groups=qkv.shape[-1]).mT
     q, k, v = (part.unflatten(-1, (-1, d)).transpose(1, 2) for part in qkv.split([h * d, hk * d, hk * d], dim=-1))
     q, k = rms(q, layer.q_norm), rms(k, layer.k_norm)
-    if layer.rope_base is not None:
-        q, k = turned(q, layer.rope_base), turned(k, layer.rope_base)
+    if layer.rope_dim:
+        q, k = turned(q, layer), turned(k, layer)
     k, v = (rows.repeat_interleave(h // hk, dim=1) for rows in (k, v))
     distance = torch.arange(n)[:, None] - torch.arange(n)
     if layer.attention == "softmax":
@@ -149,14 +151,18 @@ def test_window_matters_beyond_its_tokens():
 
 
 @by_attention
-def test_padding(options):
-    layer, x, mask = make(num_kv_heads=2, **options), tokens(), torch.rand(2, N) > 0.4
+@pytest.mark.parametrize("conv", [0, 4])
+def test_padding(conv, options):
+    layer, x, mask = make(num_kv_heads=2, conv=conv, **options), tokens(), torch.rand(2, N) > 0.4
     mask[:, 0] = True  # every query sees a key
     y = layer(x, key_padding_mask=mask)
-    torch.testing.assert_close(y, written_out(layer, x, mask), rtol=1e-8, atol=1e-9)
-    changed = torch.where(mask.unsqueeze(-1), x, 100.0)
-    y_of_changed = layer(changed, key_padding_mask=mask)
-    torch.testing.assert_close(y_of_changed[mask], y[mask], rtol=0, atol=0)
+    torch.testing.assert_close(y[mask], written_out(layer, x, mask)[mask], rtol=1e-8, atol=1e-9)
+    for held in (100.0, torch.nan, torch.inf):
+        changed = torch.where(mask.unsqueeze(-1), x, held)
+        y_of_changed = layer(changed, key_padding_mask=mask)
+        torch.testing.assert_close(y_of_changed[mask], y[mask], rtol=0, atol=0)
+        in_turn, _ = in_pieces(layer, changed, [3, 1, 5, 1, 3], mask=mask)
+        torch.testing.assert_close(in_turn[mask], y[mask], rtol=1e-8, atol=1e-9)
 
 
 @by_attention
@@ -264,6 +270,11 @@ def test_in_place_leaves_the_state_where_it_refuses():
     layer, x = make(**FASTMAX), tokens(n=1)
     state = layer.init_state(2)
     with pytest.raises(RuntimeError, match="writes over the state"):
+        layer.step_(x, state)
+    assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
+    with torch.inference_mode():
+        state = layer.init_state(2, fold_every=3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="state was made in inference mode"):
         layer.step_(x, state)
     assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
 
@@ -475,13 +486,7 @@ def test_a_replayed_graph_advances_the_state(fold_every):
     layer = make(torch.float32, **FASTMAX).cuda()
     x = tokens(dtype=torch.float32).cuda()
     state, token = layer.init_state(2, fold_every=fold_every), x[:, :1].clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layer.step_(token, state.clone())
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = layer.step_(token, state)
+    graph, y = capture(lambda: layer.step_(token, state), warm_up=lambda: layer.step_(token, state.clone()))
     outputs = []
     for i in range(N):
         token.copy_(x[:, i : i + 1])
@@ -501,12 +506,18 @@ def test_a_replayed_graph_advances_the_state(fold_every):
         ({"num_heads": 0}, ValueError, "num_heads must be at least 1"),
         ({"embed_dim": 24.0}, TypeError, "embed_dim must be an int"),
         ({"head_dim": True}, TypeError, "head_dim must be an int"),
-        ({"head_dim": 5}, ValueError, "head_dim must be even for rope"),
+        ({"head_dim": 1}, ValueError, "head_dim must be at least 2 for rope"),
+        ({"rope_dim": 3}, ValueError, "rope_dim must be even and at most head_dim 6, got 3"),
+        ({"rope_dim": 8}, ValueError, "rope_dim must be even and at most head_dim 6, got 8"),
+        ({"rope_dim": 0}, ValueError, "rope_dim must be at least 1, got 0"),
+        ({"rope_dim": 2.0}, TypeError, "rope_dim must be an int"),
+        ({"rope_dim": 2, "rope": False}, ValueError, "rope_dim is of rotary positions, got 2 with rope=False"),
         ({"attention": "linear"}, ValueError, 'attention must be "fastmax" or "softmax"'),
         ({"decay": 1}, TypeError, "decay must be a bool"),
         ({"rope_base": 0}, ValueError, "rope_base must be > 0"),
         ({"longest_half_life": 3.0}, ValueError, "longest_half_life must be at least 4 tokens"),
         ({"norm_eps": -1e-6}, ValueError, "norm_eps must be > 0"),
+        ({"dtype": torch.int8}, TypeError, "dtype must be float64, float32, float16 or bfloat16"),
         ({"conv": -1}, ValueError, "conv must be at least 0"),
         ({"conv": True}, TypeError, "conv must be an int"),
         ({"exact_window": -1}, ValueError, "exact_window must be at least 0"),

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from common import torch_warns
-from test_kernels import DEVICE, WHY_NOT, capture, on_a_late_stream
+from common import capture, torch_warns
+from test_kernels import DEVICE, WHY_NOT, on_a_late_stream
 
 import fastmax
 from fastmax import fastmax_attention, flash_attention

@@ -251,6 +251,10 @@ def test_configure():
     assert torch.equal(model(ids).logits, before)
     with pytest.raises(TypeError, match=r"unknown fastmax option 'sharpness'.*temperature"):
         integration.configure(model, sharpness=2)
+    for other in (["p", 1], "p=1", 1):
+        model.config.fastmax = other
+        with pytest.raises(TypeError, match="config.fastmax must be a dict of options, got "):
+            model(ids)
     model.config.fastmax = {"sharpness": 2}
     with pytest.raises(TypeError, match="unknown fastmax option 'sharpness'"):
         model(ids)

@@ -515,6 +515,18 @@ def test_refused_option(options, message):
         model(tokens(1, 4), past_key_values=FastmaxCache(model.config))
 
 
+@pytest.mark.parametrize("options", [{"algorithm": "fast"}, {"use_custom_gradient": 0}, {"dropout": "none"}], ids=repr)
+def test_options_that_a_state_does_not_take_are_checked_all_the_same(options):
+    model = llama(fastmax=options).train()
+    with torch.no_grad(), pytest.raises((TypeError, ValueError), match=f"{next(iter(options))} must be"):
+        model(tokens(1, 4), past_key_values=FastmaxCache(model.config))
+
+
+def test_offloading_is_a_bool():
+    with pytest.raises(TypeError, match="offloading must be a bool, got 'no'"):
+        FastmaxCache(llama().config, offloading="no")
+
+
 def test_bidirectional_call():
     model = llama()
     with pytest.raises(ValueError, match="FastmaxCache is for causal self-attention"):

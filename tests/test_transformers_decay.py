@@ -360,6 +360,25 @@ def test_not_added(make_model, arguments, message):
     assert list(gates(model)) == before
 
 
+@pytest.mark.parametrize("layers", [5, "01", {"0": 1}, [0, "1"], [True], [1.0]], ids=repr)
+def test_layers_of_another_kind(layers):
+    model = llama()
+    with pytest.raises(TypeError, match="layers must be indices of attention layers of LlamaForCausalLM, or None, got "):
+        add_decay(model, layers=layers)
+    assert not list(gates(model))
+
+
+@pytest.mark.parametrize("function", [add_decay, integration.configure, integration.check])
+def test_what_is_no_model(function):
+    with pytest.raises(TypeError, match="model must be .*got 'llama'"):
+        function("llama")
+
+
+def test_what_has_no_configuration_is_not_configured():
+    with pytest.raises(ValueError, match="model must hold a transformers model with its configuration, got a Linear"):
+        integration.configure(torch.nn.Linear(2, 2), p=1)
+
+
 def test_softmax_is_refused_where_there_are_gates(tmp_path):
     model, ids = gated(llama), tokens(1, 4)
     model.save_pretrained(tmp_path)

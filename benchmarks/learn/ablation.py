@@ -8,7 +8,7 @@ from benchmarks.learn import equal_steps
 from benchmarks.learn.runner import Experiment, Run
 from benchmarks.learn.variants import VARIANTS
 
-ABLATED = ("p2_all", *(name for name in VARIANTS if name.startswith("p2_without_")))
+ABLATED = ("p2_all", "softmax_near", *(name for name in VARIANTS if name.startswith("p2_without_")))
 
 
 def runs(device: torch.device) -> list[Run]:

@@ -66,26 +66,30 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
     def batches(draw: Callable, count: int) -> Iterator[dict]:
         return (draw(None)._asdict() for _ in range(count))
 
+    def train(function: Callable, *args, **options) -> None:
+        with training.autocast(place.device, setting.bf16):  # which no row is given within
+            function(gpt, *args, **options)
+
     yield row("before", 0)
     step = 0
-    with training.autocast(place.device, setting.bf16):
-        if conversion.swap is not None:
-            teacher = copy.deepcopy(gpt)
-            options = {"exact_window": setting.window, "longest_half_life": HALF_LIVES * setting.context}
-            new = convert.swap(gpt, **options, **conversion.swap)
-            yield row("swapped", 0)
-            if conversion.fit:
-                convert.fit_polynomial(gpt, teacher, batches(to_prepare, FIT_BATCHES))
-                yield row("fitted", 0)
-            if conversion.transfer is not None:
-                step = place.steps or TRANSFER_STEPS
-                convert.transfer(gpt, teacher, batches(to_prepare, step), new + named(gpt, conversion.transfer), steps=step)
-                yield row("transferred", step)
-        if place.compile:
-            language.compile_blocks(gpt)
-        steps = place.steps or FINETUNE_STEPS
-        convert.finetune(gpt, batches(to_finetune, steps), steps=steps, learning_rate=run.lr)
-        yield row("finetuned", step + steps)
+    if conversion.swap is not None:
+        teacher = copy.deepcopy(gpt)
+        options = {"exact_window": setting.window, "longest_half_life": HALF_LIVES * setting.context}
+        new = convert.swap(gpt, **options, **conversion.swap)
+        yield row("swapped", 0)
+        if conversion.fit:
+            train(convert.fit_polynomial, teacher, batches(to_prepare, FIT_BATCHES))
+            yield row("fitted", 0)
+        if conversion.transfer is not None:
+            step = place.steps or TRANSFER_STEPS
+            names = new + named(gpt, conversion.transfer)
+            train(convert.transfer, teacher, batches(to_prepare, step), names, steps=step)
+            yield row("transferred", step)
+    if place.compile:
+        language.compile_blocks(gpt)
+    steps = place.steps or FINETUNE_STEPS
+    train(convert.finetune, batches(to_finetune, steps), steps=steps, learning_rate=run.lr)
+    yield row("finetuned", step + steps)
 
 
 def named(gpt: model.GPT, endings: tuple[str, ...]) -> list[str]:
@@ -103,8 +107,7 @@ def trained_teacher(setting: language.Setting, seed: int, place: Place) -> model
     with rows.locked(path, "teacher", wait=True):
         if not path.exists():
             trained = language.make(TEACHER, setting, seed, place)
-            for _ in language.train(trained, setting, seed, place):
-                pass
+            language.train(trained, setting, seed, place)
             unfinished = path.with_suffix(".part")
             torch.save(trained.state_dict(), unfinished)
             unfinished.replace(path)

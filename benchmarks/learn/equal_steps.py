@@ -13,7 +13,7 @@ from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import VARIANTS
 
 SETTINGS = {
-    "25M": Setting(n_layer=8, n_head=8, n_embd=512, context=1024, batch=32, steps=1000, lr=1e-3, window=128, bf16=True),
+    "25M": Setting(n_layer=8, n_head=8, n_embd=512, context=1024, batch=32, steps=1000, lr=2e-3, window=128, bf16=True),
     # Windows are short, and so is the exact one: with 128 every token would see all others exactly
     "0.8M": Setting(
         n_layer=4,
@@ -30,7 +30,7 @@ SETTINGS = {
         final=512,
     ),
 }
-OURS = ("softmax", "softmax_parts", "p2_all", "hybrid", "p2", "p2_decay", "p2_window", "p1_all")
+OURS = ("softmax", "softmax_parts", "p2_all", "hybrid", "p2_wide", "softmax_wide", "p2", "p2_decay", "p2_window", "p1_all")
 THEIRS = ("fla_gla", "fla_gdn", "fla_based_window")
 
 

@@ -7,29 +7,23 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.learn import language
-from benchmarks.learn.language import Setting
+from benchmarks.learn import equal_steps, language
 from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import VARIANTS
 from fastmax import extension
 
 SECONDS = 90.0
-LONG = Setting(
-    n_layer=8,
-    n_head=8,
-    n_embd=512,
+LONG = replace(
+    equal_steps.SETTINGS["25M"],
     context=16384,
     batch=4,  # 65536 tokens a step, here and below
     steps=100_000,  # more than there is time for
     seconds=SECONDS,
     rows=100_000 // 20,  # one every 20 steps
-    lr=1e-3,
-    window=128,
     warmup_share=0.1,  # in steps it would be half of the time of the slowest, and a tenth of that of the fastest
     validation=16,
     final=64,
-    bf16=True,
 )
 SETTINGS = {
     "16k": LONG,

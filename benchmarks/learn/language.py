@@ -67,21 +67,21 @@ def compile_blocks(gpt: model.GPT) -> None:
         block.compile()
 
 
-def train(gpt: nn.Module, setting: Setting, seed: int, place: Place, edit: data.Edit = data.unchanged) -> Iterator[Row]:
+def train(gpt: nn.Module, setting: Setting, seed: int, place: Place, edit: data.Edit = data.unchanged) -> list[Row]:
     """Rows of losses at some steps, "train" and "val", and of the trained model: those of `trained_losses`."""
     train_data, held_out, described = data.on_device(place.data, place.device)
     validation = data.validation_windows(held_out, setting.context, setting.batch, setting.validation, edit)
     batches = data.training_windows(train_data, setting.context, setting.batch, seed, edit)
     recipe = setting.recipe(place)
     trainer = training.Trainer(gpt, recipe, batches, validation, seed)
-    constant = {"parameters": parameters(gpt), "data": described}
+    constant, rows = {"parameters": parameters(gpt), "data": described}, []
     with fastest_softmax():
         for row in trainer.run():
             constant |= {name: row[name] for name in ("step", "tokens", "seconds")}
-            for measure in ("train", "val"):
-                yield {"measure": measure, "at": row["step"], "value": row[measure]} | constant
+            rows += [{"measure": measure, "at": row["step"], "value": row[measure]} | constant for measure in ("train", "val")]
         final = data.validation_windows(held_out, setting.context, setting.batch, setting.final, edit)
-        yield from (row | constant for row in trained_losses(gpt, final, recipe.bf16))
+        rows += [row | constant for row in trained_losses(gpt, final, recipe.bf16)]
+    return rows
 
 
 def trained_losses(gpt: nn.Module, batches: list[text.Batch], bf16: bool) -> Iterator[Row]:

@@ -8,13 +8,13 @@ the text. What counts is that all letters of its value are the likeliest ones: w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.learn import data, language
+from benchmarks.learn import data, equal_steps, language
 from benchmarks.learn.examples import training
 from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
@@ -37,20 +37,7 @@ class Setting:
 
 SETTINGS = {
     "25M": Setting(
-        language.Setting(
-            n_layer=8,
-            n_head=8,
-            n_embd=512,
-            context=8192,
-            batch=8,
-            steps=800,
-            lr=1e-3,
-            window=128,
-            rows=12,
-            validation=32,
-            final=64,
-            bf16=True,
-        ),
+        replace(equal_steps.SETTINGS["25M"], context=8192, batch=8, steps=800, rows=12, validation=32, final=64),
         facts=64,
         lengths=tuple(2**k for k in range(12, 18)),
         texts=256,
@@ -117,9 +104,9 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
     """What `language.train` gives, and "needle" `at` a length: percent of the facts found."""
     setting = SETTINGS[run.setting]
     gpt = language.make(run.variant, setting.model, run.seed, place)
-    for row in language.train(gpt, setting.model, run.seed, place, partial(with_facts, facts=setting.facts)):
-        yield row
-    constant = {name: row[name] for name in ("step", "tokens", "seconds", "parameters", "data")}
+    trained = language.train(gpt, setting.model, run.seed, place, partial(with_facts, facts=setting.facts))
+    yield from trained
+    constant = {name: trained[-1][name] for name in ("step", "tokens", "seconds", "parameters", "data")}
     _, held_out, _ = data.on_device(place.data, place.device)
     gpt.eval()
     for length in setting.lengths:

@@ -24,6 +24,8 @@ class Variant:
     attention: str = "fastmax"
     parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; what is not here is as it is by default
     window: bool = True  # an exact window, where the attention is fastmax
+    near: bool = False  # softmax sees the keys of this window alone
+    wide: bool = False  # half as many heads, twice as wide
     every: int = 0  # of GPTConfig
     sdpa: bool = False  # softmax through PyTorch's kernels, which know no decays
     fla: str = ""  # a layer of flash-linear-attention in the place of ours
@@ -50,7 +52,10 @@ VARIANTS = {
     "p2_all": Variant("p = 2, all parts"),
     "p1_all": Variant("p = 1, all parts", parts={"p": 1}, as_large_as="p2_all"),
     "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
-    # All parts but one
+    "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
+    "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
+    # All parts but one; without far keys, of which the polynomial is
+    "softmax_near": Variant("without far keys: softmax within the window", "softmax", near=True, as_large_as="p2_all"),
     "p2_without_decay": Variant("without decay", parts={"decay": False}),
     "p2_without_window": Variant("without exact window", window=False),
     "p2_without_output_norm": Variant("without norm of the output", parts={"output_norm": False}),
@@ -111,6 +116,10 @@ def _make_gpt(variant: Variant, window: int, sizes: dict) -> model.GPT:
     parts = dict(variant.parts)
     if variant.attention == "fastmax":
         parts["exact_window"] = window if variant.window else 0
+    if variant.near:
+        parts["window"] = window
+    if variant.wide:
+        sizes = sizes | {"n_head": sizes["n_head"] // 2}
     config = model.GPTConfig(**sizes, attention=variant.attention, every=variant.every, parts=parts)
     if variant.fla:
         near = replace(config, attention="softmax", parts=PLAIN | {"window": window})

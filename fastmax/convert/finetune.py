@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fastmax import validation
 from fastmax.convert.batches import Batch, call, first, fresh_casts
+from fastmax.convert.layers import check_module
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 
 
@@ -49,13 +50,17 @@ def finetune(
         TypeError, ValueError: naming the argument, what it was and what is accepted.
         FloatingPointError: a loss is not finite.
     """
+    check_module("model", model)
     validation.check_count("steps", steps)
     validation.check_positive("learning_rate", learning_rate)
     validation.check_positive("max_norm", max_norm)
+    validation.check_not_negative("weight_decay", weight_decay)
     warmup = math.ceil(steps / 20) if warmup is None else warmup
     validation.check_count("warmup", warmup, least=0)
     if parameters is None:
         trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
+        if not trained:
+            raise ValueError(f"model ({type(model).__name__}) must have parameters that require a gradient, got none")
     else:
         trained = named(model, parameters)
     decayed, rest = [], []
@@ -79,6 +84,8 @@ def finetune(
 
 
 def _loss(model: nn.Module, batch: Batch) -> Tensor:
+    if isinstance(batch, Tensor) and (batch.dim() != 2 or batch.shape[0] == 0 or batch.shape[1] < 2):
+        raise ValueError(f"a batch that is a tensor must be tokens (b, n), n at least 2, got {validation.describe(batch)}")
     output = call(model, batch)
     if isinstance(batch, Tensor):
         logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)

@@ -9,7 +9,9 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from fastmax.convert.batches import Batch, call, padding_of
+from fastmax import validation
+from fastmax.convert.batches import Batch, arguments_of, call, padding_of
+from fastmax.convert.masks import MaskOfTeacher
 from fastmax.self_attention import FastmaxSelfAttention
 
 Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the teacher's
@@ -20,8 +22,15 @@ def is_of_transformers(model: nn.Module) -> bool:
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
 
 
+def check_module(name: str, module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, got {validation.describe(module)}")
+
+
 def pairs_of(model: nn.Module, teacher: nn.Module) -> Pairs:
     """By name, the attention layers that run Fastmax and those of the teacher that run softmax."""
+    for name, module in (("model", model), ("teacher", teacher)):
+        check_module(name, module)
     if model is teacher:
         raise ValueError("teacher must be the model before the swap, a copy of it, got the model itself")
     exchanged, of_teacher, not_softmax = _fastmax_layers(model), dict(teacher.named_modules()), _fastmax_layers(teacher)
@@ -61,16 +70,20 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
     Args:
         compare: is given the layer's name, `attend`, which returns the output of the model's layer for the same input, and the
             teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's
-            argument `attention_mask` (b, n) leaves out.
+            argument `attention_mask` (b, n), or the layer's `key_padding_mask`, leaves out.
     """
-    real = padding_of(teacher, batch)
-    called = set()
+    real = padding_of(arguments_of(teacher, batch))
+    masks, called = MaskOfTeacher(real), set()
 
     def hook_of(name: str, layer: nn.Module) -> Callable:
-        def hook(module: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:
+        def hook(own: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:
             called.add(name)
-            keywords = _keywords_of_layer(layer, keywords, real)
-            compare(name, lambda: _rows(layer(*args, **keywords), real), _rows(output, real))
+            takes_part = real
+            if isinstance(layer, FastmaxSelfAttention):
+                takes_part = keywords.get("key_padding_mask", real)
+            else:
+                keywords = keywords | {"attention_mask": masks.of(layer, own, args, keywords)}
+            compare(name, lambda: _rows(layer(*args, **keywords), takes_part), _rows(output, takes_part))
 
         return hook
 
@@ -86,17 +99,9 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
 def _rows(output: Tensor | tuple, real: Tensor | None) -> Tensor:
     rows = output if isinstance(output, Tensor) else output[0]
     rows = rows.flatten(0, -2) if real is None else rows[real]
+    if rows.shape[0] == 0:
+        raise ValueError("batches must hold tokens that take part, got a batch with none")
     return rows if rows.dtype == torch.float64 else rows.float()
-
-
-def _keywords_of_layer(layer: nn.Module, keywords: dict, real: Tensor | None) -> dict:
-    """Those that the teacher's layer had, for the other attention."""
-    if isinstance(layer, FastmaxSelfAttention):
-        return keywords
-    from fastmax.integrations.transformers import FastmaxMask
-
-    mask = FastmaxMask(True, real)
-    return keywords | {"attention_mask": mask}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch, fresh_casts
+from fastmax.convert.batches import Batch, check_batches, fresh_casts
 from fastmax.convert.layers import Pairs, is_of_transformers, pairs_of, visit
 from fastmax.self_attention import EXPANSION_OF_EXP
 
@@ -44,6 +44,7 @@ def fit_polynomial(
             positive.
     """
     validation.check_count("rounds", rounds)
+    check_batches(batches)
     pairs, batches = pairs_of(model, teacher), list(batches)
     if not batches:
         raise ValueError("batches must hold one or more, got none")
@@ -141,10 +142,10 @@ def _options(model: nn.Module, pairs: Pairs) -> list[dict]:
     """Those that the layers read, to be changed in place."""
     if not is_of_transformers(model):
         return [layer.options for layer, _ in pairs.values()]
-    from fastmax.integrations.transformers.options import configurations
+    from fastmax.integrations.transformers.options import all_options, configurations
 
     for config in configurations(model):
-        config.fastmax = dict(getattr(config, "fastmax", None) or {})
+        config.fastmax = all_options(config)
     return [config.fastmax for config in configurations(model)]
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from fastmax import validation
-from fastmax.convert.layers import is_of_transformers
+from fastmax.convert.layers import check_module, is_of_transformers
 from fastmax.decay_gate import biases_of_half_lives
 from fastmax.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SHORTEST_NEW_HALF_LIFE = 1 / 8  # of the longest
 
@@ -28,7 +32,8 @@ def swap(
 
     What is exchanged are the layers `FastmaxSelfAttention(attention="softmax")`, but for those with a window of their own, and
     in a Hugging Face model its attention. Near keys weigh what they weighed: on sequences of up to `exact_window` tokens the
-    model computes what it did. An error leaves it as it was.
+    model computes what it did. An error leaves it as it was. Options that a Hugging Face model's `config.fastmax` holds already
+    stay (a polynomial, `log_decay`, `constant_memory`); another `exact_window`, `temperature` or `layers` there is refused.
 
     Args:
         model: any module that contains such layers, or is one, or a Hugging Face model. Devices, dtypes and modes stay.
@@ -46,6 +51,7 @@ def swap(
     Raises:
         TypeError, ValueError: naming the argument, what it was and what is accepted; a model with nothing to exchange.
     """
+    check_module("model", model)
     validation.check_count("exact_window", exact_window)
     validation.check_bool("decay", decay)
     validation.check_positive("longest_half_life", longest_half_life)
@@ -120,11 +126,13 @@ def _swap_in_transformers(
     before = [(config, config._attn_implementation, dict(vars(config))) for config in configs]
     if any(implementation == integration.NAME for _, implementation, _ in before):
         raise ValueError(f'model ({type(model).__name__}) must run softmax attention, got attn_implementation="fastmax"')
-    options = {"exact_window": exact_window}
-    options |= {} if temperature is None else {"temperature": temperature}
-    options |= {} if layers is None else {"layers": layers if isinstance(layers, str) else list(layers)}
+    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
+    options = {"exact_window": exact_window, "temperature": temperature, "layers": layers}
+    merged = [_merged(config, options) for config in configs]
     try:
-        integration.configure(model, **options)
+        for config, each in zip(configs, merged, strict=True):
+            integration.options.check_options(each)
+            config.fastmax = each
         model.set_attn_implementation(integration.NAME)
         if not decay:
             return []
@@ -136,3 +144,18 @@ def _swap_in_transformers(
             vars(config).update(attributes)
         raise
     return [f"{name}.{integration.decay.GATE}.{part}" for name in gates for part in ("weight", "bias")]
+
+
+def _merged(config: PreTrainedConfig, options: dict) -> dict:
+    """These, of which None is not set, and what the configuration has beside them."""
+    from fastmax.integrations.transformers.options import all_options
+
+    before = all_options(config)
+    for name, value in options.items():
+        there = list(before[name]) if isinstance(before.get(name), tuple) else before.get(name)
+        if there not in (None, value):
+            raise ValueError(
+                f"config.fastmax of {config.model_type} has {name} = {there!r}, and swap got {value!r}: give the same, or "
+                "fastmax.integrations.transformers.configure(model) takes what was configured away"
+            )
+    return before | {name: value for name, value in options.items() if value is not None}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmax import validation
-from fastmax.convert.batches import Batch, first, fresh_casts
+from fastmax.convert.batches import Batch, check_batches, first, fresh_casts
 from fastmax.convert.layers import Pairs, pairs_of, visit
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
 
@@ -33,7 +33,9 @@ def transfer(
     Args:
         model: after `swap`. Of its parameters only those named change.
         teacher: the model before the swap, a copy of it. Runs in eval mode; is not changed.
-        batches: `steps` of them or more. Tokens that the model's argument `attention_mask` (b, n) leaves out do not count.
+        batches: `steps` of them or more. Tokens that the model's argument `attention_mask` (b, n), or the `key_padding_mask` of
+            its layers, leaves out do not count. Packed documents are taken as both models take them (`cu_seqlens`;
+            `position_ids` that start again, and `cu_seq_lens_q` beside them).
         parameters: names of the parameters to train, in layers that were exchanged: what `swap` returned, or for instance
             `[name for name, _ in model.named_parameters() if "q_norm" in name]`.
         steps: batches taken from `batches`.
@@ -82,6 +84,7 @@ def attention_errors(model: nn.Module, teacher: nn.Module, batches: Iterable[Bat
     Raises:
         TypeError, ValueError: naming the argument.
     """
+    check_batches(batches)
     pairs = pairs_of(model, teacher)
     of_batches = [_errors(pairs, teacher, batch, backward=False) for batch in batches]
     if not of_batches:

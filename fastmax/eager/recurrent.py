@@ -25,11 +25,11 @@ def decode_step(
     q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `fastmax.DecodeState`; mask bool (b, 1); log_decay
     (b, hk, 1), by which the state fades before the token joins, whether or not it does.
     """
-    key = _key_features(k, mask, values.dtype, score)
+    key, v = _joining(k, v, mask, values.dtype, score)
     if log_decay is not None:
         factor = log_decay.exp()
         weights, values = (torch.where(x == 0, 0.0, x * y) for x, y in ((factor, weights), (factor.unsqueeze(-1), values)))
-    values = torch.addcmul(values.contiguous(), key.unsqueeze(-1), v.to(values.dtype))
+    values = torch.addcmul(values.contiguous(), key.unsqueeze(-1), v)
     weights = weights.contiguous() + key
     return _read(q, values, weights, score), values, weights
 
@@ -45,7 +45,7 @@ def decode_step_(
     score: Score,
 ) -> Tensor:
     """The output of `decode_step`; the new values and weights take the place of the old ones."""
-    key = _key_features(k, mask, values.dtype, score)
+    key, v = _joining(k, v, mask, values.dtype, score)
     if log_decay is not None:
         factor = log_decay.exp()
         vanishes = not is_at_hand(factor) or bool((factor == 0).any())
@@ -53,15 +53,17 @@ def decode_step_(
             y.mul_(x)
             if vanishes:  # a pass over the state, for what is not finite in it
                 y.masked_fill_(x == 0, 0.0)
-    values.addcmul_(key.unsqueeze(-1), v.to(values.dtype))
+    values.addcmul_(key.unsqueeze(-1), v)
     weights.add_(key)
     return _read(q, values, weights, score)
 
 
-def _key_features(k: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Score) -> Tensor:
-    """(b, hk, 1, d) -> (b, hk, features), zero where the token does not join."""
+def _joining(k: Tensor, v: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Score) -> tuple[Tensor, Tensor]:
+    """Features (b, hk, features) of k (b, hk, 1, d), and v, in a dtype; 0 where the token does not join, whatever it holds."""
+    if mask is not None:
+        k, v = (torch.where(mask[:, None, :, None], x, 0) for x in (k, v))
     key = distinct_features(k.squeeze(2).to(dtype), score.order)
-    return key if mask is None else key * mask.unsqueeze(-1)
+    return key if mask is None else key * mask.unsqueeze(-1), v.to(dtype)
 
 
 def sums_of_weights(q: Tensor, weights: Tensor, score: Score) -> Tensor:

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from fastmax import ops
+from fastmax import ops, validation
 from fastmax.decode import init_state, prefill, step, step_
 from fastmax.decode_state import DecodeState
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
@@ -153,7 +153,9 @@ class FastmaxLayer(CacheLayerMixin):
                 f"FastmaxCache holds states for a batch of {self.state.values.shape[0]}, got one of {batch}; "
                 "cache.batch_repeat_interleave(repeats) makes several of each"
             )
-        if options.get("dropout"):
+        validation.check_algorithm(options.get("algorithm", "auto"), None)
+        validation.check_bool("use_custom_gradient", options.get("use_custom_gradient", True))
+        if validation.check_not_negative("dropout", options.get("dropout", 0.0)):
             raise ValueError("FastmaxCache has no form with noise (the option dropout): model.eval(), or use_cache=False")
         if options.get("algorithm") == "quadratic":
             raise ValueError('FastmaxCache has no form with algorithm="quadratic": "auto" or "linear", or use_cache=False')
@@ -256,13 +258,14 @@ class FastmaxCache(Cache):
         offloading: keep states on the CPU, but those of the layer that runs and the next, as transformers' other caches do.
 
     Raises:
-        TypeError: no configuration.
+        TypeError: no configuration, or no bool.
         ValueError: a configuration of another attention, or with layers to run fastmax that are not full attention.
     """
 
     def __init__(self, config: PreTrainedConfig, offloading: bool = False):
         if not isinstance(config, PreTrainedConfig):
             raise TypeError(f"config must be a model's configuration (model.config), got {type(config).__name__}")
+        validation.check_bool("offloading", offloading)
         config = config.get_text_config(decoder=True)
         if config._attn_implementation != NAME:
             raise ValueError(

@@ -21,7 +21,7 @@ from fastmax.integrations.transformers.layers import (
     is_causal_self_attention,
     runs_fastmax,
 )
-from fastmax.integrations.transformers.options import NAME, configurations, options_of
+from fastmax.integrations.transformers.options import NAME, check_model, configurations, options_of
 
 GATE = "fastmax_decay"  # the submodule of a layer, and the entry of the configuration
 ARGUMENT = "log_decay"
@@ -79,6 +79,7 @@ def add_decay(
         TypeError, ValueError: naming the argument, or the layer that cannot have one: of softmax attention, not causal, with a
             gate already.
     """
+    check_model(model)
     validation.check_positive("longest_half_life", longest_half_life)
     validation.check_positive("shortest_half_life", shortest_half_life)
     if shortest_half_life > longest_half_life:
@@ -164,11 +165,17 @@ def _chosen(model: PreTrainedModel, layers: Iterable[int] | None) -> dict[str, n
                 f"{type(model).__name__} has no causal layer that runs fastmax: attn_implementation={NAME!r} first"
             )
     else:
+        accepted = f"layers must be indices of attention layers of {type(model).__name__}"
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise TypeError(f"{accepted}, or None, got {validation.describe(layers)}")
+        layers = list(layers)
+        if not all(isinstance(index, int) and not isinstance(index, bool) for index in layers):
+            raise TypeError(f"{accepted}, or None, got {validation.describe(layers)}")
         layers = set(layers)
         chosen = {name: layer for name, layer in found.items() if getattr(layer, "layer_idx", None) in layers}
         missing = layers - {layer.layer_idx for layer in chosen.values()}
         if missing or not layers:
-            raise ValueError(f"layers must be indices of attention layers of {type(model).__name__}, got {sorted(missing)}")
+            raise ValueError(f"{accepted}, got {sorted(missing)}")
         causal = {name: layer for name, layer in chosen.items() if is_causal_self_attention(layer)}
         if {layer.layer_idx for layer in causal.values()} == layers:  # not the cross-attention beside them
             chosen = causal

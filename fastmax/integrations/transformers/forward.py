@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from fastmax import validation
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens
 from fastmax.integrations.transformers.decay import refuse_missing
@@ -144,6 +145,9 @@ def _named_documents(query: Tensor, given: dict) -> Tensor | None:
         if of_keys is not None:
             raise ValueError("cu_seq_lens_k needs cu_seq_lens_q, got it alone")
         return None
+    for name, x in (("cu_seq_lens_q", of_queries), ("cu_seq_lens_k", of_keys)):
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be an int32 tensor of shape (sequences + 1,), got {validation.describe(x)}")
     if query.shape[0] != 1:
         raise ValueError(
             f"cu_seq_lens_q is for a batch of one, got one of {query.shape[0]}: position_ids that start again are for any"

@@ -79,7 +79,7 @@ class FastmaxMask(Unreadable):
         if not self.documents_are_checked:
             self.documents_are_checked = True
             first = self.first_tokens(cu_seqlens.device).flatten()
-            named = first.new_zeros(first.shape[0] + 1).index_fill(0, cu_seqlens.long(), True)[:-1]
+            named = first.new_zeros(first.shape[0] + 1).index_fill(0, cu_seqlens.long().clamp(0, first.shape[0]), True)[:-1]
             refuse_where(
                 named != first,
                 "cu_seq_lens_q must name the documents that position_ids do, where they start again: layers of softmax "

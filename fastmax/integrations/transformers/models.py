@@ -16,7 +16,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from fastmax.integrations.transformers.classes import asks_interface, computes_attention, looks_attention_up
 from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
 from fastmax.integrations.transformers.layers import attention_layers, implementation
-from fastmax.integrations.transformers.options import NAME, SOFTMAX, configurations, fastmax_layers, remember_choice
+from fastmax.integrations.transformers.options import (
+    NAME,
+    SOFTMAX,
+    check_model,
+    configurations,
+    fastmax_layers,
+    remember_choice,
+)
 from fastmax.integrations.transformers.packing import refuse_caches_of_documents
 
 _INSTEAD = (
@@ -42,6 +49,7 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
     Raises:
         ValueError: the parts with attention of their own, by name; `layers` that the model does not have.
     """
+    check_model(model)
     for part in model.modules():
         if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME:
             _check_dispatch(part)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastmax import validation
@@ -51,9 +52,20 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
             `constant_memory` that is no bool.
         ValueError: `log_decay` > 0; no layer.
     """
+    if not isinstance(model, PreTrainedConfig):
+        check_model(model)
     check_options(options)
-    for config in configurations(model):
+    configs = list(configurations(model))
+    if not configs:
+        raise ValueError(f"model must hold a transformers model with its configuration, got a {type(model).__name__}")
+    for config in configs:
         config.fastmax = dict(options)
+
+
+def check_model(model: object) -> None:
+    """A module: the model, or one around it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a transformers model, got {validation.describe(model)}")
 
 
 def options_of(config: PreTrainedConfig) -> dict:
@@ -62,13 +74,17 @@ def options_of(config: PreTrainedConfig) -> dict:
     Raises:
         TypeError, ValueError: an unknown option; `log_decay`, `layers` or `constant_memory` that is none.
     """
-    return {name: value for name, value in _all_options(config).items() if name not in OF_MODELS}
+    return {name: value for name, value in all_options(config).items() if name not in OF_MODELS}
 
 
-def _all_options(config: PreTrainedConfig) -> dict:
-    options = dict(getattr(config, "fastmax", None) or {})
+def all_options(config: PreTrainedConfig) -> dict:
+    """A copy of what a configuration holds, options of models too; as `options_of`."""
+    options = getattr(config, "fastmax", None)
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise TypeError(f"config.fastmax must be a dict of options, got {validation.describe(options)}")
     check_options(options)
-    return options
+    return dict(options)
 
 
 def check_options(options: dict) -> None:
@@ -109,7 +125,7 @@ def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
     Raises:
         ValueError: `layers` of which the model has none.
     """
-    layers = _all_options(config).get("layers")
+    layers = all_options(config).get("layers")
     if layers is None:
         return None
     if layers == GLOBAL:
@@ -127,7 +143,7 @@ def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
 
 def wants_constant_memory(config: PreTrainedConfig) -> bool:
     """By the option of that name."""
-    return _all_options(config).get("constant_memory", False)
+    return all_options(config).get("constant_memory", False)
 
 
 def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTrainedConfig]:

@@ -1,0 +1,30 @@
+"""Types of numbers on the examples' command lines: a wrong one is named before anything runs."""
+
+import argparse
+import math
+
+
+def count(text: str) -> int:
+    return _at_least(1, int(text))
+
+
+def count_or_none(text: str) -> int:
+    return _at_least(0, int(text))
+
+
+def positive(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and above 0, got {text}")
+    return number
+
+
+def not_negative(text: str) -> float:
+    if not 0 <= (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be finite and at least 0, got {text}")
+    return number
+
+
+def _at_least(least: int, number: int) -> int:
+    if number < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {number}")
+    return number
