@@ -45,6 +45,13 @@ ONE_SNAPSHOT = [  # not causal: a state of all keys, and nothing but that
     dict(n=300, m=200, causal=False),
     dict(n=200, m=700, causal=False, h=4, hk=2),
 ]
+BACK_IN_TIME = [  # tiles that begin before the first token: of x they are not stored by the copy engine, of y not loaded
+    *(dict(n=n, m=m, b=2, h=2) for n, m in ((1, 1), (63, 63), (65, 65), (1, 129), (300, 300), (300, 333))),
+    dict(n=300, m=333, h=8, hk=2),
+    dict(n=1, m=3000, b=1, h=1),
+    dict(n=300, m=300, causal=False),
+    dict(n=129, m=65, causal=False),
+]
 CHUNKS = [  # few heads cut the walk into segments from two chunks on, many walk once
     *(dict(n=n, b=1, h=1) for n in (257, 320, 511, 512, 513, 769, 1025)),
     *(dict(n=n, b=1, h=40) for n in (257, 512, 513, 700)),
@@ -70,7 +77,7 @@ OPTIONS = [
     dict(n=700, magnitude=30.0, temperature=1.0),
     dict(n=1300, b=4, h=40, hk=20),
 ]
-ROWS = [*OWN_CHUNK, *ONE_SNAPSHOT, *CHUNKS, *OFFSETS, *SHARED_HEADS, *OPTIONS]
+ROWS = [*OWN_CHUNK, *ONE_SNAPSHOT, *BACK_IN_TIME, *CHUNKS, *OFFSETS, *SHARED_HEADS, *OPTIONS]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
@@ -83,6 +90,7 @@ def test_against_float64(row, taken):  # noqa: F811
     "row",
     [
         *(dict(n=n, b=1, h=1) for n in (64, 1, 65, 129, 255, 257, 1023, 1024)),
+        *BACK_IN_TIME,
         dict(n=300, m=200, causal=False, b=1, h=1),
         *(dict(n=n, b=1, h=1) for n in (1025, 2049, 2500)),
         dict(n=2100, b=1, h=6),

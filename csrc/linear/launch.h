@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "core/dispatch.h"
+#include "core/launch.h"
 #include "linear/linear.h"
 #include "linear/order1/linear1.h"
 
@@ -184,8 +185,10 @@ struct PreparedInputs {
     g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
     e = w.take<float>(int64_t{p.b} * p.h * e_head(p));
   }
-  // Heads of e are 16 bytes apart, as copy engines want them.
-  static int64_t e_head(const Problem& p) { return round_up(p.n, 4); }
+  // The e of a head end at a multiple of kBoundary, with zeros before them: a walk back in time, which begins at the last one, finds
+  // those of its tiles at multiples of their size.
+  static int64_t e_head(const Problem& p) { return round_up(p.n, kBoundary); }
+  static int64_t e_pad(const Problem& p) { return e_head(p) - p.n; }
 
   BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
     const Inputs in = widened.fill(p, stream);
@@ -195,9 +198,12 @@ struct PreparedInputs {
     prepare.noise = view(p.noise, p.noise_stride);
     prepare.dropout = p.dropout;
     prepare.z = p.z, prepare.grad_z = p.grad_z;
-    prepare.g = g, prepare.e = e, prepare.e_head = e_head(p);
+    prepare.g = g, prepare.e = e + e_pad(p), prepare.e_head = e_head(p);
+    if (e_pad(p) > 0) {
+      check_cuda(cudaMemset2DAsync(e, e_head(p) * sizeof(float), 0, e_pad(p) * sizeof(float), int64_t{p.b} * p.h, stream), "linear_prepare");
+    }
     dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
-    return {in, contiguous(g, p.h, p.n, p.dv), {e, e_head(p), 1}};
+    return {in, contiguous(g, p.h, p.n, p.dv), {e + e_pad(p), e_head(p), 1}};
   }
 };
 

@@ -67,14 +67,8 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
       : "memory");
 }
 
-// [cp.async.bulk.tensor] Likewise of a matrix {column, row}.
-__device__ __forceinline__ void tma_load_matrix(uint32_t dst, const CUtensorMap& map, uint32_t barrier, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(dst),
-               "l"(&map), "r"(barrier), "r"(column), "r"(row)
-               : "memory");
-}
-
-// [cp.async.bulk.tensor] A box of shared memory to a tensor, less what lies outside of the tensor. Joins this thread's bulk group.
+// [cp.async.bulk.tensor] A box of shared memory to a tensor, less what lies behind its ends; no coordinate may be negative.
+// Joins this thread's bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(src),
                "r"(column), "r"(token), "r"(head), "r"(batch)

@@ -78,12 +78,6 @@ size_t slot_of(const Key& key, size_t slots) {
   return (hash >> 32) % slots;
 }
 
-void check_encoded(CUresult result) {
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("fastmax: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result)));
-  }
-}
-
 }  // namespace
 
 bool has_tensor_map(const TokenTensor& tensor) { return shape_of(tensor).has_value(); }
@@ -107,19 +101,10 @@ CUtensorMap tensor_map(const TokenTensor& tensor, int box_tokens) {
                const_cast<void*>(tensor.data), shape->extents.data(), shape->strides.data(), box, element_strides,
                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  check_encoded(result);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("fastmax: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result)));
+  }
   entry = {key, map};
-  return map;
-}
-
-CUtensorMap number_map(const float* data, int64_t row_step, int rows, int columns, int box_columns) {
-  const cuuint64_t extents[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(row_step) * sizeof(float)};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), 1}, element_strides[2] = {1, 1};
-  CUtensorMap map;
-  check_encoded(encode()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 2, const_cast<float*>(data), extents, strides, box, element_strides,
-                         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE,
-                         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE));
   return map;
 }
 

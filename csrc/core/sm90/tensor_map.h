@@ -28,8 +28,4 @@ bool driver_makes_tensor_maps();
 // batch}. Kept by thread, since the same tensors come again and again; a map depends on nothing but what is given here.
 CUtensorMap tensor_map(const TokenTensor& tensor, int box_tokens);
 
-// Rows of fp32 numbers `row_step` apart (a multiple of 4, data at a multiple of 16 bytes), in boxes of box_columns of one row as they
-// lie in memory, coordinates {column, row}.
-CUtensorMap number_map(const float* data, int64_t row_step, int rows, int columns, int box_columns);
-
 }  // namespace fastmax

@@ -61,12 +61,13 @@ struct GradTileSm90 : HopperState<kHeadDim> {
 };
 
 struct GradMaps {
-  CUtensorMap x, x2, y, y2, e, grad, values;
+  CUtensorMap x, x2, y, y2, grad, values;
 };
 
 template <int kHeadDim, Grads kGrads>
 __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
-    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const ItemsOfRows items) {
+    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
+                            const ItemsOfRows items) {
   using Tile = GradTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Rows = Operand<RowTile>;
@@ -101,7 +102,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
     RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
     if (kBack) {
-      ptx::tma_load_matrix(scales_at + at.stage * kScaleBytes, maps.e, ring.full(at), token, batch * a.state_heads * a.y_group + y_head);
+      ptx::bulk_load(scales_at + at.stage * kScaleBytes,
+                     tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * a.y_group + y_head, token), kScaleBytes, ring.full(at));
     }
   };
   if (!kValues && warpgroup == kWarpgroups) {
@@ -590,9 +592,17 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     if constexpr (kValues) store_accumulator<Bf16, RowTile>(x2, 0, values, 1.f, 1.f, w4, lane);
     ptx::fence_proxy_async();
     ptx::barrier_wait<128>(1 + warpgroup);
+    const bool begins_before = kBack && token < 0;
+    if (begins_before) {
+      store_rows<kHeadDim>(x, a.out, here.batch, here.x_head, token, a.nx, a.d);
+      if (kValues) store_rows<kHeadDim>(x2, values_out, here.batch, here.x_head, token, a.nx, a.dv);
+      ptx::barrier_wait<128>(1 + warpgroup);
+    }
     if (w4 == 0 && lane == 0) {
-      RowTile::store(x, maps.grad, token, here.x_head, here.batch);
-      if (kValues) RowTile::store(x2, maps.values, token, here.x_head, here.batch);
+      if (!begins_before) {
+        RowTile::store(x, maps.grad, token, here.x_head, here.batch);
+        if (kValues) RowTile::store(x2, maps.values, token, here.x_head, here.batch);
+      }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
       load_x(blockIdx.x + (count + Tile::kXBuffers) * gridDim.x, count + Tile::kXBuffers);
@@ -610,10 +620,9 @@ void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream
   maps.x = rows_map(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map(a.x2, a, x_heads, a.nx, a.dv);
   maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
-  if (kGrads != Grads::kQueries) maps.e = scales_map(a.y_scale, a.batch * y_heads, a.ny);
   if (kGrads == Grads::kKeysAndValues) maps.values = rows_map(values, a, x_heads, a.nx, a.dv);
   launch_kernel("linear_grad_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads>, std::min(sm_count, items.count), Tile::threads(kGrads),
-                Tile::kSharedBytes, stream, maps, a, items);
+                Tile::kSharedBytes, stream, maps, a, values, items);
 }
 
 }  // namespace

@@ -111,12 +111,31 @@ struct SourceQueue {
   __device__ __forceinline__ uint32_t of(int item) const { return address + item % kItems * kItemBytes; }
   __device__ __forceinline__ int word(int item, int i) const { return static_cast<int>(ptx::load_shared_u32(of(item) + 4 * i)); }
 };
+
+// The e of a tile of y of a walk back in time (PreparedInputs). Rows that are further before the first token are zeros, whatever their e is.
+__device__ __forceinline__ const float* tile_scales(const RowScale& e, int tokens, int64_t head, int token) {
+  return e.data + head * e.head + max(token, tokens - static_cast<int>(e.head));
+}
+
+// A tile of results to the rows of a head from `token` on, by the threads of a warpgroup. The copy engine writes none that begins before
+// the first token.
+template <int kHeadDim>
+__device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int batch, int head, int token, int tokens, int columns) {
+  constexpr int kChunks = kHeadDim / 8;
+  auto* rows = reinterpret_cast<__nv_bfloat16*>(const_cast<void*>(out.data)) + batch * out.batch + head * out.head;
+  for (int i = threadIdx.x % 128; i < kTileRows * kChunks; i += 128) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (token + row < 0 || token + row >= tokens || 8 * chunk >= columns) continue;
+    uint32_t x[4];
+    ptx::load_shared_u32x4(x, tile + RowTileSm90<kHeadDim>::chunk_offset(row, chunk));
+    *reinterpret_cast<uint4*>(rows + (token + row) * out.token + 8 * chunk) = make_uint4(x[0], x[1], x[2], x[3]);
+  }
+}
 #endif
 
 // As the copy engine knows them.
 inline CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
   return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows);
 }
-inline CUtensorMap scales_map(const RowScale& e, int heads, int tokens) { return number_map(e.data, e.head, heads, tokens, kTileRows); }
 
 }  // namespace fastmax

@@ -28,7 +28,6 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
   // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first.
   static constexpr bool kMovesRegisters = kHeadDim == 128;
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
   static constexpr int kStageBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
   const auto tile_of = [&](int m) { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; };
 
   if (warpgroup == kWarpgroups) {
-    if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<Tile::kProducerRegisters>();
+    if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<24>();
     if (warp != 4 * kWarpgroups || lane != 0) return;
     RingPosition at;
     for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
@@ -117,7 +116,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
     }
     return;
   }
-  if constexpr (Tile::kMovesRegisters) ptx::more_registers<Tile::kConsumerRegisters>();
+  if constexpr (Tile::kMovesRegisters) ptx::more_registers<240>();
 
   const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
     if (index >= items.count) return;
@@ -218,10 +217,6 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
         // Of rows row and row + 8: in both halves, or, where registers are short, in pairs, of which a multiplication takes a half.
         constexpr bool kDuplicated = kHeadDim == 64;
         uint32_t scalars[kRowTiles][2][kDuplicated ? 8 : 4];
-        const auto scalar = [&](int m, int r, int i) {
-          if constexpr (kDuplicated) return scalars[m][r][i];
-          else return duplicate_half(scalars[m][r][i / 2], i % 2);
-        };
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
           const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, star);
@@ -239,6 +234,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
             }
           }
         }
+        const auto scalar = [&](int m, int r, int i) {
+          if constexpr (kDuplicated) return scalars[m][r][i];
+          else return duplicate_half(scalars[m][r][i / 2], i % 2);
+        };
         const int tiles = Tile::star_tiles(star);
         for (int j = 0; j < tiles; ++j) {
           if (half == 0) ring.wait_until_full(at), tile = stages_at + at.stage * Tile::kStageBytes;
@@ -413,10 +412,17 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
     }
     ptx::fence_proxy_async();
     ptx::barrier_wait<128>(1 + warpgroup);
+    if constexpr (kValues) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
+        if (token < 0) store_rows<kHeadDim>(x + m * kTileBytes, a.out, here.batch, here.x_head, token, a.nx, a.dv);
+      }
+      ptx::barrier_wait<128>(1 + warpgroup);
+    }
     if (w4 == 0 && lane == 0) {
       for (int m = 0; m < kRowTiles; ++m) {
         const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
-        RowTile::store(x + m * kTileBytes, out_map, token, here.x_head, here.batch);
+        if (!kValues || token >= 0) RowTile::store(x + m * kTileBytes, out_map, token, here.x_head, here.batch);
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();

@@ -63,7 +63,7 @@ struct StateShare {
 template <int kHeadDim, bool kScaled>
 __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map,
-                             const __grid_constant__ CUtensorMap e_map, const StateArgs a, const bool totals) {
+                             const StateArgs a, const bool totals) {
   using Tile = StateTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
@@ -99,8 +99,8 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     RowTile::load(w, w_map, ring.full(at), token, head, batch);
     RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
     if (kScaled) {
-      ptx::tma_load_matrix(stages_at + Tile::kScales + at.stage * kScaleBytes, e_map, ring.full(at), token,
-                       batch * a.state_heads * y_group + head);
+      ptx::bulk_load(stages_at + Tile::kScales + at.stage * kScaleBytes,
+                     tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * y_group + head, token), kScaleBytes, ring.full(at));
     }
   };
   if (threadIdx.x == 0) {
@@ -258,11 +258,10 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const int y_heads = a.state_heads * a.y_group;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
   const bool scaled = a.y_scale.data != nullptr;
-  const CUtensorMap e_map = scaled ? scales_map(a.y_scale, a.batch * y_heads, a.ny) : CUtensorMap{};
   const auto launch = [&](int segments, bool totals) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map, w_map,
-                    e_map, a, totals);
+                    a, totals);
     };
     if (scaled) run(linear_state_sm90_kernel<kHeadDim, true>);
     else run(linear_state_sm90_kernel<kHeadDim, false>);
