@@ -31,6 +31,7 @@ from benchmarks import report
 from benchmarks.floors import COPY, MATMUL
 from benchmarks.learn import pages
 from benchmarks.workloads import Row
+from fastmax.distributed import contiguous_layout, exchanged_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "docs/*.md", "csrc/*.md", "examples/*.md")
@@ -450,6 +451,46 @@ def options(results: Results) -> str:
         times = (f"{x['median']:.4g}" for x in (row, peer))
         lines.append([row["case"].removeprefix("options "), row["mode"], *times, f"{row['of_peer']:.3g}", aim])
     return table(["option", "", "with, ms", "without, ms", "ratio", "at most"], lines)
+
+
+# Bytes a second that a GPU receives: one 400 Gb/s link; NVLink inside a machine, of 450 GB/s each way, as messages reach it.
+_LINKS = {"50 GB/s": 50e9, "300 GB/s": 300e9}
+
+
+@block
+def exchange(results: Results) -> str:
+    """What a layer's states weigh on many GPUs, against the time that it computes."""
+    case = "log_decay bf16 p=2 linear (1,32,65536,64)"
+    row = results.row("options", case=case, provider="fastmax", mode="fwd+bwd")
+    heads, tokens, d, ms = row["heads"], row["tokens"], row["head_dim"], row["median"]
+    lines = []
+    for world in (2, 8, 64, 1024):
+        layout = contiguous_layout([tokens] * world)
+        received = sum(exchanged_bytes(layout, kv_heads=heads, head_dim=d))
+        gathered = 2 * (world - 1) * heads * _state_bytes(d, 2)
+        way = "all states" if received == gathered else "shares"
+        times = [received / rate * 1e3 for rate in _LINKS.values()]
+        shares = [f"{x:.2f} ms, {x / ms:.1%}" for x in times]
+        least = " / ".join(rounded(20 * x / ms * tokens) for x in times)
+        lines.append([str(world), way, f"{received / 1e6:.1f}", *shares, least])
+    header = ["GPUs", "exchange", "MB received by a GPU, fwd + bwd", *(f"at {name}, of {ms:.1f} ms" for name in _LINKS)]
+    return table([*header, "tokens a GPU at which it is 5%"], lines)
+
+
+@block
+def ring_hides(results: Results) -> str:
+    """Tokens a GPU from which on a step of the ring takes longer than its message."""
+    case = "bf16 (8,32,4096,64)"
+    forward, both = results.pair("flash", case=case, provider="fastmax_flash")
+    row = results.row("flash", case=case, provider="fastmax_flash", mode="fwd")
+    pairs = row["batch"] * row["heads"] * row["tokens"] ** 2 / 2
+    least = []
+    for rate in _LINKS.values():
+        # A step has n^2 / 2 pairs a head; k and v in bf16, backward also their gradients in fp32.
+        sides = ((forward, 2 * 2), (both - forward, 2 * (2 + 4)))
+        n = max(size * row["head_dim"] / rate / (ms * 1e-3 / pairs / 2) for ms, size in sides)
+        least.append(f"{rounded(n)} at {rate / 1e9:.0f} GB/s")
+    return ", ".join(least)
 
 
 @block

@@ -110,7 +110,7 @@ class GPT(nn.Module):
             tokens: (B, T).
             targets: (B, T), the tokens to be predicted; -100 where there is none.
             cu_seqlens: int32 (s + 1,), as in FastmaxSelfAttention: the T tokens of a batch of one are s sequences.
-            reduction: of the losses, "mean" or "none".
+            reduction: of the losses, "mean", "sum" or "none".
 
         Returns:
             Logits (B, T, vocab); with targets the cross-entropy in nats, a number or (B, T), 0 where there is no target.
@@ -131,7 +131,7 @@ class GPT(nn.Module):
             losses = torch.cat([checkpoint(self._losses, *piece, use_reentrant=False) for piece in pieces])
         if reduction == "none":
             return losses.view(targets.shape)
-        return losses.sum() / (targets != -100).sum()
+        return losses.sum() if reduction == "sum" else losses.sum() / (targets != -100).sum()
 
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x).float(), targets, reduction="none")

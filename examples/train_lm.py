@@ -47,9 +47,8 @@ def part(text: str) -> tuple[str, object]:
         return name, value
 
 
-def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `make_config` reads."""
     parser.add_argument("--size", choices=SIZES, default="25m")
     parser.add_argument("--n-layer", type=int, help="in place of the size's; --n-head and --n-embd likewise")
     parser.add_argument("--n-head", type=int)
@@ -58,6 +57,12 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--every", type=int, default=0, help="layers EVERY, 2 EVERY, ... are full softmax; 0: none")
     parser.add_argument("--parts", type=part, nargs="+", default=[], metavar="NAME=VALUE", help="of FastmaxSelfAttention")
     parser.add_argument("--without", choices=PLAIN, nargs="+", default=[], help="parts of the layer to switch off")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
+    add_model_arguments(parser)
     parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
     parser.add_argument("--bpe", type=int, default=0, metavar="SIZE", help="vocabulary learnt from the text; 0: bytes")
     parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")

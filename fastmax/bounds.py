@@ -37,5 +37,10 @@ def with_bounds(
 
 def sequence_of_token(cu_seqlens: Tensor, n: int) -> Tensor:
     """(n,) int64."""
-    sequence = torch.searchsorted(cu_seqlens, torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device), right=True) - 1
+    return sequence_at(cu_seqlens, torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device))
+
+
+def sequence_at(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
+    """Of tokens at positions of the whole row: int64, in their shape."""
+    sequence = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
     return sequence.clamp(0, cu_seqlens.shape[0] - 2)  # whatever the values are, they index no other memory

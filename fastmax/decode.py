@@ -14,7 +14,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from fastmax import eager, ops, validation
+from fastmax import eager, ops, spread, validation
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.decode_gathered import folded, gathering
@@ -80,7 +80,7 @@ def init_state(
     validation.check_count("fold_every", fold_every)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
     width = width_of_keys(head_dim, rpe_matrix is not None)
-    rows = _feature_count(width, score.order)
+    rows = eager.state_rows(width, score.order)
     values = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
     positions = None if rpe_matrix is None else torch.zeros(batch, dtype=torch.int64, device=device)
     state = DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
@@ -96,10 +96,6 @@ def init_state(
         near_decays=values.new_zeros(places),
     )
     return gathering(state, fold_every)
-
-
-def _feature_count(width: int, order: int) -> int:
-    return 1 + width + (width * (width + 1) // 2 if order == 2 else 0)
 
 
 def step(
@@ -333,6 +329,9 @@ def _check(
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.init_state, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v, state)
+    if spread.active is not None:
+        raise RuntimeError("decoding is of sequences that one rank has as a whole: leave fastmax.distributed.context_parallel")
+    spread.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
     validation.check_qkv(q, k, v, causal=True)
     validation.check_key_padding_mask(mask, q, k)
     validation.check_log_decay(log_decay, q, k, causal=True)
@@ -358,7 +357,7 @@ def _check(
     if q.device != state.values.device:
         raise ValueError(f"q, k and v must be on the state's device {state.values.device}, got {q.device}")
     width = width_of_keys(state.head_dim, state.positions is not None)
-    expected = (batch, heads, _feature_count(width, state.score.order))
+    expected = (batch, heads, eager.state_rows(width, state.score.order))
     wide = eager.compute_dtype(state.dtype)
     if state.weights.shape != expected or rows != expected[2] or not state.values.dtype == state.weights.dtype == wide:
         raise ValueError(

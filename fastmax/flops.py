@@ -22,7 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
-from fastmax.eager import algorithm_of
+from fastmax.eager import algorithm_of, state_rows
 from fastmax.exact_window import Forward, far_keys, near_call
 from fastmax.score import Softmax
 
@@ -139,6 +139,17 @@ def _prefill_backward(*arguments, out_val=None) -> int:
     return 2 * b * (passes * (features - 1) * dv + h * (3 * d + 2 * dv) * _pairs_within_chunks(n))
 
 
+def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, out_val=None) -> int:
+    """Every token is added to a state."""
+    (b, hk, n, d), dv = k.shape, v.shape[3]
+    return 2 * b * hk * n * (state_rows(d, p) - 1) * dv
+
+
+def _state_of_queries(grad_o, grad_z, q, k, v, *arguments, out_val=None) -> int:
+    """As of keys, for every query head."""
+    return _state_of_keys(q, v, None, None, None, arguments[-2], False)
+
+
 # By operator. A softmax of rows and a merge have no products.
 FORMULAS = {
     "forward": _forward,
@@ -154,4 +165,6 @@ FORMULAS = {
     "gathered_step_": _gathered_step,
     "prefill": _prefill,
     "prefill_backward": _prefill_backward,
+    "state_of_keys": _state_of_keys,
+    "state_of_queries": _state_of_queries,
 }

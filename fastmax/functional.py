@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax import eager, ops, validation
+from fastmax import eager, ops, spread, validation
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.eager.planner import choose_algorithm
@@ -15,6 +15,7 @@ from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Score, Softmax, log_of_sums
 
 
+@spread.accepted
 def fastmax_attention(
     q: Tensor,
     k: Tensor,
@@ -95,7 +96,7 @@ def fastmax_attention(
     """
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
-    q, k, v, rpe_matrix = _autocast(q, k, v, rpe_matrix)
+    q, k, v, rpe_matrix = autocast_qkv(q, k, v, rpe_matrix)
     validation.check_qkv(q, k, v, causal)
     score = validation.check_score(temperature, a0, a1, a2, p)
     kind = validation.check_normalize(normalize, lim)
@@ -143,6 +144,7 @@ def fastmax_attention(
     return (o, lse) if return_lse else o
 
 
+@spread.accepted
 def flash_attention(
     q: Tensor,
     k: Tensor,
@@ -191,7 +193,7 @@ def flash_attention(
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
     validation.check_bool("return_lse", return_lse)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast_qkv(q, k, v)
     validation.check_qkv(q, k, v, causal)
     score = Softmax(validation.check_scale(scale, q.shape[-1]))
     validation.check_key_padding_mask(key_padding_mask, q, k)
@@ -250,7 +252,7 @@ def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tenso
     return tuple(x.unflatten(0, (batch, x.shape[0] // max(batch, 1))) for x in (q, k, v))
 
 
-def _autocast(*tensors: object) -> tuple:
+def autocast_qkv(*tensors: object) -> tuple:
     """As they are, or in autocast's dtype when it is on."""
     if not isinstance(tensors[0], Tensor) or not ops.in_autocast(tensors[0]):
         return tensors

@@ -54,6 +54,7 @@ class FASTMultiHeadAttention(nn.Module):
         validation.check_algorithm(algorithm, rpe_matrix)
         validation.check_exact_window(exact_window)
         self.use_custom_gradient = use_custom_gradient
+        self.context = None  # where tokens are parts of sequences: see `fastmax.distributed.ContextParallel`
         self.defaults = {
             "rpe_matrix": rpe_matrix,
             "mask": mask,
@@ -116,7 +117,8 @@ class FASTMultiHeadAttention(nn.Module):
             options["lim"] = validation.DEFAULT_LIM
         if not self.training:
             options["dropout"], drop_noise = 0.0, None
-        return fastmax_attention(
+        attention = fastmax_attention if self.context is None else self.context.attentions[0]
+        return attention(
             q,
             k,
             v,

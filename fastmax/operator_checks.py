@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fastmax import validation
 from fastmax.call import Call
-from fastmax.eager import States
-from fastmax.eager.blocks import compute_dtype
+from fastmax.eager import States, compute_dtype, state_rows
 from fastmax.exact_window import Forward, far_queries
 from fastmax.score import Softmax
 
@@ -89,14 +88,19 @@ def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Ten
             raise ValueError(f"shift must have a number of heads that divides o's {o.shape[1]}, got {heads}")
 
 
-def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, order: int) -> None:
-    """Of a prefill whose q, k and v were checked."""
+def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
+    """Of a call that continues from a state or ends in one, whose q, k and v were checked."""
     if q.shape[1] == 0:
         raise ValueError("q must have at least one head")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
+
+
+def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, order: int) -> None:
+    """Of a prefill whose q, k and v were checked."""
+    check_tokens_of_state(q, k)
     b, hk, _, d = k.shape
-    rows = 1 + d + (d * (d + 1) // 2 if order == 2 else 0)
+    rows = state_rows(d, order)
     for name, x, shape in (("values", values, (b, hk, rows, v.shape[3])), ("weights", weights, (b, hk, rows))):
         _check_tensor(name, x, shape, compute_dtype(q.dtype), q)
 

@@ -1,6 +1,7 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
 `exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
-`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `finite_decay` and `softmax`.
+`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `state_of_queries`, `finite_decay` and
+`softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -68,6 +69,15 @@ for _prefix in ("", "eager_"):
         "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, Tensor? key_padding_mask, "
         "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, "
         "int p, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        f"{_prefix}state_of_keys(Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, int p, "
+        "bool allow_tf32) -> (Tensor values, Tensor weights)"
+    )
+    library.define(
+        f"{_prefix}state_of_queries(Tensor grad_o, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, "
+        "Tensor? log_decay, Tensor? first_key, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
+        "-> (Tensor, Tensor)"
     )
     library.define(f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
     library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
@@ -202,6 +212,48 @@ def prefill(
     return _call(_PREFILL, tensors, (*call.score, _allow_tf32(q)))
 
 
+def prefill_backward(
+    grads: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    call: Call,
+    values: Tensor,
+    weights: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights of `prefill`, from its results
+    and their gradients, for callers that take the gradient of the new state from elsewhere. Not recorded."""
+    tensors = (call.key_padding_mask, call.log_decay, call.first_key, values, weights)
+    return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, *call.score, _allow_tf32(q))
+
+
+def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Values and weights in which `prefill` ends that begins with a state of zeros. Not recorded."""
+    tensors = (k, v, call.key_padding_mask, call.log_decay, call.first_key)
+    return extension.call(_OPERATORS.state_of_keys.default, *tensors, call.score.order, _allow_tf32(k))
+
+
+def state_of_queries(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """The gradients of values and weights by `prefill_backward` where the new state has none. Not recorded."""
+    tensors = (grad_o, grad_z, q, k, v, o, z, call.log_decay, call.first_key)
+    return extension.call(_OPERATORS.state_of_queries.default, *tensors, *call.score, _allow_tf32(q))
+
+
+def attention_backward(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of q, k, v and log_decay of `attention`, from what it returns, without an exact window. Where o and z are of
+    more keys than these, the gradients are this part of the whole. Not recorded."""
+    operator = _part(call)
+    tensors, options = operator.signature.flatten(call, _allow_tf32(q))
+    saved = (q, k, v, o, z, *tensors)
+    grads = extension.call(operator.gradients, saved, options, grad_o, grad_z)
+    return *grads[:3], grads[3 + operator.signature.tensor_names.index("log_decay")]
+
+
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that a query at the
     place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with `continues`."""
@@ -329,6 +381,22 @@ def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a
     return call
 
 
+def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32):
+    call = Call(Score(1.0, 1.0, 1.0, 1.0, p), True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
+    operator_checks.check_call(k, k, v, call)
+    with without_autocast(k):
+        return eager.state_of_keys(k, v, call)
+
+
+def _state_of_queries(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32):
+    call = Call(Score(scale, a0, a1, a2, p), True, log_decay=log_decay, first_key=first_key)
+    operator_checks.check_call(q, k, v, call)
+    operator_checks.check_tokens_of_state(q, k)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
+    with without_autocast(q):
+        return eager.state_of_queries(grad_o, grad_z, q, k, v, o, z, call)
+
+
 def _prefill(q, k, v, *arguments):
     call, (values, weights) = _prefill_call(q, k, v, *arguments), arguments[3:5]
     with without_autocast(q):
@@ -407,6 +475,10 @@ for _name, _implementation in {
     "eager_prefill": _prefill,
     "prefill_backward": _prefill_backward,
     "eager_prefill_backward": _prefill_backward,
+    "state_of_keys": _state_of_keys,
+    "eager_state_of_keys": _state_of_keys,
+    "state_of_queries": _state_of_queries,
+    "eager_state_of_queries": _state_of_queries,
     "finite_decay": _finite_decay,
     "eager_finite_decay": _finite_decay,
     "softmax": _softmax,
@@ -496,6 +568,17 @@ def _prefill_backward_fake(
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), of_decay, *state
 
 
+@torch.library.register_fake("fastmax::state_of_keys", lib=library)
+def _state_of_keys_fake(k, v, mask, log_decay, first_key, p, allow_tf32):
+    values = k.new_empty(*k.shape[:2], eager.state_rows(k.shape[3], p), v.shape[3], dtype=eager.compute_dtype(k.dtype))
+    return values, values.new_empty(values.shape[:3])
+
+
+@torch.library.register_fake("fastmax::state_of_queries", lib=library)
+def _state_of_queries_fake(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32):
+    return _state_of_keys_fake(k, v, None, log_decay, first_key, p, allow_tf32)
+
+
 @torch.library.register_fake("fastmax::finite_decay", lib=library)
 def _finite_decay_fake(log_decay, continues, wide):
     dtypes = (torch.float64 if wide else torch.float32, torch.int32)
@@ -514,6 +597,10 @@ for _name, _formula in flops.FORMULAS.items():
 def refuse_second_derivative(ctx, *grads):
     """The backward of a gradient that is not to be differentiated."""
     raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
+
+
+def _refuse_derivative_of_state(ctx, *grads):
+    raise RuntimeError("fastmax: state_of_keys and state_of_queries have no gradient; prefill, which ends in a state, has")
 
 
 def _refuse_second_derivative_of_prefill(ctx, *grads):
@@ -589,6 +676,8 @@ for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES, _PREFILL):
 for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES):
     torch.library.register_autograd(_operator.backward, refuse_second_derivative, lib=library)
 torch.library.register_autograd(_PREFILL.backward, _refuse_second_derivative_of_prefill, lib=library)
+for _operator in (_OPERATORS.state_of_keys, _OPERATORS.state_of_queries):
+    torch.library.register_autograd(_operator.default, _refuse_derivative_of_state, lib=library)
 
 
 def _part(call: Call) -> _Differentiable:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmax import decode, key_value_cache, ops, validation
-from fastmax.bounds import sequence_of_token
+from fastmax import decode, key_value_cache, ops, spread, validation
+from fastmax.bounds import sequence_at
 from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
@@ -17,6 +18,9 @@ from fastmax.key_value_cache import KeyValueCache
 from fastmax.rotary import Rotation, rotate
 from fastmax.self_attention_state import SelfAttentionState
 from fastmax.short_convolution import ShortConvolution
+
+if TYPE_CHECKING:
+    from fastmax.distributed.context import Context
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
@@ -133,6 +137,7 @@ class FastmaxSelfAttention(nn.Module):
         self.rope_dim, self.rope_base = rope_dim, float(rope_base)
         self.longest_half_life = float(longest_half_life)
         self.window = window
+        self.context = None  # where the tokens of x are parts of sequences: see `fastmax.distributed.ContextParallel`
         of_fastmax = {
             "exact_window": exact_window,
             "p": p,
@@ -212,7 +217,7 @@ class FastmaxSelfAttention(nn.Module):
             state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
         recent = None
         if self.conv is not None:
-            recent = torch.zeros(batch, self.conv.width - 1, weight.shape[0], dtype=dtype, device=device)
+            recent = torch.zeros(batch, self.conv.width - 1, self._channels, dtype=dtype, device=device)
         return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device))
 
     def forward(
@@ -240,15 +245,17 @@ class FastmaxSelfAttention(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, what it was and what is accepted.
         """
-        self._check(x, state, cu_seqlens, key_padding_mask)
+        context = self._context(state)
+        self._check(x, state, cu_seqlens, key_padding_mask, context)
         if state is None:
-            q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask)
+            q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask, context)
+            fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
             accompanying = {"log_decay": log_decay, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
             options = {"causal": True, "use_custom_gradient": self.use_custom_gradient} | accompanying
             if self.attention == "softmax":
-                o = flash_attention(q, k, v, window=self.window, **options)
+                o = flash(q, k, v, window=self.window, **options)
             else:
-                o = fastmax_attention(q, k, v, **self.options, **options)
+                o = fastmax(q, k, v, **self.options, **options)
             return self._output(o, x)
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
         options = {"log_decay": log_decay, "key_padding_mask": key_padding_mask}
@@ -279,9 +286,11 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
         if state is None:
             raise TypeError("state must come from this layer's init_state, got None")
+        spread.refuse("of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight)
         self._check(x, state, None, key_padding_mask)
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
+        self._context(state)
         state.refuse_outside_inference_mode()
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
         o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
@@ -290,13 +299,37 @@ class FastmaxSelfAttention(nn.Module):
         state.positions.add_(1)
         return self._output(o, x)
 
+    @property
+    def _channels(self) -> int:
+        """Of q, k and v together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def _context(self, state: SelfAttentionState | None) -> Context | None:
+        context = spread.active if self.context is None else self.context
+        if context is not None and state is not None:
+            raise ValueError("state is of sequences that one rank has as a whole: it has no place in a context parallel layer")
+        return context
+
     def _heads(
-        self, x: Tensor, state: SelfAttentionState | None, cu_seqlens: Tensor | None, mask: Tensor | None
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        context: Context | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
         """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution."""
         qkv = self.qkv_proj(x)
+        spread.refuse("heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv)
+        if qkv.shape[-1] != self._channels:
+            raise ValueError(
+                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "
+                "divided among ranks by fastmax.distributed.TensorParallel"
+            )
         recent = places = None
-        if state is None:
+        if context is not None:
+            positions = context.positions(x.shape[1], x.device)
+        elif state is None:
             positions = torch.arange(x.shape[1], device=x.device)
         else:
             qkv, recent = qkv.to(state.dtype), state.recent
@@ -304,11 +337,14 @@ class FastmaxSelfAttention(nn.Module):
             if x.shape[1] != 1:
                 positions = positions + torch.arange(x.shape[1], device=x.device)
         if cu_seqlens is not None:
-            positions = places = positions - cu_seqlens[sequence_of_token(cu_seqlens, x.shape[1])]
+            positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
         if mask is not None:
             qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
         if self.conv is not None:
-            qkv, recent = self.conv(qkv, recent, places)
+            if context is None:
+                qkv, recent = self.conv(qkv, recent, places)
+            else:
+                qkv = context.convolve(self.conv, qkv, places)
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
         q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
@@ -332,7 +368,14 @@ class FastmaxSelfAttention(nn.Module):
             o = o * F.silu(self.gate_proj(x))
         return self.out_proj(o)
 
-    def _check(self, x: Tensor, state: SelfAttentionState | None, cu_seqlens: Tensor | None, mask: Tensor | None) -> None:
+    def _check(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        context: Context | None = None,
+    ) -> None:
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
@@ -347,7 +390,8 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"x must be on the device of the weights {weight.device}, got {x.device}")
         one_head = x.unsqueeze(1)
         validation.check_key_padding_mask(mask, one_head, one_head)
-        validation.check_cu_seqlens(cu_seqlens, one_head, one_head)
+        tokens = None if context is None or cu_seqlens is None else context.layout_of(x.shape[1]).tokens
+        validation.check_cu_seqlens(cu_seqlens, one_head, one_head, tokens)
         if state is not None:
             self._check_state(state, x)
             if cu_seqlens is not None:
@@ -367,8 +411,7 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"state must be on x's device {x.device}, got {state.device}")
         if state.dtype != x.dtype and not ops.in_autocast(x):
             raise TypeError(f"state must be for x's dtype {x.dtype}, got {state.dtype}")
-        channels = self.qkv_proj.out_features
-        recent = None if self.conv is None else (x.shape[0], self.conv.width - 1, channels)
+        recent = None if self.conv is None else (x.shape[0], self.conv.width - 1, self._channels)
         got = None if state.recent is None else tuple(state.recent.shape)
         if got != recent:
             raise ValueError(f"state must have a recent of shape {recent}, as this layer's convolution keeps, got {got}")

@@ -321,14 +321,15 @@ def check_window(window: object) -> tuple[int, int]:
     return sides
 
 
-def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor) -> None:
-    """None or an int32 (sequences + 1,) tensor. Its values are looked at where that does not make a device wait."""
+def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor, tokens: int | None = None) -> None:
+    """None or an int32 (sequences + 1,) tensor. Its values are looked at where that does not make a device wait. `tokens`: of
+    all sequences, where q holds a part of them."""
     if cu_seqlens is None:
         return
     _check_tensor("cu_seqlens", cu_seqlens, "an int32 tensor of shape (sequences + 1,) or None")
     if cu_seqlens.dtype != torch.int32:
         raise TypeError(f"cu_seqlens must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < (2 if q.shape[-2] > 0 else 1):
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < (2 if (q.shape[-2] if tokens is None else tokens) > 0 else 1):
         raise ValueError(f"cu_seqlens must have shape (sequences + 1,), got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens must be on q's device {q.device}, got {cu_seqlens.device}")
@@ -341,6 +342,7 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor) -> None:
         return
     if isinstance(cu_seqlens, torch._subclasses.FakeTensor):
         return
+    n = n if tokens is None else tokens
     if cu_seqlens[0] != 0 or cu_seqlens[-1] != n or (cu_seqlens.diff() < 0).any():
         raise ValueError(f"cu_seqlens must go from 0 to n = {n} without falling, got {_SHORT.repr(cu_seqlens.tolist())}")
 

@@ -42,6 +42,14 @@ def arguments(operator, device):
     mask = torch.ones(B, M, dtype=torch.bool, device=device)
     if operator == "softmax":
         return {"x": q, "algorithm": "safe"}
+    if operator.startswith("state_of"):
+        tokens = {"log_decay": None, "first_key": None}
+        if operator == "state_of_keys":
+            return {"k": k, "v": v, "key_padding_mask": mask} | tokens | {"p": 2, "allow_tf32": False}
+        q, results = tensor(B, H, M, D), {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)}
+        operands = {"q": q, "k": k, "v": v, "o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
+        options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
+        return results | operands | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
         state = {"log_decay": None, "first_key": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
@@ -74,7 +82,7 @@ def arguments(operator, device):
 def with_tokens(operator, device):
     """The same with a decay and bounds of keys, those that the operator takes."""
     given = arguments(operator, device)
-    n = given["q"].shape[2]
+    n = given.get("q", given["k"]).shape[2]
     tokens = {
         "log_decay": -torch.rand(B, HK, M, device=device),
         "first_key": torch.zeros(B, HK, n, dtype=torch.int32, device=device),
@@ -141,6 +149,8 @@ NEW_STATE = [
     for change, message in ((lambda x: x[:, :, :-1], f"{prefix}{name} must have shape"),
                             (lambda x: x.double(), f"{prefix}{name} must (be|have)"))
 ]  # fmt: skip
+OF_QUERIES = [row for row in FORWARD if row[0] != "key_padding_mask"] + STATE[:2]
+OF_KEYS = [row for row in FORWARD if row[0] in ("v", "key_padding_mask")] + [STATE[1], ("k", halves, "dtype")]
 WINDOW = [(name, lambda _: -2, f"{name} must be at least -1 .*got -2") for name in ("left", "right")]
 WRONG = {
     "forward": FORWARD + POLYNOMIAL,
@@ -149,6 +159,8 @@ WRONG = {
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "prefill": FORWARD + STATE,
     "prefill_backward": FORWARD + STATE + RESULTS + per_query("z") + per_query("grad_z") + NEW_STATE,
+    "state_of_keys": OF_KEYS,
+    "state_of_queries": OF_QUERIES + RESULTS + per_query("z") + per_query("grad_z"),
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
 }
 
@@ -190,7 +202,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operator", [*ATTENTION, "prefill", "prefill_backward"])
+@pytest.mark.parametrize("operator", [*ATTENTION, "prefill", "prefill_backward", "state_of_keys", "state_of_queries"])
 def test_decays_and_bounds_refused_by_name(operator, device):
     for x in call(operator, with_tokens(operator, device)):
         assert x.isfinite().all()
@@ -250,9 +262,10 @@ def tensors(operator):
 
 
 PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for name in tensors(operator)]
+PLACES.remove(("state_of_keys", "k"))  # the first tensor, which stands for q
 PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
 PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "first_key", "end_key")]
-PLACES += list(product(("prefill", "prefill_backward"), ("log_decay", "first_key")))
+PLACES += list(product(("prefill", "prefill_backward", "state_of_keys", "state_of_queries"), ("log_decay", "first_key")))
 
 
 @on_cuda

@@ -9,7 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import fastmax
-from fastmax import fastmax_attention, flash_attention, flops, reference
+from fastmax import fastmax_attention, flash_attention, flops, ops, reference
+from fastmax.call import Call
+from fastmax.score import Score
 
 
 def tensors(n, m=0, b=1, h=2, hk=0, d=3, dv=5):
@@ -147,6 +149,10 @@ def test_decoding():
     q, k, v = torch.randn(3, 6, n, 4), torch.randn(3, 2, n, 4), torch.randn(3, 2, n, 5)
     pairs = 3 * 6 * (2 * 256 * 257 + 88 * 89) // 2
     assert count(lambda: fastmax.prefill(q, k, v, state)) == n * expected + 2 * (4 + 5) * pairs
+    call = Call(Score(1.0, 1.0, 1.0, 0.5, 2), causal=True)
+    o, z = torch.randn(3, 6, n, 5), torch.ones(3, 6, n)
+    assert count(lambda: ops.state_of_keys(k, v, call)) == 2 * 3 * 2 * n * (4 + 10) * 5
+    assert count(lambda: ops.state_of_queries(o, None, q, k, v, o, z, call)) == 2 * 3 * 6 * n * (4 + 10) * 5
     # Keys are added and read for grad_k and grad_v, queries read for grad_q and are added; five products a pair.
     inputs = [x.requires_grad_() for x in (q, k, v)]
     counted = both(lambda *tokens: fastmax.prefill(*tokens, state)[0], inputs)[1]

@@ -23,7 +23,7 @@ int main() {
     const Time time = reversed ? Time::kBackward : Time::kForward;
     const int x_heads = reversed ? p.hk : p.h, y_heads = reversed ? p.h : p.hk;
     const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
-    const LinearProblem r = carries ? make_problem_after_state(p, sizes, x_heads, y_heads, time, carries == 1)
+    const LinearProblem r = carries ? make_problem_after_state(p, sizes, x_heads, y_heads, time, carries != 2, carries == 3)
                                     : make_problem(p, sizes, x_heads, y_heads, nx, ny, before, time);
     const StatePlan plan(r, sizes, p.sm_count, carries);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
@@ -46,7 +46,7 @@ BF16, FP32 = 0, 3
 
 class Call(NamedTuple):
     """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and
-    comes out; 2: the walk ends before the last chunk, as nothing takes the state behind it."""
+    comes out; 2: the walk ends before the last chunk, as nothing takes the state behind it; 3: the state alone is wanted."""
 
     b: int
     h: int
@@ -127,7 +127,8 @@ def check_cover(call, plan):
     if call.carries:
         assert plan.pad == plan.boundary == 128 and plan.chunk % 256 == 0 and plan.accumulators > 0
         beyond = [end - plan.boundary - call.n for end in walked.values()]  # the last row
-        assert all(0 <= x < 256 * plan.chunks if call.carries == 1 else -plan.chunk <= x < 0 for x in beyond)
+        assert all(0 <= x < 256 * plan.chunks if call.carries != 2 else -plan.chunk <= x < 0 for x in beyond)
+        assert call.carries != 3 or call.order == 1 or plan.chunks == 2
 
 
 def check_memory(call, plan):
@@ -189,6 +190,7 @@ def test_states_that_are_carried(plan):
     calls += [Call(1, 32, 8, n, n, 64, reversed=1, carries=1) for n in (1, 255, 256, 257, 2049)]
     calls += [Call(2, 8, 4, n, n, 64, order=order, carries=2) for n in (1, 255, 256, 257, 2049) for order in (1, 2)]
     calls += [Call(1, 32, 32, n, n, d, order=1, carries=1) for n in (1, 257, 65_536) for d in (32, 256)]
+    calls += [Call(1, 32, 8, n, n, d, order=p, carries=3) for n in (1, 257, 65_536) for d in (64, 128) for p in (1, 2)]
     calls += [Call(64, 16, 16, 2048, 2048, 128, carries=1), Call(1, 1, 1, 437_000, 437_000, 128, carries=1)]
     plans = plan(calls)
     for call, p in zip(calls, plans, strict=True):
@@ -220,6 +222,7 @@ def test_random_calls(plan):
         )
     calls += [call._replace(m=call.n, causal=1, carries=1) for call in calls[:80]]
     calls += [call._replace(m=call.n, causal=1, reversed=0, carries=2) for call in calls[:40]]
+    calls += [call._replace(m=call.n, causal=1, carries=3) for call in calls[40:80]]
     plans = plan(calls)
     for call, p in zip(calls, plans, strict=True):
         check_cover(call, p)

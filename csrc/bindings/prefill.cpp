@@ -1,5 +1,5 @@
 // fastmax::prefill and prefill_backward for CUDA tensors: many tokens that continue from a state of decode/decode.h and end in one, by
-// the linear algorithm.
+// the linear algorithm; state_of_keys and state_of_queries: the state, or its gradient, alone.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -21,10 +21,11 @@ namespace {
 const float* floats(const Tensor& x) { return static_cast<const float*>(x.data_ptr()); }
 float* mutable_floats(const Tensor& x) { return static_cast<float*>(x.data_ptr()); }
 
-void check_tokens(const AttentionInputs& x, const Tensor& values, const Tensor& weights, double scale, int64_t order) {
+void check_tokens(const AttentionInputs& x, double scale, int64_t order) {
   check_inputs(x, scale, /*causal=*/true);
   FASTMAX_CHECK(x.q.size(2) == x.k.size(2), "k and v must have q's number of tokens ", x.q.size(2), ", got ", x.k.size(2));
-  check_state(x.q, x.k, x.v, values, weights, order);
+  FASTMAX_CHECK(x.q.size(1) > 0, "q must have at least one head");
+  FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
 }
 
 bool is_covered(const AttentionInputs& x) { return has_attention_kernels(x, kLinearFromState, /*causal=*/true); }
@@ -44,7 +45,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
-  check_tokens(inputs, values_in, weights_in, scale, order);
+  check_tokens(inputs, scale, order);
+  check_state(q_in, k_in, v_in, values_in, weights_in, order);
   if (!is_covered(inputs)) {
     const auto [o, z, new_values, new_weights] =
         call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, key_padding_mask, log_decay, first_key, values_in, weights_in,
@@ -71,6 +73,44 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
              static_cast<int>(v_in.size(3))};
   run("prefill", kLinearFromState, p, device);
   return {results.o.result(), z, new_values, new_weights};
+}
+
+// A state of zeros for these keys.
+std::tuple<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t order) {
+  const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
+  Tensor values = empty_contiguous({b, hk, rows, v.size(3)}, ScalarType::Float, k.get_device_index());
+  Tensor weights = empty_contiguous({b, hk, rows}, ScalarType::Float, k.get_device_index());
+  return {torch::stable::zero_(values), torch::stable::zero_(weights)};
+}
+
+std::tuple<Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
+                                         const OptionalTensor& log_decay, const OptionalTensor& first_key, int64_t order, bool allow_tf32) {
+  check_cuda_tensor("k", k_in);
+  const int device = k_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{k_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  check_tokens(inputs, /*scale=*/1.0, order);
+  if (!is_covered(inputs)) {
+    const auto [values, weights] =
+        call_operator<2>("fastmax::eager_state_of_keys", k_in, v_in, key_padding_mask, log_decay, first_key, order, allow_tf32);
+    return {values, weights};
+  }
+  const auto [values, weights] = empty_state(k_in, v_in, order);
+  if (is_empty(k_in)) return {values, weights};
+
+  const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
+  const Operands x(inputs);
+  FwdParams p{};
+  fill(p, x, /*scale=*/1.0, 1.0, 1.0, 1.0, order, allow_tf32);
+  p.state = {floats(values),
+             floats(weights),
+             mutable_floats(new_values),
+             mutable_floats(new_weights),
+             static_cast<int>(k_in.size(3)),
+             static_cast<int>(v_in.size(3))};
+  run("state_of_keys", kLinearFromState, p, device);
+  return {new_values, new_weights};
 }
 
 // What a state is compared with: the state that a call ended in, or its gradient.
@@ -100,7 +140,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
-  check_tokens(inputs, values_in, weights_in, scale, order);
+  check_tokens(inputs, scale, order);
+  check_state(q_in, k_in, v_in, values_in, weights_in, order);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
   check_like_state("grad_new_values", grad_new_values_in, values_in);
@@ -152,10 +193,59 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
           grad_weights};
 }
 
+std::tuple<Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in,
+                                            const Tensor& v_in, const Tensor& o_in, const Tensor& z, const OptionalTensor& log_decay,
+                                            const OptionalTensor& first_key, double scale, double a0, double a1, double a2, int64_t order,
+                                            bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const int device = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{q_in, k_in, v_in, none, none, log_decay, first_key, none};
+  check_tokens(inputs, scale, order);
+  check_results(q_in, v_in, o_in, grad_o_in, "z", z);
+  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
+  if (!is_covered(inputs)) {
+    const auto [grad_values, grad_weights] = call_operator<2>("fastmax::eager_state_of_queries", grad_o_in, grad_z, q_in, k_in, v_in, o_in,
+                                                              z, log_decay, first_key, scale, a0, a1, a2, order, allow_tf32);
+    return {grad_values, grad_weights};
+  }
+  check_float("z", z);
+  if (grad_z.has_value()) check_float("grad_z", *grad_z);
+  const auto [values, weights] = empty_state(k_in, v_in, order);
+  if (is_empty(q_in)) return {values, weights};
+
+  const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
+  const Operands x(inputs);
+  const Tensor o = readable(o_in), grad_o = readable(grad_o_in), dense_z = dense(z);
+  OptionalTensor dense_grad_z;
+  if (grad_z.has_value()) dense_grad_z = dense(*grad_z);
+  BwdParams p{};
+  fill(p, x, scale, a0, a1, a2, order, allow_tf32);
+  p.o = o.data_ptr(), p.o_stride = stride_of(o);
+  p.grad_o = grad_o.data_ptr(), p.grad_o_stride = stride_of(grad_o);
+  p.z = floats(dense_z), p.grad_z = dense_grad_z.has_value() ? floats(*dense_grad_z) : nullptr;
+  // Nothing is behind these queries, and nothing reads what is before them.
+  p.state = {floats(values),
+             floats(weights),
+             floats(values),
+             floats(weights),
+             floats(values),
+             floats(weights),
+             mutable_floats(grad_values),
+             mutable_floats(grad_weights),
+             static_cast<int>(q_in.size(3)),
+             static_cast<int>(v_in.size(3))};
+  run("state_of_queries", kLinearFromState, p, device);
+  return {grad_values, grad_weights};
+}
+
 }  // namespace
 }  // namespace fastmax
 
 STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("prefill", TORCH_BOX(&fastmax::prefill));
   m.impl("prefill_backward", TORCH_BOX(&fastmax::prefill_backward));
+  m.impl("state_of_keys", TORCH_BOX(&fastmax::state_of_keys));
+  m.impl("state_of_queries", TORCH_BOX(&fastmax::state_of_queries));
 }

@@ -90,7 +90,7 @@ struct CarriedState {
 
 struct FwdParams : AttentionParams {
   // results
-  void* o;  // (b, h, n, dv)
+  void* o;  // (b, h, n, dv); null: of a call from a state, the state alone is wanted
   Stride o_stride;
   float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
 
@@ -120,7 +120,7 @@ struct BwdParams : AttentionParams {
   Stride o_stride, grad_o_stride;
 
   // results
-  void* grad_q;  // (b, h, n, d)
+  void* grad_q;  // (b, h, n, d); null: of a call from a state, the gradient of that state alone is wanted
   void* grad_k;  // (b, hk, m, d)
   void* grad_v;  // (b, hk, m, dv)
   Stride grad_q_stride, grad_k_stride, grad_v_stride;

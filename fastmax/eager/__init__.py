@@ -24,12 +24,13 @@ from fastmax.eager.blocks import (
     to_blocks,
 )
 from fastmax.eager.decay import Decay, finite_decay
+from fastmax.eager.features import state_rows
 from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
 from fastmax.eager.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
-from fastmax.score import Softmax
+from fastmax.score import Score, Softmax
 
 __all__ = [
     "algorithm_of",
@@ -49,6 +50,9 @@ __all__ = [
     "merge_",
     "recording",
     "softmax_step",
+    "state_of_keys",
+    "state_of_queries",
+    "state_rows",
     "sums_of_weights",
 ]
 
@@ -208,6 +212,48 @@ def backward_from_state(
     return grads, grad_decay, state_grads
 
 
+def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Values (b, hk, features, dv) and weights (b, hk, features): the state in which a causal call of these keys ends."""
+    (b, hk, _, d), dv = k.shape, v.shape[3]
+    features = state_rows(d, call.score.order)
+    values = k.new_zeros(b, hk, features, dv, dtype=compute_dtype(k.dtype))
+    weights = values.new_zeros(b, hk, features)
+    plan, workspace = plan_linear(k.device, b * hk, 1, d, dv, call.score.order), Workspace(values.dtype, k.device)
+    for batch, heads in head_groups(b, hk, plan.heads) if k.numel() > 0 else ():
+        state = linear.state_of_keys(_operands(k, k, v, call, batch, heads), plan, workspace)
+        _write_state(linear.pack_state(state, d), (values, weights), batch, heads)
+    return values, weights
+
+
+def state_of_queries(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+) -> tuple[Tensor, Tensor]:
+    """What `backward_from_state` returns as gradients of values and weights, where those of the new state are zeros."""
+    (b, hk, _, d), dv, order = k.shape, v.shape[3], call.score.order
+    features = state_rows(d, order)
+    values = k.new_zeros(b, hk, features, dv, dtype=compute_dtype(k.dtype))
+    weights = values.new_zeros(b, hk, features)
+    rows, workspace = _rows(grad_o, grad_z, o, z, call), Workspace(values.dtype, k.device)
+    plan = plan_linear(k.device, b * hk, _group_size(q, k), d, dv, order)
+    factors = coefficients(d, _divisors(call.score, values.dtype), values)
+    for batch, heads in head_groups(b, hk, plan.heads) if q.numel() > 0 else ():
+        ops = _operands(q, k, v, call, batch, heads)
+        state = linear.state_of_queries(ops, plan, _terms(ops, rows, hk, batch, heads), workspace)
+        _write_state(linear.pack_state(state, d), (values, weights), batch, heads)
+    return values.mul_(factors.unsqueeze(-1)), weights.mul_(factors)
+
+
+def _write_state(state: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], batch: slice, heads: slice) -> None:
+    for x, whole in zip(state, out, strict=True):
+        of_group = whole[batch, heads]
+        of_group.copy_(x.view_as(of_group))
+
+
+def _divisors(score: Score, dtype: torch.dtype) -> Score:
+    """The coefficients that gradients of states are divided by."""
+    return score.without_zeros(torch.finfo(dtype).eps ** 2)
+
+
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
     """Output (b, h, n, dv) in q's dtype and layout, and (b, h, n) in the compute dtype: denominators, or for softmax the
     log-sum-exp.
@@ -280,20 +326,12 @@ def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, c
     the former. `behind`: what `_pairs_of_state` says of those that it returned.
     """
     hk = k.shape[1]
-    rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
-    if grad_z is not None:
-        rows["grad_z"] = grad_z.unsqueeze(-1)
-    if call.drop_noise is not None:
-        rows["noise"] = call.drop_noise
+    rows = _rows(grad_o, grad_z, o, z, call)
     module, plan = _plan(q, k, v, call, whole=False)
     workspace = Workspace(compute_dtype(q.dtype), q.device)
     for batch, heads in head_groups(k.shape[0], hk, plan.heads):
         ops = _operands(q, k, v, call, batch, heads)
-        group = {name: _five(x, hk)[batch, heads] for name, x in rows.items()}
-
-        def terms(span: Span, ops=ops, group=group) -> tuple[Tensor, ...]:
-            return ops.tiles.row_terms(call, **{name: to_blocks(x, span) for name, x in group.items()})
-
+        terms = _terms(ops, rows, hk, batch, heads)
         sums = Gradients(ops, tuple(_five(x, hk)[batch, heads] for x in grads), grad_rpe)
         if states is None:
             module.backward(ops, plan, terms, sums, workspace)
@@ -307,14 +345,32 @@ def _add_gradients(grads, grad_rpe, grad_decay, grad_o, grad_z, q, k, v, o, z, c
             grad_decay[batch, heads] = sums.decay.result(before, behind_group).to(grad_decay.dtype)
 
 
+def _rows(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor, call: Call) -> dict[str, Tensor]:
+    """What `row_terms` takes, (b, h, n, ...)."""
+    rows = {"grad_o": grad_o, "o": o, "z": z.unsqueeze(-1)}
+    if grad_z is not None:
+        rows["grad_z"] = grad_z.unsqueeze(-1)
+    if call.drop_noise is not None:
+        rows["noise"] = call.drop_noise
+    return rows
+
+
+def _terms(
+    ops: Operands, rows: dict[str, Tensor], kv_heads: int, batch: slice, heads: slice
+) -> Callable[[Span], tuple[Tensor, ...]]:
+    """`row_terms` of spans of a head group."""
+    group = {name: _five(x, kv_heads)[batch, heads] for name, x in rows.items()}
+    return lambda span: ops.tiles.row_terms(ops.call, **{name: to_blocks(x, span) for name, x in group.items()})
+
+
 def _backward_between_states(given, grads, ops: Operands, plan, terms, sums: Gradients, workspace: Workspace) -> None:
     """`linear.backward` of a head group, from the gradients of the new state to those of the given one, in their place."""
     d, order = ops.q.shape[-1], ops.score.order
-    score = ops.score.without_zeros(torch.finfo(ops.dtype).eps ** 2)
+    score = _divisors(ops.score, ops.dtype)
     factors = coefficients(d, score, grads[0])
     sums_behind = (grads[0] / factors.unsqueeze(-1), grads[1] / factors)
     before, behind = (linear.unpack_state(*(x.flatten(0, 1) for x in state), d, order) for state in (given, sums_behind))
     behind = linear.backward(ops, plan, terms, sums, workspace, before, behind, score)
-    values, weights = linear.pack_state(behind, d)
-    grads[0].copy_(values.view_as(grads[0])).mul_(factors.unsqueeze(-1))
-    grads[1].copy_(weights.view_as(grads[1])).mul_(factors)
+    _write_state(linear.pack_state(behind, d), grads, slice(None), slice(None))
+    grads[0].mul_(factors.unsqueeze(-1))
+    grads[1].mul_(factors)

@@ -77,6 +77,11 @@ def symmetrize(state: Tensor, d: int, workspace: Workspace) -> Tensor:
     return out
 
 
+def state_rows(d: int, order: int) -> int:
+    """Rows of a state with one for each distinct product: 1, x_a and, for order 2, x_a x_b with a <= b."""
+    return 1 + d + (d * (d + 1) // 2 if order == 2 else 0)
+
+
 def symmetric_index(d: int) -> Tensor:
     """(d, d): the row of each pair among the d(d+1)/2 pairs a <= b, in the order of `torch.triu_indices`; on the CPU."""
     a = torch.arange(d)

@@ -374,3 +374,27 @@ def backward(
         k, v, weight, factor = walk.alone_k_v(span)
         dk_dv(state, k, v, weight, factor, span)
     return state
+
+
+def state_of_keys(ops: Operands, plan: LinearPlan, workspace: Workspace) -> State:
+    """The state that `forward` of a causal call returns, and nothing else of it."""
+    walk = _Walk(ops, plan, workspace)
+    state = walk.state()
+    for span in walk.queries:
+        _, factor, carry = walk.factors(span)
+        tokens = _scaled(walk.k_v(walk.keys(span)), factor)
+        _, state = walk.advance(state, tokens, span, lambda before: None, carry)
+    return state
+
+
+def state_of_queries(
+    ops: Operands, plan: LinearPlan, g_e: Callable[[Span], tuple[Tensor, Tensor]], workspace: Workspace
+) -> State:
+    """The state that `backward` of a causal call returns, where none is behind, and nothing else of it."""
+    walk = _Walk(ops, plan, workspace)
+    state = walk.state()
+    for span in reversed(walk.queries):
+        factor, _, carry = walk.factors(span)
+        tokens = _scaled((walk.q(span), *g_e(span)), factor)
+        _, state = walk.advance(state, tokens, span, lambda after: None, carry, reverse=True)
+    return state

@@ -239,17 +239,20 @@ Resets resets(const Params& p) {
   return continues(p) ? Resets::kAtFirstKeysAndFirstToken : Resets::kAtFirstKeys;
 }
 
+bool wants_state_alone(const FwdParams& p) { return p.o == nullptr; }
+bool wants_state_alone(const BwdParams& p) { return p.grad_q == nullptr; }
+
 // Queries looking at keys, and keys looking at queries, back in time.
 LinearProblem forward_in_time(const FwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true)
+  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, wants_state_alone(p))
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
 LinearProblem forward_in_time(const BwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false)
+  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, wants_state_alone(p))
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
 LinearProblem back_in_time(const BwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true)
+  return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, wants_state_alone(p))
                       : make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
 }
 
@@ -360,7 +363,9 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.dropout = p.dropout;
 
   const Passes passes{p, kernels, plan.states, plan.buffers, fading, stream, p.state};
-  passes.run(state, [&](const Phase& phase) { passes.read(phase, read); });
+  passes.run(state, [&](const Phase& phase) {
+    if (!wants_state_alone(p)) passes.read(phase, read);
+  });
 }
 
 void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
@@ -378,7 +383,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
   const Fading prefix_fading = plan.faded.fading(p, plan.prefixes.whole);
-  plan.faded.fill(p, plan.prefixes, prefix_fading, prefix, stream);
+  if (!wants_state_alone(p)) plan.faded.fill(p, plan.prefixes, prefix_fading, prefix, stream);
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -393,7 +398,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   const CarriedGradients& c = p.state;
   const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
   const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
-  over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
+  if (!wants_state_alone(p)) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
 
   // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time. It begins with the gradient of the state that the
   // call ended in, and ends with that of the state that it continued from.
@@ -426,7 +431,9 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   const CarriedState behind{c.grad_new_values, c.grad_new_weights, c.grad_values, c.grad_weights, c.d, c.dv};
   const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,      suffix_fading,
                              stream, behind,  divisors.inverses(), divisors.factors()};
-  over_suffixes.run(suffix, [&](const Phase& phase) { over_suffixes.grads(phase, grad_v, grad_k); });
+  over_suffixes.run(suffix, [&](const Phase& phase) {
+    if (!wants_state_alone(p)) over_suffixes.grads(phase, grad_v, grad_k);
+  });
   if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
 

@@ -48,11 +48,13 @@ inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int
 
 // The same for n tokens that continue from a state. Where they end in one too, one more chunk begins behind the last token, so that
 // the walk takes all rows of y; chunks are of about equal length, so that it takes few beyond them.
+// With `state_alone`, nobody reads states on the way: all tokens are one chunk (order 1: which would be summed by one block).
 inline LinearProblem make_problem_after_state(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, Time time,
-                                              bool ends_in_state) {
+                                              bool ends_in_state, bool state_alone = false) {
   LinearProblem r = make_problem(p, sizes, x_heads, y_heads, p.n, p.n, 0, time);
   static_cast<Sequence&>(r) = Sequence::after_state(p.n, time);
   constexpr int kMultiple = 256;  // of every kernel's rows per block
+  if (state_alone && r.order == 2) r.chunks = 1;
   r.chunk = r.part = round_up((p.n + r.chunks - 1) / r.chunks, kMultiple);
   r.chunks = (p.n + r.chunk - 1) / r.chunk + (ends_in_state ? 1 : 0);
   return r;

@@ -1,0 +1,217 @@
+"""Attention over several GPUs: `torchrun --nproc-per-node 2 -m benchmarks.distributed [--only TEXT] [--out CSV]`.
+
+Weak scaling: every rank holds the same number of tokens, and the time of forward + backward over all ranks is set beside that
+of one rank's tokens alone, which every rank measures in turn with it. Times are those of the slowest rank. In the note: bytes
+that a rank received, counted at PyTorch's dispatcher, and equal to the formula. `--device cpu` runs small sizes by gloo.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from benchmarks import report
+from benchmarks.received import Received
+from benchmarks.registry import DTYPES
+from benchmarks.timing import Call, Protocol, Spread, device_ms, peak_bytes
+from benchmarks.workloads import Row
+from fastmax import fastmax_attention, flash_attention
+from fastmax.distributed import (
+    Layout,
+    context_parallel_attention,
+    context_parallel_flash_attention,
+    contiguous_layout,
+    exchanged_bytes,
+    zigzag_layout,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """`tokens` of every rank."""
+
+    tokens: int
+    head_dim: int
+    heads: int = 32
+    algorithm: str = "linear"
+    dtype: str = "bf16"
+    decay: bool = False
+    exact_window: int = 0
+    mode: str = "fwd+bwd"  # or memory
+    at_least: float = 0.0  # of one GPU's rate, what the project asks
+
+    def label(self) -> str:
+        options = [*(["decay"] if self.decay else []), *([f"window {self.exact_window}"] if self.exact_window else [])]
+        return " ".join([self.algorithm, self.dtype, f"(1,{self.heads},{self.tokens} a GPU,{self.head_dim})", *options])
+
+    def layout(self, world: int) -> Layout:
+        """That in which causal ranks have the same work."""
+        if self.algorithm == "linear":
+            return contiguous_layout([self.tokens] * world)
+        return zigzag_layout(self.tokens * world, world)
+
+
+CASES = {
+    "cuda": (
+        Case(65536, 64, at_least=0.92),
+        Case(65536, 128, at_least=0.95),
+        Case(65536, 64, decay=True),
+        Case(65536, 64, decay=True, exact_window=256),
+        Case(65536, 64, heads=16, algorithm="softmax", at_least=0.90),
+        Case(65536, 64, heads=16, algorithm="quadratic"),
+        Case(2**20, 64, heads=16, mode="memory"),  # of one GPU; of several, together
+    ),
+    "cpu": (
+        Case(2048, 32, heads=2, dtype="fp32"),
+        Case(512, 32, heads=2, dtype="fp32", decay=True, exact_window=16),
+        Case(512, 32, heads=2, dtype="fp32", algorithm="softmax"),
+        Case(512, 32, heads=2, dtype="fp32", algorithm="quadratic", decay=True),
+        Case(4096, 32, heads=2, dtype="fp32", mode="memory"),
+    ),
+}
+
+
+def attend(case: Case, tensors: dict[str, Tensor], layout: Layout | None) -> Tensor:
+    """Of one rank's tokens alone, or with a layout of all ranks'."""
+    over_ranks = {} if layout is None else {"layout": layout}
+    options = {"causal": True, "log_decay": tensors.get("log_decay")} | over_ranks
+    q, k, v = (tensors[name] for name in "qkv")
+    if case.algorithm == "softmax":
+        return (flash_attention if layout is None else context_parallel_flash_attention)(q, k, v, **options)
+    options |= {"temperature": case.head_dim**0.5, "algorithm": case.algorithm, "exact_window": case.exact_window}
+    return (fastmax_attention if layout is None else context_parallel_attention)(q, k, v, **options)
+
+
+def make_inputs(case: Case, tokens: int, device: torch.device, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = 1, case.heads, tokens, case.head_dim
+    tensors = {name: torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype]) for name in "qkvg"}
+    if case.decay:
+        tensors["log_decay"] = -0.01 * torch.rand(shape[:3], generator=generator, device=device)
+    return {name: x.requires_grad_(name != "g") for name, x in tensors.items()}
+
+
+def differentiate(case: Case, tensors: dict[str, Tensor], layout: Layout | None) -> None:
+    leaves = [x for name, x in tensors.items() if name != "g"]
+    torch.autograd.grad(attend(case, tensors, layout), leaves, tensors["g"])
+
+
+def check(case: Case, device: torch.device) -> None:
+    """That the ranks together compute what one does, on fewer tokens."""
+    group, few = dist.group.WORLD, Case(**(vars(case) | {"tokens": min(1024, case.tokens)}))
+    layout = few.layout(group.size())
+    with torch.no_grad():
+        whole = make_inputs(few, layout.tokens, device, seed=0)
+        places = torch.cat([torch.arange(part.start, part.stop, device=device) for part in layout.of(group.rank())])
+        own = {name: x.index_select(2, places) for name, x in whole.items()}
+        expected, got = attend(few, whole, None)[:, :, places], attend(few, own, layout)
+    error = ((got - expected).double().norm() / expected.double().norm()).item()
+    if not error < (1e-5 if case.dtype == "fp32" else 1e-2):
+        raise AssertionError(f"{case.label()}: the ranks' output differs from one process's by {error:.1e}")
+
+
+@contextmanager
+def together(device: torch.device):
+    """Ranks begin at the same time."""
+    dist.all_reduce(torch.zeros(1, device=device))
+    yield
+
+
+def measure(case: Case, device: torch.device, protocol: Protocol) -> list[Row]:
+    group = dist.group.WORLD
+    world, rank = group.size(), group.rank()
+    if world > 1:
+        check(case, device)
+    memory = case.mode == "memory"
+    tokens = case.tokens // world if memory else case.tokens
+    layout = Case(**(vars(case) | {"tokens": tokens})).layout(world)
+    tensors = make_inputs(case, tokens, device, seed=rank)
+    alone, spread = (Call(lambda x=x: differentiate(case, tensors, x), lambda: together(device)) for x in (None, layout))
+    sizes = {"kv_heads": case.heads, "head_dim": case.head_dim, "dtype": DTYPES[case.dtype], "exact_window": case.exact_window}
+    by_formula = sum(exchanged_bytes(layout, rank, **sizes, algorithm=case.algorithm, log_decay=case.decay))
+    with Received(group) as received:
+        differentiate(case, tensors, layout)
+    if received.bytes != by_formula:
+        raise AssertionError(f"{case.label()}: rank {rank} received {received.bytes} bytes, by formula {by_formula}")
+    if memory:
+        found = {f"{world} GPUs": Spread(*(peak_bytes(spread, device) / 2**20,) * 3, 1)}
+    else:
+        times = device_ms([alone, spread], device, protocol)
+        found = dict(zip(("one GPU", f"{world} GPUs"), times, strict=True))
+    found = {name: _slowest(x, device) for name, x in found.items()}
+    # Softmax and the quadratic algorithm have `world` times the work of one rank's tokens on each.
+    work = 1 if case.algorithm == "linear" else world
+    rows = []
+    for name, x in found.items():
+        row = {
+            "case": case.label(),
+            "batch": 1,
+            "heads": case.heads,
+            "tokens": tokens,
+            "head_dim": case.head_dim,
+            "causal": True,
+        }
+        row |= {"algorithm": case.algorithm, "dtype": case.dtype, "mode": case.mode, "provider": name, "median": x.median}
+        row |= {"p20": x.p20, "p80": x.p80, "unit": "MiB" if memory else "ms", "samples": x.samples, "note": ""}
+        if name != "one GPU":
+            row["note"] = f"{received.bytes} bytes received by a rank, as by formula"
+        if not memory and name != "one GPU":
+            row |= {"peer": "one GPU", "of_peer": x.median / found["one GPU"].median}
+            if case.at_least:
+                most = work / case.at_least
+                row |= {"target": most, "target_of": "peer", "met": "yes" if row["of_peer"] <= most else "no"}
+            row["note"] += f"; {work * found['one GPU'].median / x.median:.1%} of one GPU's rate"
+        rows.append(row)
+    return rows
+
+
+def _slowest(x: Spread, device: torch.device) -> Spread:
+    """Of all ranks."""
+    numbers = torch.tensor(x[:3], dtype=torch.float64, device=device)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return Spread(*numbers.tolist(), x.samples)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--device", choices=CASES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--commit", default="")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    first = dist.get_rank() == 0
+    # All ranks take the same number of rounds.
+    protocol = Protocol(dropped=3, rounds=options.rounds, seconds=0.0)
+    constant = {"suite": "distributed", "protocol": protocol.text(device)} | report.environment(device, options.commit)
+    rows: list[Row] = []
+    if first:
+        print(report.HEADER)
+    for case in CASES[device.type]:
+        if options.only not in case.label():
+            continue
+        for row in measure(case, device, protocol):
+            rows.append(row | constant)
+            if first:
+                print(report.line(row), flush=True)
+        if first and options.out:
+            report.write_csv(rows, options.out)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

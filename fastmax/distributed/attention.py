@@ -1,0 +1,561 @@
+"""`context_parallel_attention` and `context_parallel_flash_attention`: attention whose tokens are spread over the ranks of a
+group."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from fastmax import eager, ops, validation
+from fastmax.call import Call
+from fastmax.distributed import ring, states
+from fastmax.distributed.agreement import agree, refuse
+from fastmax.distributed.carries import Carries
+from fastmax.distributed.halo import around, halo
+from fastmax.distributed.layout import Layout, Part, contiguous_layout
+from fastmax.eager.planner import choose_algorithm
+from fastmax.functional import autocast_qkv, fastmax_attention, flash_attention
+from fastmax.merge import merge_attention
+from fastmax.normalization import normalize_rows
+from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.score import Score, Softmax, log_of_sums
+
+Group = dist.ProcessGroup | DeviceMesh | None
+
+
+def outside_of_compiled_code(function: Callable) -> Callable:
+    """`torch.compiler.disable`, which imports the compiler, where there is one already: ranks do not meet in a graph."""
+
+    @wraps(function)
+    def call(*arguments, **options):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments, **options)
+        return function(*arguments, **options)
+
+    return call
+
+
+@outside_of_compiled_code
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Group = None,
+    layout: Layout | None = None,
+    causal: bool = False,
+    drop_noise: Tensor | None = None,
+    rpe_matrix: str | None = None,
+    dropout: float = 0.0,
+    normalize: bool | str = False,
+    temperature: float = 1.0,
+    a0: float = 1.0,
+    a1: float = 1.0,
+    a2: float = 0.5,
+    lim: float = 1.0,
+    p: int = 2,
+    key_padding_mask: Tensor | None = None,
+    algorithm: str = "auto",
+    log_decay: Tensor | None = None,
+    exact_window: int = 0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fastmax_attention` of a sequence whose tokens are spread over the ranks of a group: each calls it with its own and gets
+    their outputs, and in the backward their gradients.
+
+    The linear algorithm exchanges states, whose size does not depend on the number of tokens; the quadratic one sends keys and
+    values around the ring of ranks. Both wait for the other ranks in the forward and in the backward, so every rank has to run
+    both, in the same order of calls.
+
+    Args:
+        q: (b, h, n, d), the n tokens of this rank; dtypes as in `fastmax_attention`.
+        k: (b, hk, n, d), h a multiple of hk.
+        v: (b, hk, n, dv).
+        group: process group, or a one-dimensional DeviceMesh; None: the default group.
+        layout: which tokens each rank holds, the same on all ranks: a `Layout`, or for each rank its stretches (start, stop) of
+            global tokens, such as `zigzag_layout` gives. None: rank r holds the r-th stretch, of as many tokens as it passes;
+            these numbers are exchanged when a rank first calls with its shapes and options, so where they change from call to
+            call, pass a layout.
+        key_padding_mask: bool (b, n), of this rank's tokens, on all ranks or none.
+        drop_noise: of this rank's output. When None it is drawn from the rank's own generator.
+        rpe_matrix: None or "sinusoidal".
+        normalize: False or "token".
+        log_decay: (b, hk, n), of this rank's tokens.
+        cu_seqlens: int32 (s + 1,), of the whole sequence, the same on all ranks.
+        causal, dropout, temperature, a0, a1, a2, lim, p, algorithm, exact_window, return_lse: as in `fastmax_attention`, the
+            same on all ranks. "auto" chooses by the length of the whole sequence.
+
+    Returns:
+        o (b, h, n, dv) in q's dtype; with `return_lse` also lse (b, h, n).
+
+    Raises:
+        TypeError, ValueError: naming the argument, on all ranks that call; also where ranks differ in options.
+        RuntimeError: a rank ended or did not come within `set_time_limit`; a second derivative.
+    """
+    group = _process_group(group)
+    with _telling(group):
+        validation.check_flag("causal", causal)
+        q, k, v = autocast_qkv(q, k, v)
+        _check_tokens(q, k, v, causal)
+        score = validation.check_score(temperature, a0, a1, a2, p)
+        kind = validation.check_normalize(normalize, lim)
+        if kind == "sequence":
+            raise ValueError(f'normalize must be False or "token", got {normalize!r}: it looks at all ranks\' tokens')
+        dropout = validation.check_not_negative("dropout", dropout)
+        validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
+        validation.check_rpe_name(rpe_matrix, "its rows would be those of the whole sequence")
+        validation.check_algorithm(algorithm, rpe_matrix)
+        validation.check_exact_window(exact_window)
+        validation.check_bool("return_lse", return_lse)
+        options = {"score": score, "normalize": kind, "lim": lim, "dropout": dropout > 0.0, "rpe_matrix": rpe_matrix}
+        options |= {"algorithm": algorithm, "exact_window": exact_window}
+        asked = _checked(q, k, causal, key_padding_mask, log_decay, cu_seqlens)
+        layout = _check_layout(layout, group, q.shape[2])
+    if group.size() == 1:
+        return fastmax_attention(
+            q, k, v, causal=causal, drop_noise=drop_noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
+            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, key_padding_mask=key_padding_mask, algorithm=algorithm,
+            log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
+        )  # fmt: skip
+    layout = _agreed(group, layout, q, k, v, asked, options)
+    validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
+    if kind is not None:
+        q, k = (normalize_rows(x, kind, lim) for x in (q, k))
+    if rpe_matrix is not None:
+        parts = layout.of(group.rank())
+        q, k = (_by_part(x, parts, append) for x, append in ((q, append_sinusoidal_query), (k, append_sinusoidal_key)))
+    algorithm = _algorithm(algorithm, q, k, v, layout.tokens, asked, exact_window, score)
+    with ops.without_autocast(q):
+        o, lse = _attend(q, k, v, asked, _Spread(layout, group), score, algorithm, exact_window)
+        if dropout > 0.0:
+            noise = torch.randn_like(o) if drop_noise is None else drop_noise.to(o.dtype)
+            o = torch.addcmul(o, o, noise.detach(), value=dropout)
+    return (o, lse) if return_lse else o
+
+
+@outside_of_compiled_code
+def context_parallel_flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    return_lse: bool = False,
+    log_decay: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    *,
+    group: Group = None,
+    layout: Layout | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`flash_attention` (softmax) of a sequence whose tokens are spread over the ranks of a group, by ring attention: keys and
+    values travel from rank to rank while queries attend to those that are there.
+
+    Causal, ranks have the same work with `layout=zigzag_layout(tokens, world)`; contiguous ones wait for the last.
+
+    Args:
+        q, k, v: (b, h, n, d), (b, hk, n, d), (b, hk, n, dv), the n tokens of this rank.
+        window: bounded on both sides, or on the left when causal: then the tokens around each part are all that is sent.
+        key_padding_mask, log_decay, cu_seqlens, group, layout: as in `context_parallel_attention`.
+        causal, scale, return_lse: as in `flash_attention`.
+
+    Returns:
+        o (b, h, n, dv) in q's dtype; with `return_lse` also lse (b, h, n).
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `context_parallel_attention`.
+
+    Method: Liu et al., "Ring Attention with Blockwise Transformers", 2023 (arXiv:2310.01889); zigzag as in Brandon et al.,
+    "Striped Attention", 2023 (arXiv:2311.09431), in stretches.
+    """
+    group = _process_group(group)
+    with _telling(group):
+        validation.check_flag("causal", causal)
+        validation.check_bool("return_lse", return_lse)
+        q, k, v = autocast_qkv(q, k, v)
+        _check_tokens(q, k, v, causal)
+        score = Softmax(validation.check_scale(scale, q.shape[-1]))
+        left, right = validation.check_window(window)
+        right = 0 if causal else right
+        if (left < 0) != (right < 0) and not (causal and left < 0):
+            raise ValueError(f"window must be bounded on both sides or on none, got {window!r}")
+        asked = _checked(q, k, causal, key_padding_mask, log_decay, cu_seqlens)
+        layout = _check_layout(layout, group, q.shape[2])
+    if group.size() == 1:
+        return flash_attention(
+            q, k, v, causal, scale, key_padding_mask, return_lse, log_decay=log_decay, window=window, cu_seqlens=cu_seqlens
+        )
+    layout = _agreed(group, layout, q, k, v, asked, {"score": score, "window": (left, right)})
+    spread = _Spread(layout, group)
+    with ops.without_autocast(q):
+        if left >= 0:
+            o, lse = _in_window(q, _surrounded(k, v, asked, spread, left, right), asked, spread, score, left, right)
+        elif causal:
+            o, lse = _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score)()
+        else:
+            o, lse = _of_all_keys(q, k, v, asked, spread, score)
+    return (o, lse) if return_lse else o
+
+
+@outside_of_compiled_code
+def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout | None = None) -> tuple[Tensor, ...]:
+    """For each part of this rank the tokens before it, which other ranks hold: what a causal convolution needs. Differentiable;
+    every rank has to call it, and run its backward.
+
+    Args:
+        x: (b, n, c), the n tokens of this rank; any floating dtype.
+        count: how many, >= 1.
+        group, layout: as in `context_parallel_attention`.
+
+    Returns:
+        (b, count, c) for each part, zeros where the sequence has no token; for a rank without parts one of no tokens,
+        (b, 0, c), through which its backward runs.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `context_parallel_attention`.
+    """
+    group = _process_group(group)
+    with _telling(group):
+        if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
+            raise TypeError(f"x must be a floating-point tensor (batch, tokens, channels), got {validation.describe(x)}")
+        validation.check_count("count", count)
+        layout = _check_layout(layout, group, x.shape[1])
+    options = {"tokens_before": count, "dtype of x": x.dtype, "device of x": x.device.type, "batch of x": x.shape[0]}
+    options |= {"channels of x": x.shape[2], "gradient of x": x.requires_grad and torch.is_grad_enabled()}
+    layout = _agreed_layout(group, layout, x.shape[1], options)
+    (before,) = halo((x.unsqueeze(1),), count, 0, layout, group)
+    return before.squeeze(1).split(count, dim=1)
+
+
+class _Asked(NamedTuple):
+    """What accompanies q, k and v, of this rank but for cu_seqlens."""
+
+    causal: bool
+    mask: Tensor | None
+    log_decay: Tensor | None
+    cu_seqlens: Tensor | None
+
+
+class _Spread(NamedTuple):
+    """Where tokens are."""
+
+    layout: Layout
+    group: dist.ProcessGroup
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.layout.of(self.group.rank())
+
+
+class _Surrounded(NamedTuple):
+    """A part's tokens, those before and those behind them."""
+
+    k: Tensor  # (b, hk, before + n + behind, d)
+    v: Tensor
+    mask: Tensor | None  # bool (b, before + n + behind); with any around the part, False where there is no token
+    log_decay: Tensor | None  # (b, hk, before + n + behind), 0 where there is none
+
+    def narrow(self, first: int, count: int) -> _Surrounded:
+        return self._each(lambda x, dim: x.narrow(dim, first, count))
+
+    def flipped(self) -> _Surrounded:
+        return self._each(lambda x, dim: x.flip(dim))
+
+    def _each(self, function: Callable[[Tensor, int], Tensor]) -> _Surrounded:
+        return _Surrounded(*(None if x is None else function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
+
+
+_TOKEN_DIMENSIONS = (2, 2, 1, 2)
+
+
+class _Keys(NamedTuple):
+    """Of this rank."""
+
+    parts: list[_Surrounded]
+    none: _Surrounded  # no token, for ranks without parts, whose gradients others may wait for
+    own: _Surrounded | None = None  # the tokens of all parts, where there is nothing around them
+
+    def each(self, function: Callable[[_Surrounded], _Surrounded]) -> _Keys:
+        return self._replace(parts=[function(x) for x in self.parts])
+
+    def side_by_side(self) -> _Surrounded:
+        if len(self.parts) == 1:
+            return self.parts[0]
+        k, v, mask, decay = zip(self.none, *self.parts, strict=True)
+        decay = None if decay[0] is None else torch.cat(decay, dim=2)
+        if self.own is not None:
+            return self.own._replace(log_decay=decay)
+        return _Surrounded(torch.cat(k, dim=2), torch.cat(v, dim=2), torch.cat(mask, dim=1), decay)
+
+
+# ---- arguments
+
+
+def _process_group(group: Group) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError("fastmax.distributed needs torch.distributed.init_process_group, or torchrun's, before it")
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group must be a one-dimensional DeviceMesh, got one of {group.ndim}: pick one, mesh['cp']")
+        return group.get_group()
+    if group is None:
+        return dist.group.WORLD
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group must be a process group of this rank, a DeviceMesh or None, got {validation.describe(group)}")
+    return group
+
+
+@contextmanager
+def _telling(group: dist.ProcessGroup):
+    """Errors in what this rank was given are told to the others, which may wait for it."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if group.size() > 1:
+            refuse(group, error)
+        raise
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    validation.check_qkv(q, k, v, causal)
+    if q.dim() != 4:
+        raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) where tokens are spread over ranks, got {q.dim()}-d")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
+
+
+def _checked(
+    q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None
+) -> _Asked:
+    validation.check_key_padding_mask(mask, q, k)
+    validation.check_log_decay(log_decay, q, k, causal)
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {validation.describe(cu_seqlens)}")
+    return _Asked(causal, mask, log_decay, cu_seqlens)
+
+
+def _check_layout(layout, group: dist.ProcessGroup, n: int) -> Layout | None:
+    if layout is None:
+        return None
+    layout = layout if isinstance(layout, Layout) else Layout(layout)
+    if layout.world != group.size():
+        raise ValueError(f"layout must have the parts of {group.size()} ranks, got those of {layout.world}")
+    if layout.count(group.rank()) != n:
+        raise ValueError(f"q must have the {layout.count(group.rank())} tokens that layout[{group.rank()}] holds, got {n}")
+    return layout
+
+
+def _agreed(
+    group: dist.ProcessGroup, layout: Layout | None, q: Tensor, k: Tensor, v: Tensor, asked: _Asked, options: dict
+) -> Layout:
+    """The layout, once it is known that all ranks ask for the same."""
+    tensors = {"q": q, "k": k, "v": v, "log_decay": asked.log_decay}
+    grads = [name for name, x in tensors.items() if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
+    options = options | {
+        "causal": asked.causal, "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
+        "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
+        "head_dim of v": v.shape[3], "giving a key_padding_mask": asked.mask is not None,
+        "log_decay": None if asked.log_decay is None else "given",
+        "shape of cu_seqlens": None if asked.cu_seqlens is None else tuple(asked.cu_seqlens.shape),
+    }  # fmt: skip
+    layout = _agreed_layout(group, layout, q.shape[2], options)
+    validation.check_cu_seqlens(asked.cu_seqlens, q, k, layout.tokens)
+    return layout
+
+
+def _agreed_layout(group: dist.ProcessGroup, layout: Layout | None, n: int, options: dict) -> Layout:
+    if group.size() == 1:
+        return contiguous_layout((n,))
+    options = options | {"layout": None if layout is None else _digest(layout)}
+    counts = agree(group, {name: str(x) for name, x in options.items()}, n)
+    return contiguous_layout(counts) if layout is None else layout
+
+
+def _digest(layout: Layout) -> str:
+    return hashlib.sha256(repr(layout.stretches).encode()).hexdigest()[:16]
+
+
+def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, tokens: int, asked: _Asked, exact_window: int, score: Score) -> str:
+    """ "linear" or "quadratic", by what all ranks know."""
+    if asked.cu_seqlens is not None:
+        if not asked.causal and exact_window == 0:
+            return validation.algorithm_without_state(name)
+        tokens = max(1, tokens // (asked.cu_seqlens.shape[0] - 1))
+    if name != "auto":
+        return name
+    causal = asked.causal or exact_window > 0
+    return choose_algorithm(tokens, tokens, q.shape[-1], v.shape[-1], causal, score.order, q.shape[1] // max(1, k.shape[1]))
+
+
+def _by_part(x: Tensor, parts: tuple[Part, ...], append) -> Tensor:
+    """(b, heads, n, d) with channels for the global positions of its tokens."""
+    pieces = [append(x[:, :, part.local], part.start) for part in parts]
+    return torch.cat(pieces, dim=2) if pieces else append(x, 0)
+
+
+# ---- attention
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, score: Score, algorithm: str, window: int
+) -> tuple[Tensor, Tensor]:
+    """Output and log of the sums of weights."""
+    if window == 0:
+        if asked.causal:
+            return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
+        if algorithm == "quadratic":
+            return _of_all_keys(q, k, v, asked, spread, score)
+        o, z = states.attend_to_all(q, k, v, states.Job(score, *spread, asked.mask, None, None))
+        return o, log_of_sums(z)
+    behind = 0 if asked.causal else window
+    surrounded = _surrounded(k, v, asked, spread, window, behind)
+    far = [_of_earlier_keys(q, surrounded, asked, spread, score, algorithm, window)]
+    if not asked.causal:  # the keys behind are those before in the reversed sequence
+        n, cu_seqlens = spread.layout.tokens, asked.cu_seqlens
+        turned = asked._replace(cu_seqlens=None if cu_seqlens is None else (n - cu_seqlens).flip(0))
+        mirrored = spread._replace(layout=spread.layout.mirrored())
+        turned_keys = surrounded._replace(parts=[x.flipped() for x in reversed(surrounded.parts)])
+        reversed_far = _of_earlier_keys(q.flip(2), turned_keys, turned, mirrored, score, algorithm, window)
+        far.append(lambda: tuple(x.flip(2) for x in reversed_far()))
+    # While states are on their way:
+    near = surrounded.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, behind)))
+    outputs = [_in_window(q, near, asked, spread, Softmax(score.scale), window - 1, max(0, behind - 1))]
+    return merge_attention(*zip(*outputs, *(finish() for finish in far), strict=True))
+
+
+def _of_earlier_keys(
+    q: Tensor,
+    surrounded: _Keys,
+    asked: _Asked,
+    spread: _Spread,
+    score: Score | Softmax,
+    algorithm: str = "quadratic",
+    window: int = 0,
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """Starts attention to the keys at least `window` tokens before each query, so many of which every part has before its own;
+    what it returns gives the output and the log of the sums of weights.
+
+    This is causal attention over a stream in which the keys come `window` tokens late: query i stands beside key i - `window`.
+    """
+    keys, first_keys, between = [], [], []
+    for x, part in zip(surrounded.parts, spread.parts, strict=True):
+        first = decay = None
+        if x.log_decay is not None:
+            decay, first = ops.finite_decay(x.log_decay[..., : window + part.tokens], True, eager.compute_dtype(q.dtype))
+            first = first[..., window:]
+            sums = decay.double().cumsum(-1)
+            between.append(sums[..., window:] - sums[..., : part.tokens])
+        if asked.cu_seqlens is not None:
+            begin, _ = _sequences(asked.cu_seqlens, part)
+            begin = (begin - part.start + window).clamp(min=-1).to(torch.int32).expand(*x.k.shape[:2], part.tokens)
+            first = begin if first is None else torch.maximum(first, begin)
+        first_keys.append(first)
+        keys.append(x._replace(log_decay=decay).narrow(0, part.tokens))
+    bounded = asked.log_decay is not None or asked.cu_seqlens is not None
+    k, v, mask, decay = surrounded._replace(parts=keys).side_by_side()
+    first_keys = tuple(first_keys) if bounded else None
+    carries = Carries(k, decay, first_keys, *spread) if bounded else None
+    if algorithm == "linear":
+        attend = states.begin(q, k, v, decay, states.Job(score, *spread, mask, first_keys, carries))
+    else:
+        job = ring.Job(score, True, *spread, mask, first_keys, carries, None)
+        attend = partial(ring.attend, q, k, v, decay, job)
+
+    def finish() -> tuple[Tensor, Tensor]:
+        o, z = attend()
+        lse = z if isinstance(score, Softmax) else log_of_sums(z)
+        if window > 0 and between:
+            faded = torch.cat(between, dim=2).to(lse.dtype)
+            lse = lse + faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        return o, lse
+
+    return finish
+
+
+def _of_all_keys(
+    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, score: Score | Softmax
+) -> tuple[Tensor, Tensor]:
+    """Output and log of the sums of weights, not causal, by the ring."""
+    ranges = None
+    if asked.cu_seqlens is not None:
+        of_parts = [_sequences(asked.cu_seqlens, part) for part in spread.parts]
+        none = asked.cu_seqlens.new_empty(0)
+        ranges = tuple(torch.cat(x) for x in zip((none, none), *of_parts, strict=True))
+    o, z = ring.attend(q, k, v, None, ring.Job(score, False, *spread, asked.mask, None, None, ranges))
+    return o, z if isinstance(score, Softmax) else log_of_sums(z)
+
+
+def _in_window(
+    q: Tensor, surrounded: _Keys, asked: _Asked, spread: _Spread, score: Softmax, left: int, right: int
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of each part to the `left` tokens before a query, the query's own, and the `right` behind it: all of
+    them surround the part."""
+    pieces = []
+    for x, part in zip(surrounded.parts, spread.parts, strict=True):
+        of_part, m = q[:, :, part.local], x.k.shape[2]
+        # Operators count from the last key: from there the window ends where the query stands, or before.
+        call = Call(score, causal=right == 0, left=left + right, right=-1 if right == 0 else 0, key_padding_mask=x.mask)
+        first = end = None
+        if x.log_decay is not None:
+            decay, first = ops.finite_decay(x.log_decay, False, eager.compute_dtype(q.dtype))
+            call, first = call._replace(log_decay=decay), first[..., left:]
+        if asked.cu_seqlens is not None:
+            shape = (*x.k.shape[:2], part.tokens)
+            begin, end = ((x - part.start + left).clamp(0, m).to(torch.int32).expand(shape)
+                          for x in _sequences(asked.cu_seqlens, part))  # fmt: skip
+            first = begin if first is None else torch.maximum(first, begin)
+        call = call._replace(first_key=first, end_key=None if call.causal else end)
+        pieces.append(ops.attention(of_part, x.k, x.v, call))
+    if not pieces:  # in the graph of what others send gradients to
+        o = q[..., :1].expand(*q.shape[:3], surrounded.none.v.shape[3])
+        o = sum((x.sum().to(o.dtype) for x in surrounded.none if x is not None and x.is_floating_point()), o)
+        return o, o[..., 0].to(eager.compute_dtype(q.dtype))
+    return tuple(x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
+
+
+def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, before: int, behind: int) -> _Keys:
+    """The tokens of each part of this rank with so many around them."""
+    wide = eager.compute_dtype(k.dtype)
+    mask, decay = asked.mask, None if asked.log_decay is None else asked.log_decay.to(wide)
+    if before + behind == 0:
+        own = _Surrounded(k, v, mask, decay)
+        return _Keys([own.narrow(part.offset, part.tokens) for part in spread.parts], own.narrow(0, 0), own)
+    around_parts = before, behind, *spread
+    given = [None if mask is None else mask.unsqueeze(1).to(wide), decay]
+    k_halo, v_halo = halo((k, v), *around_parts)
+    of_given = iter(halo(tuple(x for x in given if x is not None), *around_parts) if any(x is not None for x in given) else ())
+    mask_halo, decay_halo = (None if x is None else next(of_given) for x in given)
+    parts = []
+    for i, part in enumerate(spread.parts):
+        at = (i, part, before, behind)
+        tokens = torch.arange(part.start - before, part.stop + behind, device=k.device)
+        is_there = ((tokens >= 0) & (tokens < spread.layout.tokens)).expand(k.shape[0], -1)
+        if mask is not None:
+            is_there = is_there & (around(given[0], mask_halo, *at).squeeze(1) > 0)
+        x_decay = None if decay is None else around(given[1], decay_halo, *at)
+        parts.append(_Surrounded(around(k, k_halo, *at), around(v, v_halo, *at), is_there, x_decay))
+    # Joined to what came for no part, which is nothing.
+    none = _Surrounded(
+        *(None if x is None else torch.cat([x[:, :, :0], of_x[:, :, :0]], dim=2) for x, of_x in ((k, k_halo), (v, v_halo))),
+        torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device),
+        None if decay is None else torch.cat([given[1][:, :, :0], decay_halo[:, :, :0]], dim=2),
+    )
+    return _Keys(parts, none)
+
+
+def _sequences(cu_seqlens: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+    """int64 (n,) twice: where the sequence of each token of a part begins and ends."""
+    tokens = torch.arange(part.start, part.stop, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
+    sequence = sequence.clamp(0, cu_seqlens.shape[0] - 2)  # whatever the values are, they index no other memory
+    return cu_seqlens[sequence].long(), cu_seqlens[sequence + 1].long()

@@ -1,0 +1,230 @@
+"""Context parallel modules: `ContextParallel`, a style for `parallelize_module`, and `context_parallel`, a context manager.
+
+Either has a `Context`, which knows the tokens of this rank, take the place of what looks at other tokens in
+`FastmaxSelfAttention` (positions, convolution, attention) and of the attention functions.
+
+`torch.distributed.tensor.experimental.context_parallel` cannot be extended to other attention: it exchanges
+`torch.nn.functional.scaled_dot_product_attention`, by name, and its ring is a table of ATen's attention operators in a private
+module. `context_parallel` here is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from fastmax import spread, validation
+from fastmax.distributed.agreement import agree
+from fastmax.distributed.attention import (
+    context_parallel_attention,
+    context_parallel_flash_attention,
+    outside_of_compiled_code,
+    tokens_before,
+)
+from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
+from fastmax.module import FASTMultiHeadAttention
+from fastmax.self_attention import FastmaxSelfAttention
+from fastmax.short_convolution import ShortConvolution
+
+_KINDS = ("contiguous", "zigzag")
+_OF_RANKS = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
+
+
+class Context:
+    """The tokens of a rank among those of a group.
+
+    Args:
+        mesh: of one dimension.
+        layout: "contiguous": rank r holds the r-th stretch, of as many tokens as it has, which are exchanged at first use;
+            "zigzag": as `zigzag_layout` of all tokens; or a `Layout`.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+
+    def __init__(self, mesh: DeviceMesh, layout: str | Layout = "contiguous"):
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"mesh must be a DeviceMesh, got {validation.describe(mesh)}")
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh must have one dimension, got {mesh.ndim}: pick one, mesh['cp']")
+        if not (isinstance(layout, Layout) or (isinstance(layout, str) and layout in _KINDS)):
+            raise ValueError(f'layout must be "contiguous", "zigzag" or a Layout, got {validation.describe(layout)}')
+        if isinstance(layout, Layout) and layout.world != mesh.size():
+            raise ValueError(f"layout must have the parts of the mesh's {mesh.size()} ranks, got those of {layout.world}")
+        self.mesh, self.layout = mesh, layout
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group()
+
+    @outside_of_compiled_code
+    def layout_of(self, tokens: int) -> Layout:
+        """Where this rank has so many."""
+        if isinstance(self.layout, Layout):
+            held = self.layout.count(self.group.rank())
+            if held != tokens:
+                raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
+            return self.layout
+        counts = (tokens,) if self.mesh.size() == 1 else agree(self.group, {"layout of a layer": self.layout}, tokens)
+        return _layout(self.layout, counts)
+
+    @outside_of_compiled_code
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """(n,) int64, where they stand in the whole sequence."""
+        parts = self.layout_of(tokens).of(self.group.rank())
+        pieces = [torch.arange(part.start, part.stop, device=device) for part in parts]
+        return torch.cat(pieces) if pieces else torch.arange(0, device=device)
+
+    @outside_of_compiled_code
+    def convolve(self, convolution: ShortConvolution, x: Tensor, places: Tensor | None) -> Tensor:
+        """(b, n, channels), each part of this rank behind the tokens before it; `places` as in `ShortConvolution`."""
+        layout = self.layout_of(x.shape[1])
+        before = tokens_before(x, convolution.width - 1, group=self.group, layout=layout)
+        pieces = []
+        for part, recent in zip(layout.of(self.group.rank()), before, strict=False):
+            of_part = None if places is None else places[part.local]
+            pieces.append(convolution(x[:, part.local], recent, of_part)[0])
+        # Without parts, what came for none: this rank's backward takes part in the exchange of the others.
+        return torch.cat(pieces or (convolution(x)[0], *before), dim=1)
+
+    def own(self, x: Tensor, dim: int) -> Tensor:
+        """Of a whole sequence, the tokens of this rank: a tensor of its own."""
+        tokens, group = x.shape[dim], self.group
+        layout = self.layout
+        if layout == "zigzag":
+            layout = zigzag_layout(tokens, group.size())
+        elif layout == "contiguous":
+            ends = [rank * tokens // group.size() for rank in range(group.size() + 1)]
+            layout = contiguous_layout([stop - start for start, stop in pairwise(ends)])
+        if layout.tokens != tokens:
+            raise ValueError(f"dimension {dim} must have the layout's {layout.tokens} tokens, got {tokens}")
+        parts = [x.narrow(dim, part.start, part.tokens) for part in layout.of(group.rank())]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0).clone()
+
+    @property
+    def attentions(self) -> tuple[Callable, Callable]:
+        """In the places of `fastmax_attention` and `flash_attention`."""
+        return tuple(partial(self._attend, attention) for attention in _OF_RANKS.values())
+
+    def call(self, attention: Callable, arguments: dict) -> Tensor | tuple[Tensor, Tensor]:
+        """A call of one of the two."""
+        return self._attend(_OF_RANKS[attention.__name__], **arguments)
+
+    @outside_of_compiled_code
+    def _attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options):
+        if not use_custom_gradient:
+            raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
+        spread.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
+        with spread.entered(None):
+            return attention(q, k, v, group=self.group, layout=self.layout_of(q.shape[2]), **options)
+
+
+@lru_cache(maxsize=64)
+def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
+    if kind == "contiguous":
+        return contiguous_layout(counts)
+    layout = zigzag_layout(sum(counts), len(counts))
+    expected = tuple(layout.count(rank) for rank in range(layout.world))
+    if counts != expected:
+        raise ValueError(f"ranks must hold {expected} tokens in a zigzag layout of {sum(counts)}, got {counts}")
+    return layout
+
+
+class ContextParallel(ParallelStyle):
+    """Spreads the tokens of a `FastmaxSelfAttention` or `FASTMultiHeadAttention`, or of all of them in a module, over a mesh.
+
+        parallelize_module(model, mesh, {"blocks.*.attn": ContextParallel()})
+
+    Each rank passes the tokens that it has of each sequence, x (b, n of the rank, embed_dim), and gets theirs. Positions,
+    convolution, decays, windows and `cu_seqlens`, which is of the whole sequence and the same on all ranks, reach over ranks;
+    `key_padding_mask` is of the rank's tokens. Softmax layers send keys and values around the ring. Every rank has to run each
+    forward and backward, in one order. There is no state with it: generation is a matter of one rank.
+
+    Gradients of weights are those of a rank's tokens: sum them over the ranks, if the loss is a sum over tokens or divided by
+    the tokens of all ranks.
+
+    Args:
+        layout: which tokens a rank holds: "contiguous", "zigzag" (in which ranks have the same work in softmax layers), or a
+            `Layout`.
+
+    Raises:
+        TypeError: there is no such layer in the module.
+        ValueError: the mesh has more than one dimension.
+    """
+
+    def __init__(self, layout: str | Layout = "contiguous"):
+        super().__init__()
+        self.layout = layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        context = Context(device_mesh, self.layout)
+        layers = [layer for layer in module.modules() if isinstance(layer, (FastmaxSelfAttention, FASTMultiHeadAttention))]
+        if not layers:
+            raise TypeError(
+                f"ContextParallel is of FastmaxSelfAttention or FASTMultiHeadAttention, got {type(module).__name__} without one"
+            )
+        for layer in layers:
+            layer.context = context
+        return module
+
+
+@contextmanager
+def context_parallel(
+    mesh: DeviceMesh,
+    *,
+    buffers: Sequence[Tensor] = (),
+    buffer_seq_dims: Sequence[int] = (),
+    no_restore_buffers: Collection[Tensor] = (),
+    layout: str | Layout = "contiguous",
+):
+    """Spreads the tokens of all that runs inside over a mesh: `fastmax_attention`, `flash_attention` and the layers made of
+    them. It is used as `torch.distributed.tensor.experimental.context_parallel`, which does so for PyTorch's attention.
+
+    Args:
+        mesh: of one dimension.
+        buffers: tensors of whole sequences, the same on all ranks: inputs, targets, positions. Inside they hold the tokens of
+            this rank, in place.
+        buffer_seq_dims: which of their dimensions is that of the tokens.
+        no_restore_buffers: those of `buffers` that need not be whole again behind it.
+        layout: as in `ContextParallel`.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    The backward may run outside, but not where it computes activations again (`torch.utils.checkpoint`): what is computed again
+    looks where it then is. `ContextParallel` stays with a layer and has no such rule.
+    """
+    context = Context(mesh, layout)
+    if len(buffers) != len(buffer_seq_dims):
+        raise ValueError(f"buffer_seq_dims must be as many as buffers, got {len(buffer_seq_dims)} and {len(buffers)}")
+    for i, x in enumerate(buffers):
+        if not isinstance(x, Tensor) or x.requires_grad:
+            raise TypeError(f"buffers[{i}] must be a tensor without gradient, got {validation.describe(x)}")
+        if not x.is_contiguous():
+            raise ValueError(f"buffers[{i}] must be contiguous, to be written over: pass a copy, got strides {x.stride()}")
+    for x in no_restore_buffers:
+        if not any(x is buffer for buffer in buffers):
+            raise ValueError("no_restore_buffers must be some of buffers")
+    parts = [context.own(x, dim) for x, dim in zip(buffers, buffer_seq_dims, strict=True)]
+    whole = [None if any(x is y for y in no_restore_buffers) else x.clone() for x in buffers]
+    _write(buffers, parts)
+    try:
+        with spread.entered(context):
+            yield
+    finally:
+        _write(buffers, whole)
+
+
+@torch.no_grad()
+def _write(buffers: Sequence[Tensor], values: Sequence[Tensor | None]) -> None:
+    for x, value in zip(buffers, values, strict=True):
+        if value is not None:
+            x.resize_(value.shape).copy_(value)

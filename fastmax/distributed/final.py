@@ -1,0 +1,36 @@
+"""Gradients that have none of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import Tensor
+
+
+def without_second_derivative(backward: Callable) -> Callable:
+    """The backward of an autograd function, whose results refuse to be differentiated (`create_graph=True` records them)."""
+
+    @wraps(backward)
+    def first(ctx, *grads: Tensor | None) -> tuple:
+        with torch.no_grad():
+            out = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return out
+        given = [x for x in (*ctx.saved_tensors, *grads) if x is not None]
+        made = iter(_Final.apply(len(given), *given, *(x for x in out if x is not None)))
+        return tuple(None if x is None else next(made) for x in out)
+
+    return first
+
+
+class _Final(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Views of the tensors behind those that they depend on."""
+        return tuple(x.view_as(x) for x in tensors[given:])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("fastmax.distributed: attention over more than one rank has no second derivative")

@@ -1,0 +1,112 @@
+"""Tokens around the parts of a rank, which other ranks hold: the last ones before each part, the first ones behind it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from fastmax.distributed.communication import scatter_rows
+from fastmax.distributed.final import without_second_derivative
+from fastmax.distributed.layout import Layout, Part
+
+
+class Move(NamedTuple):
+    """Tokens of the rank they come from, and places of the one that wants them, where the halos of its parts follow each
+    other."""
+
+    source: slice
+    place: slice
+
+
+class Plan(NamedTuple):
+    """Of a rank."""
+
+    sent: tuple[tuple[Move, ...], ...]  # to each rank
+    received: tuple[tuple[Move, ...], ...]  # of each rank; those of its own are in both
+    places: int
+
+
+@lru_cache(maxsize=256)
+def plan(layout: Layout, rank: int, before: int, behind: int) -> Plan:
+    sent = tuple(tuple(_moves(layout, rank, other, before, behind)) for other in range(layout.world))
+    received = tuple(tuple(_moves(layout, other, rank, before, behind)) for other in range(layout.world))
+    return Plan(sent, received, len(layout.of(rank)) * (before + behind))
+
+
+def _moves(layout: Layout, source: int, target: int, before: int, behind: int):
+    return _moves_to(layout, target, before, behind).get(source, ())
+
+
+@lru_cache(maxsize=256)
+def _moves_to(layout: Layout, target: int, before: int, behind: int) -> dict[int, list[Move]]:
+    moves: dict[int, list[Move]] = {}
+    for i, part in enumerate(layout.of(target)):
+        for start, stop, place in (
+            (part.start - before, part.start, i * (before + behind)),
+            (part.stop, part.stop + behind, i * (before + behind) + before),
+        ):
+            for held, first, last in layout.overlapping(max(0, start), stop):
+                source = held.offset + first - held.start
+                move = Move(slice(source, source + last - first), slice(place + first - start, place + last - start))
+                moves.setdefault(held.rank, []).append(move)
+    return moves
+
+
+def halo(tensors: tuple[Tensor, ...], before: int, behind: int, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
+    """Of each tensor (b, heads, n, ...) its halo (b, heads, parts * (before + behind), ...): for each part of this rank the
+    tokens before it, then those behind it, zeros where there is none. Tensors of one dtype; differentiable, those with
+    `requires_grad`, which have to be the same on all ranks."""
+    return _Halo.apply(plan(layout, group.rank(), before, behind), group, *tensors)
+
+
+def around(x: Tensor, halo: Tensor, i: int, part: Part, before: int, behind: int) -> Tensor:
+    """The i-th part of a rank with what is before and behind it: (b, heads, before + n + behind, ...)."""
+    of_part = halo.narrow(2, i * (before + behind), before + behind)
+    return torch.cat([of_part.narrow(2, 0, before), x[:, :, part.local], of_part.narrow(2, before, behind)], dim=2)
+
+
+class _Halo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, plan: Plan, group: dist.ProcessGroup, *tensors: Tensor):
+        ctx.plan, ctx.group, ctx.shapes = plan, group, [x.shape for x in tensors]
+        ctx.set_materialize_grads(False)
+        out = tuple(x.new_zeros(*x.shape[:2], plan.places, *x.shape[3:]) for x in tensors)
+        _move(plan, group, tensors, out, backward=False)
+        return out
+
+    @staticmethod
+    @without_second_derivative
+    def backward(ctx, *grads: Tensor | None):
+        like, wanted = next(x for x in grads if x is not None), ctx.needs_input_grad[2:]
+        out = [like.new_zeros(shape) if wants else None for shape, wants in zip(ctx.shapes, wanted, strict=True)]
+        given = []
+        for x, shape, wants in zip(grads, ctx.shapes, wanted, strict=True):
+            if wants:
+                given.append(like.new_zeros(*shape[:2], ctx.plan.places, *shape[3:]) if x is None else x)
+        _move(ctx.plan, ctx.group, given, [x for x in out if x is not None], backward=True)
+        return None, None, *out
+
+
+def _move(plan: Plan, group: dist.ProcessGroup, tensors, out, backward: bool) -> None:
+    """Adds to `out` what ranks send of `tensors`; backward, the other way."""
+    (sent, source), (received, target) = (plan.sent, 0), (plan.received, 1)  # and fields of Move
+    if backward:
+        (sent, source), (received, target) = (received, target), (sent, source)
+
+    def pieces(tensors, all_moves, at: int) -> list[list[Tensor]]:
+        return [[x[:, :, move[at]] for move in moves for x in tensors] for moves in all_moves]
+
+    sources, targets = pieces(tensors, sent, source), pieces(out, received, target)
+    for x, y in zip(sources[group.rank()], targets[group.rank()], strict=True):
+        y.add_(x)
+    sources[group.rank()] = targets[group.rank()] = []
+    counts = [[sum(x.numel() for x in of_rank) for of_rank in of_ranks] for of_ranks in (sources, targets)]
+    flat = [x.reshape(-1) for of_rank in sources for x in of_rank]
+    came = scatter_rows("tokens around parts", torch.cat(flat) if flat else tensors[0].new_empty(0), *counts, group).wait()
+    targets = [x for of_rank in targets for x in of_rank]
+    for x, y in zip(came.split([x.numel() for x in targets]), targets, strict=True):
+        y.add_(x.view(y.shape))

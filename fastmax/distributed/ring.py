@@ -1,0 +1,291 @@
+"""Attention by n^2 over parts of a sequence: keys and values travel from rank to rank, queries stay.
+
+In every step a rank attends its queries to the keys that it has, while the next ones are on their way. What comes out of the
+steps is put together by the sums of weights. The backward is a ring of its own: an operator that is given o and its statistic
+(denominator or log-sum-exp) of all keys returns its part of the gradients, so keys travel once more, and their gradients with
+them, one step further than the keys, home.
+
+Queries of one part see keys of another, earlier one without a diagonal. Where keys fade they are taken as one causal call of
+both parts' keys, of which the later ones are masked: their decays are what the earlier keys fade by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.nn import functional as F
+
+from fastmax import eager, ops
+from fastmax.call import Call
+from fastmax.distributed.carries import Carries
+from fastmax.distributed.communication import Pending, all_to_all, pass_on
+from fastmax.distributed.final import without_second_derivative
+from fastmax.distributed.layout import Layout, Part
+from fastmax.score import Score, Softmax, quotient
+
+_ALIGNED = 16  # bytes: where kernels want tensors to begin
+
+
+class Job(NamedTuple):
+    """What is asked for beside q, k, v and log_decay."""
+
+    score: Score | Softmax
+    causal: bool
+    layout: Layout
+    group: dist.ProcessGroup
+    mask: Tensor | None  # bool (b, n)
+    first_keys: tuple[Tensor, ...] | None  # causal: int32 (b, hk, n of the part), of each part; -1: earlier parts are seen
+    carries: Carries | None
+    ranges: tuple[Tensor, Tensor] | None  # not causal: int64 (n,) twice, global tokens from where and up to where queries see
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.layout.of(self.group.rank())
+
+    def holder(self, step: int) -> int:
+        """The rank whose keys are here in a step."""
+        return (self.group.rank() - step) % self.layout.world
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
+    """Output (b, h, n, dv) and denominators, or log-sum-exp, (b, h, n) of the tokens of this rank."""
+    return _Ring.apply(job, q, k, v, log_decay)
+
+
+class Keys(NamedTuple):
+    """Of a rank, as they travel."""
+
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    mask: Tensor | None
+
+    def of(self, part: Part) -> Keys:
+        k, v, decay = (None if x is None else x[:, :, part.local] for x in self[:3])
+        return Keys(k, v, decay, None if self.mask is None else self.mask[:, part.local])
+
+    def with_tokens(self, tokens: int) -> Keys:
+        """Of so many tokens, shapes alone."""
+
+        def shaped(x: Tensor | None, dim: int) -> Tensor | None:
+            return None if x is None else x.new_empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), device="meta")
+
+        return Keys(*(shaped(x, dim) for x, dim in zip(self, (2, 2, 2, 1), strict=True)))
+
+
+def _bytes(x: Tensor) -> int:
+    return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
+
+
+def _packed(tensors) -> Tensor:
+    """One message, uint8, each tensor at a multiple of so many bytes that kernels read it in place."""
+    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors if x is not None]
+    return torch.cat([F.pad(x, (0, -x.numel() % _ALIGNED)) for x in flat])
+
+
+def _unpacked(message: Tensor, like):
+    """Views of a message, with the shapes and dtypes of `like`."""
+    out, at = [], 0
+    for x in like:
+        if x is None:
+            out.append(None)
+            continue
+        size = prod(x.shape) * x.element_size()
+        out.append(message[at : at + size].view(x.dtype).view(x.shape))
+        at += _bytes(x)
+    return out
+
+
+def message_bytes(like) -> int:
+    return sum(_bytes(x) for x in like if x is not None)
+
+
+class Block(NamedTuple):
+    """Queries of a part of this rank and keys that they may see."""
+
+    queries: Part
+    keys: Part
+    k: Tensor
+    v: Tensor
+    call: Call
+
+
+def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
+    """Of the parts of this rank with those of the rank whose keys these are."""
+    for i, queries in enumerate(job.parts):
+        for keys in job.layout.of(holder):
+            if job.causal and keys.start > queries.start:
+                continue
+            x = held.of(keys)
+            call = Call(job.score, causal=False, algorithm="quadratic", key_padding_mask=x.mask)
+            if keys == queries:
+                first = None if not job.causal or job.first_keys is None else job.first_keys[i].clamp(min=0)
+                call = call._replace(causal=job.causal, log_decay=x.log_decay, first_key=first)
+            elif job.first_keys is not None:
+                call = call._replace(first_key=_first_key(job, i, keys))
+            if job.ranges is not None:
+                first, end = ((x[queries.local] - keys.start).clamp(0, keys.tokens).to(torch.int32) for x in job.ranges)
+                shape = (*x.k.shape[:2], queries.tokens)
+                call = call._replace(first_key=first.expand(shape), end_key=end.expand(shape))
+            if keys != queries and x.log_decay is not None:
+                yield _fading(job, Block(queries, keys, x.k, x.v, call), own.of(queries), x)
+            else:
+                yield Block(queries, keys, x.k, x.v, call)
+
+
+def _first_key(job: Job, i: int, keys: Part) -> Tensor:
+    """int32 (b, hk, n of the i-th part): the first key of an earlier part that its queries see."""
+    forgotten = job.carries.forgotten(job.layout.index[job.parts[i]]).unsqueeze(-1)
+    first = (forgotten - keys.start).clamp(0, keys.tokens).to(torch.int32)
+    return torch.where(job.first_keys[i] >= 0, keys.tokens, first)
+
+
+def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
+    """The block as a causal call, whose own keys are masked."""
+    between = job.carries.between(job.layout.index[block.keys] + 1, job.layout.index[block.queries])
+    decay = own.log_decay.clone()
+    decay[..., 0] += between.to(decay.dtype)
+    k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], block.queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
+    mask = k.new_ones(k.shape[0], block.keys.tokens, dtype=torch.bool) if held.mask is None else held.mask
+    call = block.call._replace(
+        causal=True,
+        log_decay=torch.cat([held.log_decay, decay], dim=2),
+        key_padding_mask=F.pad(mask, (0, block.queries.tokens)),
+    )
+    return block._replace(k=k, v=v, call=call)
+
+
+class _Sums:
+    """Attention of a part's queries over more and more keys."""
+
+    def __init__(self, score: Score | Softmax):
+        self._softmax = isinstance(score, Softmax)
+        self._o: Tensor | None = None  # as it came of the only block, or in the compute dtype: numerators, for softmax o
+        self._statistic: Tensor | None = None
+        self._blocks = 0
+
+    def add(self, o: Tensor, statistic: Tensor) -> None:
+        self._blocks += 1
+        if self._blocks == 1:
+            self._o, self._statistic = o, statistic
+            return
+        add = self._add_softmax if self._softmax else self._add
+        if self._blocks == 2:
+            self._o = self._o.to(statistic.dtype)
+            if not self._softmax:
+                self._o = self._o * self._statistic.unsqueeze(-1)
+        add(o, statistic)
+
+    def _add(self, o: Tensor, z: Tensor) -> None:
+        self._o = torch.addcmul(self._o, o.to(z.dtype), z.unsqueeze(-1))
+        self._statistic = self._statistic + z
+
+    def _add_softmax(self, o: Tensor, lse: Tensor) -> None:
+        both = torch.logaddexp(self._statistic, lse)
+        base = torch.where(both == -torch.inf, 0.0, both)
+        before, new = (torch.exp(x - base).unsqueeze(-1) for x in (self._statistic, lse))
+        self._o, self._statistic = torch.addcmul(self._o * before, o.to(lse.dtype), new), both
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        o = quotient(self._o, self._statistic.unsqueeze(-1)) if self._blocks > 1 and not self._softmax else self._o
+        return o, self._statistic
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
+        own = Keys(k, v, log_decay, job.mask)
+        sums = {part: _Sums(job.score) for part in job.parts}
+        for held, holder in _travelling(job, own):
+            for block in _blocks(job, own, held, holder):
+                sums[block.queries].add(*ops.attention(q[:, :, block.queries.local], block.k, block.v, block.call))
+        o, statistic = eager.empty_like_layout(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
+        for part, x in sums.items():
+            o[:, :, part.local], statistic[:, :, part.local] = x.result()
+        ctx.save_for_backward(q, k, v, log_decay, o, statistic)
+        ctx.job = job
+        ctx.set_materialize_grads(False)
+        return o, statistic
+
+    @staticmethod
+    @without_second_derivative
+    def backward(ctx, grad_o: Tensor | None, grad_statistic: Tensor | None):
+        q, k, v, log_decay, o, statistic = ctx.saved_tensors
+        job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
+        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
+        wide = eager.compute_dtype(q.dtype)
+        grad_q = torch.zeros_like(q, dtype=wide)
+        of_queries = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
+        between = None if log_decay is None else _Between(job, log_decay)
+        arriving: Pending | None = None
+        for step, (held, holder) in enumerate(_travelling(job, own)):
+            grads = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in held[:3] if x is not None]
+            for block in _blocks(job, own, held, holder):
+                rows, columns = block.queries.local, block.keys.local
+                of_rows = [None if x is None else x[:, :, rows] for x in (grad_o, grad_statistic, q, o, statistic)]
+                *of_rows, o_rows, statistic_rows = of_rows
+                part = ops.attention_backward(*of_rows, block.k, block.v, o_rows, statistic_rows, block.call)
+                grad_q[:, :, rows] += part[0]
+                for total, x in zip(grads, part[1:], strict=False):
+                    total[:, :, columns] += x[:, :, : block.keys.tokens]
+                if log_decay is not None and block.keys != block.queries:
+                    behind = part[3][..., block.keys.tokens :]
+                    of_queries[..., rows] += behind
+                    between.add(block, behind[..., 0])
+            if arriving is not None:
+                for total, x in zip(grads, _unpacked(arriving.wait(), grads), strict=True):
+                    total += x
+            if job.layout.world > 1:
+                following = own.with_tokens(job.layout.count(job.holder(step + 1)))
+                like = [x.to(wide) for x in following[:3] if x is not None]
+                arriving = pass_on("gradients of keys and values", _packed(grads), message_bytes(like), job.group, tag=1)
+        if arriving is not None:
+            home = [torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in own[:3] if x is not None]
+            grads = _unpacked(arriving.wait(), home)
+        grad_decay = None
+        if log_decay is not None:
+            grad_decay = (grads[2] + of_queries + between.result()).to(log_decay.dtype)
+        return None, grad_q.to(q.dtype), *(x.to(k.dtype) for x in grads[:2]), grad_decay
+
+
+def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
+    """The keys that are here in each step, and whose they are; while they are used, the next ones come."""
+    held, message = own, None
+    for step in range(job.layout.world):
+        arriving = None
+        if step + 1 < job.layout.world:
+            message = _packed(own) if step == 0 else message
+            following = own.with_tokens(job.layout.count(job.holder(step + 1)))
+            arriving = pass_on("keys and values", message, message_bytes(following), job.group, tag=0)
+        yield held, job.holder(step)
+        if arriving is not None:
+            message = arriving.wait()
+            held = Keys(*_unpacked(message, following))
+
+
+class _Between:
+    """The gradient of the decays of the parts between queries and keys, which ranks that hold neither have to be told."""
+
+    def __init__(self, job: Job, like: Tensor):
+        self._job = job
+        layout = job.layout
+        b, hk, self._tokens = like.shape
+        self._sums = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
+
+    def add(self, block: Block, flow: Tensor) -> None:
+        layout = self._job.layout
+        for part in layout.parts[layout.index[block.keys] + 1 : layout.index[block.queries]]:
+            self._sums[part.rank, layout.of(part.rank).index(part)] += flow
+
+    def result(self) -> Tensor:
+        """(b, hk, n), float64, of the tokens of this rank."""
+        came = all_to_all("gradients of decays", self._sums, self._job.group).wait().sum(0)
+        out = came.new_zeros(*came.shape[1:], self._tokens)
+        for x, part in zip(came, self._job.parts, strict=False):
+            out[..., part.local] = x.unsqueeze(-1)
+        return out

@@ -1,0 +1,121 @@
+"""How many bytes a rank receives from the others in a call of `fastmax.distributed`: by formula, without running it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fastmax import eager
+from fastmax.distributed import halo, ring
+from fastmax.distributed.layout import Layout
+from fastmax.distributed.states import by_shares
+
+_CARRY = 16  # bytes: two float64 numbers a part and key/value head
+
+
+class Bytes(NamedTuple):
+    """Received by a rank."""
+
+    forward: int
+    backward: int  # where q, k, v and log_decay all have gradients
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.forward + other.forward, self.backward + other.backward)
+
+
+def exchanged_bytes(
+    layout: Layout,
+    rank: int = 0,
+    *,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    algorithm: str = "linear",
+    causal: bool = True,
+    p: int = 2,
+    exact_window: int = 0,
+    log_decay: bool = False,
+    key_padding_mask: bool = False,
+    cu_seqlens: bool = False,
+) -> Bytes:
+    """Bytes that a rank receives from the others in one call of `context_parallel_attention`, or of
+    `context_parallel_flash_attention` (`algorithm="softmax"`, without a window), forward and backward.
+
+        states      b hk F (dv + 1) numbers of a part, F = 1 + d (p = 1) or 1 + d + d(d + 1)/2: those of the other ranks, or
+                    where that is less about twice a rank's own, forward and backward; independent of the tokens
+        ring        k and v of the other ranks, forward and backward; their gradients of all ranks in fp32, backward
+        window      k and v of `exact_window` tokens around each part, forward; their gradients, backward
+
+    `log_decay` and `cu_seqlens` add two numbers a part and head, decays and masks what they weigh beside k and v. What the
+    collective library adds is not counted, nor what passes through a rank on the way to others.
+
+    Args:
+        layout: of the call.
+        rank: whose bytes.
+        kv_heads, head_dim, value_dim, batch, dtype: of k and v; with a sinusoidal rpe_matrix head_dim is twice that, if even.
+        algorithm: "linear", "quadratic" or "softmax".
+        causal, p, exact_window: of the call.
+        log_decay, key_padding_mask, cu_seqlens: whether the call has them.
+    """
+    if layout.world == 1:
+        return Bytes(0, 0)
+    like = torch.empty(batch, kv_heads, 0, head_dim, dtype=dtype, device="meta")
+    wide = eager.compute_dtype(dtype)
+    value_dim = head_dim if value_dim is None else value_dim
+    v, decay = like.new_empty(batch, kv_heads, 0, value_dim), like.new_empty(batch, kv_heads, 0, dtype=wide)
+    mask = like.new_empty(batch, 0, dtype=torch.bool)
+    # Around a window every part has a mask, of the tokens that are there.
+    masked = key_padding_mask or exact_window > 0
+    keys = ring.Keys(like, v, decay if log_decay else None, mask if masked else None)
+    if exact_window == 0:
+        return _far(layout, rank, keys, algorithm, causal, p, log_decay or cu_seqlens)
+    total = _halo(layout, rank, keys, exact_window, 0 if causal else exact_window, key_padding_mask)
+    total += _far(layout, rank, keys, algorithm, True, p, log_decay or cu_seqlens)
+    return total if causal else total + _far(layout.mirrored(), rank, keys, algorithm, True, p, cu_seqlens)
+
+
+def _far(layout: Layout, rank: int, keys: ring.Keys, algorithm: str, causal: bool, p: int, bounded: bool) -> Bytes:
+    total = _states(layout, keys, causal, p) if algorithm == "linear" else _ring(layout, rank, keys)
+    if bounded and causal:
+        b, hk = keys.k.shape[:2]
+        total += Bytes((layout.world - 1) * layout.most_parts * b * hk * _CARRY, 0)
+    return total
+
+
+def _states(layout: Layout, keys: ring.Keys, causal: bool, p: int) -> Bytes:
+    (b, hk, _, d), dv, world = keys.k.shape, keys.v.shape[3], layout.world
+    elements = eager.state_rows(d, p) * (dv + 1)
+    parts = layout.most_parts if causal else 1
+    size = torch.finfo(eager.compute_dtype(keys.k.dtype)).bits // 8
+    own = parts * b * hk * elements * size
+    if causal and by_shares(world, own):
+        share = -(-elements // world)
+        received = 2 * (world - 1) * parts * b * hk * share * size
+    else:
+        received = (world - 1) * own
+    return Bytes(received, received)
+
+
+def _ring(layout: Layout, rank: int, keys: ring.Keys) -> Bytes:
+    of_ranks = [keys.with_tokens(layout.count(other)) for other in range(layout.world)]
+    forward = sum(ring.message_bytes(x) for other, x in enumerate(of_ranks) if other != rank)
+    wide = eager.compute_dtype(keys.k.dtype)
+    gradients = sum(ring.message_bytes([x.to(wide) for x in keys[:3] if x is not None]) for keys in of_ranks)
+    if keys.log_decay is not None:
+        b, hk = keys.k.shape[:2]
+        gradients += (layout.world - 1) * layout.most_parts * b * hk * 8
+    return Bytes(forward, forward + gradients)
+
+
+def _halo(layout: Layout, rank: int, keys: ring.Keys, before: int, behind: int, padded: bool) -> Bytes:
+    plan = halo.plan(layout, rank, before, behind)
+
+    def tokens(moves) -> int:
+        return sum(move.source.stop - move.source.start for other, x in enumerate(moves) if other != rank for move in x)
+
+    (b, hk, _, d), dv, wide = keys.k.shape, keys.v.shape[3], torch.finfo(eager.compute_dtype(keys.k.dtype)).bits // 8
+    of_token = b * hk * (d + dv) * keys.k.element_size() + (0 if keys.log_decay is None else b * hk * wide)
+    return Bytes(tokens(plan.received) * (of_token + (b * wide if padded else 0)), tokens(plan.sent) * of_token)

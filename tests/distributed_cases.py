@@ -1,0 +1,159 @@
+"""What ranks run in tests of `fastmax.distributed`, and one process to compare. Imports little, as every rank does it."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.received import Received
+from fastmax import ops
+from fastmax.distributed import (
+    Layout,
+    context_parallel_attention,
+    context_parallel_flash_attention,
+    exchanged_bytes,
+    states,
+    tokens_before,
+)
+
+
+def inputs(case: dict) -> dict[str, torch.Tensor]:
+    """Of all tokens: what a call takes and gradients of what it returns."""
+    made = torch.Generator().manual_seed(case.get("seed", 0))
+    b, h, hk, n, d, dv = case["shape"]
+    dtype = case.get("dtype", torch.float64)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made, dtype=torch.float64)
+
+    tensors = {"q": normal(b, h, n, d), "k": normal(b, hk, n, d), "v": normal(b, hk, n, dv)}
+    tensors = {name: x.to(dtype) for name, x in tensors.items()}
+    if case.get("decay"):
+        decay = -normal(b, hk, n).abs() * case["decay"]
+        forgets = torch.rand(b, hk, n, generator=made) < case.get("forgets", 0.0)
+        tensors["log_decay"] = decay.masked_fill(forgets, -torch.inf).to(dtype)
+    if case.get("padding"):
+        tensors["key_padding_mask"] = torch.rand(b, n, generator=made) > 0.3
+    if "dropout" in case["options"]:
+        tensors["drop_noise"] = normal(b, h, n, dv).to(dtype)
+    tensors |= {
+        "grad_o": normal(b, h, n, dv).to(dtype),
+        "grad_lse": normal(b, h, n).to(torch.promote_types(dtype, torch.float32)),
+    }
+    return tensors
+
+
+def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **options) -> dict[str, torch.Tensor]:
+    """Output, lse and all gradients, of these tokens."""
+    leaves = {name: tensors[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "log_decay") if name in tensors}
+    q, k, v = (leaves[name] for name in "qkv")
+    accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "key_padding_mask", "drop_noise")}
+    accompanying = {name: x for name, x in accompanying.items() if x is not None}
+    cu_seqlens = case.get("cu_seqlens")
+    if cu_seqlens is not None:
+        accompanying["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
+    o, lse = function(q, k, v, **accompanying, **case["options"], **options, return_lse=True)
+    # An lse of no key is infinite.
+    seen = lse.detach().isfinite()
+    loss = (o * tensors["grad_o"]).sum() + torch.where(seen, lse, 0.0).mul(tensors["grad_lse"]).sum()
+    loss.backward()
+    return {"o": o.detach(), "lse": lse.detach()} | {f"grad_{name}": x.grad for name, x in leaves.items()}
+
+
+def tokens_of(tensors: dict, layout: Layout, rank: int) -> dict:
+    """The tokens of a rank."""
+
+    def take(name: str, x: torch.Tensor) -> torch.Tensor:
+        dim = 1 if name == "key_padding_mask" else 2
+        pieces = [x.narrow(dim, part.start, part.tokens) for part in layout.of(rank)]
+        return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+    return {name: take(name, x) for name, x in tensors.items()}
+
+
+def on_rank(group, case: dict) -> dict[str, torch.Tensor]:
+    layout = case["layout"]
+    function = context_parallel_flash_attention if case.get("flash") else context_parallel_attention
+    passed = layout if case.get("passes_layout", True) else None
+    return differentiated(function, case, tokens_of(inputs(case), layout, group.rank()), group=group, layout=passed)
+
+
+def previous(group, x: torch.Tensor, count: int, layout: Layout) -> list[torch.Tensor]:
+    own = tokens_of({"q": x.unsqueeze(1)}, layout, group.rank())["q"].squeeze(1).requires_grad_()
+    before = tokens_before(own, count, group=group, layout=layout)
+    sum((i + 1.0) * y.square().sum() for i, y in enumerate(before)).backward()
+    return [own.grad, *(y.detach() for y in before)]
+
+
+def with_a_message_of(group, bytes_of_a_message: int, case: dict):
+    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
+    try:
+        return on_rank(group, case)
+    finally:
+        states._BYTES_OF_A_MESSAGE = before
+
+
+def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:
+    states._BYTES_OF_A_MESSAGE, before = bytes_of_a_message, states._BYTES_OF_A_MESSAGE
+    layout, rank = case["layout"], group.rank()
+    try:
+        with Received(group) as received:
+            on_rank(group, case)
+        d, dv = case["shape"][4:]
+        given = {name: name in case for name in ("cu_seqlens",)} | {"log_decay": bool(case.get("decay"))}
+        given["key_padding_mask"] = bool(case.get("padding"))
+        options = {name: x for name, x in case["options"].items() if name in ("causal", "algorithm", "p", "exact_window")}
+        options = {"algorithm": "softmax"} | options if case.get("flash") else options
+        sizes = {
+            "kv_heads": case["shape"][2],
+            "head_dim": d,
+            "value_dim": dv,
+            "batch": case["shape"][0],
+            "dtype": case["dtype"],
+        }
+        return [received.bytes, sum(exchanged_bytes(layout, rank, **sizes, **given, **options))]
+    finally:
+        states._BYTES_OF_A_MESSAGE = before
+
+
+def compiled(group, case: dict) -> list[torch.Tensor]:
+    tensors = tokens_of(inputs(case), case["layout"], group.rank())
+
+    def attend(q, k, v):
+        return context_parallel_attention(2.0 * q, k, v, group=group, **case["options"]) + 1.0
+
+    results = []
+    for function in (attend, torch.compile(attend, backend="eager")):
+        q, k, v = (tensors[name].clone().requires_grad_() for name in "qkv")
+        o = function(q, k, v)
+        results.append([o.detach(), *torch.autograd.grad(o.square().sum(), (q, k, v))])
+    return results
+
+
+def order_of_events(group, case: dict) -> list[str]:
+    """Of exchanges that begin and are waited for, and of attention to near keys."""
+    events, originals = [], (states.Exchange.__init__, states.Exchange.wait, ops.attention)
+
+    def noting(name: str, function):
+        def noted(*arguments, **options):
+            events.append(name)
+            return function(*arguments, **options)
+
+        return noted
+
+    states.Exchange.__init__ = noting("begins", originals[0])
+    states.Exchange.wait = noting("waits", originals[1])
+    ops.attention = noting("near", originals[2])
+    try:
+        on_rank(group, case)
+    finally:
+        states.Exchange.__init__, states.Exchange.wait, ops.attention = originals
+    return events
+
+
+def measured(group, name: str, sizes: dict) -> list[dict]:
+    """Rows of `benchmarks.distributed`, in all ranks."""
+    from benchmarks import distributed
+    from benchmarks.timing import Protocol
+
+    case = distributed.Case(64, 8, heads=2, dtype="fp32", algorithm=name, **sizes)
+    return distributed.measure(case, torch.device("cpu"), Protocol(dropped=0, rounds=1, seconds=0.0))

@@ -1,0 +1,101 @@
+"""Processes that are the ranks of groups: started once for a file of tests, and asked for one thing after the other."""
+
+from __future__ import annotations
+
+import io
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+from torch import distributed as dist
+from torch import multiprocessing as mp
+
+PRELOADED = ["fastmax.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest"]
+
+
+class RankError(Exception):
+    """What a rank raised."""
+
+    def __init__(self, kind: str, message: str, where: str):
+        super().__init__(message)
+        self.kind, self.where = kind, where
+
+    def __reduce__(self):
+        return RankError, (self.kind, self.args[0], self.where)
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.args[0]}\n{self.where}"
+
+
+class Ranks:
+    """As many processes as `world`, in groups of the first 1, 2, ... of them."""
+
+    def __init__(self, world: int, folder, backend: str = "gloo"):
+        self.world = world
+        # Forked from a server that has imported what takes long; with GPUs, which a fork cannot use again, each imports it.
+        context = mp.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if context.get_start_method() == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            arguments = (rank, world, backend, f"file://{folder}/store", theirs)
+            self.processes.append(context.Process(target=_serve, args=arguments, daemon=True))
+            self.pipes.append(ours)
+        for process in self.processes:
+            process.start()
+
+    def start(self, function: Callable, *arguments, world: int | None = None, ranks=None) -> None:
+        """`function(group, *arguments)` on the first `world` ranks, or some of them."""
+        world = self.world if world is None else world
+        self._asked = range(world) if ranks is None else ranks
+        for rank in self._asked:
+            self.pipes[rank].send_bytes(_dump((function, world, arguments)))
+
+    def results(self) -> list:
+        """Of each rank, a RankError where it raised."""
+        return [load(self.pipes[rank].recv_bytes()) for rank in self._asked]
+
+    def run(self, function: Callable, *arguments, world: int | None = None) -> list:
+        """The results; the first error is raised."""
+        self.start(function, *arguments, world=world)
+        results = self.results()
+        for result in results:
+            if isinstance(result, RankError):
+                raise result
+        return results
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _dump(value) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def load(data: bytes):
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _serve(rank: int, world: int, backend: str, address: str, pipe) -> None:
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    groups = [dist.new_group(list(range(size))) for size in range(1, world)] + [dist.group.WORLD]
+    while True:
+        function, size, arguments = load(pipe.recv_bytes())
+        try:
+            result = function(groups[size - 1], *arguments)
+        except Exception as error:
+            result = RankError(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send_bytes(_dump(result))

@@ -1,0 +1,169 @@
+"""Layers and calls whose tokens are spread over ranks (`ContextParallel`, `context_parallel`), against one process."""
+
+import copy
+
+import pytest
+import torch
+from processes import check_messages, messages, run
+from test_parallel_styles import EXACT, make_layer
+from test_sharding import mesh_of
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention, init_state, prefill
+from fastmax.distributed import ContextParallel, Layout, TensorParallel, context_parallel
+from fastmax.distributed.context import Context
+from fastmax.distributed.layout import contiguous_layout
+
+N = 22
+LAYOUTS = {
+    "contiguous": "contiguous",
+    "zigzag": "zigzag",
+    "parts of every kind": Layout((((0, 1), (9, 15)), (), ((1, 9), (15, 22)))),
+}
+LAYERS = {
+    "defaults": {"exact_window": 3, "num_kv_heads": 4},
+    "linear": {"exact_window": 0, "p": 1, "algorithm": "linear", "conv": 3},
+    "softmax": {"attention": "softmax", "decay": False},
+    "window": {"attention": "softmax", "window": 4, "conv": 0},
+}
+
+
+def own_tokens(context: Context, tokens: int) -> Tensor:
+    return context.own(torch.arange(tokens), 0)
+
+
+def check_layer(group, options, layout, accompanying, recompute=False):
+    mesh, layer = mesh_of(group), make_layer(options)
+    parallel = parallelize_module(make_layer(options), mesh, ContextParallel(layout))
+    own = own_tokens(parallel.context, N)
+    x = torch.randn(1 if "cu_seqlens" in accompanying else 2, N, 32, dtype=torch.float64)
+    of_rank = {name: y[:, own] if name == "key_padding_mask" else y for name, y in accompanying.items()}
+    whole, part = x.clone().requires_grad_(), x[:, own].requires_grad_()
+    expected = layer(whole, **accompanying)
+    y = checkpoint(parallel, part, use_reentrant=False, **of_rank) if recompute else parallel(part, **of_rank)
+    assert_close(y, expected[:, own], **EXACT)
+    seen = accompanying.get("key_padding_mask", torch.ones(1, N, dtype=torch.bool)).unsqueeze(-1)
+    (expected * seen).pow(2).sum().backward()
+    (y * seen.expand(len(x), N, 1)[:, own]).pow(2).sum().backward()
+    assert_close(part.grad, whole.grad[:, own], **EXACT)
+    for (name, parameter), got in zip(layer.named_parameters(), parallel.parameters(), strict=True):
+        torch.distributed.all_reduce(got.grad, group=group)
+        assert_close(got.grad, parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS)
+def test_layer(options, layout):
+    run(check_layer, 3, options, layout, {})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_packed_and_padded(layout):
+    packed = {"cu_seqlens": torch.tensor([0, 1, 8, 8, 13, N], dtype=torch.int32)}
+    run(check_layer, 3, LAYERS["defaults"], layout, packed)
+    padded = {"key_padding_mask": torch.rand(2, N) > 0.3}
+    run(check_layer, 3, LAYERS["defaults"], layout, padded)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_other_numbers_of_ranks_and_computing_again(ranks):
+    run(check_layer, ranks, LAYERS["defaults"], "contiguous", {}, True)
+
+
+def check_with_heads(group):
+    mesh = mesh_of(group, (2, 2), ("tokens", "heads"))
+    layer = make_layer(LAYERS["defaults"])
+    parallel = parallelize_module(copy.deepcopy(layer), mesh["heads"], TensorParallel())
+    parallelize_module(parallel, mesh["tokens"], ContextParallel("zigzag"))
+    own = own_tokens(parallel.context, N)
+    x = torch.randn(2, N, 32, dtype=torch.float64)
+    expected, y = layer(x), parallel(x[:, own])
+    assert_close(y, expected[:, own], **EXACT)
+    expected.pow(2).sum().backward()
+    y.pow(2).sum().backward()
+    for (name, parameter), got in zip(layer.named_parameters(), parallel.parameters(), strict=True):
+        local = got.grad.to_local()
+        torch.distributed.all_reduce(local, group=mesh["tokens"].get_group())
+        assert_close(got.grad.full_tensor(), parameter.grad, **EXACT, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_tokens_and_heads():
+    run(check_with_heads, 4)
+
+
+def check_manager(group, layout):
+    mesh = mesh_of(group)
+    layer, module = make_layer(LAYERS["defaults"]), FASTMultiHeadAttention(mask=True, normalize="token")
+    x, q = torch.randn(2, N, 32, dtype=torch.float64), torch.randn(2, 4, N, 8, dtype=torch.float64)
+
+    def everything(x: Tensor, q: Tensor) -> list[Tensor]:
+        calls = fastmax_attention(q, q, q, exact_window=2), flash_attention(q, q, q, True, window=5), module(q, q, q)
+        return [layer(x), *(y.transpose(1, 2) for y in calls)]
+
+    expected, kept = everything(x, q), [x.clone(), q.clone()]
+    with context_parallel(mesh, buffers=[x, q], buffer_seq_dims=[1, 2], no_restore_buffers={q}, layout=layout):
+        outputs = everything(x, q)
+    own = own_tokens(Context(mesh, layout), N)
+    for y, whole in zip(outputs, expected, strict=True):
+        assert_close(y, whole[:, own], **EXACT)
+    assert torch.equal(x, kept[0]) and torch.equal(q, kept[1][:, :, own])
+    assert_close(layer(x), expected[0], **EXACT)  # outside it is one rank's again
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_manager(layout):
+    run(check_manager, 2, layout)
+
+
+def check_refusals(group):
+    mesh = mesh_of(group)
+    layer = parallelize_module(make_layer(LAYERS["defaults"]), mesh, ContextParallel())
+    eager = parallelize_module(make_layer({"use_custom_gradient": False}), mesh, ContextParallel())
+    fixed = parallelize_module(make_layer({}), mesh, ContextParallel(contiguous_layout([N, 1])))
+    zigzag = parallelize_module(make_layer({}), mesh, ContextParallel("zigzag"))
+    x, q = torch.randn(1, 8, 32, dtype=torch.float64), torch.randn(1, 2, 8, 4, dtype=torch.float64)
+    state = init_state(1, 2, 4, dtype=torch.float64)
+
+    def in_context(function, **options):
+        with context_parallel(mesh, **options):
+            function()
+
+    return messages(
+        [
+            lambda: ContextParallel("striped")._apply(make_layer({}), mesh),
+            lambda: parallelize_module(nn.Linear(2, 2), mesh, ContextParallel()),
+            lambda: ContextParallel(contiguous_layout([1, 1, 1]))._apply(make_layer({}), mesh),
+            lambda: layer(x, layer.init_state(1)),
+            lambda: layer.step_(x[:, :1], layer.init_state(1)),
+            lambda: eager(x),
+            lambda: fixed(x),
+            lambda: zigzag(x[:, : 3 + 4 * group.rank()]),
+            lambda: in_context(lambda: prefill(q, q, q, state)),
+            lambda: in_context(lambda: fastmax_attention(q, q, q, normalize="sequence")),
+            lambda: in_context(lambda: None, buffers=[x], buffer_seq_dims=[]),
+            lambda: in_context(lambda: None, no_restore_buffers={x}),
+            lambda: in_context(lambda: None, buffers=[x.mT], buffer_seq_dims=[2]),
+        ]
+    )
+
+
+def test_refuses_by_name():
+    check_messages(
+        check_refusals,
+        'layout must be "contiguous", "zigzag" or a Layout',
+        "ContextParallel is of FastmaxSelfAttention or FASTMultiHeadAttention, got Linear without one",
+        "layout must have the parts of the mesh's 2 ranks, got those of 3",
+        "state is of sequences that one rank has as a whole",
+        "state is of sequences that one rank has as a whole",
+        "use_custom_gradient=False has no context parallel form",
+        "x must have the ",
+        "ranks must hold (5, 5) tokens in a zigzag layout of 10, got (3, 7)",
+        "decoding is of sequences that one rank has as a whole",
+        'normalize must be False or "token"',
+        "buffer_seq_dims must be as many as buffers, got 0 and 1",
+        "no_restore_buffers must be some of buffers",
+        "buffers[0] must be contiguous",
+    )

@@ -1,0 +1,209 @@
+"""Attention over parts of a sequence, against one process."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from common import relative
+from distributed_cases import (
+    compiled,
+    counted,
+    differentiated,
+    inputs,
+    measured,
+    on_rank,
+    order_of_events,
+    previous,
+    with_a_message_of,
+)
+from ranks import Ranks
+
+from fastmax import fastmax_attention, flash_attention
+from fastmax.distributed import Layout, zigzag_layout
+
+WORLD = 4
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(WORLD, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+# ---- against one process
+
+
+def together(results: list[dict], layout: Layout) -> dict[str, torch.Tensor]:
+    """Of all tokens, from those of each rank."""
+    order = torch.cat([torch.arange(part.start, part.stop) for rank in range(layout.world) for part in layout.of(rank)])
+    return {name: torch.cat([x[name] for x in results], dim=2)[:, :, order.argsort()] for name in results[0]}
+
+
+def check(ranks: Ranks, case: dict, tolerance: float = 1e-10) -> None:
+    got = together(ranks.run(on_rank, case, world=case["layout"].world), case["layout"])
+    function = flash_attention if case.get("flash") else fastmax_attention
+    expected = differentiated(function, case, inputs(case))
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert got[name].shape == x.shape and got[name].dtype == x.dtype, name
+        assert torch.equal(got[name].isfinite(), x.isfinite()), name
+        finite = x.isfinite()
+        error = relative(got[name][finite], x[finite].double()) if x[finite].any() else got[name][finite].abs().max()
+        assert error < tolerance, (name, error)
+
+
+def cuts(random: random.Random, n: int, world: int) -> Layout:
+    """Any parts: contiguous, zigzag, or pieces dealt out, some of them, or all of a rank's, empty."""
+    kind = random.choice(["contiguous", "zigzag", "dealt"])
+    if kind == "zigzag":
+        return zigzag_layout(n, world)
+    pieces = world if kind == "contiguous" else random.randint(world, 3 * world)
+    bounds = [0, *sorted(random.randint(0, n) for _ in range(pieces - 1)), n]
+    stretches: list[list] = [[] for _ in range(world)]
+    for i, pair in enumerate(pairwise(bounds)):
+        stretches[i if kind == "contiguous" else random.randrange(world)].append(pair)
+    return Layout(stretches)
+
+
+def drawn(seed: int) -> dict:
+    """A case with any options."""
+    draw = random.Random(seed)
+    n, world = draw.choice([7, 40, 300]), draw.randint(2, WORLD)
+    b, (h, hk) = draw.choice([1, 2]), draw.choice([(2, 2), (4, 2), (3, 1)])
+    causal, packed = draw.random() < 0.7, draw.random() < 0.4
+    case = {"seed": seed, "shape": (1 if packed else b, h, hk, n, 5, 4), "layout": cuts(draw, n, world), "options": {}}
+    case |= {"padding": draw.random() < 0.4, "flash": draw.random() < 0.3}
+    if causal and draw.random() < 0.5:
+        case |= {"decay": draw.choice([0.02, 1.0]), "forgets": draw.choice([0.0, 0.05])}
+    if packed:
+        case["cu_seqlens"] = [0, *sorted(draw.randint(0, n) for _ in range(draw.choice([1, 4]))), n]
+    if case["flash"]:
+        window = draw.choice([None, None, 1, 9, n]) if causal else draw.choice([None, None, 1, 9, (3, 0), (2, 11)])
+        case["options"] = {"causal": causal, "window": window}
+        return case
+    window = draw.choice([0, 0, 1, 6, 50, 2 * n])
+    algorithm = draw.choice(["linear", "quadratic"]) if causal or not packed else "quadratic"
+    case["options"] = {"causal": causal, "p": draw.choice([1, 2]), "exact_window": window, "algorithm": algorithm}
+    case["options"]["temperature"] = draw.choice([2.0, 8.0])
+    if draw.random() < 0.3:
+        case["options"] |= {"normalize": "token"}
+    if draw.random() < 0.3:
+        case["options"] |= {"rpe_matrix": "sinusoidal"}
+    if draw.random() < 0.2:
+        case["options"] |= {"dropout": 0.3}
+    if case["options"]["p"] == 1:  # scores of all sizes, and denominators away from 0
+        case["options"] |= {"a0": 30.0}
+    return case
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_parts_and_options(ranks, seed):
+    check(ranks, drawn(seed))
+
+
+def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
+    layout, count = Layout((((0, 2), (3, 9)), (), ((2, 3), (9, 20)))), 4
+    x = torch.randn(2, 20, 3, dtype=torch.float64)
+    results = ranks.run(previous, x, count, layout, world=3)
+    grad = torch.zeros_like(x)
+    for rank, (own_grad, *before) in enumerate(results):
+        assert len(before) == max(1, len(layout.of(rank))) and own_grad.shape[1] == layout.count(rank)
+        for i, (part, y) in enumerate(zip(layout.of(rank), before, strict=False)):
+            expected = torch.nn.functional.pad(x, (0, 0, count, 0))[:, part.start : part.start + count]
+            assert torch.equal(y, expected)
+            first = max(0, part.start - count)
+            grad[:, first : part.start] += 2.0 * (i + 1.0) * x[:, first : part.start]
+    for rank, (own_grad, *_) in enumerate(results):
+        pieces = [grad[:, part.start : part.stop] for part in layout.of(rank)]
+        assert torch.allclose(own_grad, torch.cat(pieces, 1) if pieces else grad[:, :0])
+
+
+# ---- fp32, the ways of an exchange, repeatability
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["linear", "quadratic", "softmax"])
+def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype, seed):
+    layout = cuts(random.Random(seed), 300, 3)
+    flash = algorithm == "softmax"
+    options = {"causal": True} if flash else {"causal": True, "algorithm": algorithm, "temperature": 4.0}
+    case = {
+        "shape": (1, 4, 2, 300, 16, 16),
+        "layout": layout,
+        "decay": 0.05,
+        "flash": flash,
+        "options": options,
+        "dtype": dtype,
+    }
+    got = together(ranks.run(on_rank, case, world=3), layout)
+    tensors = inputs(case)
+    function = flash_attention if flash else fastmax_attention
+    exact = differentiated(function, case, {name: x.double() for name, x in tensors.items()})
+    plain = differentiated(function, case, tensors, use_custom_gradient=False)
+    for name, x in exact.items():
+        assert relative(got[name], x) <= 2 * relative(plain[name], x) + 1e-6, name
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
+    layout = Layout((((0, 5), (70, 100)), (), ((5, 30), (40, 70)), ((30, 40),)))
+    options = {"causal": True, "algorithm": "linear", "p": p, "a0": 30.0}
+    case = {"shape": (1, 2, 2, 100, 5, 4), "layout": layout, "decay": decay, "forgets": 0.02, "options": options}
+    gathered, shared = (ranks.run(with_a_message_of, size, case) for size in (1 << 40, -1))
+    for one, other in zip(gathered, shared, strict=True):
+        assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+def test_results_repeat_bit_by_bit(ranks):
+    for algorithm in ("linear", "quadratic"):
+        options = {"causal": True, "algorithm": algorithm, "exact_window": 9}
+        case = {"shape": (1, 4, 2, 90, 8, 8), "layout": zigzag_layout(90, 3), "options": options, "decay": 0.1}
+        case["dtype"] = torch.float32
+        first, second = (ranks.run(on_rank, case, world=3) for _ in range(2))
+        for one, other in zip(first, second, strict=True):
+            assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+# ---- bytes
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
+    case = drawn(seed + 1000)
+    case["dtype"] = random.Random(seed).choice([torch.float64, torch.float32, torch.bfloat16])
+    case["options"].pop("rpe_matrix", None)  # a head dim of its own
+    if case["flash"]:
+        case["options"].pop("window")
+    for bytes_of_a_message in (1 << 40, -1):
+        for received, expected in ranks.run(counted, case, bytes_of_a_message, world=case["layout"].world):
+            assert received == expected
+
+
+def test_compiled_code_calls_it_from_outside(ranks):
+    options = {"causal": True, "algorithm": "linear"}
+    case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
+    for plain, other in ranks.run(compiled, case, world=2):
+        assert all(torch.equal(x, y) for x, y in zip(plain, other, strict=True))
+
+
+def test_near_keys_are_attended_to_while_states_are_on_their_way(ranks):
+    options = {"causal": True, "algorithm": "linear", "exact_window": 3}
+    case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
+    for events in ranks.run(order_of_events, case, world=2):
+        assert events == ["begins", "near", "waits", "begins", "waits"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "sizes"),
+    [("linear", {"decay": True, "exact_window": 5}), ("softmax", {}), ("quadratic", {}), ("linear", {"mode": "memory"})],
+)
+def test_the_benchmark_measures_and_checks(ranks, algorithm, sizes):
+    for rows in ranks.run(measured, algorithm, sizes):
+        assert [row["provider"] for row in rows] == [f"{WORLD} GPUs"] if "mode" in sizes else ["one GPU", f"{WORLD} GPUs"]
+        assert all(row["median"] > 0 for row in rows) and "as by formula" in rows[-1]["note"]

@@ -1,0 +1,114 @@
+"""Attention over parts of a sequence on two GPUs, by NCCL: as one process computes it, and the same bits every time."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from common import relative
+from distributed_cases import differentiated, inputs, tokens_of
+from ranks import RankError, Ranks
+from test_distributed import cuts, drawn, together
+from test_distributed_errors import second_derivative
+
+from fastmax import fastmax_attention, flash_attention
+from fastmax.distributed import Layout, context_parallel_attention, context_parallel_flash_attention, zigzag_layout
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs"),
+]
+WORLD = 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(WORLD, tmp_path_factory.mktemp("ranks"), backend="nccl")
+    yield ranks
+    ranks.close()
+
+
+def on_gpu(group, case: dict) -> dict[str, torch.Tensor]:
+    device = torch.device("cuda", group.rank())
+    tensors = tokens_of(inputs(case), case["layout"], group.rank())
+    tensors = {name: x.to(device) for name, x in tensors.items()}
+    function = context_parallel_flash_attention if case.get("flash") else context_parallel_attention
+    results = differentiated(function, case, tensors, group=group, layout=case["layout"])
+    return {name: x.cpu() for name, x in results.items()}
+
+
+def in_one_process(case: dict, double: bool) -> dict[str, torch.Tensor]:
+    function = flash_attention if case.get("flash") else fastmax_attention
+    tensors = {name: x.cuda() for name, x in inputs(case).items()}
+    if double:
+        tensors = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
+    return {name: x.cpu() for name, x in differentiated(function, case, tensors).items()}
+
+
+# Chunks, windows and sequences cut, or whole; long enough that the kernels cut their walks too.
+CASES = {
+    "linear": {"options": {"algorithm": "linear"}},
+    "linear, p = 1": {"options": {"algorithm": "linear", "p": 1, "a0": 30.0}},
+    "linear, not causal": {"options": {"algorithm": "linear", "causal": False}},
+    "linear, decay": {"options": {"algorithm": "linear"}, "decay": 0.02, "forgets": 0.001},
+    "linear, sequences": {"options": {"algorithm": "linear"}, "cu_seqlens": [0, 700, 701, 1400, 3000]},
+    "linear, window, padding": {"options": {"algorithm": "linear", "exact_window": 300}, "padding": True},
+    "linear, window, decay": {"options": {"algorithm": "linear", "exact_window": 300}, "decay": 0.02},
+    "linear, zigzag": {"options": {"algorithm": "linear"}, "layout": zigzag_layout(3000, WORLD), "decay": 0.02},
+    "quadratic": {"options": {"algorithm": "quadratic"}, "layout": zigzag_layout(3000, WORLD)},
+    "quadratic, decay": {"options": {"algorithm": "quadratic"}, "decay": 0.02, "forgets": 0.001},
+    "softmax": {"flash": True, "options": {}, "layout": zigzag_layout(3000, WORLD)},
+    "softmax, not causal, padding": {"flash": True, "options": {"causal": False}, "padding": True},
+    "softmax, decay": {"flash": True, "options": {}, "decay": 0.02, "layout": zigzag_layout(3000, WORLD)},
+    "softmax, sequences": {"flash": True, "options": {}, "cu_seqlens": [0, 700, 701, 1400, 3000]},
+    "softmax, window": {"flash": True, "options": {"window": 300}},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", CASES)
+def test_two_gpus_compute_what_one_does(ranks, name, dtype):
+    case = {"shape": (1, 4, 2, 3000, 64, 64), "layout": Layout([[(0, 1234)], [(1234, 3000)]]), "dtype": dtype} | CASES[name]
+    scale = {} if case.get("flash") else {"temperature": 8.0}
+    case["options"] = {"causal": True} | scale | case["options"]
+    results = [together(ranks.run(on_gpu, case), case["layout"]) for _ in range(3)]
+    exact, one = in_one_process(case, double=True), in_one_process(case, double=False)
+    for key, x in exact.items():
+        assert results[0][key].dtype == one[key].dtype, key
+        assert all(torch.equal(results[0][key], again[key]) for again in results[1:]), key
+        finite = x.isfinite()
+        assert torch.equal(results[0][key].isfinite(), finite), key
+        assert relative(results[0][key][finite], x[finite]) <= 2 * relative(one[key][finite], x[finite]) + 1e-5, key
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_parts_and_options_in_float64(ranks, seed):
+    case = drawn(seed)
+    case["layout"] = cuts(random.Random(seed), case["shape"][3], WORLD)
+    got, expected = together(ranks.run(on_gpu, case), case["layout"]), in_one_process(case, double=True)
+    for name, x in expected.items():
+        finite = x.isfinite()
+        assert torch.equal(got[name].isfinite(), finite), name
+        assert not finite.any() or relative(got[name][finite], x[finite]) < 1e-9, name
+
+
+def different(group) -> None:
+    q = torch.ones(1, 1, 4, 8, device="cuda", dtype=torch.float16 if group.rank() else torch.bfloat16)
+    context_parallel_attention(q, q, q, group=group, causal=True)
+
+
+def test_errors_are_those_of_the_cpu(ranks):
+    ranks.start(different)
+    for error in ranks.results():
+        with pytest.raises(RankError, match="dtype of q must be the same on all ranks"):
+            raise error
+    ranks.start(second_derivative_on_gpu)
+    for error in ranks.results():
+        with pytest.raises(RankError, match="no second derivative"):
+            raise error
+
+
+def second_derivative_on_gpu(group) -> None:
+    with torch.device("cuda", group.rank()):
+        second_derivative(group, algorithm="linear")

@@ -1,0 +1,212 @@
+"""Ranks that ask for different things, refuse their arguments, do not come or end: errors by name on all ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+
+import pytest
+import torch
+from ranks import RankError, Ranks
+
+from fastmax.distributed import (
+    Layout,
+    context_parallel_attention,
+    context_parallel_flash_attention,
+    contiguous_layout,
+    exchanged_bytes,
+    set_time_limit,
+    tokens_before,
+    zigzag_layout,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(2, tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def attend(group, *options: dict, limit: float = 20.0) -> list[float]:
+    """A call on each rank with its options, of which some are about q, k and v."""
+    set_time_limit(limit)
+    given = {"causal": True, "algorithm": "linear"} | options[group.rank()]
+    tokens, dtype = given.pop("tokens", 6), given.pop("dtype", torch.float32)
+    heads, d = given.pop("heads", 2), given.pop("d", 4)
+    q, k, v = (torch.ones(1, heads, tokens, d, dtype=dtype) for _ in range(3))
+    q.requires_grad_(given.pop("requires_grad", True))
+    o = context_parallel_attention(q, k, v, group=group, **given)
+    return o.detach()[0, 0, :, 0].tolist()
+
+
+def both_raise(ranks: Ranks, *options: dict) -> list[RankError]:
+    ranks.start(attend, *options)
+    results = ranks.results()
+    assert all(isinstance(x, RankError) for x in results), results
+    return results
+
+
+DIFFERENT = {
+    "causal": ({}, {"causal": False}, "causal must be the same on all ranks, got True on rank 0 and False on rank 1"),
+    "dtype": ({}, {"dtype": torch.float64}, "dtype of q .* got torch.float32 on rank 0 and torch.float64 on rank 1"),
+    "heads": ({"heads": 4}, {}, "heads of q .* got 4 on rank 0 and 2 on rank 1"),
+    "head_dim": ({}, {"d": 5}, "head_dim of q .* got 4 on rank 0 and 5 on rank 1"),
+    "temperature": ({}, {"temperature": 2.0}, "score must be the same on all ranks"),
+    "algorithm": ({}, {"algorithm": "quadratic"}, "algorithm .* got linear on rank 0 and quadratic on rank 1"),
+    "window": ({"exact_window": 3}, {}, "exact_window .* got 3 on rank 0 and 0 on rank 1"),
+    "mask": ({}, {"key_padding_mask": torch.ones(1, 6, dtype=torch.bool)}, "giving a key_padding_mask .* got False on rank 0"),
+    "decay": ({"log_decay": torch.zeros(1, 2, 6)}, {}, "log_decay .* got given on rank 0 and None on rank 1"),
+    "gradients": ({}, {"requires_grad": False}, "tensors with gradients .* got .'q'. on rank 0"),
+    "layout": ({"layout": Layout([[(0, 6)], [(6, 12)]])}, {}, "layout must be the same on all ranks"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_rank_that_differs_is_an_error_on_all(ranks, case):
+    *options, message = DIFFERENT[case]
+    a0 = 2.0 + list(DIFFERENT).index(case)  # so that neither rank has called with these options before
+    for error in both_raise(ranks, *({"a0": a0} | x for x in options)):
+        assert error.kind == "ValueError"
+        with pytest.raises(RankError, match=message):
+            raise error
+    assert ranks.run(attend, {}, {}) == [[1.0] * 6] * 2  # all of it works again
+
+
+REFUSED = {
+    "shape": ({"log_decay": torch.zeros(1, 2, 5)}, "log_decay must have shape"),
+    "sequence": ({"normalize": "sequence"}, "normalize must be False or .token."),
+    "a matrix": ({"rpe_matrix": torch.zeros(11, 4)}, "rpe_matrix must be .sinusoidal. or None"),
+    "tokens": ({"layout": [[(0, 7)], [(7, 14)]]}, "q must have the 7 tokens that layout.[01]. holds, got 6"),
+    "world": ({"layout": [[(0, 6)]]}, "layout must have the parts of 2 ranks, got those of 1"),
+    "a type": ({"cu_seqlens": [0, 12]}, "cu_seqlens must be an int32 tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_a_rank_that_refuses_its_arguments_tells_the_others(ranks, case):
+    options, message = case
+    for refuses in (0, 1):
+        a0 = {"a0": 20.0 + 2 * list(REFUSED.values()).index(case) + refuses}
+        both = [a0, a0]
+        both[refuses] = a0 | options
+        errors = both_raise(ranks, *both)
+        with pytest.raises(RankError, match=message):
+            raise errors[refuses]
+        with pytest.raises(RankError, match=f"rank {refuses} refused its arguments: .*{message}"):
+            raise errors[1 - refuses]
+    assert ranks.run(attend, {}, {}) == [[1.0] * 6] * 2
+
+
+def test_ranks_may_hold_different_numbers_of_tokens(ranks):
+    assert ranks.run(attend, {"tokens": 1}, {"tokens": 9}) == [[1.0], [1.0] * 9]
+    assert ranks.run(attend, {"tokens": 0}, {"tokens": 3}) == [[], [1.0] * 3]
+
+
+def second_derivative(group, **options) -> None:
+    q = torch.randn(1, 1, 3, 2, requires_grad=True)
+    o = context_parallel_attention(q, q, q, group=group, causal=True, **options)
+    (grad,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    grad.sum().backward()
+
+
+@pytest.mark.parametrize("options", [{"algorithm": "linear"}, {"algorithm": "quadratic", "exact_window": 2}])
+def test_a_second_derivative_is_an_error(ranks, options):
+    ranks.start(partial(second_derivative, **options))
+    for error in ranks.results():
+        with pytest.raises(RankError, match="no second derivative"):
+            raise error
+
+
+@pytest.fixture
+def mortal(tmp_path):
+    """Ranks that are of no use afterwards."""
+    ranks = Ranks(2, tmp_path)
+    yield ranks
+    ranks.close()
+
+
+def test_a_rank_that_does_not_come_or_ends_is_named(mortal):
+    started = time.monotonic()
+    mortal.start(limited, {}, {}, ranks=[0])
+    (error,) = mortal.results()
+    with pytest.raises(RankError, match="rank 1 of 2 did not come within 0:00:02: it has ended, or calls with other arguments"):
+        raise error
+    mortal.start(limited, {}, {}, ranks=[1])  # finds what rank 0 said
+    (error,) = mortal.results()
+    with pytest.raises(RankError, match="rank 1 of 2 did not come within 0:00:02"):
+        raise error
+    mortal.run(attend, {}, {})
+    mortal.start(attend, {}, {}, ranks=[0])
+    time.sleep(0.5)  # now rank 0 waits in the exchange
+    os.kill(mortal.processes[1].pid, signal.SIGKILL)
+    (error,) = mortal.results()
+    with pytest.raises(RankError, match="the exchange of states failed on rank 0 of 2: a rank has ended"):
+        raise error
+    assert time.monotonic() - started < 50.0
+
+
+def test_other_arguments_after_the_first_use_end_at_the_time_limit(mortal):
+    mortal.run(attend, {}, {})
+    mortal.start(limited, {}, {"temperature": 2.0})
+    errors = mortal.results()
+    for error, message in zip(errors, ("exchange of states failed on rank 0", "rank 0 of 2 did not come within"), strict=True):
+        with pytest.raises(RankError, match=message):
+            raise error
+
+
+def limited(group, *options: dict) -> None:
+    attend(group, *options, limit=2.0)
+
+
+# ---- what takes no other rank
+
+
+def test_without_a_group_the_error_says_what_is_missing():
+    q = torch.ones(1, 1, 2, 2)
+    for function in (context_parallel_attention, context_parallel_flash_attention):
+        with pytest.raises(RuntimeError, match="init_process_group"):
+            function(q, q, q)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        tokens_before(q[0], 2)
+
+
+@pytest.mark.parametrize(
+    ("stretches", "message"),
+    [
+        ([[(0, 3)], [(4, 6)]], "has no place for token 3"),
+        ([[(0, 3)], [(2, 6)]], "has more than one place for token 2"),
+        ([[(1, 3)]], "has no place for token 0"),
+        ([[(3, 6), (0, 3)]], r"layout\[0\] must rise"),
+        ([[(0, 3, 6)]], r"layout\[0\]\[0\] must be a stretch"),
+        ([[(3, 0)]], r"layout\[0\]\[0\] must be a stretch"),
+        ([[(0, 1.5)]], r"layout\[0\]\[0\] must be a stretch"),
+        ([3], r"layout\[0\] must be a sequence"),
+        ("zigzag", "layout must be a sequence"),
+    ],
+)
+def test_layouts_that_are_none(stretches, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Layout(stretches)
+
+
+def test_layouts():
+    assert contiguous_layout((2, 0, 3)).stretches == (((0, 2),), (), ((2, 5),))
+    layout = zigzag_layout(17, 2)
+    assert layout.stretches == (((0, 4), (12, 17)), ((4, 8), (8, 12)))
+    assert layout.tokens == 17 and [layout.count(rank) for rank in range(2)] == [9, 8]
+    assert layout.mirrored().mirrored() == layout
+    assert [part.rank for part in layout.parts] == [0, 1, 1, 0] and layout.most_parts == 2
+    assert [(part.rank, a, b) for part, a, b in layout.overlapping(2, 9)] == [(0, 2, 4), (1, 4, 8), (1, 8, 9)]
+    assert exchanged_bytes(contiguous_layout((7,)), kv_heads=2, head_dim=4) == (0, 0)
+    for world in range(1, 5):
+        for n in range(12):
+            counts = [zigzag_layout(n, world).count(rank) for rank in range(world)]
+            assert sum(counts) == n and max(counts) - min(counts) <= 2
+    for wrong in (-1, 2.0, True):
+        with pytest.raises((TypeError, ValueError), match="tokens"):
+            zigzag_layout(wrong, 2)
+    with pytest.raises(ValueError, match="seconds must be > 0"):
+        set_time_limit(0)

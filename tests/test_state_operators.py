@@ -1,0 +1,77 @@
+"""`state_of_keys` and `state_of_queries`: what `prefill` and its gradient make of a state, alone."""
+
+import pytest
+import torch
+from common import by_order, relative
+
+from fastmax import ops
+from fastmax.call import Call
+from fastmax.score import Score
+
+CASES = {
+    "one token": {"n": 1},
+    "a chunk and a token": {"n": 257},
+    "chunks": {"n": 1300},
+    "GQA": {"n": 300, "h": 6, "hk": 2},
+    "many states": {"n": 300, "b": 3, "h": 40, "hk": 40},
+    "decay": {"n": 700, "decay": True},
+    "decay, forgetting": {"n": 700, "decay": True, "forgets": 0.01},
+    "sequences": {"n": 700, "forgets": 0.01},
+    "mask": {"n": 300, "mask": True},
+    "head dims 5 and 7": {"n": 300, "d": 5, "dv": 7},
+    "head dim 128": {"n": 600, "d": 128, "dv": 128},
+}
+DTYPES = {"cpu": (torch.float64, torch.float32), "cuda": (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+# Of sums over tokens, made in two orders; kernels round what fades to the end of a chunk, and chunks differ.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
+
+
+def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, forgets=0.0, mask=False):
+    """q, k, v and the call."""
+    q, k, v = (torch.randn(b, heads, n, x, device=device, dtype=dtype) for heads, x in ((h, d), (hk, d), (hk, dv)))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    log_decay = -0.1 * torch.rand(b, hk, n, device=device, dtype=wide) if decay else None
+    first = None
+    if forgets > 0.0:
+        last = torch.where(torch.rand(b, hk, n, device=device) < forgets, torch.arange(n, device=device), -1)
+        first = last.cummax(-1).values.to(torch.int32)
+    padding = torch.rand(b, n, device=device) > 0.3 if mask else None
+    score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 0.7, 0.5, p)
+    return q, k, v, Call(score, causal=True, key_padding_mask=padding, log_decay=log_decay, first_key=first)
+
+
+@by_order
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_they_are_those_of_prefill(device, case, p):
+    for dtype in DTYPES[device.type]:
+        q, k, v, call = given(device, dtype, p, **case)
+        values, weights = ops.state_of_keys(k, v, call)
+        o, z, *expected = ops.prefill(q, k, v, call, torch.zeros_like(values), torch.zeros_like(weights))
+        for got, x in zip((values, weights), expected, strict=True):
+            assert got.shape == x.shape and got.dtype == x.dtype
+            assert relative(got, x.double()) < TOLERANCE[dtype]
+        grad_o, grad_z = torch.randn_like(o), torch.randn_like(z)
+        for of_z in (None, grad_z):
+            got = ops.state_of_queries(grad_o, of_z, q, k, v, o, z, call)
+            grads, results = (grad_o, of_z, None, None), (o, z, None, None)
+            expected = ops.prefill_backward(grads, q, k, v, results, call, torch.zeros_like(values), torch.zeros_like(weights))[
+                -2:
+            ]
+            for x, y in zip(got, expected, strict=True):
+                assert x.shape == y.shape and x.dtype == y.dtype
+                assert relative(x, y.double()) < TOLERANCE[dtype]
+        assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call), (values, weights), strict=True))
+
+
+def test_of_no_tokens_they_are_zeros(device):
+    q, k, v, call = given(device, torch.float32, 2, 0)
+    o, z = torch.empty_like(q), q.new_empty(q.shape[:3])
+    for state in (ops.state_of_keys(k, v, call), ops.state_of_queries(o, None, q, k, v, o, z, call)):
+        assert not any(x.any() for x in state)
+
+
+def test_a_derivative_is_refused_by_name(device):
+    _, k, v, _ = given(device, torch.float32, 2, 3)
+    values, _ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, 2, False)
+    with pytest.raises(RuntimeError, match="state_of_keys and state_of_queries have no gradient"):
+        values.sum().backward()
