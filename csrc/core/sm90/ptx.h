@@ -67,7 +67,8 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
       : "memory");
 }
 
-// [cp.async.bulk.tensor] A box of shared memory to a tensor, less what lies outside of the tensor. Joins this thread's bulk group.
+// [cp.async.bulk.tensor] A box of shared memory to a tensor, less what lies behind its ends; no coordinate may be negative.
+// Joins this thread's bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(src),
                "r"(column), "r"(token), "r"(head), "r"(batch)

@@ -61,6 +61,13 @@ struct Operand {
   explicit __device__ __forceinline__ Operand(uint32_t tile)
       : low(warp_uniform(((tile >> 4) & 0x3fffu) | (static_cast<uint32_t>(Tile::kPanelBytes >> 4) << 16))) {}
 
+  // The operand of a tile so many bytes behind this one.
+  __device__ __forceinline__ Operand behind(int bytes) const {
+    Operand other = *this;
+    other.low += bytes >> 4;
+    return other;
+  }
+
   // Descriptors of step k, from row `row` (a multiple of 8; k_major) or from panel `panel` on (mn_major).
   __device__ __forceinline__ uint64_t k_major(int k, int row = 0) const {
     return descriptor(low + (k >> 2) * (Tile::kPanelBytes >> 4) + (k & 3) * 2 + row * 8);
