@@ -601,6 +601,9 @@ def test_work_of_kernels():
     ):
         assert kernels.work(name, case, p, "fwd") is None
     assert kernels.work("linear_state_kernel", replace(linear, dtype="fp32"), 2, "fwd") is None
+    hopper = "void fastmax::quadratic_bwd_sm90_kernel<fastmax::PolynomialScore, fastmax::AllVisible, fastmax::Bf16, 64, "
+    flop = [kernels.work(f"{hopper}{own_keys}>", quadratic, 2, "fwd+bwd").flop for own_keys in ("true", "false", "(bool)0")]
+    assert flop == [4 * product, 3 * product, 3 * product]
     hopper = "linear_grad_sm90_kernel<64, (fastmax::(anonymous namespace)::Grads)"
     assert kernels.work(f"{hopper}2>", linear, 2, "fwd+bwd").flop > kernels.work(f"{hopper}0>", linear, 2, "fwd+bwd").flop > 0
 
