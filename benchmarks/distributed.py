@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -106,7 +106,7 @@ def differentiate(case: Case, tensors: dict[str, Tensor], layout: Layout | None)
 
 def check(case: Case, device: torch.device) -> None:
     """That the ranks together compute what one does, on fewer tokens."""
-    group, few = dist.group.WORLD, Case(**(vars(case) | {"tokens": min(1024, case.tokens)}))
+    group, few = dist.group.WORLD, replace(case, tokens=min(1024, case.tokens))
     layout = few.layout(group.size())
     with torch.no_grad():
         whole = make_inputs(few, layout.tokens, device, seed=0)
@@ -132,7 +132,7 @@ def measure(case: Case, device: torch.device, protocol: Protocol) -> list[Row]:
         check(case, device)
     memory = case.mode == "memory"
     tokens = case.tokens // world if memory else case.tokens
-    layout = Case(**(vars(case) | {"tokens": tokens})).layout(world)
+    layout = replace(case, tokens=tokens).layout(world)
     tensors = make_inputs(case, tokens, device, seed=rank)
     alone, spread = (Call(lambda x=x: differentiate(case, tensors, x), lambda: together(device)) for x in (None, layout))
     sizes = {"kv_heads": case.heads, "head_dim": case.head_dim, "dtype": DTYPES[case.dtype], "exact_window": case.exact_window}

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 from model import GPT
+from options import count, count_or_none, not_negative, positive
 from text import NO_TARGET, Batch, Text, byte_tokens, load_documents, packed_windows, random_windows
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
@@ -48,15 +49,15 @@ def arguments() -> argparse.ArgumentParser:
     cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
     add_model_arguments(parser)
     parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
-    parser.add_argument("--context", type=int, default=131072, help="tokens of a sequence, on all ranks together")
+    parser.add_argument("--context", type=count, default=131072, help="tokens of a sequence, on all ranks together")
     parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous", help="zigzag: for softmax layers")
-    parser.add_argument("--steps", type=int, default=100, help="of one sequence each")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=10, help="steps")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--rows", type=int, default=10, help="rows of losses, and checkpoints, in the steps")
-    parser.add_argument("--val-batches", type=int, default=1, help="sequences of validation")
+    parser.add_argument("--steps", type=count, default=100, help="of one sequence each")
+    parser.add_argument("--lr", type=positive, default=1e-3)
+    parser.add_argument("--warmup", type=count_or_none, default=10, help="steps")
+    parser.add_argument("--weight-decay", type=not_negative, default=0.1)
+    parser.add_argument("--rows", type=count, default=10, help="rows of losses, and checkpoints, in the steps")
+    parser.add_argument("--val-batches", type=count, default=1, help="sequences of validation")
     parser.add_argument("--recompute", action=switch, default=True, help="blocks are computed again in the backward")
     parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
     parser.add_argument("--seed", type=int, default=1337)
@@ -89,11 +90,11 @@ class LongTrainer:
 
     def loss(self, batch: Batch) -> tuple[Tensor, int]:
         """This rank's part of the mean loss of a sequence that all ranks drew, and the tokens with a target on all of them."""
-        count = int((batch.targets != NO_TARGET).sum())
+        total = int((batch.targets != NO_TARGET).sum())
         tokens, targets = (self.context.own(x, 1).to(self.device) for x in (batch.tokens, batch.targets))
         cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(self.device)
         with autocast(self.device, self.bf16):
-            return self.model(tokens, targets, cu_seqlens=cu_seqlens, reduction="sum") / count, count
+            return self.model(tokens, targets, cu_seqlens=cu_seqlens, reduction="sum") / total, total
 
     def train_step(self, batch: Batch) -> Tensor:
         """The loss, this rank's part."""
@@ -115,8 +116,8 @@ class LongTrainer:
 
     @torch.no_grad()
     def evaluate(self, batches: list[Batch]) -> float:
-        total = sum(loss * count for loss, count in map(self.loss, batches))
-        return self.sum(total) / sum(int((batch.targets != NO_TARGET).sum()) for batch in batches)
+        own = sum(loss * total for loss, total in map(self.loss, batches))
+        return self.sum(own) / sum(int((batch.targets != NO_TARGET).sum()) for batch in batches)
 
     def sum(self, *values: Tensor | float) -> float | list[float]:
         """Over ranks."""

@@ -61,6 +61,8 @@ def rows(path: Path) -> list[dict]:
         *(("train_lm", option, "0", "must be at least 1, got 0") for option in ("--accumulate", "--val-batches")),
         ("train_lm", "--warmup", "-1", "must be at least 0, got -1"),
         ("train_lm", "--seconds", "-1", "must be finite and above 0, got -1"),
+        *(("train_long", option, "0", "must be at least 1, got 0") for option in ("--context", "--steps", "--rows")),
+        ("train_long", "--lr", "0", "must be finite and above 0, got 0"),
         ("train_lm", "--lr", "nan", "must be finite and above 0, got nan"),
         ("train_char_lm", "--batch-size", "0", "must be at least 1, got 0"),
         ("convert_lm", "--exact-window", "0", "must be at least 1, got 0"),

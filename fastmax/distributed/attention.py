@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fastmax import eager, ops, validation
+from fastmax.bounds import sequence_at
 from fastmax.call import Call
 from fastmax.distributed import ring, states
 from fastmax.distributed.agreement import agree, refuse
@@ -556,6 +557,5 @@ def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, before: in
 def _sequences(cu_seqlens: Tensor, part: Part) -> tuple[Tensor, Tensor]:
     """int64 (n,) twice: where the sequence of each token of a part begins and ends."""
     tokens = torch.arange(part.start, part.stop, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-    sequence = torch.searchsorted(cu_seqlens, tokens, right=True) - 1
-    sequence = sequence.clamp(0, cu_seqlens.shape[0] - 2)  # whatever the values are, they index no other memory
+    sequence = sequence_at(cu_seqlens, tokens)
     return cu_seqlens[sequence].long(), cu_seqlens[sequence + 1].long()

@@ -214,11 +214,9 @@ def backward_from_state(
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Values (b, hk, features, dv) and weights (b, hk, features): the state in which a causal call of these keys ends."""
-    (b, hk, _, d), dv = k.shape, v.shape[3]
-    features = state_rows(d, call.score.order)
-    values = k.new_zeros(b, hk, features, dv, dtype=compute_dtype(k.dtype))
-    weights = values.new_zeros(b, hk, features)
-    plan, workspace = plan_linear(k.device, b * hk, 1, d, dv, call.score.order), Workspace(values.dtype, k.device)
+    (b, hk, _, d), dv, order = k.shape, v.shape[3], call.score.order
+    values, weights = _zero_state(k, v, order)
+    plan, workspace = plan_linear(k.device, b * hk, 1, d, dv, order), Workspace(values.dtype, k.device)
     for batch, heads in head_groups(b, hk, plan.heads) if k.numel() > 0 else ():
         state = linear.state_of_keys(_operands(k, k, v, call, batch, heads), plan, workspace)
         _write_state(linear.pack_state(state, d), (values, weights), batch, heads)
@@ -230,9 +228,7 @@ def state_of_queries(
 ) -> tuple[Tensor, Tensor]:
     """What `backward_from_state` returns as gradients of values and weights, where those of the new state are zeros."""
     (b, hk, _, d), dv, order = k.shape, v.shape[3], call.score.order
-    features = state_rows(d, order)
-    values = k.new_zeros(b, hk, features, dv, dtype=compute_dtype(k.dtype))
-    weights = values.new_zeros(b, hk, features)
+    values, weights = _zero_state(k, v, order)
     rows, workspace = _rows(grad_o, grad_z, o, z, call), Workspace(values.dtype, k.device)
     plan = plan_linear(k.device, b * hk, _group_size(q, k), d, dv, order)
     factors = coefficients(d, _divisors(call.score, values.dtype), values)
@@ -241,6 +237,14 @@ def state_of_queries(
         state = linear.state_of_queries(ops, plan, _terms(ops, rows, hk, batch, heads), workspace)
         _write_state(linear.pack_state(state, d), (values, weights), batch, heads)
     return values.mul_(factors.unsqueeze(-1)), weights.mul_(factors)
+
+
+def _zero_state(k: Tensor, v: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """Values (b, hk, features, dv) and weights (b, hk, features) before any token."""
+    b, hk, _, d = k.shape
+    features = state_rows(d, order)
+    weights = k.new_zeros(b, hk, features, dtype=compute_dtype(k.dtype))
+    return weights.new_zeros(b, hk, features, v.shape[3]), weights
 
 
 def _write_state(state: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor], batch: slice, heads: slice) -> None:
