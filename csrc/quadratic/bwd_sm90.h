@@ -380,12 +380,15 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
       if (seen == 0) {
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
-        int i = 1;
+        int i = 0;
         // From P and dS of a tile to those of the next one, which is the i-th of its head.
         const auto step = [&](auto is_masked) {
+          constexpr bool kMasked = decltype(is_masked)::value;
           RingPosition next = at;
           next.template advance<Tile::kStages>();
-          if (decltype(is_masked)::value && i == 0) skip_tiles(next, in_block - seen);
+          if constexpr (!Visibility::kBoundsBothSides && kMasked) {
+            if (i == 0) skip_tiles(next, in_block - seen);
+          }
           ring.wait_until_full(next);
           uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
           sums.pack(packed_p, packed_ds);
@@ -404,24 +407,38 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           at = next;
           ++i;
         };
-        skip_tiles(at, before);
-        ring.wait_until_full(at);
-        wgmma_fence();
-        sums.start_scores(x_tile, stage_of(at));
-        wgmma_wait<0>();
-        keep(sums.s);
-        keep(sums.d);
-        differentiate(std::true_type(), 0, at);
-        for (int head = 0; head < heads_streamed; ++head) {
-          while (i < max(masked, 1)) step(std::true_type());
-          while (i < whole) step(std::false_type());
-          if constexpr (Visibility::kBoundsBothSides) {
+        // To P and dS of the first tile of a head.
+        const auto start = [&] {
+          skip_tiles(at, before);
+          ring.wait_until_full(at);
+          wgmma_fence();
+          sums.start_scores(x_tile, stage_of(at));
+          wgmma_wait<0>();
+          keep(sums.s);
+          keep(sums.d);
+          differentiate(std::true_type(), 0, at);
+          i = 1;
+        };
+        if constexpr (Visibility::kBoundsBothSides) {
+          // A head for itself: tables let other consumers see any number of tiles that this one skips, for which the ring has to turn.
+          for (int head = 0; head < heads_streamed; ++head) {
+            start();
+            while (i < masked) step(std::true_type());
+            while (i < whole) step(std::false_type());
             while (i < seen) step(std::true_type());
+            add_tile();
+            skip_tiles(at, in_block - seen - before);
           }
-          i = 0;
+        } else {
+          static_assert(Tile::kStages >= 2 + Tile::kBlockRows / Tile::kStream, "a step skips tiles and holds one");
+          start();
+          for (int head = 0; head < heads_streamed; ++head) {
+            while (i < max(masked, 1)) step(std::true_type());
+            while (i < whole) step(std::false_type());
+            i = 0;
+          }
+          add_tile();
         }
-        add_tile();
-        if constexpr (Visibility::kBoundsBothSides) skip_tiles(at, in_block - seen - before);
       } else {
         int i = 0;
         const auto step = [&](auto is_masked) {

@@ -45,11 +45,11 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 }
 
 // Until the phase of this parity has ended. A build with FASTMAX_TRAP_DEADLOCKS (build.py --trap-deadlocks) ends in an error
-// where a kernel would hang, after seconds.
+// where a kernel would hang, after seconds: by a store to address 0, since a trap would make the compiler serialise wgmma (C7512).
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
 #ifdef FASTMAX_TRAP_DEADLOCKS
   for (uint32_t tries = 0; !mbarrier_try_wait(barrier, parity); ++tries) {
-    if (tries > (1u << 22)) __trap();
+    asm volatile("{.reg .pred p; setp.gt.u32 p, %0, 0x400000; @p st.global.u32 [%1], 0;}" ::"r"(tries), "l"(uint64_t{0}) : "memory");
   }
 #else
   while (!mbarrier_try_wait(barrier, parity)) {

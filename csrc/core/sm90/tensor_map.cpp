@@ -78,6 +78,13 @@ size_t slot_of(const Key& key, size_t slots) {
   return (hash >> 32) % slots;
 }
 
+// The driver asks for a current context, which a thread has once it has used the runtime; launches alone would come too late.
+void make_context_current() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  check_cuda(cudaSetDevice(device), "cudaSetDevice");
+}
+
 }  // namespace
 
 bool has_tensor_map(const TokenTensor& tensor) { return shape_of(tensor).has_value(); }
@@ -93,6 +100,7 @@ CUtensorMap tensor_map(const TokenTensor& tensor, int box_tokens) {
   Entry& entry = entries[slot_of(key, entries.size())];
   if (entry.key.data != nullptr && std::memcmp(&entry.key, &key, sizeof(key)) == 0) return entry.map;
 
+  make_context_current();
   const cuuint32_t box[4] = {kPanelCols, static_cast<cuuint32_t>(box_tokens), 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
