@@ -199,17 +199,15 @@ def test_packed_sequences(sequences, n, causal, d, softmax, taken):
     assert set(taken()) == expected_kernels(softmax, bounded=True)
 
 
-# Of a block of 128 keys, few queries see the 64 of one warpgroup, and many those of the other: between two heads of a group one of
-# them skips more tiles than the ring has stages.
+# Of a block of 128 keys, few queries see the 64 of one warpgroup, and many those of the other: between two heads of a group one
+# of them skips more tiles than the ring has stages.
 @by_head_dim
 @by_attention
 @pytest.mark.parametrize("fades", [False, True], ids=["", "fading"])
 @pytest.mark.parametrize("lengths", [(64, 1000), (1088, 64, 200), (1, 63, 64, 900, 60)], ids=str)
 def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
     for causal in (True,) if fades else (True, False):
-        case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(
-            decay=fades, sequences=len(lengths)
-        )
+        case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(decay=fades, sequences=len(lengths))
         tensors = verify.random_tensors(case, DEVICE)
         ends = list(itertools.accumulate(lengths, initial=0))
         tensors["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=DEVICE)

@@ -363,7 +363,16 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
                                              p.causal_offset);
       };
 
-      // P and dS of the tile in the current stage to the sums.
+      // With nothing else in flight: to P and dS of the tile in the current stage, which is the i-th of its head; and these to the sums.
+      const auto visit = [&](auto is_masked, int i) {
+        ring.wait_until_full(at);
+        wgmma_fence();
+        sums.start_scores(x_tile, stage_of(at));
+        wgmma_wait<0>();
+        keep(sums.s);
+        keep(sums.d);
+        differentiate(is_masked, i, at);
+      };
       const auto add_tile = [&] {
         uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
         sums.pack(packed_p, packed_ds);
@@ -407,16 +416,9 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           at = next;
           ++i;
         };
-        // To P and dS of the first tile of a head.
         const auto start = [&] {
           skip_tiles(at, before);
-          ring.wait_until_full(at);
-          wgmma_fence();
-          sums.start_scores(x_tile, stage_of(at));
-          wgmma_wait<0>();
-          keep(sums.s);
-          keep(sums.d);
-          differentiate(std::true_type(), 0, at);
+          visit(std::true_type(), 0);
           i = 1;
         };
         if constexpr (Visibility::kBoundsBothSides) {
@@ -442,13 +444,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
       } else {
         int i = 0;
         const auto step = [&](auto is_masked) {
-          ring.wait_until_full(at);
-          wgmma_fence();
-          sums.start_scores(x_tile, stage_of(at));
-          wgmma_wait<0>();
-          keep(sums.s);
-          keep(sums.d);
-          differentiate(is_masked, i, at);
+          visit(is_masked, i);
           add_tile();
           ++i;
         };
