@@ -165,6 +165,12 @@ def test_kernels_that_hang_end_in_an_error_where_it_was_asked_for(build, toolkit
     assert build.ninja_file((90,), trap_deadlocks=True).count("-DFASTMAX_TRAP_DEADLOCKS") == 2
 
 
+def test_kernels_are_compressed_as_it_was_asked_for(build, toolkit):
+    assert "--compress-mode=size " in build.ninja_file((90,)), "what is installed"
+    for mode in build.COMPRESSIONS:
+        assert build.ninja_file((90,), compress=mode).count(f"--compress-mode={mode} ") == 1
+
+
 @pytest.mark.parametrize("where", ["lib64", "lib", "targets/x86_64-linux/lib"])
 def test_static_runtime_is_looked_for(where, build, toolkit):
     (toolkit / "lib64/libcudart_static.a").unlink()
