@@ -92,6 +92,8 @@ ROWS = [
     dict(n=300, b=4, h=40),
     dict(n=700, b=3, h=30, hk=10, m=777),
     dict(n=4096, b=1, h=2, hk=1),
+    dict(n=5, m=9, b=1, h=70_000, hk=35_000, mask=True),
+    dict(n=5, m=7, b=70_000, h=1),
 ]
 
 
@@ -322,6 +324,27 @@ def test_many_calls_in_a_graph_keep_their_tensors(softmax, taken):
         for x, y in zip(captured, expected, strict=True):
             assert torch.equal(x, y)
     assert "sm80" not in "".join(taken())
+
+
+@by_head_dim
+@by_attention
+def test_heads_far_from_each_other(d, softmax, taken):
+    """More than 2^31 elements between heads: the same bits as of tensors without gaps."""
+    n, gap = 200, 2**31 + 64
+    memory = torch.empty(gap + 4 * n * d, dtype=torch.bfloat16, device=DEVICE)
+    far = [torch.as_strided(memory, (1, 2, n, d), (2 * gap, gap, d, 1), i * n * d) for i in range(4)]
+    for x in far:
+        x.normal_()
+
+    def results(q, k, v, grad_o):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        outputs = verify.implementation(softmax)(q, k, v, **case_of(softmax, n, d=d).options)
+        o = outputs[0] if softmax else outputs
+        return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+
+    for x, y in zip(results(*far), results(*(x.contiguous() for x in far)), strict=True):
+        assert torch.equal(x, y)
+    assert set(taken()) == expected_kernels(softmax)
 
 
 @by_attention
