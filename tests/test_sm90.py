@@ -6,6 +6,7 @@ test_padding.py has the masks.
 """
 
 import itertools
+import math
 import re
 import threading
 
@@ -145,6 +146,40 @@ def test_softmax_of_large_scores(d, taken):
         o = fastmax.flash_attention(*narrow, causal=True)
         exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in narrow), is_causal=True)
         assert (o.double() - exact).norm() <= 2.0**-7 * exact.norm()
+    assert set(taken()) == {"flash_forward: flash_sm90"}
+
+
+# Rows as above, for bounds and decays too.
+@by_head_dim
+@pytest.mark.parametrize(
+    "row, kind",
+    [
+        (dict(n=64, m=128, causal=False, b=1, h=1), ""),
+        (dict(n=300, m=400, mask=True, h=4, hk=2), ""),
+        (dict(n=1025, layout="unaligned"), ""),
+        (dict(n=700, b=1, h=4, hk=2), "bounded_"),
+        (dict(n=500, m=577), "fading_"),
+    ],
+    ids=str,
+)
+def test_softmax_in_fp16(row, kind, d, taken):
+    """The forward; the backward is the portable one's."""
+    case = case_of(True, d=d, **row)._replace(dtype=torch.float16)
+    case = case._replace(decay=kind == "fading_", sequences=3 if kind == "bounded_" else 0)
+    assert verify.check(case, DEVICE, 12).wrong == []
+    portable = "flash_bounded_sm80" if kind else "flash_sm80"
+    assert set(taken()) == {f"flash_forward: flash_{kind}sm90", f"flash_backward: {portable}"}
+
+
+@by_head_dim
+def test_small_weights_in_fp16(d, taken):
+    """One key has e^15 times the weight of any other, and all others together a third of it."""
+    n = 1 << 20
+    q, k, v = (torch.zeros(1, 1, rows, d, device=DEVICE, dtype=torch.float16) for rows in (1, n, n))
+    q[..., 0], k[..., 0, 0], v[..., 1:, :] = 15.0, 1.0, 1.0
+    o = fastmax.flash_attention(q, k, v, scale=1.0, causal=False)
+    expected = (n - 1) / (n - 1 + math.exp(15.0))
+    assert expected > 0.2 and (o.double() / expected - 1).abs().max() < 2.0**-9
     assert set(taken()) == {"flash_forward: flash_sm90"}
 
 
@@ -389,6 +424,9 @@ def test_what_is_not_covered(taken):
     for (name, call), (algorithm, function) in itertools.product(calls.items(), functions.items()):
         call(lambda *x, f=function, **options: f(*x, **({"causal": False} | options)))
         lines = taken()
+        if algorithm == "flash" and "fp16" in name:
+            assert len(lines) == 1 and lines[0].endswith("_sm90"), (name, lines)
+            continue
         assert len(lines) == 1 and lines[0].split(": ")[1] in (f"{algorithm}_sm80", f"{algorithm}_bounded_sm80"), (name, lines)
     fastmax.flash_attention(q, q, q, causal=True, window=20)
     assert taken() == ["flash_forward: flash_bounded_sm90"]

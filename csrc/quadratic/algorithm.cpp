@@ -18,9 +18,9 @@ constexpr Kernels kQuadratic[] = {
 #ifdef FASTMAX_HAS_SM90
     {"quadratic_sm90", covers_quadratic_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      quadratic_fwd_sm90, quadratic_bwd_sm90},
-    {"quadratic_bounded_sm90", covers_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+    {"quadratic_bounded_sm90", covers_quadratic_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      quadratic_bounded_fwd_sm90, quadratic_bounded_bwd_sm90},
-    {"quadratic_fading_sm90", covers_fading_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+    {"quadratic_fading_sm90", covers_quadratic_fading_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      quadratic_fading_fwd_sm90, quadratic_fading_bwd_sm90},
 #endif
     {"quadratic_bounded_sm80", covers_bounded, bounded_workspace_bytes<FwdParams>, bounded_workspace_bytes<BwdParams>,
@@ -41,9 +41,9 @@ constexpr Kernels kQuadratic[] = {
 
 constexpr Kernels kFlash[] = {
 #ifdef FASTMAX_HAS_SM90
-    {"flash_sm90", covers_quadratic_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes, flash_fwd_sm90,
+    {"flash_sm90", covers_flash_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes, flash_fwd_sm90,
      flash_bwd_sm90},
-    {"flash_bounded_sm90", covers_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+    {"flash_bounded_sm90", covers_flash_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      flash_bounded_fwd_sm90, flash_bounded_bwd_sm90},
     {"flash_fading_sm90", covers_flash_fading_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      flash_fading_fwd_sm90, flash_fading_bwd_sm90},

@@ -62,6 +62,13 @@ struct QuadraticFwdSm90Tile {
                 "consumers would wait for registers that nobody gives up");
 };
 
+// Softmax weighs relative to a row's largest weight, and so can in fp16. That weight is 2^14 there: what is below the least number of
+// fp16, 2^-24, is 2^-38 of it.
+template <class Score>
+inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax;
+template <class Math>
+inline constexpr float kLog2OfLargestWeight = Math::kMode == MathMode::kFP16 ? 14.f : 0.f;
+
 struct QuadraticFwdMaps {
   CUtensorMap q, k, v, o;
 };
@@ -131,7 +138,7 @@ struct QuadraticFwdRows {
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float raised = fmaxf(reference[half], score.c * quad_max(largest[half]));
+        const float raised = fmaxf(reference[half], fmaf(score.c, quad_max(largest[half]), -kLog2OfLargestWeight<Math>));
         shrink[half] = ptx::exp2_approx(reference[half] - raised);
         reference[half] = raised;
         z[half] *= shrink[half];
@@ -400,6 +407,16 @@ struct QuadraticFwdSm90Workspace {
 
 template <class Score, class Visibility>
 struct LaunchQuadraticFwdSm90 {
+  static void run(const FwdParams& p, cudaStream_t stream) {
+    dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) {
+      if constexpr (kWeighsInFp16<Score>) {
+        if (p.math == MathMode::kFP16) return run<Fp16, head_dim>(p, stream);
+      }
+      run<Bf16, head_dim>(p, stream);
+    });
+  }
+
+ private:
   template <class Math, int kHeadDim>
   static void run(const FwdParams& call, cudaStream_t stream) {
     using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;

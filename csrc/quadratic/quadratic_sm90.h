@@ -1,4 +1,4 @@
-// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, head dims up to 64 and up to 128.
+// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, and softmax's forward fp16 too; head dims 64 and 128.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,10 @@ using QuadraticFadingBwdSm90HeadDims = HeadDims<64>;
 
 // Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade.
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
-bool covers_bounded_sm90(const AttentionParams& p, Direction direction);
-bool covers_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
+bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
