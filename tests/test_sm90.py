@@ -186,7 +186,7 @@ def test_small_weights_in_fp16(d, taken):
 def test_random_configurations(taken):
     """Those of `fastmax.verify`, brought to what the kernels cover."""
     checked, kinds = 0, set()
-    for index in range(160):
+    for index in range(240):
         case = verify.random_case(index, 77, DEVICE)
         if case.rpe or case.head_dim > 128 or case.value_dim > 128:
             continue
