@@ -63,6 +63,8 @@ _QUADRATIC: dict[str, _Passes] = {
     ),
     r"quadratic_bwd_kv(_pair)?_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_q(_pair)?_kernel": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
+    r"quadratic_bwd_sm90_kernel<.*, \(?(bool\))?(false|0)>": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
+    r"quadratic_bwd_sm90_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),  # owns keys
     r"merge_kernel": (lambda s: Work(None, 3 * s.tensor + 16 * s.rows), None),
     r"row_score_kernel": (None, lambda s: Work(None, 2 * s.tensor + 20 * s.rows)),
     r"flash_bwd_dq_dk_dv\w*_kernel|sdpa.*bprop": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 8 * s.rows)),
@@ -70,7 +72,7 @@ _QUADRATIC: dict[str, _Passes] = {
 # p = 2. The backward sums two kinds of states (k with v, q with g), reads one for grad_v, and takes grad_q and grad_k.
 # Where there are few heads, rows are added to states twice (docs/cuda.md), which is not counted.
 _LINEAR: dict[str, _Passes] = {
-    r"linear_state_kernel": (
+    r"linear_state(_sm90)?_kernel": (
         lambda s: Work(s.state, 2 * s.summed + s.snapshots),
         lambda s: Work(2 * s.state, 2 * (2 * s.summed + s.snapshots)),
     ),
@@ -81,6 +83,23 @@ _LINEAR: dict[str, _Passes] = {
     r"linear_grad_kernel": (
         None,
         lambda s: Work(2 * (s.state + 3 * s.own_chunk), 2 * (5 * s.tensor + s.snapshots + 4 * s.rows)),
+    ),
+    # On Hopper: o, and of head dim 128 grad_v; grad_q (0), grad_k (1), or grad_k and grad_v (2) from one load of the states.
+    r"linear_read_sm90_kernel<\d+, false>": (
+        lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots + 4 * s.rows),
+        None,
+    ),
+    r"linear_read_sm90_kernel<\d+, true>": (
+        None,
+        lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots),
+    ),
+    r"linear_grad_sm90_kernel<.*\)[01]>": (
+        None,
+        lambda s: Work(s.state + 3 * s.own_chunk, 5 * s.tensor + s.snapshots + 4 * s.rows),
+    ),
+    r"linear_grad_sm90_kernel<.*\)2>": (
+        None,
+        lambda s: Work(2 * s.state + 4 * s.own_chunk, 6 * s.tensor + s.snapshots + 4 * s.rows),
     ),
     r"linear_prepare_kernel": (None, lambda s: Work(None, 3 * s.tensor + 8 * s.rows)),
 }

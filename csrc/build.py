@@ -1,10 +1,11 @@
 """Builds libfastmax.so with nvcc and ninja; no GPU and no CUDA build of PyTorch needed.
 
-    python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--fail-on-spills]
+    python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--compress size|speed] [--fail-on-spills] [--trap-deadlocks]
 
 What is compiled follows from file names and contents: every source below this folder, `*_sm80.cu` for every architecture,
 `*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and
-they run side by side). Includes are relative to this folder.
+they run side by side). Includes are relative to this folder. A build for 90 defines FASTMAX_HAS_SM90, under which rows of
+`*_sm90.cu` kernels stand in the tables of algorithms.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from pathlib import Path
 # Code for 80 serves 8.6, 8.7 and 8.9 too; and PTX of the first, for every newer device that is not in the list.
 DEFAULT_ARCHS = (80, 90, 100, 120)
 MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
+# Of kernels in the library, which are decompressed once, when they are first launched. "speed" takes four times the bytes, and
+# a fourteenth of the compilation less.
+COMPRESSIONS = ("size", "speed")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest libtorch that the library loads with
 SOURCE_DIR = Path(__file__).resolve().parent
 # Sources that tell architectures from 90 on apart (__CUDA_ARCH__ in linear/tile_config.h). For all others the front end of the
@@ -55,12 +59,24 @@ SPILL_EXCEPTIONS = {
     "bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
     r"linear_read_kernel<fastmax::Bf16, 128, true>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true>": "two or three "
     "words beside what fills the registers, read once per block",
+    r"linear_state_sm90_kernel<128, (true|false)>": "192 sums, and what makes the next operands: a word once per stage, a few "
+    "once per chunk",
+    r"linear_read_sm90_kernel<128, false>": "six words once per 256 rows",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"sm_120 .*linear_carried_state_kernel<fastmax::Bf16, (32|64|96), false>": "four words, once per number of a state, on "
     "that architecture alone",
     r"sm_(100|120) .*gathered_kernel<float4, [148]>": "up to 24 bytes, so that two to four blocks share a multiprocessor; none "
     "on sm_80 and sm_90",
+    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::DenseVisibility, fastmax::(Bf16|Fp16), 64>": "three words once "
+    "per tile, so that three warpgroups share a multiprocessor",
+    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), 128>": "up to a dozen words: what fades "
+    "beside what fills the registers",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (64|128), false>": "two words of what "
+    "fades, likewise",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
+    "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
+    "others, with tables and for softmax: a few of them once per tile, the rest once per head",
     r"sm_(8\d|100|120) .*linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; none on sm_90",
 }
 
@@ -164,7 +180,7 @@ def object_name(source: Path, mode: str | None = None) -> str:
     return f"{stem}.{mode.lower()}.o" if mode else f"{stem}.o"
 
 
-def ninja_file(archs: tuple[int, ...]) -> str:
+def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: str = COMPRESSIONS[0]) -> str:
     cuda, torch = cuda_home(), torch_home()
     cuda_lib = next(
         (d for d in (cuda / "lib64", cuda / "lib", cuda / "targets/x86_64-linux/lib") if (d / "libcudart_static.a").exists()),
@@ -173,13 +189,17 @@ def ninja_file(archs: tuple[int, ...]) -> str:
     if cuda_lib is None:
         raise BuildError(f"libcudart_static.a was not found under {cuda}")
     nvcc = cuda / "bin/nvcc"
-    define_archs = f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'"
+    defines = f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'"
+    if 90 in archs:
+        defines += " -DFASTMAX_HAS_SM90"
+    if trap_deadlocks:
+        defines += " -DFASTMAX_TRAP_DEADLOCKS"
     lines = [
-        # Kernels are compressed for size: they are decompressed once, when they are first launched.
-        "nvcc_flags = -std=c++17 -O3 -Xcompiler -fPIC,-fvisibility=hidden --compress-mode=size "
-        f"-I{SOURCE_DIR} -Xptxas -v {define_archs}",
+        # -O1 is for the host's code, which launches. Kernels are optimised without a word.
+        f"nvcc_flags = -std=c++17 -O1 -Xcompiler -fPIC,-fvisibility=hidden --compress-mode={compress} "
+        f"-I{SOURCE_DIR} -Xptxas -v {defines}",
         f"cxx_flags = -std=c++20 -O2 -fPIC -fvisibility=hidden -DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION} "
-        f"{define_archs} -I{SOURCE_DIR} -I{torch / 'include'} -isystem {cuda / 'include'}",
+        f"{defines} -I{SOURCE_DIR} -I{torch / 'include'} -isystem {cuda / 'include'}",
         "",
         "rule nvcc",
         f"  command = {nvcc} $nvcc_flags $extra -MD -MF $out.d -c $in -o $out > $out.log 2>&1 || (cat $out.log; false)",
@@ -220,11 +240,17 @@ def ninja_file(archs: tuple[int, ...]) -> str:
     return "\n".join(lines)
 
 
-def build(out: Path, archs: tuple[int, ...] = DEFAULT_ARCHS, jobs: int | None = None) -> Path:
+def build(
+    out: Path,
+    archs: tuple[int, ...] = DEFAULT_ARCHS,
+    jobs: int | None = None,
+    trap_deadlocks: bool = False,
+    compress: str = COMPRESSIONS[0],
+) -> Path:
     """Compiles everything for archs into out and returns the path of the library."""
     ninja = ninja_program()
     (out / "stub").mkdir(parents=True, exist_ok=True)
-    (out / "build.ninja").write_text(ninja_file(archs))
+    (out / "build.ninja").write_text(ninja_file(archs, trap_deadlocks, compress))
     command = [ninja, "-C", str(out)] + (["-j", str(jobs)] if jobs else [])
     if subprocess.run(command).returncode != 0:
         raise BuildError(f"the compilation failed: see above, or run {' '.join(command)}")
@@ -247,23 +273,41 @@ def spills(out: Path) -> list[str]:
     return [line for line in found if not any(re.search(pattern, line) for pattern in SPILL_EXCEPTIONS)]
 
 
+def serialised(out: Path) -> list[str]:
+    """The compiler's complaints that it waits after each wgmma, or that it ignores setmaxnreg, read from its reports in out."""
+    complaint = re.compile(r"\(C75(?:0[6-9]|1\d)\)|setmaxnreg.*ignored")
+    return [
+        f"{log.relative_to(out)}: {line.strip()}"
+        for log in sorted(out.rglob("*.o.log"))
+        for line in log.read_text().splitlines()
+        if complaint.search(line)
+    ]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--archs", default=os.environ.get("FASTMAX_CUDA_ARCHS", ""), help="80,90; default: all")
     parser.add_argument("--out", type=Path, default=SOURCE_DIR.parent / "build")
     parser.add_argument("--jobs", type=int)
-    parser.add_argument("--fail-on-spills", action="store_true")
+    parser.add_argument(
+        "--compress", choices=COMPRESSIONS, default=COMPRESSIONS[0], help="kernels, for a small library or a fast build"
+    )
+    parser.add_argument("--fail-on-spills", action="store_true", help="also where the compiler serialises wgmma")
+    parser.add_argument("--trap-deadlocks", action="store_true", help="sm_90 kernels that would hang end in an error")
     args = parser.parse_args()
     try:
-        library = build(args.out.resolve(), parse_archs(args.archs), args.jobs)
+        library = build(args.out.resolve(), parse_archs(args.archs), args.jobs, args.trap_deadlocks, args.compress)
     except BuildError as error:
         print(f"fastmax: {error}", file=sys.stderr)
         return 1
     spilled = spills(args.out.resolve())
     for line in spilled:
         print(f"register spill: {line}", file=sys.stderr)
+    complaints = serialised(args.out.resolve())
+    for line in complaints:
+        print(line, file=sys.stderr)
     print(f"{library}: {library.stat().st_size / 2**20:.1f} MiB")
-    return 1 if spilled and args.fail_on_spills else 0
+    return 1 if (spilled or complaints) and args.fail_on_spills else 0
 
 
 if __name__ == "__main__":

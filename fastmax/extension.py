@@ -86,6 +86,13 @@ def build_info() -> str:
     return query().decode()
 
 
+def set_debugging(on: bool) -> None:
+    """As FASTMAX_DEBUG in the environment, for calls from here on: a line on stderr with the kernels that a call takes."""
+    change = _symbol("fastmax_set_debugging")
+    change.argtypes, change.restype = [ctypes.c_int], None
+    change(on)
+
+
 class _Failures(threading.local):
     raised: list[Exception] | None = None  # by the PyTorch implementation, inside `call`
 

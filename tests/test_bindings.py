@@ -408,22 +408,32 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
         printed = [line for line in done.stderr.splitlines() if line.startswith("fastmax")]
         assert len(printed) == lines, done.stderr
         if lines:
+            hopper = "_sm90" in extension.build_info() and torch.cuda.get_device_capability() == (9, 0)
+            dense = "sm90" if hopper else "sm80"
             forward, backward, first_order, flash, window, wide_window, *packed, linear_packed, decay, softmax, eager = printed
             problem = ": b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_"
-            assert forward.startswith("fastmax::forward: linear, linear2_sm80" + problem)
-            assert backward.startswith("fastmax::backward: linear, linear2_sm80" + problem)
+            assert forward.startswith(f"fastmax::forward: linear, linear2_{dense}" + problem)
+            assert backward.startswith(f"fastmax::backward: linear, linear2_{dense}" + problem)
             assert "linear1_sm80" in first_order and "order 1, sm_" in first_order
-            assert "flash_bounded_sm80" in window and "causal, window, sm_" in window
-            assert "flash_sm80" in wide_window and "window" not in wide_window, "there is nothing that it hides"
+            assert f"flash_bounded_{dense}" in window and "causal, window, sm_" in window
+            assert f"flash_{dense}" in wide_window and "window" not in wide_window, "there is nothing that it hides"
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
-                assert f"{name}, {name}_bounded_sm80" in line and "bounds of keys, sm_" in line
+                assert f"{name}, {name}_bounded_{dense}" in line and "bounds of keys, sm_" in line
             assert "linear, linear2_sm80" in linear_packed and "bounds of keys, sm_" in linear_packed
-            assert "quadratic_bounded_sm80" in decay and "causal, decay, sm_" in decay
-            assert "flash_sm80" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
+            assert ("quadratic_fading_sm90" if hopper else "quadratic_bounded_sm80") in decay and "causal, decay, sm_" in decay
+            assert f"flash_{dense}" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
             assert eager == "fastmax: fastmax::eager_forward"
 
 
 @on_cuda
 def test_info_names_the_kernels():
-    kernels = "quadratic_bounded quadratic linear1 linear2 flash_bounded flash"
-    assert extension.build_info().endswith("; kernels " + " ".join(f"{name}_sm80" for name in kernels.split()))
+    info = extension.build_info()
+    has_sm90 = "90" in info.split(";")[0].split()
+    kernels = ["quadratic_bounded", "quadratic", "linear1", "linear2", "flash_bounded", "flash"]
+    found = info.rsplit("; kernels ", 1)[1].split()
+    assert [name for name in found if name.endswith("_sm80")] == [f"{name}_sm80" for name in kernels]
+    of_quadratic = [f"{name}_{kind}" for name in ("quadratic", "flash") for kind in ("bounded_sm90", "fading_sm90")]
+    assert all((name in found) == has_sm90 for name in of_quadratic)
+    for name in ("quadratic", "linear2", "flash"):
+        assert (f"{name}_sm90" in found) == has_sm90
+        assert not has_sm90 or found.index(f"{name}_sm90") < found.index(f"{name}_sm80"), "it is asked first"

@@ -156,6 +156,19 @@ def test_hopper_sources_are_left_out_without_90(build, toolkit, tmp_path, monkey
     found = edges(build.ninja_file((90,)))
     assert found["x_sm90.tf32.o"][2] == ["-gencode=arch=compute_90a,code=sm_90a", "-DFASTMAX_MATH=Tf32"]
     assert len(found) == 3 + len(build.MATH_MODES)
+    for archs, times in [((80, 100), 0), ((80, 90), 2)]:
+        assert build.ninja_file(archs).count("-DFASTMAX_HAS_SM90") == times, "for both compilers, where those sources are"
+
+
+def test_kernels_that_hang_end_in_an_error_where_it_was_asked_for(build, toolkit):
+    assert "FASTMAX_TRAP_DEADLOCKS" not in build.ninja_file((90,))
+    assert build.ninja_file((90,), trap_deadlocks=True).count("-DFASTMAX_TRAP_DEADLOCKS") == 2
+
+
+def test_kernels_are_compressed_as_it_was_asked_for(build, toolkit):
+    assert "--compress-mode=size " in build.ninja_file((90,)), "what is installed"
+    for mode in build.COMPRESSIONS:
+        assert build.ninja_file((90,), compress=mode).count(f"--compress-mode={mode} ") == 1
 
 
 @pytest.mark.parametrize("where", ["lib64", "lib", "targets/x86_64-linux/lib"])
@@ -218,7 +231,7 @@ def test_spills_are_reported_but_for_the_exceptions(build, tmp_path):
 def test_spill_exceptions_have_reasons_and_name_kernels(build):
     sources = "".join(source.read_text() for source in (*build.SOURCE_DIR.rglob("*.cu"), *build.SOURCE_DIR.rglob("*.h")))
     for pattern, reason in build.SPILL_EXCEPTIONS.items():
-        assert len(reason.split()) >= 5 and re.search(r"<(fastmax::|float)", pattern)
+        assert len(reason.split()) >= 5 and re.search(r"<(fastmax::|float|\d)", pattern)
         for name in re.findall(r"[a-z]\w+_kernel", pattern):
             assert re.search(rf"__global__[^;{{]*\b{name}\(", sources), f"no kernel {name}"
 
@@ -361,3 +374,16 @@ def test_setup_names_bad_archs(toolkit, tmp_path):
     status, _, error = run_setup(tmp_path, FASTMAX_BUILD_CUDA="1", **variables)
     assert status == 1
     assert_one_sentence(error, "architectures must be numbers from 80 on", "'sm_90'")
+
+
+def test_serialised_products_are_reported(build, tmp_path):
+    (tmp_path / "a_sm90.o.log").write_text(report(CLEAN, "sm_90a", 0, 0))
+    assert build.serialised(tmp_path) == []
+    (tmp_path / "quadratic").mkdir()
+    (tmp_path / "quadratic/b_sm90.o.log").write_text(
+        report(CLEAN, "sm_90a", 0, 0)
+        + "ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ...\n"
+        + "ptxas warning : (C7508) 'setmaxnreg' ignored\n"
+    )
+    first, second = build.serialised(tmp_path)
+    assert first.startswith("quadratic/b_sm90.o.log: ") and "C7513" in first and "C7508" in second

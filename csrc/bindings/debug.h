@@ -1,17 +1,20 @@
-// FASTMAX_DEBUG=1 in the environment: a line on stderr for every call, with what computes it. Read once.
+// FASTMAX_DEBUG=1 in the environment, read once, or fastmax_set_debugging: a line on stderr for every call, with what computes it.
 #pragma once
 
+#include <atomic>
 #include <cstdlib>
 #include <string>
 
 namespace fastmax {
 
-inline bool is_debugging() {
-  static const bool on = [] {
+inline std::atomic<bool>& debugging() {
+  static std::atomic<bool> on{[] {
     const char* value = std::getenv("FASTMAX_DEBUG");
     return value != nullptr && *value != '\0' && std::string(value) != "0";
-  }();
+  }()};
   return on;
 }
+
+inline bool is_debugging() { return debugging().load(std::memory_order_relaxed); }
 
 }  // namespace fastmax

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "bindings/debug.h"
 #include "core/device.h"
 #include "core/dispatch.h"
 #include "linear/algorithm.h"
@@ -39,3 +40,5 @@ FASTMAX_EXPORT const char* fastmax_build_info() {
   static const std::string info = fastmax::build_info();
   return info.c_str();
 }
+
+FASTMAX_EXPORT void fastmax_set_debugging(int on) { fastmax::debugging() = on != 0; }

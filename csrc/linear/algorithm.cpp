@@ -1,5 +1,7 @@
 #include "linear/algorithm.h"
 
+#include <iterator>
+
 #include "linear/order1/linear1.h"
 #include "linear/order2/linear2.h"
 
@@ -7,6 +9,12 @@ namespace fastmax {
 namespace {
 
 constexpr Kernels kLinear[] = {
+#ifdef FASTMAX_HAS_SM90
+    {"linear2_sm90", linear2_sm90_covers, [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm90); },
+     [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm90); },
+     [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
+     [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); }},
+#endif
     {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); }, linear1_fwd_workspace_bytes,
      linear1_bwd_workspace_bytes, launch_linear1_fwd, launch_linear1_bwd},
     {"linear2_sm80", [](const AttentionParams&, Direction) { return true; },
@@ -17,7 +25,7 @@ constexpr Kernels kLinear[] = {
 };
 
 // Rows of this table know FwdParams::state and BwdParams::state.
-constexpr Kernels kFromState[] = {kLinear[1]};
+constexpr Kernels kFromState[] = {kLinear[std::size(kLinear) - 1]};
 
 }  // namespace
 

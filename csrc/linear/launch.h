@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "core/dispatch.h"
+#include "core/launch.h"
 #include "linear/linear.h"
 #include "linear/order1/linear1.h"
 
@@ -60,6 +61,28 @@ struct WidenedInputs {
     linear_widen<Fp16>(in.v, v, p.b, p.hk, p.m, p.dv, stream);
     return {contiguous(q, p.h, p.n, p.d), contiguous(k, p.hk, p.m, p.d), contiguous(v, p.hk, p.m, p.dv), key_mask};
   }
+};
+
+// k and v with zeros in the place of masked rows, for kernels that take them so; the same where there is no mask.
+struct ZeroedInputs {
+  char *k = nullptr, *v = nullptr;
+  int32_t* counts = nullptr;
+
+  ZeroedInputs(const AttentionParams& p, bool wanted, Workspace& w) {
+    if (!wanted || p.key_padding_mask == nullptr) return;
+    const int64_t rows = int64_t{p.b} * p.hk * p.m;
+    k = w.take<char>(rows * p.d * 2), v = w.take<char>(rows * p.dv * 2);
+    counts = w.take<int32_t>(int64_t{p.b} * p.m);
+  }
+
+  // Puts the zeroed k and v in the place of those given.
+  void fill(const Problem& p, Inputs& in, cudaStream_t stream) const {
+    if (counts == nullptr) return;
+    ZeroArgs a{p.b, p.hk, p.m, p.d, p.dv, in.k, in.v, in.key_mask, k, v, counts};
+    linear_zero_masked(a, stream);
+    in.k = contiguous(k, p.hk, p.m, p.d), in.v = contiguous(v, p.hk, p.m, p.dv);
+  }
+  RowCounts row_counts(const Problem& p) const { return {counts, p.m}; }
 };
 
 inline MathMode kernel_math(const Problem& p) { return runs_as_tf32(p) ? MathMode::kTF32 : p.math; }
@@ -159,10 +182,13 @@ struct PreparedInputs {
   float* e;
 
   PreparedInputs(const Problem& p, Workspace& w) : widened(p, w) {
-    const int64_t rows = int64_t{p.b} * p.h * p.n;
-    g = w.take<char>(rows * p.dv * element_bytes(p));
-    e = w.take<float>(rows);
+    g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
+    e = w.take<float>(int64_t{p.b} * p.h * e_head(p));
   }
+  // The e of a head end at a multiple of kBoundary, with zeros before them: a walk back in time, which begins at the last one, finds
+  // those of its tiles at multiples of their size.
+  static int64_t e_head(const Problem& p) { return round_up(p.n, kBoundary); }
+  static int64_t e_pad(const Problem& p) { return e_head(p) - p.n; }
 
   BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
     const Inputs in = widened.fill(p, stream);
@@ -172,9 +198,12 @@ struct PreparedInputs {
     prepare.noise = view(p.noise, p.noise_stride);
     prepare.dropout = p.dropout;
     prepare.z = p.z, prepare.grad_z = p.grad_z;
-    prepare.g = g, prepare.e = e;
+    prepare.g = g, prepare.e = e + e_pad(p), prepare.e_head = e_head(p);
+    if (e_pad(p) > 0) {
+      check_cuda(cudaMemset2DAsync(e, e_head(p) * sizeof(float), 0, e_pad(p) * sizeof(float), int64_t{p.b} * p.h, stream), "linear_prepare");
+    }
     dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
-    return {in, contiguous(g, p.h, p.n, p.dv), {e, p.n, 1}};
+    return {in, contiguous(g, p.h, p.n, p.dv), {e + e_pad(p), e_head(p), 1}};
   }
 };
 

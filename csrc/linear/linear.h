@@ -39,6 +39,12 @@ struct RowScale {
   int token;
 };
 
+// How many rows of a batch entry take part, up to each one and with it. In the order of tokens.
+struct RowCounts {
+  const int32_t* data;  // null: every row takes part
+  int64_t batch;
+};
+
 struct RowOutput {
   float* data;  // null: not wanted
   int64_t head;
@@ -106,6 +112,7 @@ struct PartStateArgs : StateArgs {};
 struct ReadArgs : LinearProblem {
   View x, y, w;
   RowMask y_mask, x_mask;  // masked x rows are written as zeros
+  RowCounts y_counts;      // of y_mask, where masked rows of y are zeros already (StatePasses::takes_zeros)
   const void* snapshots;
   const float* sums;
   float c0, c1, c2;        // f = c0 + x.y (c1 + c2 x.y)
@@ -166,7 +173,17 @@ struct PrepareArgs {
   const float* z;
   const float* grad_z;  // [batch][head][n], or null
   void* g;              // [batch][head][n][dv]
-  float* e;             // [batch][head][n]
+  float* e;             // [batch][head], heads e_head apart
+  int64_t e_head;
+};
+
+// Rows of k and v with zeros in the place of those that take no part, and how many do.
+struct ZeroArgs {
+  int batch, heads, tokens, d, dv;
+  View k, v;
+  RowMask mask;
+  void *zeroed_k, *zeroed_v;  // [batch][head][token][d or dv]
+  int32_t* counts;            // [batch][token]
 };
 
 // One pass; its arguments, from here or from order1/linear1.h, say which.
@@ -176,6 +193,8 @@ template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
 template <class Math>
 void linear_fade(const FadeArgs& a, cudaStream_t stream);
+// bf16
+void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream);
 // Carried state -> accumulators, and accumulators -> new carried state
 template <class Math>
 void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);

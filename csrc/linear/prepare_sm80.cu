@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
   for (int lanes = kPrepareLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
   if (i < a.n && lane == 0) {
     if (a.grad_z != nullptr && a.z[row] != 0.f) e += a.grad_z[row];
-    a.e[row] = e;
+    a.e[head_index * a.e_head + i] = e;
   }
 }
 

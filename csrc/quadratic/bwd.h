@@ -32,10 +32,7 @@ struct LaunchQuadraticBwd {
     const Stride grad_o_stride =
         p.noise == nullptr ? p.grad_o_stride : Stride{int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
 
-    constexpr int kRowsPerBlock = kRowScoreThreads / row_score_lanes<Element, kHeadDim>();
-    const int64_t rows = int64_t{p.b} * p.h * p.n;
-    launch_kernel("row_score", row_score_kernel<Score, Element, kHeadDim>, grid_1d((rows + kRowsPerBlock - 1) / kRowsPerBlock),
-                  kRowScoreThreads, 0, stream, p, row_scores, noisy_grad_o);
+    launch_row_scores<Score, Element, kHeadDim>(p, p.n, row_scores, noisy_grad_o, stream);
 
     if constexpr (kPairsForKv<Math, kHeadDim>) {
       run_kernel<QueryFadingScratch<QuadraticBwdKvPairTile<Math, kHeadDim>>>(

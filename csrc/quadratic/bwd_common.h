@@ -1,55 +1,14 @@
-// What the backward's kernels share: the row scores, where a block of keys is, the stages that it streams, and what is stored of
-// a finished sum.
+// What the backward's kernels share: where a block of keys is, the stages that it streams, and what is stored of a finished sum.
 #pragma once
 
 #include "core/fragments.h"
 #include "core/heads.h"
 #include "core/ptx.h"
 #include "core/score.h"
+#include "quadratic/row_score.h"
 #include "quadratic/tile_config.h"
 
 namespace fastmax {
-
-// What all pairs of a query share (Score::row), and grad_o with the noise in it.
-template <class Score, class Element, int kHeadDim>
-__global__ void __launch_bounds__(kRowScoreThreads) row_score_kernel(const BwdParams p, float4* row_scores, Element* noisy_grad_o) {
-  constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
-  constexpr int kLanes = row_score_lanes<Element, kHeadDim>();
-  const int64_t row = (static_cast<int64_t>(blockIdx.x) * kRowScoreThreads + threadIdx.x) / kLanes;
-  const int64_t rows = static_cast<int64_t>(p.b) * p.h * p.n;
-
-  float delta = 0.f;
-#pragma unroll
-  for (int first_col = 0; first_col < kHeadDim; first_col += kLanes * kVector) {
-    const int col = first_col + static_cast<int>(threadIdx.x) % kLanes * kVector;
-    if (row >= rows || col >= p.dv) break;
-    const int64_t query = row % p.n, head = row / p.n % p.h, batch = row / p.n / p.h;
-    const auto at = [&](const void* base, const Stride& s) {
-      return static_cast<const Element*>(base) + batch * s.batch + head * s.head + query * s.token + col;
-    };
-    const Element* grad_o = at(p.grad_o, p.grad_o_stride);
-    const Element* o = at(p.o, p.o_stride);
-#pragma unroll
-    for (int i = 0; i < kVector; i += 2) {
-      const float2 x = load_pair(grad_o + i), y = load_pair(o + i);
-      delta = fmaf(x.x, y.x, fmaf(x.y, y.y, delta));
-    }
-    if (noisy_grad_o != nullptr) {
-      const Element* noise = at(p.noise, p.noise_stride);
-#pragma unroll
-      for (int i = 0; i < kVector; i += 2) {
-        const float2 x = load_pair(grad_o + i), y = load_pair(noise + i);
-        store_pair(noisy_grad_o + row * p.dv + col + i, x.x * fmaf(p.dropout, y.x, 1.f), x.y * fmaf(p.dropout, y.y, 1.f));
-      }
-    }
-  }
-#pragma unroll
-  for (int lane = kLanes / 2; lane > 0; lane /= 2) delta += __shfl_xor_sync(0xffffffffu, delta, lane);
-  if (row < rows && threadIdx.x % kLanes == 0) {
-    if (p.grad_z != nullptr) delta -= Score::delta_of_z(p.z[row], p.grad_z + row);
-    row_scores[row] = Score(p).row(p.z[row], delta);
-  }
-}
 
 struct KvPosition {
   int block_row, batch, kv_head;

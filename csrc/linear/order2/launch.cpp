@@ -116,7 +116,21 @@ struct Passes {
     }
   }
 
-  void read(const Phase& phase, ReadArgs a) const {
+  void read(const Phase& phase, const ReadArgs& a) const { kernels.read(p, of_phase_read(phase, a), stream); }
+  void grad(const Phase& phase, const GradArgs& a) const { kernels.grad(p, of_phase_grad(phase, a), stream); }
+
+  // grad_v and grad_k.
+  void grads(const Phase& phase, const ReadArgs& values, const GradArgs& keys) const {
+    if (kernels.grads == nullptr) {
+      read(phase, values);
+      grad(phase, keys);
+    } else {
+      kernels.grads(p, of_phase_read(phase, values), of_phase_grad(phase, keys), stream);
+    }
+  }
+
+ private:
+  ReadArgs of_phase_read(const Phase& phase, ReadArgs a) const {
     const int heads = phase.problem.x_group;
     enter(a, phase);
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
@@ -124,10 +138,11 @@ struct Passes {
     a.noise = of_phase(a.noise, phase, heads, phase.first_token, output_bytes(p));
     if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + phase.first_token;
     a.first_key = of_phase(a.first_key, phase);
-    kernels.read(p, a, stream);
+    if (a.y_counts.data != nullptr) a.y_counts.data += phase.first_batch * a.y_counts.batch;
+    return a;
   }
 
-  void grad(const Phase& phase, GradArgs a) const {
+  GradArgs of_phase_grad(const Phase& phase, GradArgs a) const {
     const int heads = phase.problem.x_group;
     enter(a, phase);
     a.x2 = of_phase(a.x2, phase, heads, phase.first_token, element_bytes(p));
@@ -136,10 +151,9 @@ struct Passes {
     a.x_scale = of_phase(a.x_scale, phase, heads, phase.first_token);
     a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
     a.pair_sums = of_phase(a.pair_sums, phase, heads, phase.first_token);
-    kernels.grad(p, a, stream);
+    return a;
   }
 
- private:
   CarriedArgs carry(const Phase& phase, const StateFactors& factors) const {
     return {of_phase(carried, phase), phase.problem.states(), buffers.accumulators, factors};
   }
@@ -265,13 +279,18 @@ struct Divisors : Problem {
 struct FwdPlan {
   StatePlan states;
   WidenedInputs inputs;
+  ZeroedInputs zeroed;
   FadedRows faded;
   StateBuffers buffers;
   size_t bytes;
 
-  FwdPlan(const FwdParams& p, const StateSizes& sizes, Workspace w)
+  FwdPlan(const FwdParams& p, const StatePasses& kernels, Workspace w) : FwdPlan(p, kernels.sizes(p), kernels.takes_zeros, w) {}
+
+ private:
+  FwdPlan(const FwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
       : states(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
         inputs(p, w),
+        zeroed(p, takes_zeros, w),
         faded(p, {&states.whole}, w) {
     buffers = take_buffers({&states}, w);
     bytes = w.used();
@@ -282,16 +301,21 @@ struct BwdPlan {
   StatePlan prefixes;  // grad_q: queries looking at keys
   StatePlan suffixes;  // grad_k, grad_v: keys looking at queries, back in time
   PreparedInputs inputs;
+  ZeroedInputs zeroed;
   FadedRows faded;
   char* pairs = nullptr;  // and what their sum over tokens takes
   char* decay_gradient = nullptr;
   StateBuffers buffers;
   size_t bytes;
 
-  BwdPlan(const BwdParams& p, const StateSizes& sizes, Workspace w)
+  BwdPlan(const BwdParams& p, const StatePasses& kernels, Workspace w) : BwdPlan(p, kernels.sizes(p), kernels.takes_zeros, w) {}
+
+ private:
+  BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
       : prefixes(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
         suffixes(back_in_time(p, sizes), sizes, p.sm_count, continues(p)),
         inputs(p, w),
+        zeroed(p, takes_zeros, w),
         faded(p, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
       pairs = w.take<char>(static_cast<int64_t>(pair_sum_bytes(p)));
@@ -305,17 +329,18 @@ struct BwdPlan {
 }  // namespace
 
 size_t linear2_fwd_workspace_bytes(const FwdParams& p, const StatePasses& kernels) {
-  return FwdPlan(p, kernels.sizes(p), Workspace(nullptr)).bytes;
+  return FwdPlan(p, kernels, Workspace(nullptr)).bytes;
 }
 size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernels) {
-  return BwdPlan(p, kernels.sizes(p), Workspace(nullptr)).bytes;
+  return BwdPlan(p, kernels, Workspace(nullptr)).bytes;
 }
 
 void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   FwdParams p = call;
-  const FwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
+  const FwdPlan plan(p, kernels, Workspace(p.workspace));
   if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
-  const Inputs in = plan.inputs.fill(p, stream);
+  Inputs in = plan.inputs.fill(p, stream);
+  plan.zeroed.fill(p, in, stream);
   const Coefficients f(p);
 
   StateArgs state{};
@@ -327,7 +352,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
-  read.y_mask = in.key_mask;
+  read.y_mask = in.key_mask, read.y_counts = plan.zeroed.row_counts(p);
   read.c0 = f.c0, read.c1 = f.c1, read.c2 = f.c2;
   read.out = view(p.o, p.o_stride);
   read.half_out = runs_as_tf32(p);
@@ -345,10 +370,11 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
 
 void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   BwdParams p = call;
-  const BwdPlan plan(p, kernels.sizes(p), Workspace(p.workspace));
+  const BwdPlan plan(p, kernels, Workspace(p.workspace));
   if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
   const PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
-  const BwdInputs in = plan.inputs.fill(p, stream);
+  BwdInputs in = plan.inputs.fill(p, stream);
+  plan.zeroed.fill(p, in, stream);
   Coefficients f(p);
 
   // grad_q: prefix states of (k, v).
@@ -406,14 +432,13 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,      suffix_fading,
                              stream, behind,  divisors.inverses(), divisors.factors()};
   over_suffixes.run(suffix, [&](const Phase& phase) {
-    if (wants_state_alone(p)) return;
-    over_suffixes.read(phase, grad_v);
-    over_suffixes.grad(phase, grad_k);
+    if (!wants_state_alone(p)) over_suffixes.grads(phase, grad_v, grad_k);
   });
   if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
 
 constexpr StatePasses kStatePassesSm80 = {
+    /*takes_zeros=*/false,
     [](const Problem& p) { return state_sizes(linear_head_dim(p.head_dim), p.order, p.math); },
     [](const Problem& p, const StateArgs& a, cudaStream_t stream) {
       if (p.order == 1) run_pass(p, PartStateArgs{a}, stream);
@@ -421,6 +446,7 @@ constexpr StatePasses kStatePassesSm80 = {
     },
     [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
     [](const Problem& p, const GradArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    /*grads=*/nullptr,
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
       if (p.order == 1) return linear_load_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_load_state<typename decltype(math)::type>(a, p.head_dim, stream); });

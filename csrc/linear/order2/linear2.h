@@ -6,6 +6,7 @@
 
 #include <cstddef>
 
+#include "core/algorithm.h"
 #include "core/params.h"
 #include "linear/linear.h"
 #include "linear/order2/state_format.h"
@@ -14,16 +15,25 @@ namespace fastmax {
 
 // An architecture's kernels. What a snapshot looks like is between them; its sizes are what the plan needs.
 struct StatePasses {
+  bool takes_zeros;  // masked rows of y come as zeros in copies of k and v, and with their counts
   StateSizes (*sizes)(const Problem& p);
   void (*sum)(const Problem& p, const StateArgs& a, cudaStream_t stream);
   void (*read)(const Problem& p, const ReadArgs& a, cudaStream_t stream);
   void (*grad)(const Problem& p, const GradArgs& a, cudaStream_t stream);
+  // grad_v and grad_k, which look at the same states. Null: a read and a grad.
+  void (*grads)(const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream);
   // Carried states, or their gradients, to and from what `sum` hands on and goes on from. Null: the architecture has none in
   // kLinearFromState.
   void (*load)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
 };
 extern const StatePasses kStatePassesSm80;  // for every architecture
+extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 64 and 128
+bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
+
+// From the totals of a walk's segments to what each starts from: the earlier walk's accumulators and all totals before it.
+// slot_floats: of a slot of StateArgs::accumulators.
+void linear_scan_segments(const StateArgs& a, int64_t slot_floats, cudaStream_t stream);
 
 void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStream_t stream);
 void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStream_t stream);

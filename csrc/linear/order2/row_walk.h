@@ -13,6 +13,13 @@ struct Work {
   int begin, end;  // virtual y rows
 };
 
+// A segment of a state's walk; index: of all segments of all states, states side by side. What is left for the last segments may be
+// fewer rows, or none.
+__device__ __forceinline__ Work locate_segment(const StateArgs& a, int index) {
+  const int begin = min(a.begin + index / a.states() * a.segment_rows, a.end());
+  return {index % a.states(), begin, min(begin + a.segment_rows, a.end())};
+}
+
 // Copies a [token][column] tensor 16 rows at a time, without branches and with few instructions, so that the compiler can put them
 // between the products of the state kernel.
 template <class Element, int kCols, int kThreads>

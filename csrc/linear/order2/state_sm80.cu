@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "linear/dispatch.h"
+#include "linear/order2/linear2.h"
 #include "linear/order2/row_walk.h"
 #include "linear/order2/state_share.h"
 
@@ -28,12 +29,6 @@ __device__ __forceinline__ void with_extra_code(Extra extra, const F& f) {
     case Extra::kMoment:
     case Extra::kSumY: return f(std::integral_constant<ExtraCode, ExtraCode::kPlainY>{});
   }
-}
-
-// A segment of a state's walk. What is left for the last ones may be fewer rows, or none.
-__device__ __forceinline__ Work locate_segment(const StateArgs& a, int index) {
-  const int begin = min(a.begin + index / a.states() * a.segment_rows, a.end());
-  return {index % a.states(), begin, min(begin + a.segment_rows, a.end())};
 }
 
 // A warp's accumulators and operands.
@@ -347,38 +342,11 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
   }
 }
 
-// From the totals of segments to what each starts from: the earlier walk's accumulators and all totals before it.
-__global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a, const int64_t slot_floats) {
-  const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  if (index >= slot_floats) return;
-  // What is left of a sum once a segment's rows are in it.
-  const auto fade = [&](float sum, int segment) {
-    const int state = static_cast<int>(index / (slot_floats / a.states()));
-    const Work work = locate_segment(a, segment * a.states());
-    return FadeFactor::of(a.fading.passing(a, state, a.fading.edge_after(a, work.begin), a.fading.edge_after(a, work.end)))(sum);
-  };
-  float sum = a.begin > 0 ? a.accumulators[index] : 0.f;
-  float* slots = a.accumulators + slot_floats + index;
-  constexpr int kAhead = 8;  // loads in flight
-  for (int first = 0; first < a.segments; first += kAhead) {
-    float totals[kAhead];
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) totals[i] = first + i < a.segments - 1 ? slots[(first + i) * slot_floats] : 0.f;
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i) {
-      if (first + i < a.segments) slots[(first + i) * slot_floats] = sum;
-      if (a.fading && first + i < a.segments) sum = fade(sum, first + i);
-      sum += totals[i];
-    }
-  }
-}
-
 struct LaunchState {
   template <class Math, int kHeadDim>
   static void run(const StateArgs& a, cudaStream_t stream) {
     if (a.end() == 0) return;  // nothing before the last chunk
     using Tile = StateTile<Math, kHeadDim>;
-    constexpr int kThreads = 256;
     const int64_t blocks = int64_t{a.states()} * Tile::kBlocks, slot_floats = blocks * Tile::kAccumulators * Tile::kThreads;
     const auto launch = [&](int segments, bool totals) {
       launch_kernel("linear_state", linear_state_kernel<Math, kHeadDim>, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes,
@@ -386,8 +354,7 @@ struct LaunchState {
     };
     if (a.segments > 1) {
       launch(a.segments - 1, true);
-      launch_kernel("linear_segments", linear_segments_kernel, grid_1d((slot_floats + kThreads - 1) / kThreads), kThreads, 0, stream, a,
-                    slot_floats);
+      linear_scan_segments(a, slot_floats, stream);
     }
     launch(a.segments, false);
   }

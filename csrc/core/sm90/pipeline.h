@@ -1,0 +1,61 @@
+// A ring of stages in shared memory, filled by the copy engine and read by warps: per stage a barrier that says it is full, and one
+// that says all readers are done with it.
+//
+//   producer (one thread)                          reader (every thread)
+//   for (RingPosition at; ...; at.advance<S>())    for (RingPosition at; ...; at.advance<S>())
+//     ring.wait_until_empty(at)                      ring.wait_until_full(at)
+//     ring.expect(at, bytes)                         ... read ...
+//     copies, at barrier ring.full(at)               ring.release(at, lane): once per warp, after its last read
+//
+// Both walk over the same stages in the same order. Readers that read by wgmma release after they waited for it.
+#pragma once
+
+#include <cstdint>
+
+#include "core/sm90/ptx.h"
+
+namespace fastmax {
+
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;  // of the phase in which the stage is full
+
+  template <int kStages>
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+template <int kStages_>
+struct Ring {
+  static constexpr int kStages = kStages_;
+  static constexpr int kBarrierBytes = 16 * kStages;
+
+  uint32_t barriers;  // address of kBarrierBytes, a multiple of 8
+
+  explicit __device__ __forceinline__ Ring(uint32_t barriers) : barriers(barriers) {}
+
+  // By one thread, before the block's barrier; then ptx::fence_mbarrier_init().
+  __device__ __forceinline__ void init(int reader_warps) const {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(barriers + 16 * i, 1);
+      ptx::mbarrier_init(barriers + 16 * i + 8, reader_warps);
+    }
+  }
+
+  __device__ __forceinline__ uint32_t full(RingPosition at) const { return barriers + 16 * at.stage; }
+  __device__ __forceinline__ uint32_t empty(RingPosition at) const { return barriers + 16 * at.stage + 8; }
+
+  // At once in the first round, before anything was filled.
+  __device__ __forceinline__ void wait_until_empty(RingPosition at) const { ptx::mbarrier_wait(empty(at), at.parity ^ 1); }
+  __device__ __forceinline__ void expect(RingPosition at, uint32_t bytes) const { ptx::mbarrier_arrive_expect(full(at), bytes); }
+  __device__ __forceinline__ void wait_until_full(RingPosition at) const { ptx::mbarrier_wait(full(at), at.parity); }
+
+  // Without a branch (ptx.h). condition: the same in all lanes.
+  __device__ __forceinline__ void release(RingPosition at, int lane, bool condition = true) const {
+    __syncwarp();
+    ptx::mbarrier_arrive_if(empty(at), lane == 0 && condition);
+  }
+};
+
+}  // namespace fastmax

@@ -1,0 +1,110 @@
+// Tiles in shared memory as the copy engine writes them and wgmma reads them: kRows tokens x kCols columns of 16 bits, in panels of
+// 64 columns, one behind the other. A panel has a row of 128 bytes per token, whose 16-byte chunks are permuted by XOR with the row
+// index mod 8 (the 128-byte swizzle, over 8 rows = 1024 bytes). Tiles begin at multiples of 1024 bytes.
+//
+//            panel 0 (columns 0 .. 63)     panel 1 (columns 64 .. 127)
+//   row 0    chunks 0 1 2 3 4 5 6 7        0 1 2 3 4 5 6 7
+//   row 1    chunks 1 0 3 2 5 4 7 6        1 0 3 2 5 4 7 6   ...
+//
+// As an operand, a tile is read in steps of 16 along the sum:
+//   k_major    the sum runs over columns (Q K^T: both): step k is 32 bytes to the right, in panel k / 4
+//   mn_major   the sum runs over tokens (P V: V): step k is 16 rows down; further panels are further columns of the result
+#pragma once
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/ptx.h"
+#include "core/sm90/ptx.h"
+
+namespace fastmax {
+
+// The same in all lanes, and known as such to the compiler, which keeps it in a uniform register.
+template <class T>
+__device__ __forceinline__ T warp_uniform(T x) {
+  return __shfl_sync(0xffffffffu, x, 0);
+}
+
+inline constexpr int kPanelCols = 64;
+inline constexpr int kSwizzledTileAlignment = 1024;
+
+template <int kRows, int kCols>
+struct SwizzledTile {
+  static_assert(kRows % 8 == 0 && kCols % kPanelCols == 0, "tiles are whole swizzle periods");
+  static constexpr int kPanels = kCols / kPanelCols;
+  static constexpr int kPanelBytes = kRows * 128;
+  static constexpr int kBytes = kPanels * kPanelBytes;
+
+  // Byte offset of a 16-byte chunk; chunk: column / 8.
+  static __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
+    return static_cast<uint32_t>((chunk >> 3) * kPanelBytes + row * 128 + (((chunk ^ row) & 7) << 4));
+  }
+
+  // The whole tile, from column 0 of a tensor on. Its bytes are to be expected at the barrier.
+  static __device__ __forceinline__ void load(uint32_t tile, const CUtensorMap& map, uint32_t barrier, int token, int head, int batch) {
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) ptx::tma_load(tile + i * kPanelBytes, map, barrier, i * kPanelCols, token, head, batch);
+  }
+  static __device__ __forceinline__ void store(uint32_t tile, const CUtensorMap& map, int token, int head, int batch) {
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) ptx::tma_store(map, tile + i * kPanelBytes, i * kPanelCols, token, head, batch);
+  }
+};
+
+// A tile as an operand of wgmma: the lower word of its descriptor, which counts addresses by 16 bytes; it also has the distance of
+// panels, which only mn_major looks at. Uniform: otherwise it is carried to a uniform register between two products, at up to 15%
+// (one H200).
+template <class Tile>
+struct Operand {
+  uint32_t low;
+
+  explicit __device__ __forceinline__ Operand(uint32_t tile)
+      : low(warp_uniform(((tile >> 4) & 0x3fffu) | (static_cast<uint32_t>(Tile::kPanelBytes >> 4) << 16))) {}
+
+  // The operand of a tile so many bytes behind this one.
+  __device__ __forceinline__ Operand behind(int bytes) const {
+    Operand other = *this;
+    other.low += bytes >> 4;
+    return other;
+  }
+
+  // Descriptors of step k, from row `row` (a multiple of 8; k_major) or from panel `panel` on (mn_major).
+  __device__ __forceinline__ uint64_t k_major(int k, int row = 0) const {
+    return descriptor(low + (k >> 2) * (Tile::kPanelBytes >> 4) + (k & 3) * 2 + row * 8);
+  }
+  __device__ __forceinline__ uint64_t mn_major(int k, int panel = 0) const {
+    return descriptor(low + k * 128 + panel * (Tile::kPanelBytes >> 4));
+  }
+
+ private:
+  // Upper word: 128-byte swizzle, and 1024 bytes between groups of 8 rows.
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t low) { return (uint64_t{0x40000040u} << 32) | low; }
+};
+
+template <class Math>
+__device__ __forceinline__ uint32_t pack_16bit(float lo, float hi) {
+  static_assert(kIs16Bit<Math>, "pairs of 16 bits");
+  if constexpr (Math::kMode == MathMode::kBF16) {
+    return ptx::pack_bf16x2(lo, hi);
+  } else {
+    return ptx::pack_fp16x2(lo, hi);
+  }
+}
+
+// An accumulator (64 x kCols, wgmma.h) into rows row .. row + 63 of a tile; row g + 8i of a warp is multiplied by scale[i]. By all
+// four warps, `warp` its index in the warpgroup. The bank conflicts of row-wise stores are what stmatrix and the swizzle avoid.
+template <class Math, class Tile, int kCount>
+__device__ __forceinline__ void store_accumulator(uint32_t tile, int row, const float (&d)[kCount], float scale0, float scale1,
+                                                  int warp, int lane) {
+  const int matrix = lane >> 3;  // whose row this lane gives: rows + 8 if odd, columns + 8 from 2 on
+  const int in_tile = row + 16 * warp + (matrix & 1) * 8 + (lane & 7);
+#pragma unroll
+  for (int j = 0; j < kCount / 4; j += 2) {
+    const float* x = d + 4 * j;
+    ptx::stmatrix_x4(tile + Tile::chunk_offset(in_tile, j + (matrix >> 1)), pack_16bit<Math>(x[0] * scale0, x[1] * scale0),
+                     pack_16bit<Math>(x[2] * scale1, x[3] * scale1), pack_16bit<Math>(x[4] * scale0, x[5] * scale0),
+                     pack_16bit<Math>(x[6] * scale1, x[7] * scale1));
+  }
+}
+
+}  // namespace fastmax

@@ -1,0 +1,643 @@
+// Gradients by states on Hopper, by wgmma and TMA: grad_q of a walk forward in time; of a walk back in time grad_k, at head dim 64 together
+// with grad_v, from one load of every tile.
+//
+// A warpgroup owns 64 rows of x and x2, which stay in shared memory; persistent blocks of two warpgroups. For each tile T (64 features x
+// all channels) of the snapshot W = x2 T^T on the tensor cores, and the product rule on the CUDA cores: with
+//   P = sum_xg x[8s + x] x[8b + g] W[8x + g],    grad[8b + g] += sum_x x[8s + x] W[8x + g],  grad[8s + x] += sum_g x[8b + g] W[8x + g],
+// which covers the tiles (s, s) with no special case, as the snapshot has weights for that. The gradient has the layout of an
+// accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
+// gradient is rotated by two blocks after every two stars; at head dim 128 it lies in shared memory. grad_v += features(x) T runs beside it.
+//
+// The second moment needs no tiles of pairs: sum e y y^T is one product. Own chunk: scores and x2 . y2 by two products, both kinds of
+// weights in registers as operands of the next two.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/launch.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/ptx.h"
+#include "core/sm90/wgmma.h"
+#include "linear/order2/features.h"
+#include "linear/order2/hopper_walk.h"
+#include "linear/order2/linear2_sm90.h"
+
+namespace fastmax {
+namespace {
+
+// Whose gradients: which rows are x, and e are of.
+//   kQueries         x are queries, x2 g, y keys, y2 values; e are of x
+//   kKeys            x are keys, x2 values, y queries, y2 g, back in time; e are of y
+//   kKeysAndValues   the same, and what f weighs
+enum class Grads { kQueries, kKeys, kKeysAndValues };
+
+template <int kHeadDim>
+struct GradTileSm90 : HopperState<kHeadDim> {
+  using State = HopperState<kHeadDim>;
+  static constexpr int kWarpgroups = 2, kWarps = 4 * kWarpgroups;
+  // A warpgroup more issues loads; but grad_v needs all registers, and the warps that compute take turns.
+  static constexpr int threads(Grads grads) { return 128 * (kWarpgroups + (grads == Grads::kKeysAndValues ? 0 : 1)); }
+  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr int kRows = kWarpgroups * kTileRows;
+  static constexpr int kStages = kHeadDim == 64 ? 8 : 3;
+  static constexpr int kStageBytes = 2 * State::kTileBytes;
+  static constexpr int kStateStages = State::kTiles / 2;
+  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
+  // The gradient while there are tiles of pairs: in registers, or of wide heads, where it would take half of them, in fp32 in shared memory.
+  static constexpr bool kSumsInShared = kHeadDim == 128;
+  static constexpr int kSumBytes = kSumsInShared ? kTileRows * kHeadDim * 4 : 0;  // of a warpgroup
+
+  // Shared memory, from a multiple of 1024 bytes on.
+  static constexpr int kX = kStages * kStageBytes;
+  static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
+  static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
+  static constexpr int kXFull = kSumsAt + kWarpgroups * kSumBytes;
+  static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
+  static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
+  static constexpr int kQueueBytes = kHeadDim == 64 ? kWarps * SourceQueue::kBytes : 0;  // there is no grad_v at 128
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kQueues + kQueueBytes;
+  static_assert(kBarriers % 16 == 0 && kQueues % 16 == 0, "barriers and sources are aligned");
+  static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
+};
+
+struct GradMaps {
+  CUtensorMap x, x2, y, y2, grad, values;
+};
+
+template <int kHeadDim, Grads kGrads>
+__global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
+    linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
+                            const ItemsOfRows items) {
+  using Tile = GradTileSm90<kHeadDim>;
+  using RowTile = RowTileSm90<kHeadDim>;
+  using Rows = Operand<RowTile>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  using Scores = Wgmma<Bf16, 64>;
+  constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
+  constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
+  constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
+  const uint32_t x_full = stages_at + Tile::kXFull;
+  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32, 0), lane = threadIdx.x % 32, warpgroup = warp / 4;
+  if (threadIdx.x == 0) {
+    ring.init(4 * kWarpgroups);
+    for (int i = 0; i < kWarpgroups * Tile::kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // A stage: two tiles of a snapshot; or a tile of y and one of y2, the heads of y in turn.
+  const auto load_snapshot = [&](RingPosition at, const char* source) {
+    ring.wait_until_empty(at);
+    ring.expect(at, Tile::kStageBytes);
+    ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source, Tile::kStageBytes, ring.full(at));
+  };
+  const auto load_own = [&](RingPosition at, int own, int first_token, int first_y_head, int batch) {
+    const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+    const int token = first_token + (kBack ? -(own / a.y_group) : own) * kTileRows, y_head = first_y_head + (kBack ? own % a.y_group : 0);
+    ring.wait_until_empty(at);
+    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0));
+    RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
+    RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
+    if (kBack) {
+      ptx::bulk_load(scales_at + at.stage * kScaleBytes,
+                     tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * a.y_group + y_head, token), kScaleBytes, ring.full(at));
+    }
+  };
+  if (!kValues && warpgroup == kWarpgroups) {
+    ptx::fewer_registers<Tile::kProducerRegisters>();
+    if (warp != 4 * kWarpgroups || lane != 0) return;
+    RingPosition at;
+    for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+      const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+      for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
+        load_snapshot(at, source.snapshot + i * Tile::kStageBytes);
+      }
+      for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
+        load_own(at, own, source.token, source.y_head, source.batch);
+      }
+    }
+    return;
+  }
+  if constexpr (!kValues) ptx::more_registers<Tile::kConsumerRegisters>();
+
+  // With values: loads are issued kAhead stages before they are needed, one for each stage that is used.
+  constexpr int kAhead = kStages - 2;
+  const SourceQueue queue{stages_at + Tile::kQueues + warp * SourceQueue::kBytes};
+  const auto put_source = [&](int item) {  // the block's, by any lane
+    queue.put(item, ItemSource(a, items, blockIdx.x + item * gridDim.x, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes));
+  };
+  struct {
+    int item, stage, stages, count;
+  } loads = {0, 0, 0, 0};
+  const auto load_stage = [&] {
+    if (!kValues || loads.stages == 0) return;
+    if (lane == 0 && warp == loads.count % Tile::kWarps) {
+      const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
+      const int own = loads.stage - queue.state_stages(loads.item);
+      if (own < 0) load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
+      else load_own(at, own, queue.token(loads.item), queue.y_head(loads.item), queue.batch(loads.item));
+    }
+    ++loads.count;
+    if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
+  };
+  if constexpr (kValues) {
+    if (lane < SourceQueue::kItems - 1) put_source(lane);
+    __syncwarp();
+    loads.stages = queue.stages(0);
+    for (int i = 0; i < kAhead; ++i) load_stage();
+  }
+
+  const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
+    if (index >= items.count) return;
+    const ItemsOfRows::Item item = items.at(a, index);
+    const int buffer = count % Tile::kXBuffers;
+    const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
+    const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
+    const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
+    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes);
+    RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
+    RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
+  };
+  if (threadIdx.x % 128 == 0) {
+    for (int i = 0; i < Tile::kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
+  }
+
+  const int w4 = warp % 4, t = lane % 4, g = lane / 4, row = 16 * w4 + g;
+  RingPosition at;
+  const auto stage = [&] { return stages_at + at.stage * Tile::kStageBytes; };
+  // Of the block's items only the number is kept in a register: what an item is is worked out again where it is needed.
+  for (int count = 0;; ++count) {
+    const int index = blockIdx.x + count * gridDim.x;
+    if (index >= items.count) break;
+    const auto item_again = [&] { return items.at(a, blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
+    const ItemsOfRows::Item item = items.at(a, index);
+    if constexpr (kValues) {
+      __syncwarp();
+      if (lane == 0) put_source(count + SourceQueue::kItems - 1);
+      __syncwarp();
+    }
+    const int buffer = count % Tile::kXBuffers;
+    const bool has_state = a.has_state(item.chunk);
+    const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
+    float grad[kHeadDim / 2], values[kValues ? 32 : 1], x_e[2] = {0.f, 0.f};
+    ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
+    const auto load_x_e = [&](const ItemsOfRows::Item& item) {
+      if (kBack) return;
+      const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int x_row = item.row + warpgroup * kTileRows + row + 8 * r;
+        x_e[r] = x_row < a.nx ? e[x_row] : 0.f;
+      }
+    };
+
+    if (has_state) {
+      // Second moment and first order.
+      {
+        load_x_e(item);
+        ring.wait_until_full(at), load_stage();
+        const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes), moment(stage());
+        float m[kHeadDim / 2];
+        wgmma_fence();
+        Products::template ss_first<Major::kK, Major::kMN>(m, x_operand.k_major(0), moment.mn_major(0));
+#pragma unroll
+        for (int k = 1; k < kSteps; ++k) {
+          Products::template ss<Major::kK, Major::kMN>(m, x_operand.k_major(k), moment.behind(k / 4 * kTileBytes).mn_major(k % 4));
+        }
+        if constexpr (Tile::kPanels == 2) {
+          wgmma_commit();
+          wgmma_wait<0>();
+          ring.release(at, lane);
+          at.template advance<kStages>();
+          ring.wait_until_full(at);
+          wgmma_fence();
+        }
+        const Rows linear(stage() + (Tile::kPanels == 1 ? kTileBytes : 0));
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has 64 features
+          float(&of_panel)[32] = reinterpret_cast<float(&)[32]>(grad[32 * panel]);
+          const Rows features = linear.behind(panel * kTileBytes);
+          Scores::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
+        }
+        if constexpr (kValues) {
+          Scores::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
+#pragma unroll
+          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep(m), keep(grad);
+        if constexpr (kValues) keep(values);
+        ring.release(at, lane);
+        at.template advance<kStages>();
+        const float* state_sums = a.sums + item.slot * Tile::kSums;
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float e = kBack ? 1.f : x_e[r];
+            grad[4 * j + 2 * r] += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
+            grad[4 * j + 2 * r + 1] += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
+          }
+          if constexpr (kValues) {
+            const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+              values[4 * j + 2 * r] = fmaf(a.c0, w.x, values[4 * j + 2 * r]);
+              values[4 * j + 2 * r + 1] = fmaf(a.c0, w.y, values[4 * j + 2 * r + 1]);
+            }
+          }
+        }
+      }
+
+      // Tiles of pairs, two stars a pass.
+      const Rows x2_operand(x2);
+      float star_x[2][8], star_sum[2][8];
+      uint32_t scalar[kValues ? 2 : 1][8];
+      const auto load_star = [&](int star) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint32_t columns[4];
+          ptx::load_shared_u32x4(columns, x + RowTile::chunk_offset(row + 8 * r, star));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            star_x[r][2 * i] = ptx::low_bf16(columns[i]), star_x[r][2 * i + 1] = ptx::high_bf16(columns[i]);
+            if constexpr (kValues) scalar[r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalar[r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
+            star_sum[r][2 * i] = star_sum[r][2 * i + 1] = 0.f;
+          }
+        }
+      };
+      // Of a tile: base is what ldmatrix read of x's other block, gradient the registers of that block.
+      const auto add_products = [&](const float* w, float* gradient, const uint32_t* base) {
+        const float b0 = ptx::low_bf16(base[0]), b1 = ptx::high_bf16(base[0]);
+        const float b2 = ptx::low_bf16(base[1]), b3 = ptx::high_bf16(base[1]);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          gradient[0] = fmaf(star_x[0][i], w[4 * i], gradient[0]), gradient[1] = fmaf(star_x[0][i], w[4 * i + 1], gradient[1]);
+          gradient[2] = fmaf(star_x[1][i], w[4 * i + 2], gradient[2]), gradient[3] = fmaf(star_x[1][i], w[4 * i + 3], gradient[3]);
+          star_sum[0][i] = fmaf(b1, w[4 * i + 1], fmaf(b0, w[4 * i], star_sum[0][i]));
+          star_sum[1][i] = fmaf(b3, w[4 * i + 3], fmaf(b2, w[4 * i + 2], star_sum[1][i]));
+        }
+      };
+      // What a star's tiles gave its own block: summed over the lanes of a row, each of which keeps its two columns.
+      const auto add_star = [&](float* gradient) {
+        const bool upper = t & 2, odd = t & 1;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float v[4];
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            v[i] = (upper ? star_sum[r][i + 4] : star_sum[r][i]) + __shfl_xor_sync(0xffffffffu, upper ? star_sum[r][i] : star_sum[r][i + 4], 2);
+          }
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            gradient[2 * r + i] += (odd ? v[i + 2] : v[i]) + __shfl_xor_sync(0xffffffffu, odd ? v[i] : v[i + 2], 1);
+          }
+        }
+      };
+      const auto rotate = [&] {
+        float first[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) first[i] = grad[i];
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2 - 8; ++i) grad[i] = grad[i + 8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) grad[kHeadDim / 2 - 8 + i] = first[i];
+      };
+      // kTiles: of each of the two stars, star and star + 1; tile u of the pass is (star + u / kTiles, that + u % kTiles).
+      const auto load_base = [&](uint32_t(&base)[2], int star, int block) {
+        ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % kBlocks));
+      };
+      // Without grad_v, at head dim 64: W of a stage at a time, two of them in flight.
+      const auto pass = [&](auto tiles, int star) {
+        constexpr int kTiles = decltype(tiles)::value;
+        float w[2][64];
+        uint32_t base[2][2];
+        RingPosition used = at;
+        const auto issue = [&](int i) {
+          used = at;
+          ring.wait_until_full(at);
+          const Rows features(stage());  // of both tiles of the stage
+          at.template advance<kStages>();
+          wgmma_fence();
+          Wgmma<Bf16, 128>::template ss_first<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < 4; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
+          wgmma_commit();
+        };
+        load_star(star);
+        issue(0);
+#pragma unroll
+        for (int i = 0; i < kTiles; ++i) {
+          const RingPosition own = used;
+#pragma unroll
+          for (int j = 0; j < 2; ++j) load_base(base[j], star, (2 * i + j) / kTiles + (2 * i + j) % kTiles);
+          if (i + 1 < kTiles) issue(i + 1), wgmma_wait<1>();
+          else wgmma_wait<0>();
+          keep(w[i % 2]);
+          ring.release(own, lane);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const int u = 2 * i + j;
+            add_products(w[i % 2] + 32 * j, grad + 4 * (u / kTiles + u % kTiles), base[j]);
+            if (u % kTiles == kTiles - 1) {
+              add_star(grad + 4 * (u / kTiles));
+              if (u + 1 < 2 * kTiles) load_star(star + 1);
+            }
+          }
+        }
+        rotate();
+      };
+      // W and grad_v in turn: the products of W run on the CUDA cores while those of grad_v run on the tensor cores.
+      const auto pass_with_values = [&](auto tiles, int star) {
+        constexpr int kTiles = decltype(tiles)::value;
+        float w[32];
+        uint32_t base[2], next_base[2];
+        Rows features(stages_at);  // of the tile
+        RingPosition used = at;
+        const auto issue_w = [&](int u) {
+          if (u % 2 == 0) {
+            used = at;
+            ring.wait_until_full(at);
+            features = Rows(stage());
+            at.template advance<kStages>();
+          } else {
+            features = features.behind(kTileBytes);
+          }
+          wgmma_fence();
+          Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+          wgmma_commit();
+          if (u % 2 == 0) load_stage();
+        };
+        const auto issue_values = [&] {
+          if constexpr (kValues) {
+            uint32_t f[16];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+#pragma unroll
+              for (int i = 0; i < 4; ++i) f[4 * k + i] = ptx::multiply_bf16x2(base[i % 2], scalar[i % 2][2 * k + i / 2]);
+            }
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
+            wgmma_commit();
+          }
+        };
+        load_star(star);
+        load_base(base, star, 0);
+        issue_w(0);
+        issue_values();
+#pragma unroll
+        for (int u = 0; u < 2 * kTiles; ++u) {
+          if (u + 1 < 2 * kTiles) load_base(next_base, star, (u + 1) / kTiles + (u + 1) % kTiles);
+          const RingPosition own = used;
+          wgmma_wait<1>();
+          keep(w);
+          add_products(w, grad + 4 * (u / kTiles + u % kTiles), base);
+          if (u % kTiles == kTiles - 1) {
+            add_star(grad + 4 * (u / kTiles));
+            if (u + 1 < 2 * kTiles) load_star(star + 1);
+          }
+          base[0] = next_base[0], base[1] = next_base[1];
+          if (u + 1 < 2 * kTiles) {
+            issue_w(u + 1);
+            wgmma_wait<1>();
+            if (u % 2 == 1) ring.release(own, lane);
+            issue_values();
+          } else {
+            wgmma_wait<0>();
+            ring.release(own, lane);
+          }
+        }
+        rotate();
+        if constexpr (kValues) keep(values);
+      };
+      if constexpr (!Tile::kSumsInShared) {
+        constexpr auto kLong = std::integral_constant<int, Tile::star_tiles(0)>{};  // the lower stars have one tile more
+        constexpr auto kShort = std::integral_constant<int, Tile::star_tiles(kBlocks - 1)>{};
+        const auto run = [&](auto tiles, int star) {
+          if constexpr (kValues) pass_with_values(tiles, star);
+          else pass(tiles, star);
+        };
+        for (int star = 0; star < kBlocks / 2; star += 2) run(kLong, star);
+        for (int star = kBlocks / 2; star < kBlocks; star += 2) run(kShort, star);
+      } else {
+        // Of a lane, block after block. While one warpgroup has products on the CUDA cores, the other has its W made.
+        const uint32_t sums_at = stages_at + Tile::kSumsAt + warpgroup * Tile::kSumBytes + threadIdx.x % 128 * 16;
+        const auto sum_of = [&](int block) { return sums_at + block * 128 * 16; };
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          ptx::store_shared_f32x4(sum_of(j), make_float4(grad[4 * j], grad[4 * j + 1], grad[4 * j + 2], grad[4 * j + 3]));
+        }
+        const auto add_to = [&](int block, const auto& add) {
+          const float4 before = ptx::load_shared_f32x4(sum_of(block));
+          float sum[4] = {before.x, before.y, before.z, before.w};
+          add(sum);
+          ptx::store_shared_f32x4(sum_of(block), make_float4(sum[0], sum[1], sum[2], sum[3]));
+        };
+        int star = 0, offset = 0;
+        load_star(0);
+        for (int i = 0; i < Tile::kPairTiles / 2; ++i) {
+          float w[2][32];
+          ring.wait_until_full(at);
+          const Rows features(stage()), next_features = features.behind(kTileBytes);
+          wgmma_fence();
+          Scores::template ss_first<Major::kK, Major::kK>(w[0], x2_operand.k_major(0), features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[0], x2_operand.k_major(k), features.k_major(k));
+          Scores::template ss_first<Major::kK, Major::kK>(w[1], x2_operand.k_major(0), next_features.k_major(0));
+#pragma unroll
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[1], x2_operand.k_major(k), next_features.k_major(k));
+          wgmma_commit();
+          wgmma_wait<0>();
+          keep(w[0]), keep(w[1]);
+          ring.release(at, lane);
+          at.template advance<kStages>();
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            uint32_t base[2];
+            load_base(base, star, offset);
+            add_to((star + offset) % kBlocks, [&](float* sum) { add_products(w[j], sum, base); });
+            if (++offset == Tile::star_tiles(star)) {
+              add_to(star, add_star);
+              offset = 0, ++star;
+              if (star < kBlocks) load_star(star);
+            }
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+          const float4 sum = ptx::load_shared_f32x4(sum_of(j));
+          grad[4 * j] = sum.x, grad[4 * j + 1] = sum.y, grad[4 * j + 2] = sum.z, grad[4 * j + 3] = sum.w;
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) grad[i] = 0.f;
+      if constexpr (kValues) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) values[i] = 0.f;
+      }
+    }
+    keep(grad);
+    if constexpr (kValues) keep(values);
+
+    // The own chunk.
+    {
+      const ItemsOfRows::Item item = item_again();
+      load_x_e(item);
+      const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes);
+      uint32_t slopes[16], weights[kValues ? 16 : 1];
+      RingPosition before;  // the stage before, not yet released
+      bool releases = false;
+      const auto add_tile = [&](auto is_diagonal) {
+        ring.wait_until_full(at), load_stage();
+        const Rows y(stage()), y2 = y.behind(kTileBytes);
+        const uint32_t y_e = scales_at + at.stage * kScaleBytes;
+        float s[32], p[32];
+        wgmma_fence();
+        Scores::template ss_first<Major::kK, Major::kK>(s, x_operand.k_major(0), y.k_major(0));
+#pragma unroll
+        for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(s, x_operand.k_major(k), y.k_major(k));
+        Scores::template ss_first<Major::kK, Major::kK>(p, x2_operand.k_major(0), y2.k_major(0));
+#pragma unroll
+        for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep(s), keep(p);
+        ring.release(before, lane, releases);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          float2 column_e = make_float2(0.f, 0.f);
+          if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * t) * 4);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            float slope[2], weight[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : x_e[r];
+              // In memory a walk back in time goes from later rows to earlier ones.
+              const int column = 8 * j + 2 * t + i, x_row = row + 8 * r;
+              const bool seen = !decltype(is_diagonal)::value || (kBack ? column >= x_row : column <= x_row);
+              slope[i] = seen ? fmaf(score, a.g1, a.g0) * (p[4 * j + 2 * r + i] + e) : 0.f;
+              if (kValues) weight[i] = seen ? fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0) : 0.f;
+            }
+            slopes[2 * j + r] = ptx::pack_bf16x2(slope[0], slope[1]);
+            if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
+          }
+        }
+        keep(slopes);
+        if constexpr (kValues) keep(weights);
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(grad, slopes + 4 * k, y.mn_major(k));
+        if constexpr (kValues) {
+#pragma unroll
+          for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
+        }
+        wgmma_commit();
+        wgmma_wait<0>();
+        keep(grad);
+        if constexpr (kValues) keep(values);
+        before = at, releases = true;
+        at.template advance<kStages>();
+      };
+      const int y_group = kBack ? a.y_group : 1;
+      const int own_stages = item.own_tiles * y_group, diagonal = (item.first_own + warpgroup) * y_group;
+      const int diagonal_end = min(diagonal + y_group, own_stages);
+      int own = 0;
+      for (; own < diagonal && own < own_stages; ++own) add_tile(std::false_type{});
+      wgmma_wait<0>();
+      for (; own < diagonal_end; ++own) add_tile(std::true_type{});
+      wgmma_wait<0>();
+      if (releases) ring.release(before, lane);
+      for (; own < own_stages; ++own) {  // of the other warpgroup alone
+        ring.wait_until_full(at), load_stage();
+        ring.release(at, lane);
+        at.template advance<kStages>();
+      }
+    }
+
+    // The gradients, into the places of x and x2, and from there to memory.
+    const ItemsOfRows::Item here = item_again();
+    const int token = tile_token(a, a.nx, here.row + warpgroup * kTileRows);
+    keep(grad);
+    if constexpr (kValues) keep(values);
+    if (kBack && a.x_mask.data != nullptr) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int x_token = token + row + 8 * r;
+        const bool is_dropped = x_token >= 0 && x_token < a.nx && mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
+#pragma unroll
+        for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (is_dropped) grad[4 * j + 2 * r + i] = 0.f;
+            if constexpr (kValues) {
+              if (is_dropped) values[4 * j + 2 * r + i] = 0.f;
+            }
+          }
+        }
+      }
+    }
+    store_accumulator<Bf16, RowTile>(x, 0, grad, 1.f, 1.f, w4, lane);
+    if constexpr (kValues) store_accumulator<Bf16, RowTile>(x2, 0, values, 1.f, 1.f, w4, lane);
+    ptx::fence_proxy_async();
+    ptx::barrier_wait<128>(1 + warpgroup);
+    const bool begins_before = kBack && token < 0;
+    if (begins_before) {
+      store_rows<kHeadDim>(x, a.out, here.batch, here.x_head, token, a.nx, a.d);
+      if (kValues) store_rows<kHeadDim>(x2, values_out, here.batch, here.x_head, token, a.nx, a.dv);
+      ptx::barrier_wait<128>(1 + warpgroup);
+    }
+    if (w4 == 0 && lane == 0) {
+      if (!begins_before) {
+        RowTile::store(x, maps.grad, token, here.x_head, here.batch);
+        if (kValues) RowTile::store(x2, maps.values, token, here.x_head, here.batch);
+      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+      load_x(blockIdx.x + (count + Tile::kXBuffers) * gridDim.x, count + Tile::kXBuffers);
+    }
+  }
+  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+}
+
+template <int kHeadDim, Grads kGrads>
+void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
+  using Tile = GradTileSm90<kHeadDim>;
+  const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
+  const ItemsOfRows items(a, Tile::kRows);
+  GradMaps maps{};
+  maps.x = rows_map(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map(a.x2, a, x_heads, a.nx, a.dv);
+  maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
+  maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
+  if (kGrads == Grads::kKeysAndValues) maps.values = rows_map(values, a, x_heads, a.nx, a.dv);
+  launch_kernel("linear_grad_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads>, std::min(sm_count, items.count), Tile::threads(kGrads),
+                Tile::kSharedBytes, stream, maps, a, values, items);
+}
+
+}  // namespace
+
+void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
+  if (head_dim == 64) launch_grad<64, Grads::kQueries>(a, {}, sm_count, stream);
+  else launch_grad<128, Grads::kQueries>(a, {}, sm_count, stream);
+}
+void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
+  if (head_dim == 64) {
+    launch_grad<64, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
+  } else {  // registers for one of the two
+    linear_read_sm90(values, head_dim, sm_count, stream);
+    launch_grad<128, Grads::kKeys>(a, {}, sm_count, stream);
+  }
+}
+
+}  // namespace fastmax

@@ -1,0 +1,141 @@
+// What the Hopper kernels of order 2 share: where tiles of a walk lie in memory, and which rows a block of x has.
+//
+// Rows of a walk come in tiles of 64. A tile is copied as it lies in memory, in the order of tokens: a walk back in time goes over
+// tiles from the last tokens to the first, and within a tile later rows of the walk are earlier ones of the tile. Rows before the first
+// token or behind the last one arrive as zeros, and are not written.
+#pragma once
+
+#include "core/sm90/tensor_map.h"
+#include "core/sm90/tiles.h"
+#include "linear/linear.h"
+#include "linear/order2/snapshot_sm90.h"
+#ifdef __CUDACC__
+#include "linear/ptx.h"
+#endif
+
+namespace fastmax {
+
+template <int kHeadDim>
+using RowTileSm90 = SwizzledTile<kTileRows, kHeadDim>;
+
+inline constexpr int kScaleBytes = kTileRows * 4;  // e of a tile's rows
+
+// The rows of x of a launch in items of `rows`, all of one head and in one chunk: those with the most rows in their own chunk first, all
+// heads side by side. Made by the launcher: as an argument it takes no registers.
+struct ItemsOfRows {
+  int rows, pieces, heads, count;
+
+  ItemsOfRows(const LinearProblem& p, int rows)
+      : rows(rows), pieces((p.nx + rows - 1) / rows), heads(p.states() * p.x_group), count(pieces * heads) {}
+
+#ifdef __CUDACC__
+  struct Item {
+    int x_head_index;  // (batch, x head) flattened
+    int batch, x_head, state_head;
+    int row, chunk;
+    int first_own;  // tiles of the own chunk before this item's
+    int own_tiles;  // that its rows look at
+    int64_t slot;   // of the chunk's snapshot
+  };
+  __device__ __forceinline__ Item at(const LinearProblem& p, int index) const {
+    const int x_heads = p.state_heads * p.x_group;
+    Item item;
+    item.x_head_index = index % heads;
+    item.batch = item.x_head_index / x_heads, item.x_head = item.x_head_index % x_heads;
+    item.state_head = item.x_head / p.x_group;
+    item.row = (pieces - 1 - index / heads) * rows;
+    item.chunk = item.row / p.chunk;
+    item.first_own = (item.row - item.chunk * p.chunk) / kTileRows;
+    const int own_end = min(p.seen_end(min(item.row + rows, p.nx)), p.y_end());
+    item.own_tiles = p.causal ? (max(own_end - p.chunk_begin(item.chunk), 0) + kTileRows - 1) / kTileRows : 0;
+    item.slot = p.slot(item.batch * p.state_heads + item.state_head, item.chunk);
+    return item;
+  }
+#endif
+};
+
+#ifdef __CUDACC__
+// The first address for tiles in dynamic shared memory.
+__device__ __forceinline__ uint32_t first_tile(const void* shared) {
+  return (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
+}
+
+// The first token of the tile of rows [row, row + 64) of x or y, `rows` of them in all.
+__device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) {
+  return s.time == Time::kForward ? row : rows - row - kTileRows;
+}
+
+// Where the stages of an item come from: first those of its snapshot, then tiles of y and of its values from its own chunk.
+struct ItemSource {
+  int state_stages = 0, own_stages = 0;  // tiles of the own chunk for every head of y; nothing where there is no such item
+  int token = 0, y_head = 0, batch = 0;  // of the first own tile
+  const char* snapshot = nullptr;
+
+  __device__ __forceinline__ ItemSource(const LinearProblem& p, const ItemsOfRows& items, int index, const void* snapshots,
+                                        int snapshot_stages, int64_t snapshot_bytes) {
+    if (index >= items.count) return;
+    const ItemsOfRows::Item item = items.at(p, index);
+    state_stages = p.has_state(item.chunk) ? snapshot_stages : 0, own_stages = item.own_tiles * p.y_group;
+    token = tile_token(p, p.ny, p.y_row(p.chunk_begin(item.chunk)));
+    y_head = item.state_head * p.y_group, batch = item.batch;
+    snapshot = static_cast<const char*>(snapshots) + item.slot * snapshot_bytes;
+  }
+};
+
+// Sources of the next items of a warp, in shared memory: where loads are issued by warps that also compute, registers are short.
+struct SourceQueue {
+  static constexpr int kItems = 8;  // loads are at most so many items ahead of products, as each has one stage at least
+  static constexpr int kItemBytes = 32, kBytes = kItems * kItemBytes;
+  uint32_t address;
+
+  // With __syncwarp() before others read it.
+  __device__ __forceinline__ void put(int item, const ItemSource& x) const {
+    const uint32_t at = of(item);
+    ptx::store_shared_u32(at, x.state_stages + x.own_stages), ptx::store_shared_u32(at + 4, x.state_stages);
+    ptx::store_shared_u32(at + 8, x.token), ptx::store_shared_u32(at + 12, x.y_head), ptx::store_shared_u32(at + 16, x.batch);
+    const uint64_t snapshot = reinterpret_cast<uint64_t>(x.snapshot);
+    ptx::store_shared_u32(at + 24, static_cast<uint32_t>(snapshot)), ptx::store_shared_u32(at + 28, static_cast<uint32_t>(snapshot >> 32));
+  }
+  __device__ __forceinline__ int stages(int item) const { return word(item, 0); }  // 0: there is no such item
+  __device__ __forceinline__ int state_stages(int item) const { return word(item, 1); }
+  __device__ __forceinline__ int token(int item) const { return word(item, 2); }
+  __device__ __forceinline__ int y_head(int item) const { return word(item, 3); }
+  __device__ __forceinline__ int batch(int item) const { return word(item, 4); }
+  __device__ __forceinline__ const char* snapshot(int item) const {
+    uint32_t halves[2];
+    ptx::load_shared_u32x2(halves, of(item) + 24);
+    return reinterpret_cast<const char*>(static_cast<uint64_t>(halves[1]) << 32 | halves[0]);
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t of(int item) const { return address + item % kItems * kItemBytes; }
+  __device__ __forceinline__ int word(int item, int i) const { return static_cast<int>(ptx::load_shared_u32(of(item) + 4 * i)); }
+};
+
+// The e of a tile of y of a walk back in time (PreparedInputs). Rows that are further before the first token are zeros, whatever their e is.
+__device__ __forceinline__ const float* tile_scales(const RowScale& e, int tokens, int64_t head, int token) {
+  return e.data + head * e.head + max(token, tokens - static_cast<int>(e.head));
+}
+
+// A tile of results to the rows of a head from `token` on, by the threads of a warpgroup. The copy engine writes none that begins before
+// the first token.
+template <int kHeadDim>
+__device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int batch, int head, int token, int tokens, int columns) {
+  constexpr int kChunks = kHeadDim / 8;
+  auto* rows = reinterpret_cast<__nv_bfloat16*>(const_cast<void*>(out.data)) + batch * out.batch + head * out.head;
+  for (int i = threadIdx.x % 128; i < kTileRows * kChunks; i += 128) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (token + row < 0 || token + row >= tokens || 8 * chunk >= columns) continue;
+    uint32_t x[4];
+    ptx::load_shared_u32x4(x, tile + RowTileSm90<kHeadDim>::chunk_offset(row, chunk));
+    *reinterpret_cast<uint4*>(rows + (token + row) * out.token + 8 * chunk) = make_uint4(x[0], x[1], x[2], x[3]);
+  }
+}
+#endif
+
+// As the copy engine knows them.
+inline CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
+  return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,37 @@
+// Which calls the Hopper kernels of order 2 cover, and as what the passes of launch.cpp take them.
+#ifdef FASTMAX_HAS_SM90
+
+#include "core/sm90/tensor_map.h"
+#include "linear/algorithm.h"
+#include "linear/order2/linear2.h"
+#include "linear/order2/linear2_sm90.h"
+#include "linear/order2/snapshot_sm90.h"
+
+namespace fastmax {
+
+bool linear2_sm90_covers(const AttentionParams& p, Direction) {
+  const bool has_head_dim = p.head_dim == 64 || p.head_dim == 128;
+  if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 2 || !has_head_dim || fades(p)) return false;
+  const auto is_copied = [&](const void* data, const Stride& stride, int heads, int tokens, int columns) {
+    return has_tensor_map({data, stride, p.b, heads, tokens, columns, p.math});
+  };
+  return is_copied(p.q, p.q_stride, p.h, p.n, p.d) && is_copied(p.k, p.k_stride, p.hk, p.m, p.d) &&
+         is_copied(p.v, p.v_stride, p.hk, p.m, p.dv) && driver_makes_tensor_maps();
+}
+
+constexpr StatePasses kStatePassesSm90 = {
+    /*takes_zeros=*/true,
+    [](const Problem& p) { return p.head_dim == 64 ? hopper_state_sizes<64>() : hopper_state_sizes<128>(); },
+    [](const Problem& p, const StateArgs& a, cudaStream_t stream) { linear_state_sm90(a, p.head_dim, stream); },
+    [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { linear_read_sm90(a, p.head_dim, p.sm_count, stream); },
+    [](const Problem& p, const GradArgs& a, cudaStream_t stream) { linear_grad_sm90(a, p.head_dim, p.sm_count, stream); },
+    [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
+      linear_grads_sm90(values, a, p.head_dim, p.sm_count, stream);
+    },
+    /*load=*/nullptr,
+    /*store=*/nullptr,
+};
+
+}  // namespace fastmax
+
+#endif  // FASTMAX_HAS_SM90

@@ -1,0 +1,18 @@
+// The Hopper kernels of order 2, each the pass that its arguments say (linear/linear.h).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "linear/linear.h"
+
+namespace fastmax {
+
+// head_dim: 64 or 128.
+void linear_state_sm90(const StateArgs& a, int head_dim, cudaStream_t stream);
+void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream);
+
+// grad_q; and grad_v (of `values`) with grad_k, of the same rows.
+void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream);
+void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream);
+
+}  // namespace fastmax

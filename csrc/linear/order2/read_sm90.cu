@@ -1,0 +1,454 @@
+// Reading states on Hopper: what read_sm80.cu computes, by wgmma and TMA.
+//
+// Persistent blocks of kRows rows of x, the last rows of all heads first: in causal calls they have the most of their own chunk. Two
+// warpgroups have two tiles of 64 rows each, a low and a high one, so that both have as much to do. What they multiply comes through one
+// ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then y and w of the own chunk. Features are
+// made in registers, from x in shared memory.
+//
+// The constant term of the denominator is not summed: it is the number of rows of y that are seen, times c0.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/launch.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/ptx.h"
+#include "core/sm90/wgmma.h"
+#include "linear/order2/features.h"
+#include "linear/order2/hopper_walk.h"
+#include "linear/order2/linear2_sm90.h"
+
+namespace fastmax {
+namespace {
+
+template <int kHeadDim>
+struct ReadTileSm90 : HopperState<kHeadDim> {
+  using State = HopperState<kHeadDim>;
+  static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
+  static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
+  // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first.
+  static constexpr bool kMovesRegisters = kHeadDim == 128;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
+  static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
+  static constexpr int kStageBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
+  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1;
+  static constexpr int kXBytes = kItemTiles * State::kTileBytes;
+
+  // Shared memory, from a multiple of 1024 bytes on.
+  static constexpr int kX = kStages * kStageBytes;
+  static constexpr int kXFull = kX + kXBuffers * kXBytes;
+  static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static_assert(kBarriers % 8 == 0, "barriers are aligned");
+  static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
+};
+
+// How many rows of y a row of x sees.
+__device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row) {
+  const int end = a.causal ? min(a.y_row(a.seen_end(x_row)) + 1, a.ny) : a.ny;
+  return a.y_counts.data == nullptr ? end : a.y_counts.data[batch * a.y_counts.batch + end - 1];
+}
+
+// An accumulator's rows row and row + 8 of x times 1 + dropout noise.
+template <int kCount>
+__device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfRows::Item& item, int row, float (&acc)[kCount]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r >= a.nx) continue;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = 8 * j + 2 * t;
+      if (column >= a.dv) break;
+      const float2 noise = load_row_pair<__nv_bfloat16>(a.noise, false, item.batch, item.x_head, row + 8 * r, column);
+      acc[4 * j + 2 * r] *= fmaf(a.dropout, noise.x, 1.f), acc[4 * j + 2 * r + 1] *= fmaf(a.dropout, noise.y, 1.f);
+    }
+  }
+}
+
+// kValues: grad_v, of a walk back in time, without denominators; else a forward.
+template <int kHeadDim, bool kValues>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
+    linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
+                            const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
+                            const ItemsOfRows items) {
+  using Tile = ReadTileSm90<kHeadDim>;
+  using RowTile = RowTileSm90<kHeadDim>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  using Scores = Wgmma<Bf16, 64>;
+  constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
+  constexpr int kRowTiles = Tile::kRowTiles, kWarpgroups = Tile::kWarpgroups, kXBuffers = Tile::kXBuffers;
+  constexpr int kSteps = kHeadDim / 16;  // of 16 columns
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
+  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
+  if (threadIdx.x == 0) {
+    ring.init(4 * kWarpgroups);
+    for (int i = 0; i < kWarpgroups * kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // This warpgroup's tiles of x within the item.
+  const auto tile_of = [&](int m) { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; };
+
+  if (warpgroup == kWarpgroups) {
+    if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<24>();
+    if (warp != 4 * kWarpgroups || lane != 0) return;
+    RingPosition at;
+    for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+      const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+      for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
+        ring.wait_until_empty(at);
+        ring.expect(at, Tile::kStageBytes);
+        ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source.snapshot + i * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
+      }
+      for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+        const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
+        const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
+        ring.wait_until_empty(at);
+        ring.expect(at, Tile::kStageBytes);
+        RowTile::load(stage, y_map, ring.full(at), token, y_head, source.batch);
+        RowTile::load(stage + kTileBytes, w_map, ring.full(at), token, y_head, source.batch);
+      }
+    }
+    return;
+  }
+  if constexpr (Tile::kMovesRegisters) ptx::more_registers<240>();
+
+  const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
+    if (index >= items.count) return;
+    const ItemsOfRows::Item item = items.at(a, index);
+    const int buffer = count % kXBuffers;
+    const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * kTileBytes);
+    for (int m = 0; m < kRowTiles; ++m) {
+      const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
+      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, item.row + tile_of(m) * kTileRows), item.x_head, item.batch);
+    }
+  };
+  if (threadIdx.x % 128 == 0) {
+    for (int i = 0; i < kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
+  }
+
+  const int w4 = warp % 4, t = lane % 4, g = lane / 4;
+  const int row = 16 * w4 + g;  // of a tile, and row + 8
+  RingPosition at;
+  // Of the block's items only the number is kept in a register: what an item is is worked out again where it is needed.
+  for (int count = 0;; ++count) {
+    const int index = blockIdx.x + count * gridDim.x;
+    if (index >= items.count) break;
+    const auto item_again = [&] { return items.at(a, blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
+    const ItemsOfRows::Item item = items.at(a, index);
+    const int buffer = count % kXBuffers;
+    const uint32_t x = x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
+    const Operand<RowTile> x_operand(x);  // of the low tile; the high one follows it
+    float acc[kRowTiles][kHeadDim / 2], sums[kRowTiles][2] = {};  // sums: this lane's part of the denominators
+    const bool has_state = a.has_state(item.chunk);
+    ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / kXBuffers % 2);
+
+    RingPosition before;  // the stage before, whose products may still be under way
+    bool releases = false;
+    if (has_state) {
+      ring.wait_until_full(at);
+      if constexpr (!kValues) {
+        // The denominator from earlier chunks: x . (moment x + c1 sum y).
+        const float* state_sums = a.sums + item.slot * Tile::kSums;
+        const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int panel = 0; panel < Tile::kPanels; ++panel) {
+            float v[32];
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+              const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+              const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
+              if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
+              else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
+            }
+            wgmma_commit();
+            wgmma_wait<0>();
+            keep(v);
+            const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
+              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
+              const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
+              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
+              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
+            }
+          }
+        }
+      }
+      if constexpr (Tile::kPanels == 2) ring.release(at, lane), at.template advance<kStages>(), ring.wait_until_full(at);
+
+      // First order.
+      const Operand<RowTile> linear(stages_at + at.stage * Tile::kStageBytes + (Tile::kPanels == 1 ? kTileBytes : 0));
+      wgmma_fence();
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k), features = linear.behind(k / 4 * kTileBytes).mn_major(k % 4);
+          if (k == 0) Products::template ss_first<Major::kK, Major::kMN>(acc[m], columns, features);
+          else Products::template ss<Major::kK, Major::kMN>(acc[m], columns, features);
+        }
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+      ring.release(at, lane);
+      at.template advance<kStages>();
+
+      // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
+      int half = 0;  // of the stage
+      uint32_t tile = 0, base[kRowTiles][2];
+      const auto load_base = [&](int block) {
+        const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x2(base[m], x + m * kTileBytes + offset);
+      };
+      load_base(0);
+      for (int star = 0; star < kBlocks; ++star) {
+        // Of rows row and row + 8: in both halves, or, where registers are short, in pairs, of which a multiplication takes a half.
+        constexpr bool kDuplicated = kHeadDim == 64;
+        uint32_t scalars[kRowTiles][2][kDuplicated ? 8 : 4];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, star);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            uint32_t columns[4];
+            ptx::load_shared_u32x4(columns, address + r * 1024);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              if constexpr (kDuplicated) {
+                scalars[m][r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalars[m][r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
+              } else {
+                scalars[m][r][i] = columns[i];
+              }
+            }
+          }
+        }
+        const auto scalar = [&](int m, int r, int i) {
+          if constexpr (kDuplicated) return scalars[m][r][i];
+          else return duplicate_half(scalars[m][r][i / 2], i % 2);
+        };
+        const int tiles = Tile::star_tiles(star);
+        for (int j = 0; j < tiles; ++j) {
+          if (half == 0) ring.wait_until_full(at), tile = stages_at + at.stage * Tile::kStageBytes;
+          const Operand<RowTile> features(tile);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            uint32_t f[16];
+            wgmma_wait<kRowTiles - 1>();
+            if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              f[4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
+              f[4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k));
+              f[4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
+              f[4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
+            }
+            if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f + 4 * k, features.mn_major(k));
+            wgmma_commit();
+          }
+          if (half == 1) before = at, releases = true, at.template advance<kStages>();
+          else tile += kTileBytes;
+          half ^= 1;
+        }
+      }
+      wgmma_wait<0>();
+      ring.release(before, lane);
+      releases = false;
+    } else {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = 0.f;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+
+    // The own chunk.
+    const ItemsOfRows::Item own_item = item_again();
+    float s[32];
+    uint32_t weights[16];
+    const auto make_scores = [&](int m, const Operand<RowTile>& y) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+        if (k == 0) Scores::ss_first<Major::kK, Major::kK>(s, columns, y.k_major(k));
+        else Scores::ss<Major::kK, Major::kK>(s, columns, y.k_major(k));
+      }
+      wgmma_commit();
+    };
+    const auto make_weights = [&](int m, auto is_diagonal) {
+      keep(s);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
+        const float u = fmaf(s[i], a.c2, a.c1);
+        // In memory a walk back in time goes from later rows to earlier ones.
+        const bool seen = !decltype(is_diagonal)::value || (kValues ? column >= row + 8 * r : column <= row + 8 * r);
+        if (!kValues) sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
+        s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
+    };
+    const auto add_values = [&](int m, const Operand<RowTile>& w) {
+      keep(weights);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], weights + 4 * k, w.mn_major(k));
+      wgmma_commit();
+      wgmma_wait<0>();  // registers for one group at a time
+    };
+    const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
+      ring.wait_until_full(at);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      make_scores(0, y);
+      wgmma_wait<0>();
+      ring.release(before, lane, releases);
+      make_weights(0, is_diagonal);
+      add_values(0, w);
+      make_scores(1, y);
+      wgmma_wait<0>();
+      make_weights(1, std::false_type{});
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
+    const auto for_high = [&](auto is_diagonal) {
+      ring.wait_until_full(at);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      make_scores(1, y);
+      wgmma_wait<0>();
+      ring.release(before, lane, releases);
+      make_weights(1, is_diagonal);
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
+    // Waiting between the loops keeps registers of products in flight from crossing control flow.
+    const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
+    const int tiles = own_item.own_tiles * y_group;
+    const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
+    int own = 0;
+    const auto diagonal = [&](int first, const auto& add_tile) {
+      if constexpr (kValues) {
+        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{});
+      } else if (own < tiles) {
+        add_tile(std::true_type{}), ++own;
+      }
+    };
+    for (; own < low && own < tiles; ++own) for_both(std::false_type{});
+    wgmma_wait<0>();
+    diagonal(low, for_both);
+    wgmma_wait<0>();
+    for (; own < high && own < tiles; ++own) for_high(std::false_type{});
+    wgmma_wait<0>();
+    diagonal(high, for_high);
+    wgmma_wait<0>();
+    if (releases) ring.release(before, lane);
+    for (; own < tiles; ++own) {  // of the other warpgroup alone
+      ring.wait_until_full(at);
+      ring.release(at, lane);
+      at.template advance<kStages>();
+    }
+
+    const ItemsOfRows::Item here = item_again();
+    if (a.has_state(here.chunk)) {
+      const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const float2 v = ptx::load_global_f32x2(sum_w + 8 * j + 2 * t);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            acc[m][4 * j + 2 * r] = fmaf(a.c0, v.x, acc[m][4 * j + 2 * r]);
+            acc[m][4 * j + 2 * r + 1] = fmaf(a.c0, v.y, acc[m][4 * j + 2 * r + 1]);
+          }
+        }
+      }
+    }
+
+    // The result: divided, into the place of x, and from there to memory.
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      keep(acc[m]);
+      const int first = here.row + tile_of(m) * kTileRows;
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kValues) {
+          const int token = tile_token(a, a.nx, first) + row + 8 * r;
+          factor[r] = a.x_mask.data == nullptr || token < 0 || token >= a.nx ||
+                              mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(token) * a.x_mask.token] != 0
+                          ? 1.f
+                          : 0.f;
+        } else {
+          const int x_row = first + row + 8 * r;
+          const float z = fmaf(a.c0, rows_seen(a, here.batch, x_row), quad_sum(sums[m][r]));
+          factor[r] = z == 0.f ? 0.f : 1.f / z;
+          if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
+        }
+      }
+      if (!kValues && a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
+      store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], factor[0], factor[1], w4, lane);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_wait<128>(1 + warpgroup);
+    if constexpr (kValues) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
+        if (token < 0) store_rows<kHeadDim>(x + m * kTileBytes, a.out, here.batch, here.x_head, token, a.nx, a.dv);
+      }
+      ptx::barrier_wait<128>(1 + warpgroup);
+    }
+    if (w4 == 0 && lane == 0) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
+        if (!kValues || token >= 0) RowTile::store(x + m * kTileBytes, out_map, token, here.x_head, here.batch);
+      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+      load_x(blockIdx.x + (count + kXBuffers) * gridDim.x, count + kXBuffers);
+    }
+  }
+  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+}
+
+template <int kHeadDim, bool kValues>
+void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
+  using Tile = ReadTileSm90<kHeadDim>;
+  const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
+  const ItemsOfRows items(a, Tile::kRows);
+  const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
+  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
+  launch_kernel("linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues>, std::min(sm_count, items.count), Tile::kThreads,
+                Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
+}
+
+}  // namespace
+
+void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
+  if (head_dim == 64) launch_read<64, false>(a, sm_count, stream);
+  else if (a.z != nullptr) launch_read<128, false>(a, sm_count, stream);
+  else launch_read<128, true>(a, sm_count, stream);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,43 @@
+// The scan between the two launches of a state kernel whose walk is cut into segments.
+
+#include "core/launch.h"
+#include "linear/order2/linear2.h"
+#include "linear/order2/row_walk.h"
+
+namespace fastmax {
+namespace {
+
+__global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a, const int64_t slot_floats) {
+  const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (index >= slot_floats) return;
+  // What is left of a sum once a segment's rows are in it.
+  const auto fade = [&](float sum, int segment) {
+    const int state = static_cast<int>(index / (slot_floats / a.states()));
+    const Work work = locate_segment(a, segment * a.states());
+    return FadeFactor::of(a.fading.passing(a, state, a.fading.edge_after(a, work.begin), a.fading.edge_after(a, work.end)))(sum);
+  };
+  float sum = a.begin > 0 ? a.accumulators[index] : 0.f;
+  float* slots = a.accumulators + slot_floats + index;
+  constexpr int kAhead = 8;  // loads in flight
+  for (int first = 0; first < a.segments; first += kAhead) {
+    float totals[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) totals[i] = first + i < a.segments - 1 ? slots[(first + i) * slot_floats] : 0.f;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (first + i < a.segments) slots[(first + i) * slot_floats] = sum;
+      if (a.fading && first + i < a.segments) sum = fade(sum, first + i);
+      sum += totals[i];
+    }
+  }
+}
+
+}  // namespace
+
+void linear_scan_segments(const StateArgs& a, int64_t slot_floats, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  launch_kernel("linear_segments", linear_segments_kernel, grid_1d((slot_floats + kThreads - 1) / kThreads), kThreads, 0, stream, a,
+                slot_floats);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,66 @@
+// States of the Hopper kernels: how a state is shared among warpgroups, what a snapshot of it looks like, where the rows of a walk
+// lie in memory.
+//
+// The columns of y come in blocks of eight. A tile (s, b) of a state has 64 features f = 8 x + g, of the value y[8s + x] y[8b + g],
+// times all channels of w. Star s owns the tiles (s, s), (s, s + 1), ..., (s, s + kBlocks / 2 - 1), blocks modulo kBlocks, and for
+// s < kBlocks / 2 also (s, s + kBlocks / 2): every pair of blocks once, as in features.h. So all stars have room for
+// kBlocks / 2 + 1 tiles, and that of the upper ones takes what else there is:
+//
+//   star kBlocks / 2 + 0 ..            first order: y^T w, 64 columns of y each (kPanels of them)
+//                    + kPanels ..      second moment: e y^T y, likewise
+//                    + 2 kPanels       sum w
+//                    + 2 kPanels + 1   sum e y
+//
+// A snapshot is a row of tiles in bf16: second moment, first order, then the tiles of star 0, of star 1, ... Each tile is what wgmma reads
+// in shared memory, so that readers copy it as it is: kPanels panels of 64 features x 64 channels, a feature a row of 128 bytes, whose
+// eight 16-byte chunks are swizzled by the row (chunk c of row r at c ^ (r % 8)).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "linear/order2/state_format.h"
+
+namespace fastmax {
+
+inline constexpr int kTileRows = 64;     // rows of y or x in a tile of wgmma
+inline constexpr int kPanelBytes = 8192; // 64 rows of 64 bf16
+
+template <int kHeadDim>
+struct HopperState {
+  static_assert(kHeadDim == 64 || kHeadDim == 128, "64 channels a panel; accumulators of a warpgroup in registers");
+  static constexpr int kPanels = kHeadDim / 64;
+  static constexpr int kBlocks = kHeadDim / 8;
+  static constexpr int kPairTiles = kBlocks * (kBlocks + 1) / 2;
+  static constexpr int kTiles = kPairTiles + 2 * kPanels;  // of a snapshot
+  static constexpr int kTileBytes = kPanels * kPanelBytes;
+  static constexpr int64_t kSnapshotBytes = int64_t{kTiles} * kTileBytes;
+  static constexpr int kMomentTile = 0, kLinearTile = kPanels, kFirstPair = 2 * kPanels;
+  // sum w, sum e y
+  static constexpr int kSumW = 0, kSumY = kHeadDim, kSums = 2 * kHeadDim;
+
+  // The state kernel: tiles of a warpgroup, neighbours in a star; two warpgroups a block.
+  static constexpr int kOwnTiles = kHeadDim == 64 ? 5 : 3;
+  static constexpr int kStarShares = (kBlocks / 2 + 1) / kOwnTiles;
+  static_assert(kStarShares * kOwnTiles == kBlocks / 2 + 1, "warpgroups share a star evenly");
+  static constexpr int kStateBlocks = kBlocks * kStarShares / 2;
+  static constexpr int kAccumulators = kOwnTiles * kHeadDim / 2;  // of a thread
+
+  static constexpr __host__ __device__ int star_tiles(int star) { return star < kBlocks / 2 ? kBlocks / 2 + 1 : kBlocks / 2; }
+  // Of the tile (star, star + offset), from the first pair on.
+  static constexpr __host__ __device__ int pair_index(int star, int offset) {
+    constexpr int kHalf = kBlocks / 2;
+    return star < kHalf ? star * (kHalf + 1) + offset : kHalf * (kHalf + 1) + (star - kHalf) * kHalf + offset;
+  }
+};
+
+// Chunks: snapshots written and read against the quadratic part of a chunk; a prototype took 2.65 ms at (1, 32, 65536, 64) with 256
+// rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024.
+template <int kHeadDim>
+inline StateSizes hopper_state_sizes() {
+  using State = HopperState<kHeadDim>;
+  return {kHeadDim == 64 ? 256 : 1024, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, int64_t{State::kAccumulators} * 256};
+}
+
+}  // namespace fastmax

@@ -1,0 +1,283 @@
+// States of the linear algorithm on Hopper: what state_sm80.cu computes, by wgmma and TMA, in snapshots of snapshot_sm90.h.
+//
+// A warpgroup keeps kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
+// tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times a scalar of y by shuffle)
+// and w, or for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
+// from there by the copy engine, while the walk goes on.
+
+#include "core/launch.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/ptx.h"
+#include "core/sm90/wgmma.h"
+#include "linear/order2/hopper_walk.h"
+#include "linear/order2/linear2.h"
+#include "linear/order2/linear2_sm90.h"
+#include "linear/order2/row_walk.h"
+
+namespace fastmax {
+namespace {
+
+template <int kHeadDim>
+struct StateTileSm90 : HopperState<kHeadDim> {
+  using State = HopperState<kHeadDim>;
+  static constexpr int kThreads = 256;
+  static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
+  static constexpr int kAhead = kStages - 2;  // stages that are on their way: loads are issued by a thread that also computes
+  static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
+
+  // Shared memory, from a multiple of 1024 bytes on.
+  static constexpr int kStaging = kStages * kStageBytes;  // a snapshot's tiles, of each warpgroup
+  static constexpr int kStagingBytes = State::kOwnTiles * State::kTileBytes;
+  static constexpr int kScales = kStaging + 2 * kStagingBytes;  // e of the rows of each stage
+  static constexpr int kBarriers = kScales + kStages * kScaleBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static_assert(kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
+};
+
+// What the last tile of a warpgroup is.
+enum class LastTile { kPair, kColumns, kOnes };
+
+// A warpgroup's tiles.
+template <int kHeadDim>
+struct StateShare {
+  using State = HopperState<kHeadDim>;
+  int star, first;  // tiles (star, star + first), ...
+  LastTile last = LastTile::kPair;
+  int half = 0;           // kColumns: columns of y from 64 half on
+  bool of_y = false;      // not kPair: sums of e y in place of w
+  bool is_there = true;
+
+  __device__ __forceinline__ StateShare(int warpgroup) {
+    star = warpgroup / State::kStarShares, first = warpgroup % State::kStarShares * State::kOwnTiles;
+    const int extra = star - State::kBlocks / 2;
+    if (extra < 0 || first + State::kOwnTiles - 1 != State::kBlocks / 2) return;
+    is_there = extra < 2 * State::kPanels + 2;
+    if (extra < 2 * State::kPanels) last = LastTile::kColumns, half = extra % State::kPanels, of_y = extra >= State::kPanels;
+    else last = LastTile::kOnes, of_y = extra == 2 * State::kPanels + 1;
+  }
+  __device__ __forceinline__ int block(int tile) const { return (star + first + tile) % State::kBlocks; }
+};
+
+// kScaled: moments and sums of y are of e y. totals: sum the rows of every segment but the last. Else: walk every segment, with
+// snapshots at the boundaries in [begin, end) and at the last one, the end of the last segment.
+template <int kHeadDim, bool kScaled>
+__global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
+    linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map,
+                             const StateArgs a, const bool totals) {
+  using Tile = StateTileSm90<kHeadDim>;
+  using RowTile = RowTileSm90<kHeadDim>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  constexpr int kOwn = Tile::kOwnTiles, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
+  constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared);
+  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
+
+  const Work work = locate_segment(a, blockIdx.x / Tile::kStateBlocks);
+  const int state = work.state, begin = work.begin, end = work.end;
+  const int blocks = a.states() * Tile::kStateBlocks, segment = blockIdx.x / blocks, state_block = blockIdx.x % blocks;
+  const bool is_last = segment == a.segments - 1;
+  int chunk = a.first_snapshot(begin);
+  if (!totals && !is_last && a.chunk_begin(chunk) >= end) return;  // no snapshot in it
+  const int y_group = kScaled ? a.y_group : 1;  // keys are not shared by heads of y
+  const int stages = (end - begin) / kTileRows * y_group;
+
+  if (threadIdx.x == 0) {
+    ring.init(Tile::kThreads / 32);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  const auto load_stage = [&](int i) {  // one thread
+    const RingPosition at{i % kStages, static_cast<uint32_t>(i / kStages % 2)};
+    const uint32_t w = stages_at + at.stage * Tile::kStageBytes;
+    const int token = tile_token(a, a.ny, a.y_row(begin + i / y_group * kTileRows));
+    const int head = state % a.state_heads * y_group + i % y_group, batch = state / a.state_heads;
+    ring.wait_until_empty(at);
+    ring.expect(at, Tile::kStageBytes + (kScaled ? kScaleBytes : 0));
+    RowTile::load(w, w_map, ring.full(at), token, head, batch);
+    RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
+    if (kScaled) {
+      ptx::bulk_load(stages_at + Tile::kScales + at.stage * kScaleBytes,
+                     tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * y_group + head, token), kScaleBytes, ring.full(at));
+    }
+  };
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < min(Tile::kAhead, stages); ++i) load_stage(i);
+  }
+
+  const StateShare<kHeadDim> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
+  const bool of_columns = share.last == LastTile::kColumns, of_ones = share.last == LastTile::kOnes;
+  const int w4 = warp % 4, t = lane % 4, row8 = lane % 8, row_half = lane / 8 % 2, block_half = lane / 16;
+  // Where a lane's row of an ldmatrix begins in 16 rows of y, of a block of columns.
+  const auto address_of = [&](int block) {
+    return static_cast<uint32_t>(block / 8 * RowTile::kPanelBytes + (row8 + 8 * row_half) * 128 + ((block % 8 ^ row8) << 4));
+  };
+  uint32_t pair_offset[(kOwn - 1) / 2];
+#pragma unroll
+  for (int i = 0; i < (kOwn - 1) / 2; ++i) pair_offset[i] = address_of(share.block(2 * i + block_half));
+  const uint32_t last_offset = address_of(of_columns ? 8 * share.half + 2 * w4 + block_half : share.block(kOwn - 1));
+  const uint32_t star_offset = address_of(share.star);
+  const uint32_t one = 0x3f803f80u, ones_row = w4 == 0 && lane < 4 ? one : 0;  // in bf16
+  const int lane0 = 8 * w4 + t, lane1 = lane0 + 4;  // that have the scalars of this lane's features
+
+  float acc[kOwn][kRegs];
+  const auto for_each_accumulator = [&](int slot, const auto& f) {
+    float* saved = a.accumulators + (static_cast<int64_t>(slot) * blocks + state_block) * (Tile::kAccumulators * Tile::kThreads) + threadIdx.x;
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+#pragma unroll
+      for (int i = 0; i < kRegs; ++i) f(acc[j][i], saved[(j * kRegs + i) * Tile::kThreads]);
+    }
+  };
+  // Without a branch around it, behind which the compiler would serialise products (C7515).
+  const bool goes_on = !totals && begin > 0;
+  for_each_accumulator(a.segments == 1 ? 0 : 1 + segment, [&](float& sum, const float& saved) { sum = goes_on ? saved : 0.f; });
+
+  // Of 16 rows: y^T of the tiles' blocks, two tiles each, of a tile two registers of 8 rows; the last tile may have two blocks.
+  constexpr int kPairs = (kOwn + 1) / 2;
+  uint32_t b[kPairs][4], scalars[2];
+  const auto load_rows = [&](uint32_t y) {
+#pragma unroll
+    for (int i = 0; i < kPairs - 1; ++i) ptx::ldmatrix_x4_trans(b[i], y + pair_offset[i]);
+    ptx::ldmatrix_x4_trans(b[kPairs - 1], y + last_offset);
+    if constexpr (kOwn == Tile::kBlocks / 2 + 1) scalars[0] = b[0][0], scalars[1] = b[0][1];  // the star's own block
+    else ptx::ldmatrix_x2_trans(scalars, y + star_offset);
+  };
+
+  const auto store_snapshot = [&](int c) {
+    const bool is_leader = w4 == 0 && lane == 0;
+    const uint32_t staging = stages_at + Tile::kStaging + warpgroup * Tile::kStagingBytes;
+    if (is_leader) ptx::bulk_wait_read<0>();  // of the snapshot before
+    ptx::barrier_wait<128>(1 + warpgroup);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
+      if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
+      if (j < kOwn - 1 || !of_ones) store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
+    }
+    const int64_t slot = a.slot(state, c);
+    if (of_ones && share.is_there && w4 == 0 && lane < 4) {
+      float* sums = a.sums + slot * Tile::kSums + (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * lane;
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_wait<128>(1 + warpgroup);
+    if (is_leader) {
+      uint8_t* snapshot = static_cast<uint8_t*>(a.snapshots) + slot * Tile::kSnapshotBytes;
+      const int pairs = share.last == LastTile::kPair ? kOwn : kOwn - 1;
+      ptx::bulk_store(snapshot + (Tile::kFirstPair + Tile::pair_index(share.star, share.first)) * kTileBytes, staging, pairs * kTileBytes);
+      if (of_columns) {
+        const int tile = (share.of_y ? Tile::kMomentTile : Tile::kLinearTile) + share.half;
+        ptx::bulk_store(snapshot + tile * kTileBytes, staging + (kOwn - 1) * kTileBytes, kTileBytes);
+      }
+      ptx::bulk_commit();
+    }
+  };
+
+  RingPosition at;
+  int left = stages;  // not yet begun
+  for (int row = begin;;) {
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) keep(acc[j]);
+    if (!totals && row == a.chunk_begin(chunk) && (row < end || is_last)) store_snapshot(chunk++);
+    if (row == end) break;
+    const int next = totals ? end : min(a.chunk_begin(chunk), end);
+    int run = (next - row) / kTileRows * y_group;
+    row = next;
+    ring.wait_until_full(at);
+    load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
+    RingPosition before = at;  // released when its products are done
+    for (bool is_first = true; run > 0; --run, is_first = false) {
+      if (threadIdx.x == 0 && left > Tile::kAhead) load_stage(stages - left + Tile::kAhead);
+      --left;
+      const RingPosition own = at;
+      const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
+      const uint32_t e = stages_at + Tile::kScales + own.stage * kScaleBytes;
+      const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
+      at.template advance<kStages>();
+      ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t m[2][2], f[kOwn][4];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
+        wgmma_wait<0>();
+        if (k == 1) ring.release(before, lane, !is_first);
+#pragma unroll
+        for (int j = 0; j < kOwn - 1; ++j) {
+          const uint32_t* x = b[j / 2] + j % 2 * 2;
+          f[j][0] = ptx::multiply_bf16x2(x[0], m[0][0]), f[j][1] = ptx::multiply_bf16x2(x[0], m[1][0]);
+          f[j][2] = ptx::multiply_bf16x2(x[1], m[0][1]), f[j][3] = ptx::multiply_bf16x2(x[1], m[1][1]);
+        }
+        {
+          uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]}, scale[2] = {one, one};
+          if (of_ones) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
+          if (kScaled) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
+              scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
+            }
+          }
+          const bool plain = of_columns || of_ones;
+          f[kOwn - 1][0] = ptx::multiply_bf16x2(x[0], plain ? scale[0] : m[0][0]);
+          f[kOwn - 1][1] = ptx::multiply_bf16x2(x[2], plain ? scale[0] : m[1][0]);
+          f[kOwn - 1][2] = ptx::multiply_bf16x2(x[1], plain ? scale[1] : m[0][1]);
+          f[kOwn - 1][3] = ptx::multiply_bf16x2(x[3], plain ? scale[1] : m[1][1]);
+        }
+        // Behind the last rows of a run: not used, and read again.
+        load_rows(k < 3 ? y + (k + 1) * 2048 : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
+        const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < kOwn - 1; ++j) Products::template rs<Major::kMN>(acc[j], f[j], rows);
+        Products::template rs<Major::kMN>(acc[kOwn - 1], f[kOwn - 1], last_rows);
+        wgmma_commit();
+      }
+      before = own;
+    }
+    wgmma_wait<0>();
+    ring.release(before, lane);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) keep(acc[j]);
+  }
+  if (totals || (is_last && a.hands_on)) {
+    for_each_accumulator(is_last ? 0 : 1 + segment, [](float& sum, float& saved) { saved = sum; });
+  }
+  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+}
+
+template <int kHeadDim>
+void launch_state(const StateArgs& a, cudaStream_t stream) {
+  if (a.end() == 0) return;  // nothing before the last chunk
+  using Tile = StateTileSm90<kHeadDim>;
+  const int64_t blocks = int64_t{a.states()} * Tile::kStateBlocks;
+  const int y_heads = a.state_heads * a.y_group;
+  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
+  const bool scaled = a.y_scale.data != nullptr;
+  const auto launch = [&](int segments, bool totals) {
+    const auto run = [&](auto kernel) {
+      launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map, w_map,
+                    a, totals);
+    };
+    if (scaled) run(linear_state_sm90_kernel<kHeadDim, true>);
+    else run(linear_state_sm90_kernel<kHeadDim, false>);
+  };
+  if (a.segments > 1) {
+    launch(a.segments - 1, true);
+    linear_scan_segments(a, blocks * Tile::kAccumulators * Tile::kThreads, stream);
+  }
+  launch(a.segments, false);
+}
+
+}  // namespace
+
+void linear_state_sm90(const StateArgs& a, int head_dim, cudaStream_t stream) {
+  if (head_dim == 64) launch_state<64>(a, stream);
+  else launch_state<128>(a, stream);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,12 @@
+// Softmax attention on Hopper: the backward, with bounds of keys and windows.
+
+#include "quadratic/bwd_sm90.h"
+
+namespace fastmax {
+
+void flash_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
+  using Launch = LaunchQuadraticBwdSm90<SoftmaxScore, TableVisibility>;
+  dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
+}
+
+}  // namespace fastmax

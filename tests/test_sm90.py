@@ -1,0 +1,434 @@
+"""The Hopper kernels of the quadratic algorithm and of softmax attention: which calls take them, and what these compute.
+
+Tiles: a warpgroup owns 64 queries (blocks of 192 at head dim 64, of 128 at 128) and walks over 128 keys at a time; in the
+backward it owns 64 keys and walks over 64 queries, or owns 64 queries and walks over 128 keys (64 at head dim 128).
+test_padding.py has the masks.
+"""
+
+import itertools
+import math
+import re
+import threading
+
+import pytest
+import torch
+from test_kernels import DEVICE, WHY_NOT, capture, operands, size
+
+import fastmax
+from fastmax import extension, verify
+
+ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "quadratic_sm90" in extension.build_info()
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not ON_HOPPER, reason=f"the Hopper kernels do not run: {WHY_NOT or 'another device, or not built'}"),
+]
+
+# Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
+ATTENTION_CALL = re.compile(r"fastmax::(\w+): \w+, (\w+): b \d.*, head_dim ")
+
+by_attention = pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
+by_head_dim = pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+
+
+@pytest.fixture
+def taken(capfd):
+    """taken(): the kernels of the calls since the last time, like "backward: quadratic_sm90"."""
+
+    def lines():
+        printed = capfd.readouterr().err
+        return [f"{operator}: {kernels}" for operator, kernels in ATTENTION_CALL.findall(printed)]
+
+    extension.set_debugging(True)
+    lines()
+    yield lines
+    extension.set_debugging(False)
+
+
+def case_of(softmax, *args, **options):
+    """A row for the kernels of the quadratic algorithm, or of softmax attention, in bf16."""
+    case = size("", *args, **options)
+    for_softmax = {"causal": case.options["causal"]}
+    options = for_softmax if softmax else case.options | {"algorithm": "quadratic"}
+    return case._replace(options=options, softmax=softmax, dtype=torch.bfloat16, noise=case.noise and not softmax)
+
+
+def expected_kernels(softmax, bounded=False):
+    if bounded:
+        return {line.replace("_sm90", "_bounded_sm90") for line in expected_kernels(softmax)}
+    return (
+        {"flash_forward: flash_sm90", "flash_backward: flash_sm90"}
+        if softmax
+        else {
+            "forward: quadratic_sm90",
+            "backward: quadratic_sm90",
+        }
+    )
+
+
+# ---- against float64, on poisoned memory, bit by bit repeatable
+
+# The first that fails says most: one tile, several, both kinds of tails, blocks beside each other, everything else.
+ROWS = [
+    dict(n=64, m=128, causal=False, b=1, h=1),
+    dict(n=64, b=1, h=1),
+    dict(n=128, b=1, h=1),
+    dict(n=64, m=1024, causal=False, b=1, h=1),
+    dict(n=1024, m=128, causal=False, b=1, h=1),
+    *(dict(n=n) for n in (1, 8, 63, 65, 127, 129, 191, 192, 193, 255, 256, 257, 383, 385, 512, 577, 1000, 1025)),
+    *(
+        dict(n=n, m=m, causal=c)
+        for n, m in ((1, 300), (17, 64), (64, 129), (129, 1000), (300, 301), (200, 455))
+        for c in (True, False)
+    ),
+    *(dict(n=n, m=m, causal=False) for n, m in ((300, 1), (300, 17), (129, 65), (1000, 130))),
+    dict(n=300, m=333, h=8, hk=2),
+    dict(n=190, m=450, h=6, hk=1),
+    dict(n=200, h=6, hk=2, causal=False),
+    dict(n=300, m=400, mask=True, h=4, hk=2),
+    dict(n=300, m=200, mask=True, causal=False),
+    dict(n=300, noise=True),
+    dict(n=300, m=333, mask=True, noise=True, layout="packed", h=4, hk=2),
+    dict(n=300, layout="token-major", h=4),
+    dict(n=300, layout="unaligned", h=4),
+    dict(n=300, b=4, h=40),
+    dict(n=700, b=3, h=30, hk=10, m=777),
+    dict(n=4096, b=1, h=2, hk=1),
+    dict(n=5, m=9, b=1, h=70_000, hk=35_000, mask=True),
+    dict(n=5, m=7, b=70_000, h=1),
+]
+
+
+def row_id(row):
+    return " ".join(f"{name} {value}" for name, value in row.items())
+
+
+@by_head_dim
+@by_attention
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_against_float64(row, d, softmax, taken):
+    if softmax and row.get("noise") and not row.get("mask"):
+        pytest.skip("softmax attention has no noise")
+    case = case_of(softmax, d=d, **row)
+    assert verify.check(case, DEVICE, 1234).wrong == []
+    assert set(taken()) == expected_kernels(softmax)
+
+
+@by_attention
+@pytest.mark.parametrize(
+    "d, dv", [(40, 24), (37, 51), (33, 8), (48, 128), (128, 16), (72, 100), (1, 100), (127, 127), (128, 64)]
+)
+def test_narrower_heads(d, dv, softmax, taken):
+    """Columns that there are not are zeros of the copy engine, and are not written."""
+    for causal in (True, False):
+        case = case_of(softmax, 200, 333, d=d, dv=dv, h=4, hk=2, mask=True, noise=True, causal=causal)
+        assert verify.check(case, DEVICE, 5).wrong == []
+    assert set(taken()) == expected_kernels(softmax)
+
+
+@by_head_dim
+@pytest.mark.parametrize(
+    "options",
+    [dict(p=1), dict(a0=0.7, a1=-0.3, a2=1.1), dict(a0=1e-3, a1=0.0, a2=1.0), dict(magnitude=30.0, temperature=1.0)],
+    ids=["p = 1", "other coefficients", "hardly a constant", "large scores"],
+)
+def test_scores(options, d, taken):
+    assert verify.check(case_of(False, 300, 350, d=d, **options), DEVICE, 6).wrong == []
+    assert set(taken()) == expected_kernels(False)
+
+
+@by_head_dim
+def test_softmax_of_large_scores(d, taken):
+    """Rows whose maximum rises from tile to tile, and falls."""
+    q, k, v = (torch.randn(1, 2, 700, d, device=DEVICE) for _ in range(3))
+    ramp = torch.linspace(0.1, 12.0, 700, device=DEVICE)[:, None]
+    for keys in (k * ramp, k * ramp.flip(0)):
+        narrow = [x.bfloat16() for x in (q, keys, v)]
+        o = fastmax.flash_attention(*narrow, causal=True)
+        exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in narrow), is_causal=True)
+        assert (o.double() - exact).norm() <= 2.0**-7 * exact.norm()
+    assert set(taken()) == {"flash_forward: flash_sm90"}
+
+
+# Rows as above, for bounds and decays too.
+@by_head_dim
+@pytest.mark.parametrize(
+    "row, kind",
+    [
+        (dict(n=64, m=128, causal=False, b=1, h=1), ""),
+        (dict(n=300, m=400, mask=True, h=4, hk=2), ""),
+        (dict(n=1025, layout="unaligned"), ""),
+        (dict(n=700, b=1, h=4, hk=2), "bounded_"),
+        (dict(n=500, m=577), "fading_"),
+    ],
+    ids=str,
+)
+def test_softmax_in_fp16(row, kind, d, taken):
+    """The forward; the backward is the portable one's."""
+    case = case_of(True, d=d, **row)._replace(dtype=torch.float16)
+    case = case._replace(decay=kind == "fading_", sequences=3 if kind == "bounded_" else 0)
+    assert verify.check(case, DEVICE, 12).wrong == []
+    portable = "flash_bounded_sm80" if kind else "flash_sm80"
+    assert set(taken()) == {f"flash_forward: flash_{kind}sm90", f"flash_backward: {portable}"}
+
+
+@by_head_dim
+def test_small_weights_in_fp16(d, taken):
+    """One key has e^15 times the weight of any other, and all others together a third of it."""
+    n = 1 << 20
+    q, k, v = (torch.zeros(1, 1, rows, d, device=DEVICE, dtype=torch.float16) for rows in (1, n, n))
+    q[..., 0], k[..., 0, 0], v[..., 1:, :] = 15.0, 1.0, 1.0
+    o = fastmax.flash_attention(q, k, v, scale=1.0, causal=False)
+    expected = (n - 1) / (n - 1 + math.exp(15.0))
+    assert expected > 0.2 and (o.double() / expected - 1).abs().max() < 2.0**-9
+    assert set(taken()) == {"flash_forward: flash_sm90"}
+
+
+def test_random_configurations(taken):
+    """Those of `fastmax.verify`, brought to what the kernels cover."""
+    checked, kinds = 0, set()
+    for index in range(240):
+        case = verify.random_case(index, 77, DEVICE)
+        if case.rpe or case.head_dim > 128 or case.value_dim > 128:
+            continue
+        width = max(case.head_dim, case.value_dim)
+        if width <= 32 or 64 < width <= 96:
+            continue
+        if not case.softmax:
+            case = case._replace(options=case.options | {"algorithm": "quadratic"})
+        if any(case.options.get(name) for name in ("exact_window", "rpe_matrix")):
+            continue
+        case = case._replace(dtype=torch.bfloat16, precision="highest")
+        assert verify.check(case, DEVICE, index).wrong == [], case
+        kernels = set(taken())
+        if case.decay and not case.softmax and width > 64:
+            assert kernels == {"forward: quadratic_fading_sm90", "backward: quadratic_bounded_sm80"}, case
+        else:
+            assert all(name.endswith("_sm90") for name in kernels), (case, kernels)
+        checked, kinds = checked + 1, kinds | kernels
+    assert checked >= 30 and {name.split(": ")[1] for name in kinds} >= {
+        f"{attention}_{kind}sm90" for attention in ("quadratic", "flash") for kind in ("", "bounded_", "fading_")
+    }
+
+
+# ---- windows and packed sequences
+
+
+@by_head_dim
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("window", [2, 63, 64, 65, 127, 128, 129, 200, (0, 100), (130, 5)], ids=str)
+def test_windows(window, causal, d, taken):
+    if causal and isinstance(window, tuple):
+        pytest.skip("causal windows end at the query")
+    for n, m in ((500, 500), (333, 700)):
+        case = case_of(True, n, m, d=d, h=4, hk=2, mask=n == 333, causal=causal)
+        case = case._replace(options=case.options | {"window": window})
+        assert verify.check(case, DEVICE, 8).wrong == []
+        assert set(taken()) == expected_kernels(True, bounded=True)
+
+
+@by_head_dim
+@by_attention
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("sequences, n", [(2, 130), (3, 700), (40, 900), (300, 257)])
+def test_packed_sequences(sequences, n, causal, d, softmax, taken):
+    case = case_of(softmax, n, d=d, b=1, h=4, hk=2, causal=causal, noise=True)._replace(sequences=sequences)
+    assert verify.check(case, DEVICE, 9).wrong == []
+    assert set(taken()) == expected_kernels(softmax, bounded=True)
+
+
+# Of a block of 128 keys, few queries see the 64 of one warpgroup, and many those of the other: between two heads of a group one
+# of them skips more tiles than the ring has stages.
+@by_head_dim
+@by_attention
+@pytest.mark.parametrize("fades", [False, True], ids=["", "fading"])
+@pytest.mark.parametrize("lengths", [(64, 1000), (1088, 64, 200), (1, 63, 64, 900, 60)], ids=str)
+def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
+    for causal in (True,) if fades else (True, False):
+        case = case_of(softmax, sum(lengths), d=d, b=1, h=6, hk=2, causal=causal)._replace(decay=fades, sequences=len(lengths))
+        tensors = verify.random_tensors(case, DEVICE)
+        ends = list(itertools.accumulate(lengths, initial=0))
+        tensors["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        errors = verify.measure(tensors, case.options, verify.ROUNDING[case.mode], softmax)
+        assert all(row.passed for row in errors), errors
+    kind = "fading" if fades else "bounded"
+    assert f"{'flash_forward: flash' if softmax else 'forward: quadratic'}_{kind}_sm90" in taken()
+
+
+# ---- keys that fade
+
+
+@by_head_dim
+@by_attention
+@pytest.mark.parametrize(
+    "row", [dict(n=64, b=1, h=1), dict(n=500, m=577), dict(n=1000, b=1), dict(n=130, m=1300, mask=True)], ids=row_id
+)
+def test_keys_that_fade(row, d, softmax, taken):
+    for sequences in (0, 3) if row.get("b") == 1 else (0,):
+        case = case_of(softmax, d=d, **{"h": 4, "hk": 2 if row.get("h") != 1 else 1} | row)._replace(
+            decay=True, sequences=sequences
+        )
+        assert verify.check(case, DEVICE, 10).wrong == []
+        name = "flash" if softmax else "quadratic"
+        forward, backward = ("flash_forward", "flash_backward") if softmax else ("forward", "backward")
+        fades_there = softmax or d == 64
+        expected = {f"{forward}: {name}_fading_sm90", f"{backward}: {name}_{'fading_sm90' if fades_there else 'bounded_sm80'}"}
+        assert set(taken()) == expected
+
+
+# ---- the operators
+
+
+@by_head_dim
+@by_attention
+def test_gradient_of_an_expanded_sum(d, softmax, taken):
+    """grad_o of stride 0 between heads, which a tensor map cannot express: the same bits as of a copy."""
+    case = case_of(softmax, 300, 333, d=d, h=4, hk=2)
+    (q, k, v, *_), _ = operands(case._replace(options={"causal": True, "p": 2, "temperature": 8.0}), "bf16", "quadratic")
+    one_head = torch.randn(2, 1, 300, d, device=DEVICE, dtype=torch.bfloat16)
+    if softmax:
+        arguments = (None, None, None, None, 0.1, True, -1, -1, False)
+        o, z = torch.ops.fastmax.flash_forward(q, k, v, *arguments)
+    else:
+        arguments = (None,) * 6 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)
+        o, z = torch.ops.fastmax.forward(q, k, v, *arguments)
+    backward = torch.ops.fastmax.flash_backward if softmax else torch.ops.fastmax.backward
+    expanded, copied = (
+        backward(grad_o, None, q, k, v, o, z, *arguments)[:3]
+        for grad_o in (one_head.expand(o.shape), one_head.expand(o.shape).contiguous())
+    )
+    for x, y in zip(expanded, copied, strict=True):
+        assert torch.equal(x, y)
+    assert set(taken()) == expected_kernels(softmax)
+
+
+@by_head_dim
+@by_attention
+def test_bitwise_repeatable_on_a_full_device(d, softmax, taken):
+    case = case_of(softmax, 1500, d=d, b=4, h=24, hk=8, mask=True)
+    tensors = verify.random_tensors(case, DEVICE)
+    first = verify.run(verify.implementation(softmax), tensors, case.options)
+    for _ in range(10):
+        again = verify.run(verify.implementation(softmax), tensors, case.options)
+        assert all(torch.equal(x, again[name]) for name, x in first.items())
+    assert set(taken()) == expected_kernels(softmax)
+
+
+@by_head_dim
+@by_attention
+def test_heads_do_not_touch_each_other(d, softmax, taken):
+    """The last of several batch entries and heads alone: the same bits as among the others, which are NaN."""
+    case = case_of(softmax, 333, 400, d=d, b=2, h=3, hk=3)
+    tensors = verify.random_tensors(case, DEVICE)
+    alone = {name: x[1:, 2:].contiguous() for name, x in tensors.items()}
+    among = {name: torch.full_like(x, float("nan")) for name, x in tensors.items()}
+    for name, x in among.items():
+        x[1, 2] = tensors[name][1, 2]
+    grad_o = torch.randn_like(tensors["v"][..., :1, :].expand(2, 3, 333, d))
+
+    def run(tensors, grad_o):
+        variables = [tensors[name].detach().requires_grad_() for name in ("q", "k", "v")]
+        outputs = verify.implementation(softmax)(**dict(zip("qkv", variables, strict=True)), **case.options)
+        o = outputs[0] if isinstance(outputs, tuple) else outputs
+        return o, *torch.autograd.grad(o, variables, grad_o)
+
+    in_both = zip(run(alone, grad_o[1:, 2:]), run(among, grad_o), strict=True)
+    for name, (x, y) in zip(("o", "q", "k", "v"), in_both, strict=True):
+        assert torch.equal(x[0, 0], y[1, 2]), name
+    assert set(taken()) == expected_kernels(softmax)
+
+
+@by_attention
+def test_many_calls_in_a_graph_keep_their_tensors(softmax, taken):
+    """Tensor maps are kept by shape and address: more calls than are kept, all in one graph, replayed in turn."""
+    case = case_of(softmax, 130, d=64, b=1)
+    options = case.options
+    inputs = [verify.random_tensors(case, DEVICE, seed) for seed in range(70)]
+    function = verify.implementation(softmax)
+
+    def results():
+        outputs = [function(**x, **options) for x in inputs]
+        return [x[0] for x in outputs] if softmax else outputs
+
+    with torch.no_grad():
+        expected = results()
+        graph, captured = capture(results)
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(captured, expected, strict=True):
+            assert torch.equal(x, y)
+    assert "sm80" not in "".join(taken())
+
+
+@by_head_dim
+@by_attention
+def test_heads_far_from_each_other(d, softmax, taken):
+    """More than 2^31 elements between heads: the same bits as of tensors without gaps."""
+    n, gap = 200, 2**31 + 64
+    memory = torch.empty(gap + 4 * n * d, dtype=torch.bfloat16, device=DEVICE)
+    far = [torch.as_strided(memory, (1, 2, n, d), (2 * gap, gap, d, 1), i * n * d) for i in range(4)]
+    for x in far:
+        x.normal_()
+
+    def results(q, k, v, grad_o):
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        outputs = verify.implementation(softmax)(q, k, v, **case_of(softmax, n, d=d).options)
+        o = outputs[0] if softmax else outputs
+        return o, *torch.autograd.grad(o, (q, k, v), grad_o)
+
+    for x, y in zip(results(*far), results(*(x.contiguous() for x in far)), strict=True):
+        assert torch.equal(x, y)
+    assert set(taken()) == expected_kernels(softmax)
+
+
+@by_attention
+def test_in_a_thread_that_has_not_used_the_device(softmax, taken):
+    """The driver makes tensor maps only where a context is current."""
+    case = case_of(softmax, 130, d=64, b=1)
+    tensors = verify.random_tensors(case, DEVICE)
+    function, results = verify.implementation(softmax), []
+
+    def call():
+        with torch.no_grad():
+            o = function(**tensors, **case.options)
+        results.append(o[0] if softmax else o)
+
+    call()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert torch.equal(*results)
+    assert "sm80" not in "".join(taken())
+
+
+# ---- what they leave to the portable kernels
+
+
+def test_what_is_not_covered(taken):
+    q = torch.randn(1, 4, 200, 64, device=DEVICE, dtype=torch.bfloat16)
+    calls = {
+        "fp16": lambda f: f(q.half(), q.half(), q.half()),
+        "fp32": lambda f: f(q.float(), q.float(), q.float()),
+        "head dim 32": lambda f: f(*(q[..., :32].contiguous(),) * 3),
+        "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
+        "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
+        "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
+        "decay, fp16": lambda f: f(*(q.half(),) * 3, causal=True, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
+        "packed, fp16": lambda f: f(
+            q.half(), q.half(), q.half(), causal=True, cu_seqlens=torch.tensor([0, 90, 200], dtype=torch.int32, device=DEVICE)
+        ),
+    }
+    functions = {"quadratic": lambda *x, **options: fastmax.fastmax_attention(*x, **options, algorithm="quadratic")}
+    functions["flash"] = fastmax.flash_attention
+    for (name, call), (algorithm, function) in itertools.product(calls.items(), functions.items()):
+        call(lambda *x, f=function, **options: f(*x, **({"causal": False} | options)))
+        lines = taken()
+        if algorithm == "flash" and "fp16" in name:
+            assert len(lines) == 1 and lines[0].endswith("_sm90"), (name, lines)
+            continue
+        assert len(lines) == 1 and lines[0].split(": ")[1] in (f"{algorithm}_sm80", f"{algorithm}_bounded_sm80"), (name, lines)
+    fastmax.flash_attention(q, q, q, causal=True, window=20)
+    assert taken() == ["flash_forward: flash_bounded_sm90"]
+    fastmax.flash_attention(q, q, q, causal=True, window=200)
+    assert taken() == ["flash_forward: flash_sm90"], "there is nothing that it hides"

@@ -1,0 +1,272 @@
+"""The Hopper kernels of the linear algorithm of order 2: which calls take them, and what these compute.
+
+State kernel: stages of 64 rows; chunks of 256 rows at head dim 64, 1024 at 128. Read kernel: items of 256 rows, a low and a
+high tile of 64 for each warpgroup. Gradients: items of 128 rows; at head dim 128 grad_v is read by the read kernel.
+"""
+
+import pytest
+import torch
+from common import relative
+from test_kernels import DEVICE, NOTHING, WHY_NOT, both, capture, denominators, operands, size, widened
+from test_sm90 import row_id, taken  # noqa: F401
+
+import fastmax
+from fastmax import extension, verify
+
+ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "linear2_sm90" in extension.build_info()
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not ON_HOPPER, reason=f"the Hopper kernels do not run: {WHY_NOT or 'another device, or not built'}"),
+]
+
+
+def case_of(*args, **options):
+    """A row for the linear algorithm in bf16."""
+    case = size("", *args, **options)
+    return case._replace(options=case.options | {"algorithm": "linear"}, dtype=torch.bfloat16)
+
+
+EXPECTED = {"forward: linear2_sm90", "backward: linear2_sm90"}
+
+
+def run_without_reference(case, seed=0):
+    tensors = verify.random_tensors(case, DEVICE, seed)
+    return verify.run(fastmax.fastmax_attention, tensors, case.options)
+
+
+# ---- against float64, on poisoned memory, bit by bit repeatable
+
+# The first that fails says most.
+OWN_CHUNK = [dict(n=n, b=1, h=1) for n in (64, 1, 17, 63, 65, 128, 129, 191, 193, 255, 256)]
+ONE_SNAPSHOT = [  # not causal: a state of all keys, and nothing but that
+    dict(n=64, m=64, causal=False, b=1, h=1),
+    dict(n=300, m=1, causal=False, b=1, h=1),
+    dict(n=1, m=300, causal=False, b=1, h=1),
+    dict(n=300, m=200, causal=False),
+    dict(n=200, m=700, causal=False, h=4, hk=2),
+]
+BACK_IN_TIME = [  # tiles that begin before the first token: of x they are not stored by the copy engine, of y not loaded
+    *(dict(n=n, m=m, b=2, h=2) for n, m in ((1, 1), (63, 63), (65, 65), (1, 129), (300, 300), (300, 333))),
+    dict(n=300, m=333, h=8, hk=2),
+    dict(n=1, m=3000, b=1, h=1),
+    dict(n=300, m=300, causal=False),
+    dict(n=129, m=65, causal=False),
+]
+CHUNKS = [  # few heads cut the walk into segments from two chunks on, many walk once
+    *(dict(n=n, b=1, h=1) for n in (257, 320, 511, 512, 513, 769, 1025)),
+    *(dict(n=n, b=1, h=40) for n in (257, 512, 513, 700)),
+    dict(n=3000, b=1, h=1),
+]
+OFFSETS = [dict(n=n, m=m) for n, m in ((1, 300), (17, 64), (64, 129), (300, 301), (129, 1000), (255, 1023), (700, 777))]
+SHARED_HEADS = [
+    dict(n=300, h=4, hk=2),
+    dict(n=700, m=777, h=6, hk=1),
+    dict(n=1025, h=12, hk=3, b=3),
+]
+OPTIONS = [
+    dict(n=300, mask=True),
+    dict(n=700, m=801, h=4, hk=2, mask=True),
+    dict(n=300, m=500, causal=False, mask=True),
+    dict(n=700, noise=True),
+    dict(n=700, layout="token-major", h=4),
+    dict(n=700, layout="packed", h=4),
+    dict(n=300, layout="unaligned", h=4),
+    dict(n=600, m=700, h=4, hk=2, mask=True, noise=True, layout="packed"),
+    dict(n=700, a0=0.7, a1=-0.3, a2=1.1),
+    dict(n=700, a0=1e-3, a1=0.0, a2=1.0),
+    dict(n=700, magnitude=30.0, temperature=1.0),
+    dict(n=1300, b=4, h=40, hk=20),
+]
+ROWS = [*OWN_CHUNK, *ONE_SNAPSHOT, *BACK_IN_TIME, *CHUNKS, *OFFSETS, *SHARED_HEADS, *OPTIONS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_against_float64(row, taken):  # noqa: F811
+    assert verify.check(case_of(d=64, **row), DEVICE, 1234).wrong == []
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *(dict(n=n, b=1, h=1) for n in (64, 1, 65, 129, 255, 257, 1023, 1024)),
+        *BACK_IN_TIME,
+        dict(n=300, m=200, causal=False, b=1, h=1),
+        *(dict(n=n, b=1, h=1) for n in (1025, 2049, 2500)),
+        dict(n=2100, b=1, h=6),
+        *(dict(n=n, m=m, h=2, hk=1) for n, m in ((1, 300), (1100, 1301), (70, 3000))),
+        dict(n=1300, m=1400, h=4, hk=2, mask=True, noise=True, layout="packed"),
+    ],
+    ids=row_id,
+)
+def test_against_float64_at_head_dim_128(row, taken):  # noqa: F811
+    assert verify.check(case_of(d=128, **row), DEVICE, 1234).wrong == []
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "d, dv", [(40, 24), (37, 51), (33, 8), (8, 64), (64, 1), (56, 40), (72, 100), (128, 16), (16, 128), (127, 127)]
+)
+def test_narrower_heads(d, dv, taken):  # noqa: F811
+    """Columns that there are not are zeros of the copy engine, and are not written."""
+    for causal in (True, False):
+        case = case_of(600, 700, d=d, dv=dv, h=4, hk=2, mask=True, noise=True, causal=causal)
+        assert verify.check(case, DEVICE, 5).wrong == []
+    assert set(taken()) == EXPECTED
+
+
+def test_random_configurations(taken):  # noqa: F811
+    """Those of `fastmax.verify`, brought to what the kernels cover."""
+    checked = 0
+    for index in range(200):
+        case = verify.random_case(index, 78, DEVICE)
+        widest = max(case.head_dim, case.value_dim)
+        if case.rpe or case.decay or case.sequences or case.softmax or not (32 < widest <= 64 or 96 < widest <= 128):
+            continue
+        if any(case.options.get(name) for name in ("exact_window", "rpe_matrix")) or case.options["p"] != 2:
+            continue
+        case = case._replace(dtype=torch.bfloat16, precision="highest", options=case.options | {"algorithm": "linear"})
+        assert verify.check(case, DEVICE, index).wrong == [], case
+        assert set(taken()) == EXPECTED, case
+        checked += 1
+    assert checked >= 15
+
+
+# ---- the operators
+
+
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+def test_denominators(d, taken):  # noqa: F811
+    """Their constant term is a number of keys and not a sum: 0 exactly where a query sees no key."""
+    for case in (
+        size("", 700, 717, d=d, h=4, hk=2, mask=True, noise=True),
+        size("", 1300, d=d, h=1, a0=0.3),
+        size("", 300, 900, d=d, causal=False, mask=True),
+    ):
+        arguments, _ = operands(case, "bf16", "linear")
+        if case.padding:
+            arguments[3][:, : case.keys // 2] = False
+        _, z = torch.ops.fastmax.forward(*arguments)
+        exact = denominators(*widened(arguments))
+        assert torch.equal(z == 0, exact == 0)
+        assert relative(z, exact) <= verify.ROUNDING["bfloat16"]
+    assert set(taken()) == {"forward: linear2_sm90"}
+
+
+def test_dropped_keys_are_not_read(taken):  # noqa: F811
+    """NaN and infinity in their places change no bit."""
+    case = size("", 600, 700, h=4, hk=2, mask=True)
+    arguments, grad_o = operands(case, "bf16", "linear")
+    q, k, v, mask, *rest = arguments
+    first = both(arguments, grad_o)
+    dropped = ~mask[:, None, :, None]
+    spoilt = (q, k.masked_fill(dropped, float("nan")), v.masked_fill(dropped, float("inf")), mask, *rest)
+    for x, y in zip(first, both(spoilt, grad_o), strict=True):
+        assert torch.equal(x, y)
+    assert set(taken()) == EXPECTED
+
+
+def test_gradient_of_the_denominators(taken):  # noqa: F811
+    case = size("", 600, 700, h=4, hk=2, mask=True, noise=True)
+    arguments, grad_o = operands(case, "bf16", "linear")
+    _, exact_z, *exact = both(widened(arguments), grad_o.double())
+    grad_z = torch.where(exact_z == 0, torch.nan, torch.randn_like(exact_z) / exact_z)
+    q, k = (x.double().requires_grad_() for x in arguments[:2])
+    z = denominators(q, k, *widened(arguments[2:]))
+    of_z = torch.autograd.grad(z, (q, k), torch.where(exact_z == 0, 0.0, grad_z))
+    exact[:2] = [x + y for x, y in zip(exact[:2], of_z, strict=True)]
+    taken()
+    for name, x, y in zip("qkv", both(arguments, grad_o, grad_z.float())[2:], exact, strict=True):
+        assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], name
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize("b, h, hk, n, m", [(2, 40, 20, 16384, 16500), (1, 1, 1, 800_000, 800_000)], ids=["heads", "one head"])
+def test_phases(b, h, hk, n, m, taken):  # noqa: F811
+    """States beyond 832 MiB run in pieces, which hand on what they summed: against the portable kernels, in fp32."""
+    q, grad_o = (torch.randn(b, h, n, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(b, hk, m, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    score = (0.125, 1.0, 1.0, 0.5, 2, True, 0.0, "linear")
+    results = both((q, k, v, *NOTHING, *score, False), grad_o)
+    assert set(taken()) == EXPECTED
+    exact = both((*(x.float() for x in (q, k, v)), *NOTHING, *score, True), grad_o.float())
+    for name, x, y in zip(("o", "z", "grad_q", "grad_k", "grad_v"), results, exact, strict=True):
+        assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"], name
+
+
+def test_bitwise_repeatable_on_a_full_device(taken):  # noqa: F811
+    for d in (64, 128):
+        case = case_of(2100, d=d, b=4, h=24, hk=8, mask=True)
+        first = run_without_reference(case)
+        for _ in range(10):
+            verify.poison_free_memory(DEVICE)
+            again = run_without_reference(case)
+            assert all(torch.equal(x, again[name]) for name, x in first.items())
+        assert set(taken()) == EXPECTED
+
+
+def test_heads_do_not_touch_each_other(taken):  # noqa: F811
+    """The last of several batch entries and heads alone, and among others, which are NaN. Segments of walks may differ."""
+    case = case_of(700, 756, b=2, h=3, hk=3)
+    tensors = verify.random_tensors(case, DEVICE)
+    alone = {name: x[1:, 2:].contiguous() for name, x in tensors.items()}
+    among = {name: torch.full_like(x, float("nan")) for name, x in tensors.items()}
+    for name, x in among.items():
+        x[1, 2] = tensors[name][1, 2]
+    expected, actual = (verify.run(fastmax.fastmax_attention, x, case.options) for x in (alone, among))
+    for name, x in expected.items():
+        assert relative(actual[name][1, 2], x[0, 0]) < verify.ROUNDING["bfloat16"], name
+    assert set(taken()) == EXPECTED
+
+
+def test_graphs(taken):  # noqa: F811
+    """Forward and backward in one graph, replayed over new inputs."""
+    case = size("", 700, 801, h=4, hk=2, mask=True)
+    arguments, grad_o = operands(case, "bf16", "linear")
+    graph, captured = capture(lambda: both(arguments, grad_o))
+    for seed in (3, 4):
+        others, other_grad_o = operands(case, "bf16", "linear", seed)
+        for x, y in zip((*arguments[:4], grad_o), (*others[:4], other_grad_o), strict=True):
+            x.copy_(y)
+        expected = both(arguments, grad_o)
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(captured, expected, strict=True):
+            assert torch.equal(x, y)
+    assert set(taken()) == EXPECTED
+
+
+def test_every_kernel_at_small_sizes(taken):  # noqa: F811
+    """Without a reference, to run under compute-sanitizer."""
+    for d in (64, 128):
+        for n, m, h, hk in ((1, 1, 1, 1), (65, 65, 2, 1), (150, 200, 2, 2), (600, 700, 2, 1), (17, 3000, 1, 1)):
+            case = case_of(n, m, d=d, b=1, h=h, hk=hk, mask=n == 150, noise=n == 150)
+            assert all(x.isfinite().all() for x in run_without_reference(case).values())
+    assert set(taken()) == EXPECTED
+
+
+# ---- what they leave to the portable kernels
+
+
+def test_what_is_not_covered(taken):  # noqa: F811
+    q = torch.randn(1, 4, 200, 64, device=DEVICE, dtype=torch.bfloat16)
+    ends = torch.tensor([0, 90, 200], dtype=torch.int32, device=DEVICE)
+    calls = {
+        "fp16": lambda f: f(q.half(), q.half(), q.half()),
+        "fp32": lambda f: f(q.float(), q.float(), q.float()),
+        "head dim 32": lambda f: f(*(q[..., :32].contiguous(),) * 3),
+        "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
+        "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
+        "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
+        "decay": lambda f: f(q, q, q, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
+        "packed": lambda f: f(q, q, q, cu_seqlens=ends),
+    }
+    for name, call in calls.items():
+        call(lambda *x, **options: fastmax.fastmax_attention(*x, causal=True, algorithm="linear", **options))
+        assert taken() == ["forward: linear2_sm80"], name
+    fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear", p=1, a0=2.0)
+    assert taken() == ["forward: linear1_sm80"]
+    fastmax.prefill(q, q, q, fastmax.init_state(1, 4, 64, dtype=torch.bfloat16, device=DEVICE))
+    assert taken() == ["prefill: linear2_sm80"]
