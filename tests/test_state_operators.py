@@ -45,14 +45,14 @@ def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, forgets
 def test_they_are_those_of_prefill(device, case, p):
     for dtype in DTYPES[device.type]:
         q, k, v, call = given(device, dtype, p, **case)
-        values, weights = ops.state_of_keys(k, v, call)
+        values, weights, _ = ops.state_of_keys(k, v, call)
         o, z, *expected = ops.prefill(q, k, v, call, torch.zeros_like(values), torch.zeros_like(weights))
         for got, x in zip((values, weights), expected, strict=True):
             assert got.shape == x.shape and got.dtype == x.dtype
             assert relative(got, x.double()) < TOLERANCE[dtype]
         grad_o, grad_z = torch.randn_like(o), torch.randn_like(z)
         for of_z in (None, grad_z):
-            got = ops.state_of_queries(grad_o, of_z, q, k, v, o, z, call)
+            *got, _ = ops.state_of_queries(grad_o, of_z, q, k, v, o, z, call)
             grads, results = (grad_o, of_z, None, None), (o, z, None, None)
             expected = ops.prefill_backward(grads, q, k, v, results, call, torch.zeros_like(values), torch.zeros_like(weights))[
                 -2:
@@ -60,7 +60,7 @@ def test_they_are_those_of_prefill(device, case, p):
             for x, y in zip(got, expected, strict=True):
                 assert x.shape == y.shape and x.dtype == y.dtype
                 assert relative(x, y.double()) < TOLERANCE[dtype]
-        assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call), (values, weights), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call)[:2], (values, weights), strict=True))
 
 
 def test_of_no_tokens_they_are_zeros(device):
@@ -72,6 +72,6 @@ def test_of_no_tokens_they_are_zeros(device):
 
 def test_a_derivative_is_refused_by_name(device):
     _, k, v, _ = given(device, torch.float32, 2, 3)
-    values, _ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, 2, False)
+    values, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, 2, False, False)
     with pytest.raises(RuntimeError, match="state_of_keys and state_of_queries have no gradient"):
         values.sum().backward()

@@ -158,6 +158,16 @@ struct CarriedArgs {
   StateFactors factors;
 };
 
+// Snapshots of a walk that began with nothing, which take in what was before its first row.
+struct AddArgs : LinearProblem {
+  const void* state;  // [state], a snapshot each
+  const float* state_sums;
+  void* snapshots;    // [state][chunk]
+  float* sums;
+  int64_t snapshot_bytes;
+  int64_t sum_floats;
+};
+
 // g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is
 struct PrepareArgs {
   int batch, heads, n, dv;
@@ -184,6 +194,8 @@ void linear_store_state(const CarriedArgs& a, int head_dim, cudaStream_t stream)
 // The same for order 1.
 void linear_load_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 void linear_store_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+template <class Math>
+void linear_add_state(const AddArgs& a, cudaStream_t stream);
 // (batch, head, token, column) -> contiguous fp32
 template <class Math>
 void linear_widen(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream);
