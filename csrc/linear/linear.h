@@ -107,6 +107,7 @@ struct ReadArgs : LinearProblem {
   View x, y, w;
   RowMask y_mask, x_mask;  // masked x rows are written as zeros
   const void* snapshots;
+  const void* added;       // [state], a snapshot each that is added to all of its state; null: nothing is
   const float* sums;
   float c0, c1, c2;        // f = c0 + x.y (c1 + c2 x.y)
   View out;
@@ -124,6 +125,7 @@ struct GradArgs : LinearProblem {
   RowMask y_mask, x_mask;
   RowScale x_scale, y_scale;  // e, of the x rows or of the y rows: exactly one has data
   const void* snapshots;
+  const void* added;       // as in ReadArgs
   const float* sums;
   float g0, g1;
   View out;
@@ -158,9 +160,9 @@ struct CarriedArgs {
   StateFactors factors;
 };
 
-// Snapshots of a walk that began with nothing, which take in what was before its first row.
+// Snapshots, and sums, of a walk that began with nothing, which take in what was before its first row.
 struct AddArgs : LinearProblem {
-  const void* state;  // [state], a snapshot each
+  const void* state;  // [state], a snapshot each; null: the sums alone take it in
   const float* state_sums;
   void* snapshots;    // [state][chunk]
   float* sums;

@@ -66,7 +66,7 @@ void linear_add_state<FASTMAX_MATH>(const AddArgs& a, cudaStream_t stream) {
   if constexpr (std::is_same_v<FASTMAX_MATH, Fp16>) {
     throw std::logic_error("fastmax: fp16 runs on the tf32 linear kernels");
   } else {
-    launch<FASTMAX_MATH>("linear_add_state", a, a.state, a.snapshots, a.snapshot_bytes, stream);
+    if (a.state != nullptr) launch<FASTMAX_MATH>("linear_add_state", a, a.state, a.snapshots, a.snapshot_bytes, stream);
     launch<Fp32>("linear_add_sums", a, a.state_sums, a.sums, a.sum_floats * 4, stream);
   }
 }

@@ -194,10 +194,15 @@ struct Passes {
     AddArgs a{};
     static_cast<LinearProblem&>(a) = phase.problem;
     a.fading = of_phase(fading, phase);
-    a.state = buffers.snapshots, a.state_sums = buffers.sums;
+    a.state = adds_while_reading() ? nullptr : buffers.snapshots, a.state_sums = buffers.sums;
     a.snapshots = to.snapshots, a.sums = to.sums;
     a.snapshot_bytes = plan.sizes.snapshot_bytes, a.sum_floats = plan.sizes.sum_floats;
     kernels.add(p, a, stream);
+  }
+
+  // What fades is not the same for all chunks.
+  bool adds_while_reading() const {
+    return adds && !fading && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
   }
 
   // What reads and gradients share.
@@ -211,6 +216,7 @@ struct Passes {
     a.y_mask = of_phase(a.y_mask, phase, 0);
     const StateBuffers from = snapshots_of(phase);
     a.snapshots = from.snapshots, a.sums = from.sums;
+    a.added = adds_while_reading() ? buffers.snapshots : nullptr;
   }
 };
 
@@ -498,6 +504,11 @@ constexpr StatePasses kStatePassesSm80 = {
     },
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
+    },
+    // At head dim 128 the gradients of a walk back in time have no shared memory left (tile_config.h).
+    [](const Problem& p, Time time) {
+      return p.math == MathMode::kBF16 && shared_limit(p.sm_arch) >= kAddingSharedBytes &&
+             (p.head_dim == 64 || (p.head_dim == 128 && time == Time::kForward));
     },
 };
 

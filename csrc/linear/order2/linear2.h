@@ -24,6 +24,9 @@ struct StatePasses {
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   // Null: the architecture keeps no snapshots from one call to the next.
   void (*add)(const Problem& p, const AddArgs& a, cudaStream_t stream);
+  // Whether readers of kept snapshots in a walk of that direction add ReadArgs::added and GradArgs::added to them; else, and where it is
+  // null, `add` does.
+  bool (*adds_while_reading)(const Problem& p, Time time);
 };
 extern const StatePasses kStatePassesSm80;  // for every architecture
 
