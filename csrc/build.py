@@ -31,8 +31,8 @@ TELLS_ARCHS_APART = SOURCE_DIR / "linear/order1"
 
 # Kernels that may spill registers, by a pattern of lines like "sm_90 void fastmax::linear_kernel<fastmax::Bf16, 64>(...)": why.
 SPILL_EXCEPTIONS = {
-    r"<fastmax::.*Fp32, (64|96|128|256)(, true|, false)?>": "true fp32 holds every operand twice (hi and lo)",
-    r"linear_(state|grad)_kernel<fastmax::Fp32, 32(, true)?>": "the same, up to 36 bytes",
+    r"<fastmax::.*Fp32, (64|96|128|256)(, true|, false)*>": "true fp32 holds every operand twice (hi and lo)",
+    r"linear_(state|grad)_kernel<fastmax::Fp32, 32(, true, false)?>": "the same, up to 36 bytes",
     r"quadratic_bwd_kv_kernel<fastmax::.*(Bf16, 64|Fp16, (64|96))>": "two sums and two resident operands take 192 of 255 "
     "registers; up to 52 bytes (with tables and decays 156), read once per stage, and fewer rows per warp measured slower "
     "(H200: 10%)",
@@ -54,10 +54,10 @@ SPILL_EXCEPTIONS = {
     "beside what fills the registers",
     r"quadratic_bwd_kv_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "likewise, up to 56 bytes of them",
     r"sm_120 .*quadratic_fwd_kernel<fastmax::.*Bf16, 64>": "one or two words, on that architecture alone",
-    r"sm_(8\d|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false>": "up to 20 bytes once per row block; none on sm_90",
-    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true>": "what fades beside what fills the registers; "
+    r"sm_(8\d|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false, false>": "up to 20 bytes once per row block; none on sm_90",
+    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true, false>": "what fades beside what fills the registers; "
     "bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
-    r"linear_read_kernel<fastmax::Bf16, 128, true>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true>": "two or three "
+    r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two or three "
     "words beside what fills the registers, read once per block",
     r"linear_state_sm90_kernel<128, (true|false)>": "192 sums, and what makes the next operands: a word once per stage, a few "
     "once per chunk",

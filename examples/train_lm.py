@@ -59,31 +59,38 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without", choices=PLAIN, nargs="+", default=[], help="parts of the layer to switch off")
 
 
+def add_training_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
+    """Text, steps and checkpoints; `defaults` has `steps`, `warmup`, `val_batches` and `out`."""
+    parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
+    parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
+    parser.add_argument("--steps", type=count)
+    parser.add_argument("--lr", type=positive, default=1e-3)
+    parser.add_argument("--warmup", type=count_or_none, help="steps")
+    parser.add_argument("--weight-decay", type=not_negative, default=0.1)
+    parser.add_argument("--rows", type=count, default=10, help="rows of losses, and checkpoints, in the steps")
+    parser.add_argument("--val-batches", type=count, help="batches of validation")
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu, help="default: on a GPU")
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--fresh", action="store_true", help="begin anew where OUT has a checkpoint")
+    parser.add_argument("--out", type=Path)
+    parser.set_defaults(**defaults)
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
+    cuda = torch.cuda.is_available()
     add_model_arguments(parser)
-    parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
+    add_training_arguments(parser, steps=1000, warmup=100, val_batches=8, out=Path("out/lm"))
     parser.add_argument("--bpe", type=int, default=0, metavar="SIZE", help="vocabulary learnt from the text; 0: bytes")
-    parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
     parser.add_argument("--block-size", type=count, default=1024, help="tokens of a window; longer documents are cut")
     parser.add_argument(
         "--batch-size", type=count, default=32, help="windows; packed: BATCH_SIZE * BLOCK_SIZE tokens in one row"
     )
     parser.add_argument("--accumulate", type=count, default=1, help="batches to a step")
-    parser.add_argument("--steps", type=count, default=1000)
     parser.add_argument("--seconds", type=positive, help="of training, after which it ends before its steps do")
-    parser.add_argument("--lr", type=positive, default=1e-3)
-    parser.add_argument("--warmup", type=count_or_none, default=100, help="steps")
-    parser.add_argument("--weight-decay", type=not_negative, default=0.1)
-    parser.add_argument("--rows", type=count, default=10, help="rows of losses, and checkpoints, in the steps")
-    parser.add_argument("--val-batches", type=count, default=8, help="batches of validation")
-    parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
-    parser.add_argument("--compile", action=switch, default=cuda, help="default: on a GPU")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--fresh", action="store_true", help="begin anew where OUT has a checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("out/lm"))
     return parser
 
 

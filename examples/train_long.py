@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from model import GPT
-from options import count, count_or_none, not_negative, positive
+from options import count
 from text import NO_TARGET, Batch, Text, byte_tokens, load_documents, packed_windows, random_windows
 from torch import Tensor, distributed, nn
 from torch.distributed import checkpoint as dcp
@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from train_lm import add_model_arguments, make_config, write_csv
+from train_lm import add_model_arguments, add_training_arguments, make_config, write_csv
 from training import Recipe, autocast, learning_rate, make_optimizer
 
 from fastmax.distributed import ContextParallel
@@ -46,23 +46,12 @@ MAY_CHANGE = {"out", "fresh", "layout", "recompute", "rows"}  # between the piec
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
     add_model_arguments(parser)
-    parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
+    add_training_arguments(parser, steps=100, warmup=10, val_batches=1, out=Path("out/long"))
     parser.add_argument("--context", type=count, default=131072, help="tokens of a sequence, on all ranks together")
-    parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous", help="zigzag: for softmax layers")
-    parser.add_argument("--steps", type=count, default=100, help="of one sequence each")
-    parser.add_argument("--lr", type=positive, default=1e-3)
-    parser.add_argument("--warmup", type=count_or_none, default=10, help="steps")
-    parser.add_argument("--weight-decay", type=not_negative, default=0.1)
-    parser.add_argument("--rows", type=count, default=10, help="rows of losses, and checkpoints, in the steps")
-    parser.add_argument("--val-batches", type=count, default=1, help="sequences of validation")
+    switch = argparse.BooleanOptionalAction
     parser.add_argument("--recompute", action=switch, default=True, help="blocks are computed again in the backward")
-    parser.add_argument("--bf16", action=switch, default=cuda, help="default: on a GPU")
-    parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--fresh", action="store_true", help="begin anew where OUT has a checkpoint")
-    parser.add_argument("--out", type=Path, default=Path("out/long"))
     return parser
 
 

@@ -139,7 +139,22 @@ def _prefill_backward(*arguments, out_val=None) -> int:
     return 2 * b * (passes * (features - 1) * dv + h * (3 * d + 2 * dv) * _pairs_within_chunks(n))
 
 
-def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, out_val=None) -> int:
+def _prefill_kept(q, k, v, mask, first_key, values, weights, kept, *arguments, out_val=None) -> int:
+    """`_prefill`; what was kept was added to states before."""
+    b, hk, features, dv = values.shape
+    kept_products = 2 * b * hk * k.shape[2] * (features - 1) * dv if kept.numel() > 0 else 0
+    return _prefill(q, k, v, None, None, None, values) - kept_products
+
+
+def _prefill_kept_backward(*arguments, out_val=None) -> int:
+    """`_prefill_backward`, likewise."""
+    q, values, kept = arguments[4], arguments[11], arguments[13]
+    b, _, features, dv = values.shape
+    kept_products = 2 * b * q.shape[1] * q.shape[2] * (features - 1) * dv if kept.numel() > 0 else 0
+    return _prefill_backward(*(None,) * 4, q, *(None,) * 9, values) - kept_products
+
+
+def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, keep, out_val=None) -> int:
     """Every token is added to a state."""
     (b, hk, n, d), dv = k.shape, v.shape[3]
     return 2 * b * hk * n * (state_rows(d, p) - 1) * dv
@@ -147,7 +162,7 @@ def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, out_val=None
 
 def _state_of_queries(grad_o, grad_z, q, k, v, *arguments, out_val=None) -> int:
     """As of keys, for every query head."""
-    return _state_of_keys(q, v, None, None, None, arguments[-2], False)
+    return _state_of_keys(q, v, None, None, None, arguments[-3], False, False)
 
 
 # By operator. A softmax of rows and a merge have no products.
@@ -167,4 +182,6 @@ FORMULAS = {
     "prefill_backward": _prefill_backward,
     "state_of_keys": _state_of_keys,
     "state_of_queries": _state_of_queries,
+    "prefill_kept_": _prefill_kept,
+    "prefill_kept_backward_": _prefill_kept_backward,
 }

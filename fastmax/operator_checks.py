@@ -105,6 +105,16 @@ def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor
         _check_tensor(name, x, shape, compute_dtype(q.dtype), q)
 
 
+def check_kept(k: Tensor, kept: Tensor) -> None:
+    """Where PyTorch operations continue, which keep nothing."""
+    if kept.dtype != torch.uint8 or kept.dim() != 3 or kept.shape[:2] != k.shape[:2]:
+        raise ValueError(f"kept must be contiguous uint8 (b, hk, bytes), got {kept.dtype} {tuple(kept.shape)}")
+    if kept.numel() > 0:
+        raise ValueError(
+            f"kept must be what state_of_keys or state_of_queries kept of the same tokens, 0 bytes, got {kept.numel()}"
+        )
+
+
 def check_states(q: Tensor, states: States, log_decay: Tensor | None) -> None:
     """Of a prefill's gradient, whose given state was checked."""
     for prefix, tensors in (("new_", states.new), ("grad_new_", states.grads)):

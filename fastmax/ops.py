@@ -1,7 +1,7 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
 `exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
-`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `state_of_queries`, `finite_decay` and
-`softmax`.
+`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `state_of_queries`, `prefill_kept_`,
+`prefill_kept_backward_`, `finite_decay` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -72,12 +72,23 @@ for _prefix in ("", "eager_"):
     )
     library.define(
         f"{_prefix}state_of_keys(Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, int p, "
-        "bool allow_tf32) -> (Tensor values, Tensor weights)"
+        "bool allow_tf32, bool keep) -> (Tensor values, Tensor weights, Tensor kept)"
     )
     library.define(
         f"{_prefix}state_of_queries(Tensor grad_o, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, "
-        "Tensor? log_decay, Tensor? first_key, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-        "-> (Tensor, Tensor)"
+        "Tensor? log_decay, Tensor? first_key, float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) "
+        "-> (Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        f"{_prefix}prefill_kept_(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? first_key, Tensor values, "
+        "Tensor weights, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
+        "-> (Tensor o, Tensor z)"
+    )
+    library.define(
+        f"{_prefix}prefill_kept_backward_(Tensor grad_o, Tensor? grad_z, Tensor grad_new_values, Tensor grad_new_weights, "
+        "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? key_padding_mask, Tensor? first_key, Tensor values, "
+        "Tensor weights, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
+        "-> (Tensor, Tensor, Tensor)"
     )
     library.define(f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
     library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
@@ -228,18 +239,55 @@ def prefill_backward(
     return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, *call.score, _allow_tf32(q))
 
 
-def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Values and weights in which `prefill` ends that begins with a state of zeros. Not recorded."""
+def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Values and weights in which `prefill` ends that begins with a state of zeros; with `keep` also, for `prefill_kept_`, what
+    was computed on the way, uint8 (b, hk, bytes), where there are kernels that keep it: else of no bytes. Not recorded."""
     tensors = (k, v, call.key_padding_mask, call.log_decay, call.first_key)
-    return extension.call(_OPERATORS.state_of_keys.default, *tensors, call.score.order, _allow_tf32(k))
+    return extension.call(_OPERATORS.state_of_keys.default, *tensors, call.score.order, _allow_tf32(k), keep)
 
 
 def state_of_queries(
-    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
-) -> tuple[Tensor, Tensor]:
-    """The gradients of values and weights by `prefill_backward` where the new state has none. Not recorded."""
+    grad_o: Tensor,
+    grad_z: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    z: Tensor,
+    call: Call,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of values and weights by `prefill_backward` where the new state has none; with `keep` also what
+    `prefill_kept_backward_` takes, as `state_of_keys`. Not recorded."""
     tensors = (grad_o, grad_z, q, k, v, o, z, call.log_decay, call.first_key)
-    return extension.call(_OPERATORS.state_of_queries.default, *tensors, *call.score, _allow_tf32(q))
+    return extension.call(_OPERATORS.state_of_queries.default, *tensors, *call.score, _allow_tf32(q), keep)
+
+
+def prefill_kept_(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output and denominators of `prefill` without a decay, by what `state_of_keys` kept of the same keys, which is used up.
+    Not recorded."""
+    tensors = (q, k, v, call.key_padding_mask, call.first_key, values, weights, kept)
+    return extension.call(_OPERATORS.prefill_kept_.default, *tensors, *call.score, _allow_tf32(q))
+
+
+def prefill_kept_backward_(
+    grads: tuple[Tensor, Tensor | None, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: tuple[Tensor, Tensor],
+    call: Call,
+    values: Tensor,
+    weights: Tensor,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by `prefill_backward` without a decay, by what `state_of_queries` kept of the same queries, which
+    is used up. Not recorded."""
+    tensors = (call.key_padding_mask, call.first_key, values, weights, kept)
+    operator = _OPERATORS.prefill_kept_backward_.default
+    return extension.call(operator, *grads, q, k, v, *results, *tensors, *call.score, _allow_tf32(q))
 
 
 def attention_backward(
@@ -381,20 +429,37 @@ def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a
     return call
 
 
-def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32):
+def _nothing_kept(k):
+    """PyTorch operations keep nothing."""
+    return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
+
+
+def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, keep):
     call = Call(Score(1.0, 1.0, 1.0, 1.0, p), True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
     operator_checks.check_call(k, k, v, call)
     with without_autocast(k):
-        return eager.state_of_keys(k, v, call)
+        return *eager.state_of_keys(k, v, call), _nothing_kept(k)
 
 
-def _state_of_queries(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32):
+def _state_of_queries(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
     call = Call(Score(scale, a0, a1, a2, p), True, log_decay=log_decay, first_key=first_key)
     operator_checks.check_call(q, k, v, call)
     operator_checks.check_tokens_of_state(q, k)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
     with without_autocast(q):
-        return eager.state_of_queries(grad_o, grad_z, q, k, v, o, z, call)
+        return *eager.state_of_queries(grad_o, grad_z, q, k, v, o, z, call), _nothing_kept(k)
+
+
+def _prefill_kept_(q, k, v, mask, first_key, values, weights, kept, *options):
+    operator_checks.check_kept(k, kept)
+    return _prefill(q, k, v, mask, None, first_key, values, weights, *options)[:2]
+
+
+def _prefill_kept_backward_(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, *arguments):
+    mask, first_key, values, weights, kept, *options = arguments
+    operator_checks.check_kept(k, kept)
+    grads, results = (grad_o, grad_z, grad_new_values, grad_new_weights), (o, z, None, None)
+    return _prefill_backward(*grads, q, k, v, *results, mask, None, first_key, values, weights, *options)[:3]
 
 
 def _prefill(q, k, v, *arguments):
@@ -479,6 +544,10 @@ for _name, _implementation in {
     "eager_state_of_keys": _state_of_keys,
     "state_of_queries": _state_of_queries,
     "eager_state_of_queries": _state_of_queries,
+    "prefill_kept_": _prefill_kept_,
+    "eager_prefill_kept_": _prefill_kept_,
+    "prefill_kept_backward_": _prefill_kept_backward_,
+    "eager_prefill_kept_backward_": _prefill_kept_backward_,
     "finite_decay": _finite_decay,
     "eager_finite_decay": _finite_decay,
     "softmax": _softmax,
@@ -569,14 +638,25 @@ def _prefill_backward_fake(
 
 
 @torch.library.register_fake("fastmax::state_of_keys", lib=library)
-def _state_of_keys_fake(k, v, mask, log_decay, first_key, p, allow_tf32):
+def _state_of_keys_fake(k, v, mask, log_decay, first_key, p, allow_tf32, keep):
     values = k.new_empty(*k.shape[:2], eager.state_rows(k.shape[3], p), v.shape[3], dtype=eager.compute_dtype(k.dtype))
-    return values, values.new_empty(values.shape[:3])
+    kept = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # the library knows
+    return values, values.new_empty(values.shape[:3]), k.new_empty(*k.shape[:2], kept, dtype=torch.uint8)
 
 
 @torch.library.register_fake("fastmax::state_of_queries", lib=library)
-def _state_of_queries_fake(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32):
-    return _state_of_keys_fake(k, v, None, log_decay, first_key, p, allow_tf32)
+def _state_of_queries_fake(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
+    return _state_of_keys_fake(k, v, None, log_decay, first_key, p, allow_tf32, keep)
+
+
+@torch.library.register_fake("fastmax::prefill_kept_", lib=library)
+def _prefill_kept_fake_(q, k, v, mask, first_key, values, *arguments):
+    return eager.empty_like_layout(q, v.shape[-1]), values.new_empty(q.shape[:3])
+
+
+@torch.library.register_fake("fastmax::prefill_kept_backward_", lib=library)
+def _prefill_kept_backward_fake_(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, *arguments):
+    return tuple([eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)])
 
 
 @torch.library.register_fake("fastmax::finite_decay", lib=library)

@@ -45,10 +45,10 @@ def arguments(operator, device):
     if operator.startswith("state_of"):
         tokens = {"log_decay": None, "first_key": None}
         if operator == "state_of_keys":
-            return {"k": k, "v": v, "key_padding_mask": mask} | tokens | {"p": 2, "allow_tf32": False}
+            return {"k": k, "v": v, "key_padding_mask": mask} | tokens | {"p": 2, "allow_tf32": False, "keep": True}
         q, results = tensor(B, H, M, D), {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)}
         operands = {"q": q, "k": k, "v": v, "o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
-        options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
+        options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False, "keep": True}
         return results | operands | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
@@ -57,11 +57,17 @@ def arguments(operator, device):
         given = {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
         if operator == "prefill":
             return given
+        if "kept" in operator:
+            del state["log_decay"]
+            state["kept"] = torch.empty(B, HK, 0, dtype=torch.uint8, device=device)
+        if operator == "prefill_kept_":
+            return {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
         new = {name: tensor(*given[name].shape) for name in ("values", "weights")}
         grads = {f"grad_new_{name}": tensor(*x.shape) for name, x in new.items()}
         results = {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)} | grads
         operands = {"q": q, "k": k, "v": v, "o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
-        return results | operands | {f"new_{name}": x for name, x in new.items()} | {"key_padding_mask": mask} | state | options
+        new = {} if "kept" in operator else {f"new_{name}": x for name, x in new.items()}
+        return results | operands | new | {"key_padding_mask": mask} | state | options
     operands, results = {"q": q, "k": k, "v": v}, {}
     tokens = {"log_decay": None, "first_key": None, "end_key": None}
     if operator.startswith("flash"):
@@ -151,6 +157,15 @@ NEW_STATE = [
 ]  # fmt: skip
 OF_QUERIES = [row for row in FORWARD if row[0] != "key_padding_mask"] + STATE[:2]
 OF_KEYS = [row for row in FORWARD if row[0] in ("v", "key_padding_mask")] + [STATE[1], ("k", halves, "dtype")]
+KEPT = [
+    ("kept", lambda x: x.float(), "kept must be contiguous uint8"),
+    ("kept", lambda x: x[:1], "kept must be contiguous uint8"),
+    (
+        "kept",
+        lambda x: x.new_zeros(*x.shape[:2], 48),
+        "kept must be what state_of_keys or state_of_queries kept .*, \\d+ bytes, got",
+    ),
+]
 WINDOW = [(name, lambda _: -2, f"{name} must be at least -1 .*got -2") for name in ("left", "right")]
 WRONG = {
     "forward": FORWARD + POLYNOMIAL,
@@ -159,6 +174,14 @@ WRONG = {
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "prefill": FORWARD + STATE,
     "prefill_backward": FORWARD + STATE + RESULTS + per_query("z") + per_query("grad_z") + NEW_STATE,
+    "prefill_kept_": FORWARD + STATE + KEPT,
+    "prefill_kept_backward_": FORWARD
+    + STATE
+    + RESULTS
+    + per_query("z")
+    + per_query("grad_z")
+    + [row for row in NEW_STATE if row[0].startswith("grad_")]
+    + KEPT,
     "state_of_keys": OF_KEYS,
     "state_of_queries": OF_QUERIES + RESULTS + per_query("z") + per_query("grad_z"),
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
@@ -202,7 +225,9 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operator", [*ATTENTION, "prefill", "prefill_backward", "state_of_keys", "state_of_queries"])
+@pytest.mark.parametrize(
+    "operator", [*ATTENTION, "prefill", "prefill_backward", "prefill_kept_", "state_of_keys", "state_of_queries"]
+)
 def test_decays_and_bounds_refused_by_name(operator, device):
     for x in call(operator, with_tokens(operator, device)):
         assert x.isfinite().all()

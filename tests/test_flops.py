@@ -153,10 +153,15 @@ def test_decoding():
     o, z = torch.randn(3, 6, n, 5), torch.ones(3, 6, n)
     assert count(lambda: ops.state_of_keys(k, v, call)) == 2 * 3 * 2 * n * (4 + 10) * 5
     assert count(lambda: ops.state_of_queries(o, None, q, k, v, o, z, call)) == 2 * 3 * 6 * n * (4 + 10) * 5
+    nothing, grads = torch.empty(3, 2, 0, dtype=torch.uint8), (o, None, state.values, state.weights)
+    sums = state.values, state.weights
+    assert count(lambda: ops.prefill_kept_(q, k, v, call, *sums, nothing)) == n * expected + 2 * (4 + 5) * pairs
+    backward = 2 * 3 * (3 * 2 + 2 * 6) * n * (4 + 10) * 5 + 2 * (3 * 4 + 2 * 5) * pairs
+    assert count(lambda: ops.prefill_kept_backward_(grads, q, k, v, (o, z), call, *sums, nothing)) == backward
     # Keys are added and read for grad_k and grad_v, queries read for grad_q and are added; five products a pair.
     inputs = [x.requires_grad_() for x in (q, k, v)]
     counted = both(lambda *tokens: fastmax.prefill(*tokens, state)[0], inputs)[1]
-    assert counted == 2 * 3 * (3 * 2 + 2 * 6) * n * (4 + 10) * 5 + 2 * (3 * 4 + 2 * 5) * pairs
+    assert counted == backward
 
 
 @by_algorithm

@@ -25,7 +25,7 @@ int main() {
     const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
     const LinearProblem r = carries ? make_problem_after_state(p, sizes, x_heads, y_heads, time, carries != 2, carries == 3)
                                     : make_problem(p, sizes, x_heads, y_heads, nx, ny, before, time);
-    const StatePlan plan(r, sizes, p.sm_count, carries);
+    const StatePlan plan(r, sizes, p.sm_count, carries, carries == 4);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
     std::printf("plan %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(),
                 plan.segments, bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats),
@@ -46,7 +46,8 @@ BF16, FP32 = 0, 3
 
 class Call(NamedTuple):
     """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and
-    comes out; 2: the walk ends before the last chunk, as nothing takes the state behind it; 3: the state alone is wanted."""
+    comes out; 2: the walk ends before the last chunk, as nothing takes the state behind it; 3: the state alone is wanted; 4:
+    all snapshots are kept."""
 
     b: int
     h: int
@@ -199,6 +200,21 @@ def test_states_that_are_carried(plan):
     one_token, *_, many, long = plans
     assert (one_token.chunk, one_token.chunks, len(one_token.phases)) == (256, 2, 1)
     assert len(many.phases) > 40 and len(long.phases) > 1 and long.segments > 1
+
+
+def test_states_that_are_kept(plan):
+    """Of all chunks, wherever accumulators of all states fit; the plan's own slots are of one snapshot a state."""
+    calls = [Call(1, h, h, n, n, d) for h in (1, 32, 60) for n in (1, 256, 257, 65_536) for d in (32, 64, 128, 256)]
+    calls += [call._replace(h=4 * call.h, reversed=1) for call in calls]
+    kept, not_kept = (plan([call._replace(carries=carries) for call in calls]) for carries in (4, 1))
+    for call, p, other in zip(calls, kept, not_kept, strict=True):
+        check_cover(call._replace(carries=4), p)
+        check_memory(call, p)
+        assert (p.chunk, p.chunks) == (other.chunk, other.chunks)
+        assert all(phase[9] == p.chunks for phase in p.phases)
+        assert p.snapshots == p.snapshot * max(phase[1] * phase[3] for phase in p.phases)
+    (many,) = [p for call, p in zip(calls, kept, strict=True) if call == Call(1, 60, 60, 65_536, 65_536, 128)]
+    assert len(many.phases) == 3
 
 
 def test_random_calls(plan):

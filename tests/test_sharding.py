@@ -177,11 +177,12 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
         o, lse = flash_attention(q, k, v, return_lse=True)
         decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)
-        torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, 2, False)
-        z = lse.exp()
-        torch.ops.fastmax.state_of_queries(
-            o.detach(), None, q, k, v, o.detach(), z, decays, first, 0.5, 1.0, 1.0, 0.5, 2, False
-        )
+        *sums, kept = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, 2, False, True)
+        z, score = lse.exp(), (0.5, 1.0, 1.0, 0.5, 2, False)
+        torch.ops.fastmax.state_of_queries(o.detach(), None, q, k, v, o.detach(), z, decays, first, *score, True)
+        with torch.no_grad():
+            torch.ops.fastmax.prefill_kept_(q, k, v, mask, first, *sums, kept, *score)
+            torch.ops.fastmax.prefill_kept_backward_(o, None, *sums, q, k, v, o, z, mask, first, *sums, kept, *score)
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp(), log_decay.detach())
     return recorder.calls
 
@@ -209,7 +210,9 @@ def check_operators(group, kv_heads, dim):
             assert_close(x, y.full_tensor(), rtol=1e-6, atol=1e-6, equal_nan=True, msg=str(operator))
         name = operator._schema.name.removeprefix("fastmax::")
         # Where one key/value head is also that of a state, and where a state's heads are a batch to the operator.
-        whole = dim == 1 and (got[0].shape[1] == 1 or (kv_heads == 1 and name == "prefill_backward"))
+        whole = dim == 1 and (
+            got[0].shape[1] == 1 or (kv_heads == 1 and name in ("prefill_backward", "prefill_kept_backward_"))
+        )
         lies = Replicate() if whole else Shard(dim)
         if name == "state_of_queries" and dim == 1 and kv_heads == 1:
             lies = Partial()  # of the query heads of each rank

@@ -1,4 +1,5 @@
-"""`state_of_keys` and `state_of_queries`: what `prefill` and its gradient make of a state, alone."""
+"""`state_of_keys` and `state_of_queries`: what `prefill` and its gradient make of a state, alone; `prefill_kept_` and its
+gradient: what is left of those then."""
 
 import pytest
 import torch
@@ -45,14 +46,14 @@ def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, forgets
 def test_they_are_those_of_prefill(device, case, p):
     for dtype in DTYPES[device.type]:
         q, k, v, call = given(device, dtype, p, **case)
-        values, weights = ops.state_of_keys(k, v, call)
+        values, weights, _ = ops.state_of_keys(k, v, call)
         o, z, *expected = ops.prefill(q, k, v, call, torch.zeros_like(values), torch.zeros_like(weights))
         for got, x in zip((values, weights), expected, strict=True):
             assert got.shape == x.shape and got.dtype == x.dtype
             assert relative(got, x.double()) < TOLERANCE[dtype]
         grad_o, grad_z = torch.randn_like(o), torch.randn_like(z)
         for of_z in (None, grad_z):
-            got = ops.state_of_queries(grad_o, of_z, q, k, v, o, z, call)
+            *got, _ = ops.state_of_queries(grad_o, of_z, q, k, v, o, z, call)
             grads, results = (grad_o, of_z, None, None), (o, z, None, None)
             expected = ops.prefill_backward(grads, q, k, v, results, call, torch.zeros_like(values), torch.zeros_like(weights))[
                 -2:
@@ -60,18 +61,42 @@ def test_they_are_those_of_prefill(device, case, p):
             for x, y in zip(got, expected, strict=True):
                 assert x.shape == y.shape and x.dtype == y.dtype
                 assert relative(x, y.double()) < TOLERANCE[dtype]
-        assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call), (values, weights), strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call)[:2], (values, weights), strict=True))
+
+
+@by_order
+@pytest.mark.parametrize("case", [case for case in CASES.values() if "decay" not in case], ids=str)
+def test_what_they_keep_is_enough_to_go_on(device, case, p):
+    for dtype in DTYPES[device.type]:
+        q, k, v, call = given(device, dtype, p, **case)
+        _, earlier, of_earlier, _ = given(device, dtype, p, **case)
+        state = ops.state_of_keys(earlier, of_earlier, call._replace(key_padding_mask=None, first_key=None))[:2]
+        *_, kept = ops.state_of_keys(k, v, call, keep=True)
+        is_kept = device.type == "cuda" and dtype != torch.float64 and p == 2
+        assert kept.dtype == torch.uint8 and kept.shape[:2] == k.shape[:2] and (kept.numel() > 0) == is_kept
+        o, z, *new = ops.prefill(q, k, v, call, *state)
+        for got, x in zip(ops.prefill_kept_(q, k, v, call, *state, kept), (o, z), strict=True):
+            assert got.shape == x.shape and got.dtype == x.dtype
+            assert relative(got, x.double()) < TOLERANCE[dtype]
+        grad_o, grad_z, *of_state = (torch.randn_like(x) for x in (o, z, *new))
+        *_, kept = ops.state_of_queries(grad_o, grad_z, q, k, v, o, z, call, keep=True)
+        assert (kept.numel() > 0) == is_kept
+        grads = (grad_o, grad_z, *of_state)
+        expected = ops.prefill_backward(grads, q, k, v, (o, z, None, None), call, *state)[:3]
+        for got, x in zip(ops.prefill_kept_backward_(grads, q, k, v, (o, z), call, *state, kept), expected, strict=True):
+            assert got.shape == x.shape and got.dtype == x.dtype
+            assert relative(got, x.double()) < 2 * TOLERANCE[dtype]
 
 
 def test_of_no_tokens_they_are_zeros(device):
     q, k, v, call = given(device, torch.float32, 2, 0)
     o, z = torch.empty_like(q), q.new_empty(q.shape[:3])
-    for state in (ops.state_of_keys(k, v, call), ops.state_of_queries(o, None, q, k, v, o, z, call)):
-        assert not any(x.any() for x in state)
+    for state in (ops.state_of_keys(k, v, call, keep=True), ops.state_of_queries(o, None, q, k, v, o, z, call, keep=True)):
+        assert not any(x.any() for x in state) and state[2].numel() == 0
 
 
 def test_a_derivative_is_refused_by_name(device):
     _, k, v, _ = given(device, torch.float32, 2, 3)
-    values, _ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, 2, False)
+    values, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, 2, False, False)
     with pytest.raises(RuntimeError, match="state_of_keys and state_of_queries have no gradient"):
         values.sum().backward()

@@ -1,5 +1,6 @@
 // fastmax::prefill and prefill_backward for CUDA tensors: many tokens that continue from a state of decode/decode.h and end in one, by
-// the linear algorithm; state_of_keys and state_of_queries: the state, or its gradient, alone.
+// the linear algorithm; state_of_keys and state_of_queries: the state, or its gradient, alone; prefill_kept_ and prefill_kept_backward_:
+// the first two without what the last two have computed, and kept, already.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -75,6 +76,39 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   return {results.o.result(), z, new_values, new_weights};
 }
 
+// For states on the way, so many bytes in all: (b, hk, bytes of each).
+Tensor empty_kept(const Tensor& k, size_t bytes) {
+  const int64_t b = k.size(0), hk = k.size(1);
+  return empty_contiguous({b, hk, static_cast<int64_t>(bytes) / std::max<int64_t>(1, b * hk)}, ScalarType::Byte, k.get_device_index());
+}
+
+// Gives a call that wants the state alone where to leave states on the way; if it does not keep any, nothing.
+template <class Params>
+Tensor keep_states(Params& p, const Tensor& k, Direction direction, size_t (*Kernels::*kept_bytes)(const Params&)) {
+  const auto bytes = select(kLinearFromState, p, direction).*kept_bytes;
+  const Tensor kept = empty_kept(k, bytes == nullptr ? 0 : bytes(p));
+  p.kept = is_empty(kept) ? nullptr : kept.data_ptr();
+  return kept;
+}
+
+// The same for a call that continues with them.
+template <class Params>
+void take_kept(Params& p, const Tensor& kept, Direction direction, size_t (*Kernels::*kept_bytes)(const Params&)) {
+  if (is_empty(kept)) return;
+  const auto bytes = select(kLinearFromState, p, direction).*kept_bytes;
+  const int64_t expected = bytes == nullptr ? 0 : static_cast<int64_t>(bytes(p));
+  FASTMAX_CHECK(kept.numel() == expected, "kept must be what state_of_keys or state_of_queries kept of the same tokens, ", expected,
+                " bytes, got ", kept.numel());
+  p.kept = kept.data_ptr();
+}
+
+void check_kept(const Tensor& kept, const Tensor& q, const Tensor& k) {
+  check_device("kept", kept, q);
+  FASTMAX_CHECK(kept.scalar_type() == ScalarType::Byte && kept.dim() == 3 && kept.size(0) == k.size(0) && kept.size(1) == k.size(1) &&
+                    (is_empty(kept) || kept.is_contiguous()),
+                "kept must be contiguous uint8 (b, hk, bytes)");
+}
+
 // A state of zeros for these keys.
 std::tuple<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t order) {
   const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
@@ -83,8 +117,9 @@ std::tuple<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t
   return {torch::stable::zero_(values), torch::stable::zero_(weights)};
 }
 
-std::tuple<Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
-                                         const OptionalTensor& log_decay, const OptionalTensor& first_key, int64_t order, bool allow_tf32) {
+std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
+                                                 const OptionalTensor& log_decay, const OptionalTensor& first_key, int64_t order,
+                                                 bool allow_tf32, bool keep) {
   check_cuda_tensor("k", k_in);
   const int device = k_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -92,12 +127,12 @@ std::tuple<Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in,
   const AttentionInputs inputs{k_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
   check_tokens(inputs, /*scale=*/1.0, order);
   if (!is_covered(inputs)) {
-    const auto [values, weights] =
-        call_operator<2>("fastmax::eager_state_of_keys", k_in, v_in, key_padding_mask, log_decay, first_key, order, allow_tf32);
-    return {values, weights};
+    const auto [values, weights, kept] =
+        call_operator<3>("fastmax::eager_state_of_keys", k_in, v_in, key_padding_mask, log_decay, first_key, order, allow_tf32, keep);
+    return {values, weights, kept};
   }
   const auto [values, weights] = empty_state(k_in, v_in, order);
-  if (is_empty(k_in)) return {values, weights};
+  if (is_empty(k_in)) return {values, weights, empty_kept(k_in, 0)};
 
   const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
   const Operands x(inputs);
@@ -109,8 +144,9 @@ std::tuple<Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in,
              mutable_floats(new_weights),
              static_cast<int>(k_in.size(3)),
              static_cast<int>(v_in.size(3))};
-  run("state_of_keys", kLinearFromState, p, device);
-  return {new_values, new_weights};
+  const Tensor kept = keep ? keep_states(p, k_in, Direction::kForward, &Kernels::fwd_kept_bytes) : empty_kept(k_in, 0);
+  run(p.kept == nullptr ? "state_of_keys" : "state_of_keys, keeping states", kLinearFromState, p, device);
+  return {new_values, new_weights, kept};
 }
 
 // What a state is compared with: the state that a call ended in, or its gradient.
@@ -193,10 +229,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
           grad_weights};
 }
 
-std::tuple<Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in,
-                                            const Tensor& v_in, const Tensor& o_in, const Tensor& z, const OptionalTensor& log_decay,
-                                            const OptionalTensor& first_key, double scale, double a0, double a1, double a2, int64_t order,
-                                            bool allow_tf32) {
+std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in,
+                                                    const Tensor& k_in, const Tensor& v_in, const Tensor& o_in, const Tensor& z,
+                                                    const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
+                                                    double a0, double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
   check_cuda_tensor("q", q_in);
   const int device = q_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -206,14 +242,15 @@ std::tuple<Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, const Optio
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
   if (!is_covered(inputs)) {
-    const auto [grad_values, grad_weights] = call_operator<2>("fastmax::eager_state_of_queries", grad_o_in, grad_z, q_in, k_in, v_in, o_in,
-                                                              z, log_decay, first_key, scale, a0, a1, a2, order, allow_tf32);
-    return {grad_values, grad_weights};
+    const auto [grad_values, grad_weights, kept] =
+        call_operator<3>("fastmax::eager_state_of_queries", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, log_decay, first_key, scale, a0,
+                         a1, a2, order, allow_tf32, keep);
+    return {grad_values, grad_weights, kept};
   }
   check_float("z", z);
   if (grad_z.has_value()) check_float("grad_z", *grad_z);
   const auto [values, weights] = empty_state(k_in, v_in, order);
-  if (is_empty(q_in)) return {values, weights};
+  if (is_empty(q_in)) return {values, weights, empty_kept(k_in, 0)};
 
   const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
   const Operands x(inputs);
@@ -236,8 +273,84 @@ std::tuple<Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, const Optio
              mutable_floats(grad_weights),
              static_cast<int>(q_in.size(3)),
              static_cast<int>(v_in.size(3))};
-  run("state_of_queries", kLinearFromState, p, device);
-  return {grad_values, grad_weights};
+  const Tensor kept = keep ? keep_states(p, k_in, Direction::kBackward, &Kernels::bwd_kept_bytes) : empty_kept(k_in, 0);
+  run(p.kept == nullptr ? "state_of_queries" : "state_of_queries, keeping states", kLinearFromState, p, device);
+  return {grad_values, grad_weights, kept};
+}
+
+std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
+                                        const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in,
+                                        const Tensor& kept, double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const int device = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, none, first_key, none};
+  check_tokens(inputs, scale, order);
+  check_state(q_in, k_in, v_in, values_in, weights_in, order);
+  check_kept(kept, q_in, k_in);
+  if (!is_covered(inputs)) {
+    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_kept_", q_in, k_in, v_in, key_padding_mask, first_key, values_in,
+                                         weights_in, kept, scale, a0, a1, a2, order, allow_tf32);
+    return {o, z};
+  }
+  const Tensor z = empty_per_query(q_in);
+  if (is_empty(q_in)) return {empty_like_layout(q_in, v_in.size(3)), z};
+
+  const Tensor values = dense(values_in), weights = dense(weights_in);
+  const Operands x(inputs);
+  const Results results(q_in, v_in, x, z);
+  FwdParams p{};
+  fill(p, x, scale, a0, a1, a2, order, allow_tf32);
+  results.fill(p);
+  p.state = {floats(values), floats(weights), nullptr, nullptr, static_cast<int>(q_in.size(3)), static_cast<int>(v_in.size(3))};
+  take_kept(p, kept, Direction::kForward, &Kernels::fwd_kept_bytes);
+  run("prefill_kept_", kLinearFromState, p, device);
+  return {results.o.result(), z};
+}
+
+std::tuple<Tensor, Tensor, Tensor> prefill_kept_backward(
+    const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& grad_new_values_in, const Tensor& grad_new_weights_in,
+    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in, const Tensor& z, const OptionalTensor& key_padding_mask,
+    const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in, const Tensor& kept, double scale, double a0,
+    double a1, double a2, int64_t order, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const int device = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, none, first_key, none};
+  check_tokens(inputs, scale, order);
+  check_state(q_in, k_in, v_in, values_in, weights_in, order);
+  check_results(q_in, v_in, o_in, grad_o_in, "z", z);
+  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
+  check_like_state("grad_new_values", grad_new_values_in, values_in);
+  check_like_state("grad_new_weights", grad_new_weights_in, weights_in);
+  check_kept(kept, q_in, k_in);
+  if (!is_covered(inputs)) {
+    const auto [grad_q, grad_k, grad_v] = call_operator<3>(
+        "fastmax::eager_prefill_kept_backward_", grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, o_in, z,
+        key_padding_mask, first_key, values_in, weights_in, kept, scale, a0, a1, a2, order, allow_tf32);
+    return {grad_q, grad_k, grad_v};
+  }
+  check_float("z", z);
+  if (grad_z.has_value()) check_float("grad_z", *grad_z);
+  if (is_empty(q_in)) {
+    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3))};
+  }
+
+  const Tensor values = dense(values_in), weights = dense(weights_in);
+  const Tensor grad_new_values = dense(grad_new_values_in), grad_new_weights = dense(grad_new_weights_in);
+  const Operands x(inputs);
+  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
+  BwdParams p{};
+  fill(p, x, scale, a0, a1, a2, order, allow_tf32);
+  gradients.fill(p);
+  p.state.values = floats(values), p.state.weights = floats(weights);
+  p.state.grad_new_values = floats(grad_new_values), p.state.grad_new_weights = floats(grad_new_weights);
+  p.state.d = static_cast<int>(q_in.size(3)), p.state.dv = static_cast<int>(v_in.size(3));
+  take_kept(p, kept, Direction::kBackward, &Kernels::bwd_kept_bytes);
+  run("prefill_kept_backward_", kLinearFromState, p, device);
+  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result()};
 }
 
 }  // namespace
@@ -248,4 +361,6 @@ STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("prefill_backward", TORCH_BOX(&fastmax::prefill_backward));
   m.impl("state_of_keys", TORCH_BOX(&fastmax::state_of_keys));
   m.impl("state_of_queries", TORCH_BOX(&fastmax::state_of_queries));
+  m.impl("prefill_kept_", TORCH_BOX(&fastmax::prefill_kept));
+  m.impl("prefill_kept_backward_", TORCH_BOX(&fastmax::prefill_kept_backward));
 }

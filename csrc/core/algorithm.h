@@ -27,6 +27,10 @@ struct Kernels {
   size_t (*bwd_workspace_bytes)(const BwdParams& p);
   void (*fwd)(const FwdParams& p, cudaStream_t stream);  // p.workspace: so many bytes
   void (*bwd)(const BwdParams& p, cudaStream_t stream);
+  // Bytes of FwdParams::kept and BwdParams::kept, a whole number for every key/value head of the batch. 0: nothing is kept of this call;
+  // null: of none.
+  size_t (*fwd_kept_bytes)(const FwdParams& p) = nullptr;
+  size_t (*bwd_kept_bytes)(const BwdParams& p) = nullptr;
 };
 
 struct Algorithm {

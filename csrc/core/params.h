@@ -95,6 +95,10 @@ struct FwdParams : AttentionParams {
   float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
 
   CarriedState state;  // of calls through kLinearFromState (linear/algorithm.h)
+  // Of those, states on the way, Kernels::fwd_kept_bytes (algorithm.h) of them, or null. Of a call that wants the state alone: it begins
+  // with nothing and leaves them here. Else they are those that such a call left: `state` is added to them, in place, and the keys are not
+  // once more; new_values is null then.
+  void* kept;
   void* workspace;  // fwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
 };
 
@@ -128,6 +132,9 @@ struct BwdParams : AttentionParams {
 
   void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
   CarriedGradients state;  // of calls through kLinearFromState (linear/algorithm.h)
+  // As FwdParams::kept, of the walk back in time: of a call that wants the gradient of the state alone, or of a later one, whose
+  // state.grad_values is null.
+  void* kept;
 };
 
 }  // namespace fastmax

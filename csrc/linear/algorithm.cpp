@@ -21,7 +21,9 @@ constexpr Kernels kLinear[] = {
      [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm80); },
      [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm80); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm80, stream); },
-     [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm80, stream); }},
+     [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm80, stream); },
+     [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm80); },
+     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm80); }},
 };
 
 // Rows of this table know FwdParams::state and BwdParams::state.

@@ -114,6 +114,7 @@ struct ReadArgs : LinearProblem {
   RowMask y_mask, x_mask;  // masked x rows are written as zeros
   RowCounts y_counts;      // of y_mask, where masked rows of y are zeros already (StatePasses::takes_zeros)
   const void* snapshots;
+  const void* added;       // [state], a snapshot each that is added to all of its state; null: nothing is
   const float* sums;
   float c0, c1, c2;        // f = c0 + x.y (c1 + c2 x.y)
   View out;
@@ -131,6 +132,7 @@ struct GradArgs : LinearProblem {
   RowMask y_mask, x_mask;
   RowScale x_scale, y_scale;  // e, of the x rows or of the y rows: exactly one has data
   const void* snapshots;
+  const void* added;       // as in ReadArgs
   const float* sums;
   float g0, g1;
   View out;
@@ -163,6 +165,16 @@ struct CarriedArgs {
   int states;
   float* accumulators;
   StateFactors factors;
+};
+
+// Snapshots, and sums, of a walk that began with nothing, which take in what was before its first row.
+struct AddArgs : LinearProblem {
+  const void* state;  // [state], a snapshot each; null: the sums alone take it in
+  const float* state_sums;
+  void* snapshots;    // [state][chunk]
+  float* sums;
+  int64_t snapshot_bytes;
+  int64_t sum_floats;
 };
 
 // g = grad_o (1 + dropout noise) / z, e = -(grad_o . o) / z + grad_z; both 0 where z is
@@ -203,6 +215,8 @@ void linear_store_state(const CarriedArgs& a, int head_dim, cudaStream_t stream)
 // The same for order 1.
 void linear_load_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
 void linear_store_part_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+template <class Math>
+void linear_add_state(const AddArgs& a, cudaStream_t stream);
 // (batch, head, token, column) -> contiguous fp32
 template <class Math>
 void linear_widen(const View& src, float* dst, int batch, int heads, int tokens, int columns, cudaStream_t stream);

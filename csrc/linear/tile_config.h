@@ -78,6 +78,7 @@ struct StreamStage {
   static constexpr int kScaleOffset = kPairs * kPairBytes;        // e of the keys
   static constexpr int kFadingOffset = kScaleOffset + 4 * kKeys;  // and their sums of decays
   static constexpr int kBytes = (kFadingOffset + 8 * kKeys + 127) / 128 * 128;  // swizzles are of the address
+  static constexpr int kStateBytes = kPairs * kPairBytes;
 };
 
 // The read kernel.
@@ -97,6 +98,10 @@ struct ReadTile {
   static constexpr int kStages = kXBytes + 3 * Stage::kBytes <= kMaxSharedBytes ? 3 : 2;
   static constexpr int kSharedBytes = kXBytes + kStages * Stage::kBytes;
   static_assert(kSharedBytes <= kMaxSharedBytes, "x and the ring do not fit in shared memory");
+  // Whether there are kernels that add a state to snapshots, whose stages come with as much of it.
+  static constexpr bool kAdds = Math::kMode == MathMode::kBF16 && (kHeadDim == 64 || kHeadDim == 128);
+  static constexpr int kAddingBytes = kSharedBytes + (kStages - 1) * Stage::kStateBytes;
+  static_assert(!kAdds || kAddingBytes <= kAddingSharedBytes, "see state_format.h");
 };
 
 // The gradient kernel.
@@ -119,6 +124,10 @@ struct GradTile {
 
   static constexpr int shared_bytes(int warps) { return warps * kWarpRows * kRowSharedBytes + kRingBytes; }
   static_assert(shared_bytes(1) <= kMaxSharedBytes, "a warp does not fit on the smallest devices");
+  // As in ReadTile; two blocks still share a multiprocessor of sm_90. At 128 rows would have to give way, which is slower.
+  static constexpr bool kAdds = Math::kMode == MathMode::kBF16 && kHeadDim == 64;
+  static constexpr int kAddedAt = shared_bytes(kMaxWarps), kAddingBytes = kAddedAt + (kStages - 1) * Stage::kStateBytes;
+  static_assert(!kAdds || kAddingBytes <= kAddingSharedBytes, "see state_format.h");
 };
 
 // ---- order 1

@@ -21,7 +21,7 @@ from fastmax.distributed import ring, states
 from fastmax.distributed.agreement import agree, refuse
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
-from fastmax.distributed.layout import Layout, Part, contiguous_layout
+from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
 from fastmax.eager.planner import choose_algorithm
 from fastmax.functional import autocast_qkv, fastmax_attention, flash_attention
 from fastmax.merge import merge_attention
@@ -136,7 +136,7 @@ def context_parallel_attention(
         q, k = (_by_part(x, parts, append) for x, append in ((q, append_sinusoidal_query), (k, append_sinusoidal_key)))
     algorithm = _algorithm(algorithm, q, k, v, layout.tokens, asked, exact_window, score)
     with ops.without_autocast(q):
-        o, lse = _attend(q, k, v, asked, _Spread(layout, group), score, algorithm, exact_window)
+        o, lse = _attend(q, k, v, asked, Spread(layout, group), score, algorithm, exact_window)
         if dropout > 0.0:
             noise = torch.randn_like(o) if drop_noise is None else drop_noise.to(o.dtype)
             o = torch.addcmul(o, o, noise.detach(), value=dropout)
@@ -197,7 +197,7 @@ def context_parallel_flash_attention(
             q, k, v, causal, scale, key_padding_mask, return_lse, log_decay=log_decay, window=window, cu_seqlens=cu_seqlens
         )
     layout = _agreed(group, layout, q, k, v, asked, {"score": score, "window": (left, right)})
-    spread = _Spread(layout, group)
+    spread = Spread(layout, group)
     with ops.without_autocast(q):
         if left >= 0:
             o, lse = _in_window(q, _surrounded(k, v, asked, spread, left, right), asked, spread, score, left, right)
@@ -245,17 +245,6 @@ class _Asked(NamedTuple):
     mask: Tensor | None
     log_decay: Tensor | None
     cu_seqlens: Tensor | None
-
-
-class _Spread(NamedTuple):
-    """Where tokens are."""
-
-    layout: Layout
-    group: dist.ProcessGroup
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.layout.of(self.group.rank())
 
 
 class _Surrounded(NamedTuple):
@@ -408,7 +397,7 @@ def _by_part(x: Tensor, parts: tuple[Part, ...], append) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, score: Score, algorithm: str, window: int
+    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score, algorithm: str, window: int
 ) -> tuple[Tensor, Tensor]:
     """Output and log of the sums of weights."""
     if window == 0:
@@ -416,7 +405,7 @@ def _attend(
             return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
         if algorithm == "quadratic":
             return _of_all_keys(q, k, v, asked, spread, score)
-        o, z = states.attend_to_all(q, k, v, states.Job(score, *spread, asked.mask, None, None))
+        o, z = states.attend_to_all(q, k, v, states.Job(score, spread, asked.mask, None, None, keeps=False))
         return o, log_of_sums(z)
     behind = 0 if asked.causal else window
     surrounded = _surrounded(k, v, asked, spread, window, behind)
@@ -438,7 +427,7 @@ def _of_earlier_keys(
     q: Tensor,
     surrounded: _Keys,
     asked: _Asked,
-    spread: _Spread,
+    spread: Spread,
     score: Score | Softmax,
     algorithm: str = "quadratic",
     window: int = 0,
@@ -467,9 +456,10 @@ def _of_earlier_keys(
     first_keys = tuple(first_keys) if bounded else None
     carries = Carries(k, decay, first_keys, *spread) if bounded else None
     if algorithm == "linear":
-        attend = states.begin(q, k, v, decay, states.Job(score, *spread, mask, first_keys, carries))
+        keeps = decay is None and len(spread.layout.parts) > 1
+        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, first_keys, carries, keeps))
     else:
-        job = ring.Job(score, True, *spread, mask, first_keys, carries, None)
+        job = ring.Job(score, True, spread, mask, first_keys, carries, None)
         attend = partial(ring.attend, q, k, v, decay, job)
 
     def finish() -> tuple[Tensor, Tensor]:
@@ -484,7 +474,7 @@ def _of_earlier_keys(
 
 
 def _of_all_keys(
-    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, score: Score | Softmax
+    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score | Softmax
 ) -> tuple[Tensor, Tensor]:
     """Output and log of the sums of weights, not causal, by the ring."""
     ranges = None
@@ -492,12 +482,12 @@ def _of_all_keys(
         of_parts = [_sequences(asked.cu_seqlens, part) for part in spread.parts]
         none = asked.cu_seqlens.new_empty(0)
         ranges = tuple(torch.cat(x) for x in zip((none, none), *of_parts, strict=True))
-    o, z = ring.attend(q, k, v, None, ring.Job(score, False, *spread, asked.mask, None, None, ranges))
+    o, z = ring.attend(q, k, v, None, ring.Job(score, False, spread, asked.mask, None, None, ranges))
     return o, z if isinstance(score, Softmax) else log_of_sums(z)
 
 
 def _in_window(
-    q: Tensor, surrounded: _Keys, asked: _Asked, spread: _Spread, score: Softmax, left: int, right: int
+    q: Tensor, surrounded: _Keys, asked: _Asked, spread: Spread, score: Softmax, left: int, right: int
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of each part to the `left` tokens before a query, the query's own, and the `right` behind it: all of
     them surround the part."""
@@ -524,7 +514,7 @@ def _in_window(
     return tuple(x[0] if len(x) == 1 else torch.cat(x, dim=2) for x in zip(*pieces, strict=True))
 
 
-def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: _Spread, before: int, behind: int) -> _Keys:
+def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: Spread, before: int, behind: int) -> _Keys:
     """The tokens of each part of this rank with so many around them."""
     wide = eager.compute_dtype(k.dtype)
     mask, decay = asked.mask, None if asked.log_decay is None else asked.log_decay.to(wide)

@@ -12,6 +12,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from torch import distributed as dist
+
 from fastmax import validation
 
 
@@ -106,6 +108,18 @@ class Layout:
         for start, stop in self.stretches[rank]:
             yield Part(start, stop, rank, offset)
             offset += stop - start
+
+
+class Spread(NamedTuple):
+    """Where tokens are, for a rank of the group."""
+
+    layout: Layout
+    group: dist.ProcessGroup
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """Of this rank."""
+        return self.layout.of(self.group.rank())
 
 
 def contiguous_layout(counts: Sequence[int]) -> Layout:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.nn import functional as F
 
 from fastmax import eager, ops
@@ -25,7 +24,7 @@ from fastmax.call import Call
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Pending, all_to_all, pass_on
 from fastmax.distributed.final import without_second_derivative
-from fastmax.distributed.layout import Layout, Part
+from fastmax.distributed.layout import Part, Spread
 from fastmax.score import Score, Softmax, quotient
 
 _ALIGNED = 16  # bytes: where kernels want tensors to begin
@@ -36,20 +35,15 @@ class Job(NamedTuple):
 
     score: Score | Softmax
     causal: bool
-    layout: Layout
-    group: dist.ProcessGroup
+    spread: Spread
     mask: Tensor | None  # bool (b, n)
     first_keys: tuple[Tensor, ...] | None  # causal: int32 (b, hk, n of the part), of each part; -1: earlier parts are seen
     carries: Carries | None
     ranges: tuple[Tensor, Tensor] | None  # not causal: int64 (n,) twice, global tokens from where and up to where queries see
 
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.layout.of(self.group.rank())
-
     def holder(self, step: int) -> int:
         """The rank whose keys are here in a step."""
-        return (self.group.rank() - step) % self.layout.world
+        return (self.spread.group.rank() - step) % self.spread.layout.world
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
@@ -117,8 +111,8 @@ class Block(NamedTuple):
 
 def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
     """Of the parts of this rank with those of the rank whose keys these are."""
-    for i, queries in enumerate(job.parts):
-        for keys in job.layout.of(holder):
+    for i, queries in enumerate(job.spread.parts):
+        for keys in job.spread.layout.of(holder):
             if job.causal and keys.start > queries.start:
                 continue
             x = held.of(keys)
@@ -140,14 +134,14 @@ def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
 
 def _first_key(job: Job, i: int, keys: Part) -> Tensor:
     """int32 (b, hk, n of the i-th part): the first key of an earlier part that its queries see."""
-    forgotten = job.carries.forgotten(job.layout.index[job.parts[i]]).unsqueeze(-1)
+    forgotten = job.carries.forgotten(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
     first = (forgotten - keys.start).clamp(0, keys.tokens).to(torch.int32)
     return torch.where(job.first_keys[i] >= 0, keys.tokens, first)
 
 
 def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     """The block as a causal call, whose own keys are masked."""
-    between = job.carries.between(job.layout.index[block.keys] + 1, job.layout.index[block.queries])
+    between = job.carries.between(job.spread.layout.index[block.keys] + 1, job.spread.layout.index[block.queries])
     decay = own.log_decay.clone()
     decay[..., 0] += between.to(decay.dtype)
     k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], block.queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
@@ -200,7 +194,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         own = Keys(k, v, log_decay, job.mask)
-        sums = {part: _Sums(job.score) for part in job.parts}
+        sums = {part: _Sums(job.score) for part in job.spread.parts}
         for held, holder in _travelling(job, own):
             for block in _blocks(job, own, held, holder):
                 sums[block.queries].add(*ops.attention(q[:, :, block.queries.local], block.k, block.v, block.call))
@@ -240,10 +234,10 @@ class _Ring(torch.autograd.Function):
             if arriving is not None:
                 for total, x in zip(grads, _unpacked(arriving.wait(), grads), strict=True):
                     total += x
-            if job.layout.world > 1:
-                following = own.with_tokens(job.layout.count(job.holder(step + 1)))
+            if job.spread.layout.world > 1:
+                following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
                 like = [x.to(wide) for x in following[:3] if x is not None]
-                arriving = pass_on("gradients of keys and values", _packed(grads), message_bytes(like), job.group, tag=1)
+                arriving = pass_on("gradients of keys and values", _packed(grads), message_bytes(like), job.spread.group, tag=1)
         if arriving is not None:
             home = [torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in own[:3] if x is not None]
             grads = _unpacked(arriving.wait(), home)
@@ -256,12 +250,12 @@ class _Ring(torch.autograd.Function):
 def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
     """The keys that are here in each step, and whose they are; while they are used, the next ones come."""
     held, message = own, None
-    for step in range(job.layout.world):
+    for step in range(job.spread.layout.world):
         arriving = None
-        if step + 1 < job.layout.world:
+        if step + 1 < job.spread.layout.world:
             message = _packed(own) if step == 0 else message
-            following = own.with_tokens(job.layout.count(job.holder(step + 1)))
-            arriving = pass_on("keys and values", message, message_bytes(following), job.group, tag=0)
+            following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
+            arriving = pass_on("keys and values", message, message_bytes(following), job.spread.group, tag=0)
         yield held, job.holder(step)
         if arriving is not None:
             message = arriving.wait()
@@ -273,19 +267,19 @@ class _Between:
 
     def __init__(self, job: Job, like: Tensor):
         self._job = job
-        layout = job.layout
+        layout = job.spread.layout
         b, hk, self._tokens = like.shape
         self._sums = like.new_zeros(layout.world, layout.most_parts, b, hk, dtype=torch.float64)
 
     def add(self, block: Block, flow: Tensor) -> None:
-        layout = self._job.layout
+        layout = self._job.spread.layout
         for part in layout.parts[layout.index[block.keys] + 1 : layout.index[block.queries]]:
             self._sums[part.rank, layout.of(part.rank).index(part)] += flow
 
     def result(self) -> Tensor:
         """(b, hk, n), float64, of the tokens of this rank."""
-        came = all_to_all("gradients of decays", self._sums, self._job.group).wait().sum(0)
+        came = all_to_all("gradients of decays", self._sums, self._job.spread.group).wait().sum(0)
         out = came.new_zeros(*came.shape[1:], self._tokens)
-        for x, part in zip(came, self._job.parts, strict=False):
+        for x, part in zip(came, self._job.spread.parts, strict=False):
             out[..., part.local] = x.unsqueeze(-1)
         return out

@@ -36,7 +36,8 @@ _QUERIES, _KEYS, _MASK, _SHARED = Axes(0, 1), Axes(0, 1, of_keys=True), Axes(0, 
 _AXES = {
     **dict.fromkeys(("q", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
     **dict.fromkeys(("k", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS),
-    **dict.fromkeys(("near_mask", "near_decays", "gathered", "log_decay", "first_key", "end_key", "finite", "shift"), _KEYS),
+    **dict.fromkeys(("near_mask", "near_decays", "gathered", "kept", "log_decay", "finite", "shift"), _KEYS),
+    **dict.fromkeys(("first_key", "end_key"), _KEYS),
     "key_padding_mask": _MASK,
     **dict.fromkeys(("rpe_matrix", "cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }
@@ -56,8 +57,10 @@ _RESULTS = {
     "gathered_step_": ("o",),
     "prefill": ("o", "z", "new_values", "new_weights"),
     "prefill_backward": (*_OF_TOKENS, "grad_log_decay", "grad_values", "grad_weights"),
-    "state_of_keys": ("values", "weights"),
-    "state_of_queries": ("grad_values", "grad_weights"),
+    "state_of_keys": ("values", "weights", "kept"),
+    "state_of_queries": ("grad_values", "grad_weights", "kept"),
+    "prefill_kept_": ("o", "z"),
+    "prefill_kept_backward_": _OF_TOKENS,
     "finite_decay": ("finite", "first_key"),
     "rotary_factors": ("cos", "sin"),
 }

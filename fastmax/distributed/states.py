@@ -4,6 +4,9 @@ A part makes the state of its own keys, all states are exchanged once, and the p
 the sum over the parts before it. The gradient goes the other way: the gradient of the state that a part ends in is a sum over
 the queries of the parts behind it. What fades, fades by a factor a part (`Carries`).
 
+Kernels keep what they compute on the way to a part's own state, so that it is added up once. With decays, whose gradient takes
+the state that a part ends in, each part adds it up twice.
+
 From a handful of ranks on no rank receives all states. Each scans its share of them for all ranks, in two messages all to all.
 """
 
@@ -14,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
 from torch.nn import functional as F
 
 from fastmax import eager, ops
@@ -22,7 +24,7 @@ from fastmax.call import Call
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Pending, all_to_all, gather
 from fastmax.distributed.final import without_second_derivative
-from fastmax.distributed.layout import Layout, Part
+from fastmax.distributed.layout import Part, Spread
 from fastmax.score import Score
 
 # Bytes in the time that one more message takes: 20 us at 300 GB/s. Gathering receives the states of all other ranks, shares
@@ -38,9 +40,10 @@ def by_shares(world: int, state_bytes: int) -> bool:
 class Exchange:
     """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it."""
 
-    def __init__(self, own: list[Tensor], like: Tensor, carries: Carries | None, layout: Layout, group, backward: bool):
+    def __init__(self, own: list[Tensor], like: Tensor, carries: Carries | None, spread: Spread, backward: bool):
         """Starts it; `like` (channels, elements), of a rank without parts too."""
-        self._layout, self._rank, self._group, self._backward = layout, group.rank(), group, backward
+        self._layout, self._own, self._backward = spread.layout, spread.parts, backward
+        layout, group = spread
         self._carries = carries
         self._elements = like.shape[1]
         missing = [torch.zeros_like(like)] * (layout.most_parts - len(own))
@@ -60,7 +63,7 @@ class Exchange:
 
     def wait(self) -> list[Tensor]:
         came = self._pending.wait()
-        own = self._layout.of(self._rank)
+        own = self._own
         if self._shares:
             came = came.permute(1, 2, 0, 3).flatten(2)[..., : self._elements]
             return [came[i] for i in range(len(own))]
@@ -94,18 +97,14 @@ class Job(NamedTuple):
     """What is asked for beside q, k, v and log_decay."""
 
     score: Score
-    layout: Layout
-    group: dist.ProcessGroup
+    spread: Spread
     mask: Tensor | None  # bool (b, n)
     first_keys: tuple[Tensor, ...] | None  # int32 (b, hk, n of the part), of each part; -1: the state is seen
     carries: Carries | None
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        return self.layout.of(self.group.rank())
+    keeps: bool  # what is computed on the way to the state of a part: there are others, and no decays
 
     def call(self, i: int, log_decay: Tensor | None) -> Call:
-        local = self.parts[i].local
+        local = self.spread.parts[i].local
         mask = None if self.mask is None else self.mask[:, local]
         decay = None if log_decay is None else log_decay[..., local]
         first = None if self.first_keys is None else self.first_keys[i]
@@ -160,7 +159,22 @@ class _Call:
     def __init__(self, job: Job):
         self.job = job
         self.states: Exchange | None = None
+        self.kept: list[Tensor] = []  # of each part, on the way to its own state
         self.gradients: Callable[[], tuple[Tensor, ...]] | None = None  # of q, k, v and log_decay, once theirs are exchanged
+
+
+def _own_states(
+    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, unread: tuple[Part, ...], like: Tensor
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The packed state of each part of this rank, and what was kept of it. Those of `unread` parts nobody reads."""
+    own, kept = [], []
+    for i, part in enumerate(job.spread.parts):
+        if part in unread and not job.keeps:
+            own.append(like), kept.append(None)
+        else:
+            *state, of_part = state_of(i, part)
+            own.append(_pack(state)), kept.append(of_part)
+    return own, kept
 
 
 class _Begin(torch.autograd.Function):
@@ -169,12 +183,13 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         ctx.call, job = call, call.job
-        like, last = _like(k, v, job.score), job.layout.parts[-1:]
-        own = [
-            like if (part,) == last else _pack(ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay)))
-            for i, part in enumerate(job.parts)
-        ]
-        call.states = Exchange(own, like, job.carries, job.layout, job.group, backward=False)
+        like = _like(k, v, job.score)
+
+        def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
+            return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), job.keeps)
+
+        own, call.kept = _own_states(state_of, job, job.spread.layout.parts[-1:], like)
+        call.states = Exchange(own, like, job.carries, job.spread, backward=False)
         return q.new_empty(0)
 
     @staticmethod
@@ -192,10 +207,12 @@ class _Finish(torch.autograd.Function):
         ctx.call, job = call, call.job
         before, call.states = call.states.wait(), None
         pieces, after = [], []
-        for i, (part, state) in enumerate(zip(job.parts, before, strict=True)):
-            o, z, *new = ops.prefill(*_of(part, q, k, v), job.call(i, log_decay), *_unpack(state, v))
+        for i, (part, state) in enumerate(zip(job.spread.parts, before, strict=True)):
+            given = *_of(part, q, k, v), job.call(i, log_decay), *_unpack(state, v)
+            o, z, *new = ops.prefill_kept_(*given, call.kept[i]) if job.keeps else ops.prefill(*given)
             pieces.append((o, z))
             after.append(_pack(new) if log_decay is not None else None)  # for its gradient alone
+        call.kept = []
         z = q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), z))
         ctx.save_for_backward(q, k, v, log_decay, o, z, *before, *after)
@@ -208,23 +225,28 @@ class _Finish(torch.autograd.Function):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        parts, first = job.parts, job.layout.parts[:1]
+        parts = job.spread.parts
         calls = [job.call(i, log_decay) for i in range(len(parts))]
-        own = [
-            like if (part,) == first else _pack(ops.state_of_queries(*_of(part, grad_o, grad_z, q, k, v, o, z), call))
-            for part, call in zip(parts, calls, strict=True)
-        ]
-        exchange = Exchange(own, like, job.carries, job.layout, job.group, backward=True)
+
+        def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
+            return ops.state_of_queries(*_of(part, grad_o, grad_z, q, k, v, o, z), calls[i], job.keeps)
+
+        own, kept = _own_states(state_of, job, job.spread.layout.parts[:1], like)
+        exchange = Exchange(own, like, job.carries, job.spread, backward=True)
 
         def gradients() -> tuple[Tensor, ...]:
             before, after = states[: len(parts)], states[len(parts) :]
             pieces = []
-            for part, call, state, new, grad_new in zip(parts, calls, before, after, exchange.wait(), strict=True):
-                new = (None, None) if new is None else _unpack(new, v)
+            for i, (part, grad_new) in enumerate(zip(parts, exchange.wait(), strict=True)):
                 grads = *_of(part, grad_o, grad_z), *_unpack(grad_new, v)
-                results = *_of(part, o, z), *new
-                of_part = ops.prefill_backward(grads, *_of(part, q, k, v), results, call, *_unpack(state, v))
+                tokens, results, state = _of(part, q, k, v), _of(part, o, z), _unpack(before[i], v)
+                if job.keeps:
+                    of_part = ops.prefill_kept_backward_(grads, *tokens, results, calls[i], *state, kept[i])
+                else:
+                    new = (None, None) if after[i] is None else _unpack(after[i], v)
+                    of_part = ops.prefill_backward(grads, *tokens, (*results, *new), calls[i], *state)
                 pieces.append(of_part[: 3 if log_decay is None else 4])
+            kept.clear()
             return _joined(pieces, tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
 
         ctx.call.gradients = gradients
@@ -235,7 +257,8 @@ class _FromTotal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor):
         call = Call(job.score, causal=True, key_padding_mask=job.mask)
-        total = _total(_pack(ops.state_of_keys(k, v, call)), job, "states")
+        values, weights, _ = ops.state_of_keys(k, v, call)
+        total = _total(_pack((values, weights)), job, "states")
         o, z, *_ = ops.prefill(q, k, v, _reading(call, k), *_unpack(total, v))
         ctx.save_for_backward(q, k, v, o, z, total)
         ctx.job = job
@@ -260,7 +283,7 @@ class _FromTotal(torch.autograd.Function):
 
 
 def _total(own: Tensor, job: Job, what: str) -> Tensor:
-    return gather(what, own, job.group).wait().sum(0, dtype=torch.float64).to(own.dtype)
+    return gather(what, own, job.spread.group).wait().sum(0, dtype=torch.float64).to(own.dtype)
 
 
 def _reading(call: Call, k: Tensor) -> Call:

@@ -18,11 +18,11 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim, bool kFades>
+template <class Math, int kHeadDim, bool kFades, bool kAdds>
 __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize, 1) linear_grad_kernel(const GradArgs a, const int row_blocks) {
   using Tile = GradTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize, kFades>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize, kFades, kAdds>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16, kBlocks = kHeadDim / 8;
@@ -42,6 +42,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     load_masked_tile_async<Element, 16, kHeadDim>(x_tile + row * Stage::kRowBytes, head_pointer<Element>(a.x, at.batch, at.x_head),
                                                   a.x.token, at.row + row, a.nx, a.d, nullptr, 0);
   }
+  if constexpr (kAdds) stream.add(a.added, ring + Tile::kAddedAt);
   stream.begin();
 
   WeightsA<Math> x2[kRowTiles][Tile::kKeepX2 ? kDepth : 1];
@@ -549,12 +550,18 @@ struct LaunchGrad {
     const int rows = warps * Tile::kWarpRows;
     static_assert(256 % (Tile::kMaxWarps * Tile::kWarpRows) == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + rows - 1) / rows;
-    const auto launch = [&](const char* name, auto kernel) {
-      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), warps * kWarpSize, Tile::shared_bytes(warps),
-                    stream, a, row_blocks);
+    const auto launch = [&](const char* name, auto kernel, int shared_bytes) {
+      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), warps * kWarpSize, shared_bytes, stream, a,
+                    row_blocks);
     };
-    if (a.fading) launch("linear_grad_fading", linear_grad_kernel<Math, kHeadDim, true>);
-    else launch("linear_grad", linear_grad_kernel<Math, kHeadDim, false>);
+    if (a.added != nullptr) {
+      if constexpr (Tile::kAdds) launch("linear_grad_adding", linear_grad_kernel<Math, kHeadDim, false, true>, Tile::kAddingBytes);
+      else throw std::logic_error("fastmax: linear_grad adds no states here");
+    } else if (a.fading) {
+      launch("linear_grad_fading", linear_grad_kernel<Math, kHeadDim, true, false>, Tile::shared_bytes(warps));
+    } else {
+      launch("linear_grad", linear_grad_kernel<Math, kHeadDim, false, false>, Tile::shared_bytes(warps));
+    }
   }
 };
 

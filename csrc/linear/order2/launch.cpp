@@ -33,6 +33,14 @@ struct StateBuffers {
   float* parts = nullptr;
 };
 
+// What a plan keeps: the snapshots of all states, then their sums.
+StateBuffers kept_buffers(void* kept, const StatePlan& plan) {
+  StateBuffers buffers;
+  buffers.snapshots = static_cast<char*>(kept);
+  buffers.sums = reinterpret_cast<float*>(buffers.snapshots + plan.kept_slots() * plan.sizes.snapshot_bytes);
+  return buffers;
+}
+
 // Buffers that serve one plan after the other.
 StateBuffers take_buffers(std::initializer_list<const StatePlan*> plans, Workspace& w) {
   int64_t slots = 0, accumulators = 0, parts = 0;
@@ -82,6 +90,11 @@ KeyBounds of_phase(KeyBounds bounds, const Phase& phase) {
   if (bounds.data != nullptr) bounds.data += phase.first_batch * s.batch + phase.first_head * s.head + phase.first_token * s.token;
   return bounds;
 }
+StateBuffers of_phase(StateBuffers kept, const StateSizes& sizes, const Phase& phase) {
+  const int64_t first_slot = phase.problem.slot(phase.first_state, 0);
+  kept.snapshots += first_slot * sizes.snapshot_bytes, kept.sums += first_slot * sizes.sum_floats;
+  return kept;
+}
 Fading of_phase(Fading fading, const Phase& phase) {
   if (fading) {
     fading.sums += int64_t{phase.first_state} * fading.tokens;
@@ -103,6 +116,9 @@ struct Passes {
   cudaStream_t stream;
   CarriedState carried{};  // new_values may be null: what comes out is not wanted
   StateFactors loads = kAsTheyAre, stores = kAsTheyAre;
+  // Where the plan keeps snapshots. adds: they are there, without the carried state.
+  void* kept = nullptr;
+  bool adds = false;
 
   // Runs the phases: the states, then whoever reads them.
   template <class Consume>
@@ -110,7 +126,8 @@ struct Passes {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
       if (phase.loads) kernels.load(p, carry(phase, loads), stream);
-      sum(phase, a);
+      if (adds) add(phase, a);
+      else sum(phase, a, snapshots_of(phase));
       if (phase.problem.nx > 0) consume(phase);
       if (phase.stores && carried.new_values != nullptr) kernels.store(p, carry(phase, stores), stream);
     }
@@ -158,7 +175,12 @@ struct Passes {
     return {of_phase(carried, phase), phase.problem.states(), buffers.accumulators, factors};
   }
 
-  void sum(const Phase& phase, StateArgs a) const {
+  // Where the snapshots of a phase lie; the rest of it is the workspace's.
+  StateBuffers snapshots_of(const Phase& phase) const {
+    return plan.keeps ? of_phase(kept_buffers(kept, plan), plan.sizes, phase) : buffers;
+  }
+
+  void sum(const Phase& phase, StateArgs a, const StateBuffers& to) const {
     static_cast<LinearProblem&>(a) = phase.problem;
     a.fading = of_phase(fading, phase);
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
@@ -166,12 +188,35 @@ struct Passes {
     a.mask = of_phase(a.mask, phase, 0);
     a.kept = of_phase(a.kept, phase);
     a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
-    a.snapshots = buffers.snapshots, a.sums = buffers.sums, a.parts_sum = buffers.parts;
+    a.snapshots = to.snapshots, a.sums = to.sums, a.parts_sum = buffers.parts;
     a.accumulators = buffers.accumulators;
     a.begin = phase.begin;
     a.hands_on = plan.hands_on();
     plan.fill_segments(phase, a);
     kernels.sum(p, a, stream);
+  }
+
+  // The carried state, which was loaded, to all snapshots of a phase: a walk over no rows makes one of it, in the workspace.
+  void add(const Phase& phase, const StateArgs& rows) const {
+    Phase before = phase;
+    before.problem.nx = 0, before.problem.chunks = 1;
+    Passes without_fading = *this;
+    without_fading.fading = {};
+    without_fading.sum(before, rows, buffers);
+
+    const StateBuffers to = snapshots_of(phase);
+    AddArgs a{};
+    static_cast<LinearProblem&>(a) = phase.problem;
+    a.fading = of_phase(fading, phase);
+    a.state = adds_while_reading() ? nullptr : buffers.snapshots, a.state_sums = buffers.sums;
+    a.snapshots = to.snapshots, a.sums = to.sums;
+    a.snapshot_bytes = plan.sizes.snapshot_bytes, a.sum_floats = plan.sizes.sum_floats;
+    kernels.add(p, a, stream);
+  }
+
+  // What fades is not the same for all chunks.
+  bool adds_while_reading() const {
+    return adds && !fading && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
   }
 
   // What reads and gradients share.
@@ -183,7 +228,9 @@ struct Passes {
     a.out = of_phase(a.out, phase, phase.problem.x_group, phase.first_token, output_bytes(p));
     a.x_mask = of_phase(a.x_mask, phase, phase.first_token);
     a.y_mask = of_phase(a.y_mask, phase, 0);
-    a.snapshots = buffers.snapshots, a.sums = buffers.sums;
+    const StateBuffers from = snapshots_of(phase);
+    a.snapshots = from.snapshots, a.sums = from.sums;
+    a.added = adds_while_reading() ? buffers.snapshots : nullptr;
   }
 };
 
@@ -242,17 +289,25 @@ Resets resets(const Params& p) {
 bool wants_state_alone(const FwdParams& p) { return p.o == nullptr; }
 bool wants_state_alone(const BwdParams& p) { return p.grad_q == nullptr; }
 
-// Queries looking at keys, and keys looking at queries, back in time.
-LinearProblem forward_in_time(const FwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, wants_state_alone(p))
+// Whether a walk has its snapshots from an earlier call.
+template <class Params>
+bool resumes(const Params& p) {
+  return p.kept != nullptr && !wants_state_alone(p);
+}
+
+// Queries looking at keys, and keys looking at queries, back in time. keeps: as the plan of the walk.
+LinearProblem forward_in_time(const FwdParams& p, const StateSizes& sizes, bool keeps) {
+  const bool is_read = keeps || !wants_state_alone(p);
+  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
 LinearProblem forward_in_time(const BwdParams& p, const StateSizes& sizes) {
   return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, wants_state_alone(p))
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
-LinearProblem back_in_time(const BwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, wants_state_alone(p))
+LinearProblem back_in_time(const BwdParams& p, const StateSizes& sizes, bool keeps) {
+  const bool is_read = keeps || !wants_state_alone(p);
+  return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
 }
 
@@ -288,7 +343,7 @@ struct FwdPlan {
 
  private:
   FwdPlan(const FwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
-      : states(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
+      : states(forward_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
         inputs(p, w),
         zeroed(p, takes_zeros, w),
         faded(p, {&states.whole}, w) {
@@ -313,7 +368,7 @@ struct BwdPlan {
  private:
   BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
       : prefixes(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
-        suffixes(back_in_time(p, sizes), sizes, p.sm_count, continues(p)),
+        suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
         inputs(p, w),
         zeroed(p, takes_zeros, w),
         faded(p, {&prefixes.whole, &suffixes.whole}, w) {
@@ -335,6 +390,24 @@ size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernel
   return BwdPlan(p, kernels, Workspace(nullptr)).bytes;
 }
 
+namespace {
+
+// Of a walk between two states. With decays the gradient takes states that a later call does not make.
+size_t kept_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& walk) {
+  if (kernels.add == nullptr || p.order != 2 || p.log_decay != nullptr) return 0;
+  const StatePlan plan(walk, kernels.sizes(p), p.sm_count, /*carries=*/true, /*keeps=*/true);
+  return plan.kept_bytes() <= kKeptBytes ? static_cast<size_t>(plan.kept_bytes()) : 0;
+}
+
+}  // namespace
+
+size_t linear2_fwd_kept_bytes(const FwdParams& p, const StatePasses& kernels) {
+  return kept_bytes(p, kernels, forward_in_time(p, kernels.sizes(p), /*keeps=*/true));
+}
+size_t linear2_bwd_kept_bytes(const BwdParams& p, const StatePasses& kernels) {
+  return kept_bytes(p, kernels, back_in_time(p, kernels.sizes(p), /*keeps=*/true));
+}
+
 void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   FwdParams p = call;
   const FwdPlan plan(p, kernels, Workspace(p.workspace));
@@ -348,7 +421,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
   const Fading fading = plan.faded.fading(p, plan.states.whole);
-  plan.faded.fill(p, plan.states, fading, state, stream);
+  if (!resumes(p)) plan.faded.fill(p, plan.states, fading, state, stream);
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
@@ -362,7 +435,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
 
-  const Passes passes{p, kernels, plan.states, plan.buffers, fading, stream, p.state};
+  const Passes passes{p, kernels, plan.states, plan.buffers, fading, stream, p.state, kAsTheyAre, kAsTheyAre, p.kept, resumes(p)};
   passes.run(state, [&](const Phase& phase) {
     if (!wants_state_alone(p)) passes.read(phase, read);
   });
@@ -409,7 +482,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
   const Fading suffix_fading = plan.faded.fading(p, plan.suffixes.whole);
-  plan.faded.fill(p, plan.suffixes, suffix_fading, suffix, stream);
+  if (!resumes(p)) plan.faded.fill(p, plan.suffixes, suffix_fading, suffix, stream);
 
   ReadArgs grad_v{};
   grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;
@@ -429,8 +502,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.pair_sums = {pairs.by_key, p.m, 1};
 
   const CarriedState behind{c.grad_new_values, c.grad_new_weights, c.grad_values, c.grad_weights, c.d, c.dv};
-  const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,      suffix_fading,
-                             stream, behind,  divisors.inverses(), divisors.factors()};
+  const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,       suffix_fading, stream,
+                             behind, divisors.inverses(), divisors.factors(), p.kept, resumes(p)};
   over_suffixes.run(suffix, [&](const Phase& phase) {
     if (!wants_state_alone(p)) over_suffixes.grads(phase, grad_v, grad_k);
   });
@@ -454,6 +527,14 @@ constexpr StatePasses kStatePassesSm80 = {
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) {
       if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
+    },
+    [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
+      dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
+    },
+    // At head dim 128 the gradients of a walk back in time have no shared memory left (tile_config.h).
+    [](const Problem& p, Time time) {
+      return p.math == MathMode::kBF16 && shared_limit(p.sm_arch) >= kAddingSharedBytes &&
+             (p.head_dim == 64 || (p.head_dim == 128 && time == Time::kForward));
     },
 };
 

@@ -26,6 +26,11 @@ struct StatePasses {
   // kLinearFromState.
   void (*load)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
+  // Null: the architecture keeps no snapshots from one call to the next.
+  void (*add)(const Problem& p, const AddArgs& a, cudaStream_t stream);
+  // Whether readers of kept snapshots in a walk of that direction add ReadArgs::added and GradArgs::added to them; else, and where it is
+  // null, `add` does.
+  bool (*adds_while_reading)(const Problem& p, Time time);
 };
 extern const StatePasses kStatePassesSm80;  // for every architecture
 extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 64 and 128
@@ -39,5 +44,7 @@ void launch_linear2_fwd(const FwdParams& p, const StatePasses& kernels, cudaStre
 void launch_linear2_bwd(const BwdParams& p, const StatePasses& kernels, cudaStream_t stream);
 size_t linear2_fwd_workspace_bytes(const FwdParams& p, const StatePasses& kernels);
 size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernels);
+size_t linear2_fwd_kept_bytes(const FwdParams& p, const StatePasses& kernels);
+size_t linear2_bwd_kept_bytes(const BwdParams& p, const StatePasses& kernels);
 
 }  // namespace fastmax

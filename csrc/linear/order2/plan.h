@@ -21,6 +21,8 @@ namespace fastmax {
 // of those: 3 blocks a multiprocessor and one of every state.
 inline constexpr int64_t kPhaseBytes = int64_t{832} << 20;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
+// Snapshots of all chunks that are kept from one call to the next. (1, 32, 65536, 64) in bf16 takes 2.5 GB, at head_dim 128 4.8.
+inline constexpr int64_t kKeptBytes = int64_t{6} << 30;
 
 // x rows looking at y rows. x_heads and y_heads are per batch entry.
 inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,
@@ -80,9 +82,10 @@ struct StatePlan {
   int chunks;          // likewise
   int segments;        // that a walk is cut into, at most
   bool carries;        // a state, from before the first row on: accumulators go in, and come out where the last chunk ends
+  bool keeps;          // snapshots, of all chunks; of order 2, where it carries: phases are whole sequences
 
-  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false)
-      : whole(r), sizes(sizes), carries(carries) {
+  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool keeps = false)
+      : whole(r), sizes(sizes), carries(carries), keeps(keeps) {
     const int64_t states = cut(sm_count);
     batches = in_equal_pieces(r.batch, std::max<int64_t>(1, states / r.state_heads));
     heads = in_equal_pieces(r.state_heads, std::min<int64_t>(r.state_heads, states));
@@ -120,9 +123,12 @@ struct StatePlan {
     a.segments = std::max(1, (rows + a.segment_rows - 1) / a.segment_rows + segments - filled);
   }
 
-  // Sizes of the largest phase, the first; nothing where nothing is before the only chunk.
+  // Sizes of the largest phase, the first; nothing where nothing is before the only chunk. What is kept lies elsewhere: the slots are
+  // then those of what is added to it.
   bool needs_states() const { return whole.end() > 0; }
-  int64_t slots() const { return needs_states() ? int64_t{batches} * heads * chunks : 0; }
+  int64_t slots() const { return needs_states() ? int64_t{batches} * heads * (keeps ? 1 : chunks) : 0; }
+  int64_t kept_slots() const { return keeps ? int64_t{whole.states()} * whole.chunks : 0; }
+  int64_t kept_bytes() const { return kept_slots() * (sizes.snapshot_bytes + 4 * sizes.sum_floats); }
   int64_t parts() const { return needs_states() && whole.order == 1 ? int64_t{batches} * heads * whole.parts() : 0; }
   int64_t accumulators() const {
     if (!needs_states()) return 0;
@@ -152,7 +158,7 @@ struct StatePlan {
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
     if (!carries && handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
     const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
-    chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, kPhaseBytes / (states * sizes.snapshot_bytes)));
+    if (!keeps) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, kPhaseBytes / (states * sizes.snapshot_bytes)));
     return states;
   }
 

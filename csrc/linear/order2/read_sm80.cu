@@ -11,12 +11,12 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim, bool kFades>
+template <class Math, int kHeadDim, bool kFades, bool kAdds>
 __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<Math, kHeadDim>::kTwoBlocks ? 2 : 1)
     linear_read_kernel(const ReadArgs a, const int row_blocks) {
   using Tile = ReadTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads, kFades>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads, kFades, kAdds>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
   Stream stream(a, a.y, a.w, a.y_mask, no_scale, a.snapshots, at, normalise && tiles, x_tile + Tile::kXBytes);
   load_masked_tile_async<Element, Tile::kRows, kHeadDim>(x_tile, head_pointer<Element>(a.x, at.batch, at.x_head), a.x.token, at.row,
                                                          a.nx, a.d, nullptr, 0);
+  if constexpr (kAdds) stream.add(a.added, x_tile + Tile::kSharedBytes);
   stream.begin();
 
   float acc[kRowTiles][2 * kDepth][4] = {};
@@ -292,12 +293,17 @@ struct LaunchRead {
     using Tile = ReadTile<Math, kHeadDim>;
     static_assert(256 % Tile::kRows == 0, "a block's rows lie in one chunk");
     const int row_blocks = (a.nx + Tile::kRows - 1) / Tile::kRows;
-    const auto launch = [&](const char* name, auto kernel) {
-      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), Tile::kThreads, Tile::kSharedBytes, stream, a,
-                    row_blocks);
+    const auto launch = [&](const char* name, auto kernel, int shared_bytes) {
+      launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * a.states() * a.x_group), Tile::kThreads, shared_bytes, stream, a, row_blocks);
     };
-    if (a.fading) launch("linear_read_fading", linear_read_kernel<Math, kHeadDim, true>);
-    else launch("linear_read", linear_read_kernel<Math, kHeadDim, false>);
+    if (a.added != nullptr) {
+      if constexpr (Tile::kAdds) launch("linear_read_adding", linear_read_kernel<Math, kHeadDim, false, true>, Tile::kAddingBytes);
+      else throw std::logic_error("fastmax: linear_read adds no states here");
+    } else if (a.fading) {
+      launch("linear_read_fading", linear_read_kernel<Math, kHeadDim, true, false>, Tile::kSharedBytes);
+    } else {
+      launch("linear_read", linear_read_kernel<Math, kHeadDim, false, false>, Tile::kSharedBytes);
+    }
   }
 };
 

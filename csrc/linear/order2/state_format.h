@@ -77,6 +77,9 @@ struct StateLayout {
   static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = state_sums(kHeadDim);
 };
 
+// Kernels that add a state to the snapshots that they read take more shared memory than every device has (tile_config.h).
+inline constexpr int kAddingSharedBytes = 120 << 10;
+
 // What a plan needs to know of them.
 struct StateSizes {
   int chunk;                   // x rows per snapshot

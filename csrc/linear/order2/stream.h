@@ -34,8 +34,10 @@ __device__ __forceinline__ void mma_row_tiles(float (&sums)[kRowTiles][kBlocks8]
   }
 }
 
-// kThreads: of a block; some have fewer. kFades: whether the walk does.
-template <class Math, int kHeadDim, int kStages, int kThreads, bool kFades>
+// kThreads: of a block; some have fewer. kFades: whether the walk does. kAdds: a state is added to the snapshot, stage by stage; every
+// thread adds to what it copied itself, before the barrier that shows it to the others. Not where the walk fades, and blocks then have
+// kThreads.
+template <class Math, int kHeadDim, int kStages, int kThreads, bool kFades, bool kAdds = false>
 struct RowStream {
   using Layout = StateLayout<Math, kHeadDim>;
   using Stage = StreamStage<Math, kHeadDim>;
@@ -49,7 +51,9 @@ struct RowStream {
   const RowScale& scale;
   const RowBlock& at;
   const char* snapshot;
+  const char* added = nullptr;  // what is added to it
   uint32_t ring;
+  uint32_t added_ring = 0;         // a stage less than the ring
   int first_pair;                  // of the snapshot's plain pairs, those before the tiles
   int state_stages, total_stages;  // of the snapshot, and with the own chunk's
   int stage = 0;                   // the next one
@@ -64,6 +68,51 @@ struct RowStream {
     const int own_end = min(p.seen_end(at.row + at.rows), p.y_end());
     const int keys = p.causal ? max(own_end - own_begin(), 0) : 0;
     total_stages = state_stages + (keys + Stage::kKeys - 1) / Stage::kKeys * p.y_group;
+  }
+
+  // Before begin(). states: [state], a snapshot each.
+  __device__ __forceinline__ void add(const void* states, uint32_t ring_of_added) {
+    const int64_t state = static_cast<int64_t>(at.batch) * p.state_heads + at.kv_head;
+    added = static_cast<const char*>(states) + state * Layout::words(p.order) * Layout::kWordBytes;
+    added_ring = ring_of_added;
+  }
+  __device__ __forceinline__ uint32_t added_stage(int index) const { return added_ring + index % (kStages - 1) * Stage::kStateBytes; }
+
+  // Octet pairs of a stage of the snapshot.
+  __device__ __forceinline__ int stage_pair(int index) const {
+    const int tile_stage = index - plain_stages();
+    return tile_stage < 0 ? first_pair + index * Stage::kPairs : Layout::kTilePair + tile_stage * Stage::kPairs;
+  }
+  __device__ __forceinline__ int stage_state_bytes(int index, int pair) const {
+    const int end = index < plain_stages() ? Layout::kTilePair : state_pairs(kHeadDim, 2);
+    return min(Stage::kPairs, end - pair) * Layout::kPairBytes;
+  }
+
+  // Adds to 16 bytes of a stage and the next kThreads.
+  __device__ __forceinline__ void add_piece(uint32_t to, uint32_t from) const {
+    uint32_t x[4], y[4];
+    ptx::load_shared_u32x4(x, to);
+    ptx::load_shared_u32x4(y, from);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = add_bf16x2(x[i], y[i]);
+    ptx::store_shared_f32x4(to, make_float4(__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])));
+  }
+  // Of stage `index`, whose copies by this thread have arrived; nothing behind the snapshot's.
+  __device__ __forceinline__ void add_to_stage(int index) const {
+    if constexpr (kAdds) {
+      if (index >= state_stages) return;
+      const uint32_t to = ring + index % kStages * Stage::kBytes + threadIdx.x * 16, from = added_stage(index) + threadIdx.x * 16;
+      const int bytes = stage_state_bytes(index, stage_pair(index));
+      for (int i = 0; i < bytes; i += kThreads * 16) add_piece(to + i, from + i);
+    }
+  }
+  __device__ __forceinline__ void add_to_tiles(int index) const {
+    if constexpr (kAdds) {
+      static_assert(kCopyAmongProducts, "whole stages, by all threads");
+      const uint32_t to = ring + index % kStages * Stage::kBytes + threadIdx.x * 16, from = added_stage(index) + threadIdx.x * 16;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) add_piece(to + i * kThreads * 16, from + i * kThreads * 16);
+    }
   }
 
   // Virtual index of the own chunk's first y row.
@@ -81,10 +130,9 @@ struct RowStream {
   __device__ __forceinline__ void load(int index) const {
     const uint32_t dst = ring + index % kStages * Stage::kBytes;
     if (index < state_stages) {
-      const int tile_stage = index - plain_stages();
-      const int pair = tile_stage < 0 ? first_pair + index * Stage::kPairs : Layout::kTilePair + tile_stage * Stage::kPairs;
-      const int end = tile_stage < 0 ? Layout::kTilePair : state_pairs(kHeadDim, 2);
-      load_bytes_async(dst, snapshot + int64_t{pair} * Layout::kPairBytes, min(Stage::kPairs, end - pair) * Layout::kPairBytes);
+      const int pair = stage_pair(index), bytes = stage_state_bytes(index, pair);
+      load_bytes_async(dst, snapshot + int64_t{pair} * Layout::kPairBytes, bytes);
+      if constexpr (kAdds) load_bytes_async(added_stage(index), added + int64_t{pair} * Layout::kPairBytes, bytes);
     } else if (index < total_stages) {
       const int key_stage = index - state_stages;
       const int key = first_key(key_stage);
@@ -130,6 +178,7 @@ struct RowStream {
   // The address of the next stage; the one before it is given up.
   __device__ __forceinline__ uint32_t next() {
     ptx::cp_async_wait<kStages - 2>();
+    add_to_stage(stage);
     __syncthreads();
     load(stage + kStages - 1);
     return ring + stage++ % kStages * Stage::kBytes;
@@ -146,6 +195,7 @@ struct RowStream {
     // One group a stage, since waits count groups: the copies since the last call; or load()'s, and an empty one past the last stage.
     if (kCopyAmongProducts) ptx::cp_async_commit();
     ptx::cp_async_wait<kStages - 2>();
+    add_to_tiles(stage);
     __syncthreads();
     if (!copies_among_products()) {
       if (stage + kStages - 1 < state_stages) load(stage + kStages - 1);
@@ -160,12 +210,16 @@ struct RowStream {
                     "stages are whole, and a whole number of copies");
       const int index = stage + kStages - 2, pair = Layout::kTilePair + (index - plain_stages()) * Stage::kPairs;
       const bool enabled = begins && index < state_stages && copies_among_products();
-      const char* src = snapshot + int64_t{pair} * Layout::kPairBytes + threadIdx.x * 16;
-      const uint32_t dst = ring + index % kStages * Stage::kBytes + threadIdx.x * 16;
+      const auto copy = [&](uint32_t dst, const char* from) {
+        const char* src = from + int64_t{pair} * Layout::kPairBytes + threadIdx.x * 16;
+        dst += threadIdx.x * 16;
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        if (enabled) ptx::cp_async_16(dst + i * kThreads * 16, src + i * kThreads * 16, 16);
-      }
+        for (int i = 0; i < kCopies; ++i) {
+          if (enabled) ptx::cp_async_16(dst + i * kThreads * 16, src + i * kThreads * 16, 16);
+        }
+      };
+      copy(ring + index % kStages * Stage::kBytes, snapshot);
+      if constexpr (kAdds) copy(added_stage(index), added);
     }
   }
 

@@ -1,0 +1,142 @@
+"""States that `state_of_keys` and `state_of_queries` keep on the CUDA kernels, and what `prefill_kept_` and its gradient make
+of them, against float64 on poisoned memory. Sizes as in tests/test_prefill_kernels.py."""
+
+import pytest
+import torch
+from common import relative
+from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
+from test_prefill_kernels import CASES, Case, arguments, compare, in_float64, operator, output_grads, rounding
+
+from fastmax import verify
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
+]
+OPERATORS = torch.ops.fastmax
+CASES = {name: case for name, case in CASES.items() if case.decay is None and case.p == 2}
+
+
+def kept_of_keys(given):
+    _, k, v, mask, log_decay, first, _, _, *_, order, allow_tf32 = given
+    *state, kept = OPERATORS.state_of_keys(k, v, mask, log_decay, first, order, allow_tf32, True)
+    return state, kept
+
+
+def forward(given):
+    """Output and denominators, by what is kept."""
+    q, k, v, mask, _, first, values, weights, *options = given
+    verify.poison_free_memory(DEVICE)
+    _, kept = kept_of_keys(given)
+    assert kept.shape[:2] == k.shape[:2] and kept.numel() > 0
+    verify.poison_free_memory(DEVICE)
+    return OPERATORS.prefill_kept_(q, k, v, mask, first, values, weights, kept, *options)
+
+
+def backward(given, o, z, grads):
+    """Gradients of q, k and v, likewise."""
+    q, k, v, mask, log_decay, first, values, weights, *options = given
+    tokens = (q, k, v, o, z)
+    verify.poison_free_memory(DEVICE)
+    *_, kept = OPERATORS.state_of_queries(grads["o"], grads["z"], *tokens, log_decay, first, *options, True)
+    assert kept.shape[:2] == k.shape[:2] and kept.numel() > 0
+    verify.poison_free_memory(DEVICE)
+    return OPERATORS.prefill_kept_backward_(*grads.values(), *tokens, mask, first, values, weights, kept, *options)
+
+
+def exact_gradients(given, grads):
+    wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
+    o, z, *state = operator(wide)
+    of = [x.double() for x in grads.values()]
+    return OPERATORS.prefill_backward(*of, *wide[:3], o, z, *state, *wide[3:])[:3]
+
+
+def check(given, mode):
+    before = [x.clone() for x in given[6:8]]
+    actual = forward(given)
+    for name, x, y in zip("oz", actual, in_float64(given)[:2], strict=True):
+        assert x.shape == y.shape and x.dtype == (given[0].dtype if name == "o" else torch.float32), name
+        assert relative(x, y) <= 1.5 * rounding(mode), f"{name}: {relative(x, y):.1e}"
+    assert all(map(torch.equal, given[6:8], before))
+    assert all(map(torch.equal, forward(given), actual)), "the same bits again"
+    grads = output_grads(given)
+    of_tokens = backward(given, *actual, grads)
+    compare(*(dict(zip("qkv", x, strict=True)) for x in (of_tokens, exact_gradients(given, grads))), mode)
+    assert all(map(torch.equal, backward(given, *actual, grads), of_tokens)), "the same bits again"
+
+
+@by_mode
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_against_float64(case, mode, precision):  # noqa: F811
+    check(arguments(case, mode), mode)
+
+
+@by_mode
+@pytest.mark.parametrize("d, n", [(32, 700), (64, 1300), (128, 2500)])
+def test_sequences(d, n, mode, precision):  # noqa: F811
+    """The state reaches as far as the first of them; of one head not one token, of another all."""
+    given = list(arguments(Case(n, d), mode))
+    begin = torch.tensor([0, n - 50, 300, n], device=DEVICE, dtype=torch.int32).view(2, 2, 1)
+    token = torch.arange(n, device=DEVICE)
+    given[5] = torch.where(token >= begin, begin, -1)
+    check(given, mode)
+
+
+def test_a_state_that_no_token_sees_is_not_read():
+    given = list(arguments(Case(1300), "bf16"))
+    given[5] = torch.zeros(2, 2, 1300, dtype=torch.int32, device=DEVICE)
+    expected = forward(given)
+    given[6], given[7] = (torch.full_like(x, torch.nan) for x in given[6:8])
+    assert all(map(torch.equal, forward(given), expected))
+
+
+def test_states_of_all_heads_and_a_chunk_more():
+    """More states than have accumulators at a time, each with several chunks, with and without the last one full."""
+    for n in (1024, 1025, 1100):
+        check(arguments(Case(n, 128, b=1, h=60, hk=30), "bf16"), "bf16")
+
+
+def test_the_state_is_that_of_keys_alone():
+    for mode in ("bf16", "fp32"):
+        given = arguments(Case(1300), mode)
+        k, v = given[1:3]
+        state, _ = kept_of_keys(given)
+        *expected, nothing = OPERATORS.state_of_keys(k, v, None, None, None, 2, False, False)
+        assert nothing.numel() == 0
+        assert all(relative(x, y.double()) < 1e-4 for x, y in zip(state, expected, strict=True))
+
+
+@pytest.mark.parametrize("case", [Case(300, p=1), Case(300, decay="ordinary")], ids=["p = 1", "decay"])
+def test_what_keeps_nothing(case):
+    """And continues all the same, with the keys once more."""
+    given = list(arguments(case, "bf16"))
+    _, kept = kept_of_keys(given)
+    assert kept.shape == (2, 2, 0)
+    given[4] = None
+    q, k, v, mask, _, first, values, weights, *options = given
+    o, z = OPERATORS.prefill_kept_(q, k, v, mask, first, values, weights, kept, *options)
+    assert all(map(torch.equal, (o, z), operator(given)[:2]))
+    grads = output_grads(given)
+    state = operator(given)[2:]
+    tokens = (*grads.values(), q, k, v, o, z)
+    expected = OPERATORS.prefill_backward(*tokens, *state, mask, None, first, values, weights, *options)[:3]
+    got = OPERATORS.prefill_kept_backward_(*tokens, mask, first, values, weights, kept, *options)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_what_was_kept_of_other_tokens_is_refused():
+    given = arguments(Case(700), "bf16")
+    _, kept = kept_of_keys(arguments(Case(100), "bf16"))
+    q, k, v, mask, _, first, values, weights, *options = given
+    with pytest.raises(
+        RuntimeError, match="kept must be what state_of_keys or state_of_queries kept of the same tokens, .* bytes"
+    ):
+        OPERATORS.prefill_kept_(q, k, v, mask, first, values, weights, kept, *options)
+
+
+def test_more_than_six_gib_is_not_kept():
+    """Of 128 heads of 64 channels, 32768 tokens take 5.1 GB, and 65536 ten."""
+    for n, is_kept in ((32_768, True), (65_536, False)):
+        k = torch.zeros(1, 128, n, 64, dtype=torch.bfloat16, device=DEVICE)
+        *_, kept = OPERATORS.state_of_keys(k, k, None, None, None, 2, False, True)
+        assert (kept.numel() > 0) == is_kept
