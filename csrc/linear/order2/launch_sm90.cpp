@@ -30,6 +30,8 @@ constexpr StatePasses kStatePassesSm90 = {
     },
     /*load=*/nullptr,
     /*store=*/nullptr,
+    /*add=*/nullptr,
+    /*adds_while_reading=*/nullptr,
 };
 
 }  // namespace fastmax
