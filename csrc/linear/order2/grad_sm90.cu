@@ -198,9 +198,13 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       }
     };
 
-    const auto columns_of = [&](uint32_t tile, int r, int j) {  // of rows row + 8 r
-      const uint32_t pair = ptx::load_shared_u32(tile + RowTile::chunk_offset(row + 8 * r, j) + 4 * t);
-      return make_float2(ptx::low_bf16(pair), ptx::high_bf16(pair));
+    // Of rows row and row + 8 of x, or of x2 behind it, two columns of block j. Where they lie is worked out at each use of this: from one
+    // to the next it would take registers of the loops between.
+    const auto lane_columns = [&] {
+      return [first = x + 4 * t, own_row = static_cast<int>(ptx::keep_in_register(row))](int r, int j, int behind = 0) {
+        const uint32_t pair = ptx::load_shared_u32(first + RowTile::chunk_offset(own_row + 8 * r, j) + behind);
+        return make_float2(ptx::low_bf16(pair), ptx::high_bf16(pair));
+      };
     };
     const auto pair_sum_at = [&](int r) { return stages_at + Tile::kPairSums + (warpgroup * kTileRows + row + 8 * r) * 4; };
     if (has_state) {
@@ -247,6 +251,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         const float* state_sums = a.sums + item.slot * Tile::kSums;
         // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings (add_gradient).
         if constexpr (kFades) {
+          const auto columns = lane_columns();
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float e = kBack ? 1.f : x_e[r];
@@ -255,7 +260,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
             for (int j = 0; j < kBlocks; ++j) {
               const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
               const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-              const float2 x_pair = columns_of(x, r, j), x2_pair = columns_of(x2, r, j);
+              const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
               order0 = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0));
               order1 = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad[4 * j + 2 * r]), order1);
               order1 = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad[4 * j + 2 * r + 1]), order1);
@@ -527,13 +532,14 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
 #pragma unroll
       for (int r = 0; r < 2; ++r) x_sums[r] = fading.of_x(item.row + warpgroup * kTileRows, row + 8 * r);
       if (has_state) {
+        const auto columns = lane_columns();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float factor = fading.of_state(x_sums[r]);
           float of_gradient = 0.f;
 #pragma unroll
           for (int j = 0; j < kBlocks; ++j) {
-            const float2 x_pair = columns_of(x, r, j);
+            const float2 x_pair = columns(r, j);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float& of_column = grad[4 * j + 2 * r + i];

@@ -103,7 +103,7 @@ struct ColumnFactors {
 
   __device__ __forceinline__ void load(const float* factors) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) left[j] = ptx::load_global_f32x2(factors + 8 * j + 2 * (threadIdx.x % 4));
+    for (int j = 0; j < 8; ++j) left[j] = __ldg(reinterpret_cast<const float2*>(factors + 8 * j + 2 * (threadIdx.x % 4)));
   }
   __device__ __forceinline__ float factor(int j, int i) const { return i == 0 ? left[j].x : left[j].y; }
 };

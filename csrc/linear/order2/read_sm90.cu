@@ -38,7 +38,8 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kX = kStages * kStageBytes;
-  static constexpr int kXFull = kX + kXBuffers * kXBytes;
+  static constexpr int kXSums = kX + kXBuffers * kXBytes;  // WalkSum of rows: registers are short
+  static constexpr int kXFull = kXSums + (kFades ? kRows * 8 : 0);
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
   static_assert(kBarriers % 8 == 0, "barriers are aligned");
@@ -290,13 +291,19 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
 
     const ItemsOfRows::Item own_item = item_again();
     const FadingItem fading(a, own_item);
-    WalkSum x_sums[kFades ? kRowTiles : 1][2];
+    const auto x_sum_at = [&](int m, int r) { return stages_at + Tile::kXSums + ((warpgroup * kRowTiles + m) * kTileRows + row + 8 * r) * 8; };
+    const auto x_sum = [&](int m, int r) { return WalkSum{ptx::load_shared_f32x2(x_sum_at(m, r))}; };
     if constexpr (kFades) {
+      __syncwarp();
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
-        for (int r = 0; r < 2; ++r) x_sums[m][r] = fading.of_x(own_item.row + tile_of(m) * kTileRows, row + 8 * r);
+        for (int r = 0; r < 2; ++r) {
+          const WalkSum sum = fading.of_x(own_item.row + tile_of(m) * kTileRows, row + 8 * r);
+          if (t == 0) ptx::store_shared_f32x2(x_sum_at(m, r), sum.g);
+        }
       }
+      __syncwarp();
     }
     if (kFades && a.has_state(own_item.chunk)) {
       const float* state_sums = a.sums + own_item.slot * Tile::kSums;
@@ -304,7 +311,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float factor = fading.of_state(x_sums[m][r]);
+          const float factor = fading.of_state(x_sum(m, r));
           if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor);
 #pragma unroll
           for (int j = 0; j < kHeadDim / 8; ++j) {
@@ -318,7 +325,6 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
 
     // The own chunk.
     WalkSum end;  // of the tile of y that is next; where rows fade
-    ColumnFactors columns;
     float s[32];
     uint32_t weights[16];
     const auto make_scores = [&](int m, const Operand<RowTile>& y) {
@@ -334,10 +340,16 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
     const auto make_weights = [&](int m, auto is_diagonal, int tile) {
       constexpr bool kDiagonal = decltype(is_diagonal)::value;
       keep(s);
+      [[maybe_unused]] ColumnFactors columns;
       [[maybe_unused]] ColumnSums column_sums;
       [[maybe_unused]] float left[2];  // at the end of the tile, of what a row sees
+      [[maybe_unused]] WalkSum x_sums[2];
+      if constexpr (kFades) x_sums[0] = x_sum(m, 0), x_sums[1] = x_sum(m, 1);
       if constexpr (kFades && kDiagonal) column_sums.load(fading.sums(tile));
-      if constexpr (kFades && !kDiagonal) left[0] = ptx::exp2_approx(x_sums[m][0].since(end)), left[1] = ptx::exp2_approx(x_sums[m][1].since(end));
+      if constexpr (kFades && !kDiagonal) {
+        columns.load(fading.factors(tile));
+        left[0] = ptx::exp2_approx(x_sums[0].since(end)), left[1] = ptx::exp2_approx(x_sums[1].since(end));
+      }
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
@@ -345,7 +357,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
         // In memory a walk back in time goes from later rows to earlier ones.
         const bool seen = !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r);
         if constexpr (kFades) {
-          const float factor = kDiagonal ? column_sums.factor(x_sums[m][r], i / 4, i % 2) : left[r] * columns.factor(i / 4, i % 2);
+          const float factor = kDiagonal ? column_sums.factor(x_sums[r], i / 4, i % 2) : left[r] * columns.factor(i / 4, i % 2);
           s[i] = seen ? fmaf(s[i], u, a.c0) * factor : 0.f;
           if (!kValues) sums[m][r] += s[i];
         } else {
@@ -366,15 +378,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
     };
     const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
     const auto tile_at = [&](int own) { return kValues ? own / y_group : own; };
-    // What tiles and rows of x share, looked up while the scores are made.
-    const auto look_up = [&](int tile) {
-      if constexpr (kFades) columns.load(fading.factors(tile));
-    };
     const auto for_both = [&](auto is_diagonal, int tile) {  // a tile of y that both tiles of x see; diagonal: that of the low one
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(0, y);
-      look_up(tile);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
       make_weights(0, is_diagonal, tile);
@@ -390,7 +397,6 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(1, y);
-      if constexpr (!decltype(is_diagonal)::value) look_up(tile);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
       make_weights(1, is_diagonal, tile);
