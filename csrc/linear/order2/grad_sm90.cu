@@ -633,6 +633,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         at.template advance<kStages>();
       };
       const auto skip_tile = [&] {
+        ring.release(before, lane, releases);  // or the ring would fill up
+        releases = false;
         ring.wait_until_full(at), load_stage();
         ring.release(at, lane);
         at.template advance<kStages>();
@@ -661,8 +663,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       wgmma_wait<0>();
       for (; own < diagonal_end; ++own) add_tile(std::true_type{}, tile_at(own), next_end);
       wgmma_wait<0>();
-      if (releases) ring.release(before, lane);
       for (; own < own_stages; ++own) skip_tile();  // of the other warpgroup alone
+      ring.release(before, lane, releases);
     }
 
     // The gradients, into the places of x and x2, and from there to memory.

@@ -324,7 +324,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
     }
 
     // The own chunk.
-    WalkSum end;  // of the tile of y that is next; where rows fade
+    [[maybe_unused]] WalkSum end;  // of the tile of y that is next
     float s[32];
     uint32_t weights[16];
     const auto make_scores = [&](int m, const Operand<RowTile>& y) {
@@ -405,6 +405,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
       at.template advance<kStages>();
     };
     const auto skip_tile = [&] {
+      ring.release(before, lane, releases);  // or the ring would fill up
+      releases = false;
       ring.wait_until_full(at);
       ring.release(at, lane);
       at.template advance<kStages>();
@@ -415,7 +417,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
     int own = 0;
     // Tiles before all rows of x of tile m; those of which nothing is left for them are skipped.
     const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
-      WalkSum first_x, next_end;
+      [[maybe_unused]] WalkSum first_x, next_end;
       if constexpr (kFades) {
         first_x = fading.of_x(own_item.row + tile_of(m) * kTileRows, a.time == Time::kForward ? 0 : kTileRows - 1);
         next_end = fading.end_of(tile_at(own));
@@ -446,8 +448,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
     diagonal(low, for_both);
     before_rows(1, high, for_high);
     diagonal(high, for_high);
-    if (releases) ring.release(before, lane);
     for (; own < tiles; ++own) skip_tile();  // of the other warpgroup alone
+    ring.release(before, lane, releases);
 
     const ItemsOfRows::Item here = item_again();
     if (!kFades && a.has_state(here.chunk)) {
