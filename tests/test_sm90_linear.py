@@ -37,6 +37,23 @@ def kernels_of_attention(taken):  # noqa: F811
     return {name for name in taken() if not name.startswith("finite_decay")}
 
 
+def check_replayed(call, *others):
+    """A graph of a call, (arguments, grad_o, ...), over the numbers of others: the same bits as without it."""
+    arguments, *grads = call
+    graph, captured = capture(lambda: both(arguments, *grads))
+    for other_arguments, *other_grads in others:
+        for x, y in zip((*arguments, *grads), (*other_arguments, *other_grads), strict=True):
+            if isinstance(x, torch.Tensor):
+                x.copy_(y)
+        expected = both(arguments, *grads)
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(captured, expected, strict=True):
+            assert torch.equal(x, y)
+
+
 def run_without_reference(case, seed=0):
     tensors = verify.random_tensors(case, DEVICE, seed)
     return verify.run(fastmax.fastmax_attention, tensors, case.options)
@@ -253,21 +270,9 @@ def test_a_sequence_of_no_numbers(taken):  # noqa: F811
 def test_graphs_that_fade(taken):  # noqa: F811
     """Decays and bounds are read when a graph is replayed."""
     lengths = [300, 1, 256, 143]
-    problems = [of_fastmax("bf16", "linear", 700, first=bounds(order, True)[0]) for order in (lengths, lengths[::-1])]
-    given = problems[0].replace(first=problems[0].arguments["first"].contiguous())
-    arguments, (grad_o, grad_z) = list(given.arguments.values()), given.grads
-    graph, captured = capture(lambda: both(arguments, grad_o, grad_z))
-    for problem in problems[::-1]:
-        for x, y in zip((*arguments, grad_o, grad_z), (*problem.arguments.values(), *problem.grads), strict=True):
-            if isinstance(x, torch.Tensor):
-                x.copy_(y)
-        expected = both(arguments, grad_o, grad_z)
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        for x, y in zip(captured, expected, strict=True):
-            assert torch.equal(x, y)
+    orders = lengths, lengths[::-1], [700]
+    calls = [of_fastmax("bf16", "linear", 700, first=bounds(order, True)[0].contiguous()) for order in orders]
+    check_replayed(*((list(call.arguments.values()), *call.grads) for call in calls))
     assert set(taken()) == EXPECTED
 
 
@@ -366,19 +371,7 @@ def test_heads_do_not_touch_each_other(taken):  # noqa: F811
 def test_graphs(taken):  # noqa: F811
     """Forward and backward in one graph, replayed over new inputs."""
     case = size("", 700, 801, h=4, hk=2, mask=True)
-    arguments, grad_o = operands(case, "bf16", "linear")
-    graph, captured = capture(lambda: both(arguments, grad_o))
-    for seed in (3, 4):
-        others, other_grad_o = operands(case, "bf16", "linear", seed)
-        for x, y in zip((*arguments[:4], grad_o), (*others[:4], other_grad_o), strict=True):
-            x.copy_(y)
-        expected = both(arguments, grad_o)
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        for x, y in zip(captured, expected, strict=True):
-            assert torch.equal(x, y)
+    check_replayed(*(operands(case, "bf16", "linear", seed) for seed in (0, 3, 4)))
     assert set(taken()) == EXPECTED
 
 
