@@ -193,7 +193,7 @@ def test_decays_with_everything(d, dv, taken):  # noqa: F811
     first = torch.where(torch.rand(600, device=DEVICE) < 0.01, first + 133, 0).cummax(0)[0].to(torch.int32).expand(2, 2, -1)
     for options in (
         dict(mask=True, noise=True),
-        dict(layout="packed"),
+        dict(layout="packed" if d == dv else "unaligned"),
         dict(layout="token-major", mask=True),
         dict(first=first),
     ):
