@@ -200,9 +200,9 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   for (int row = begin;;) {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
-    float factor = 1.f;  // what is left of the sums when the rows from here on join them
+    FadeFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
     if (kFades && row < end && a.fading.begins_chunk(a, row)) {
-      factor = FadeFactor{__ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row))}.factor();
+      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row));
     }
     if (row == a.chunk_begin(chunk) && (row < end || is_last)) {
       if (!totals) store_snapshot(chunk);
@@ -210,6 +210,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     }
     if (row == end) break;
     if constexpr (kFades) {
+      const float factor = carry.factor();
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
 #pragma unroll
