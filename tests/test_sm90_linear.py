@@ -5,9 +5,12 @@ high tile of 64 for each warpgroup. Gradients: items of 128 rows; at head dim 12
 """
 
 import pytest
+import test_decay_kernels as decays
 import torch
 from common import relative
+from test_decay_kernels import of_fastmax
 from test_kernels import DEVICE, NOTHING, WHY_NOT, both, capture, denominators, operands, size, widened
+from test_packed_kernels import bounds
 from test_sm90 import row_id, taken  # noqa: F401
 
 import fastmax
@@ -27,6 +30,28 @@ def case_of(*args, **options):
 
 
 EXPECTED = {"forward: linear2_sm90", "backward: linear2_sm90"}
+
+
+def kernels_of_attention(taken):  # noqa: F811
+    """Without what makes decays finite first."""
+    return {name for name in taken() if not name.startswith("finite_decay")}
+
+
+def check_replayed(call, *others):
+    """A graph of a call, (arguments, grad_o, ...), over the numbers of others: the same bits as without it."""
+    arguments, *grads = call
+    graph, captured = capture(lambda: both(arguments, *grads))
+    for other_arguments, *other_grads in others:
+        for x, y in zip((*arguments, *grads), (*other_arguments, *other_grads), strict=True):
+            if isinstance(x, torch.Tensor):
+                x.copy_(y)
+        expected = both(arguments, *grads)
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(captured, expected, strict=True):
+            assert torch.equal(x, y)
 
 
 def run_without_reference(case, seed=0):
@@ -117,19 +142,138 @@ def test_narrower_heads(d, dv, taken):  # noqa: F811
 
 def test_random_configurations(taken):  # noqa: F811
     """Those of `fastmax.verify`, brought to what the kernels cover."""
-    checked = 0
-    for index in range(200):
+    checked = fading = 0
+    for index in range(400):
         case = verify.random_case(index, 78, DEVICE)
         widest = max(case.head_dim, case.value_dim)
-        if case.rpe or case.decay or case.sequences or case.softmax or not (32 < widest <= 64 or 96 < widest <= 128):
+        if case.rpe or case.softmax or not (32 < widest <= 64 or 96 < widest <= 128):
             continue
         if any(case.options.get(name) for name in ("exact_window", "rpe_matrix")) or case.options["p"] != 2:
             continue
+        if case.sequences and not case.options["causal"]:
+            continue
         case = case._replace(dtype=torch.bfloat16, precision="highest", options=case.options | {"algorithm": "linear"})
         assert verify.check(case, DEVICE, index).wrong == [], case
-        assert set(taken()) == EXPECTED, case
+        assert kernels_of_attention(taken) == EXPECTED, case
         checked += 1
-    assert checked >= 15
+        fading += bool(case.decay or case.sequences)
+    assert checked >= 25 and fading >= 5
+
+
+# ---- decays and packed sequences: test_decay_kernels.py checks them too, in bf16 on these kernels
+
+
+def check_decay(taken, *args, **options):  # noqa: F811
+    decays.check(of_fastmax("bf16", "linear", *args, **options), "bf16")
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize("decay", decays.KINDS)
+@pytest.mark.parametrize(
+    "n, m",
+    [
+        *((n, n) for n in (1, 17, 64, 65, 128, 129, 192, 256)),  # the own chunk alone: tiles before the diagonal, and on it
+        *((n, n) for n in (257, 320, 512, 513, 777, 1100)),
+        *((1, 300), (17, 64), (63, 127), (64, 128), (100, 333), (300, 301), (129, 1000)),
+    ],
+)
+def test_decays(n, m, decay, taken):  # noqa: F811
+    check_decay(taken, n, m, decay=decay, h=2, hk=1)
+
+
+@pytest.mark.parametrize("decay", decays.KINDS)
+def test_decays_at_head_dim_128(decay, taken):  # noqa: F811
+    for n, m in ((1, 1), (65, 65), (300, 300), (1024, 1024), (1025, 1025), (2100, 2100), (70, 1300), (1100, 1333)):
+        check_decay(taken, n, m, d=128, decay=decay, h=2, hk=1)
+
+
+@pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (40, 24), (33, 8), (8, 64), (72, 100), (128, 16)])
+def test_decays_with_everything(d, dv, taken):  # noqa: F811
+    first = torch.arange(600, device=DEVICE)
+    first = torch.where(torch.rand(600, device=DEVICE) < 0.01, first + 133, 0).cummax(0)[0].to(torch.int32).expand(2, 2, -1)
+    for options in (
+        dict(mask=True, noise=True),
+        dict(layout="packed" if d == dv else "unaligned"),
+        dict(layout="token-major", mask=True),
+        dict(first=first),
+    ):
+        check_decay(taken, 600, 733, d=d, dv=dv, h=4, hk=2, **options)
+
+
+@pytest.mark.parametrize("d, chunk", [(64, 256), (128, 1024)])
+def test_sequences_that_begin_at_chunks_and_tiles(d, chunk, taken):  # noqa: F811
+    """And a token beside them, and none in between; the second walk counts chunks from the end."""
+    for lengths in (
+        [chunk, chunk, 17],
+        [17, chunk, chunk],
+        [chunk - 1, 2, chunk - 1, 1],
+        [chunk + 1, chunk - 1, chunk],
+        [64, 0, 64, 63, 1, 65, chunk - 1],
+        [1] * 70 + [2] * 100,
+        [3 * chunk, 1],
+    ):
+        first, _ = bounds(lengths, True)
+        for decay in ("none", "ordinary"):
+            check_decay(taken, sum(lengths), d=d, decay=decay, first=first)
+
+
+@pytest.mark.parametrize("kind", ["strong", "millionth", "none"])
+@pytest.mark.parametrize("where", [0, 1, 255, 256, 257, 383, 384, 511, 512, 699])
+def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
+    """Decays of -inf, through the public function, which makes bounds of them."""
+    case = case_of(700, h=2, hk=1)._replace(decay=True)
+    tensors = verify.random_tensors(case, DEVICE, where)
+    tensors["log_decay"].fill_({"strong": -3.0, "millionth": -1e-6, "none": 0.0}[kind])
+    tensors["log_decay"][:, :, where] = -torch.inf
+    rows = verify.measure(tensors, case.options, verify.ROUNDING["bfloat16"], case.softmax)
+    assert [row for row in rows if not row.passed] == []
+    assert kernels_of_attention(taken) == EXPECTED
+
+
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
+    """One head is cut into segments; many long ones run in pieces that hand on sums: against the portable kernels, in fp32."""
+    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480)):
+        q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(b, hk, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+        rates = torch.logspace(-5, -1, hk, device=DEVICE)[:, None]
+        log_decay = -rates * torch.rand(b, hk, n, device=DEVICE)
+        first = torch.where(torch.rand(n, device=DEVICE) < 2e-4, torch.arange(n, device=DEVICE), 0).cummax(0)[0]
+        options = (None, None, None, log_decay, first.to(torch.int32).expand(b, hk, n), None)
+        score = (d**-0.5, 1.0, 1.0, 0.5, 2, True, 0.0, "linear")
+        results = both((q, k, v, *options, *score, False), grad_o)
+        assert set(taken()) == EXPECTED
+        exact = both((*(x.float() for x in (q, k, v)), *options, *score, True), grad_o.float())
+        for name, x, y in zip(("o", "z", "grad_q", "grad_k", "grad_v"), results, exact, strict=True):
+            assert relative(x, y) < 2 * verify.ROUNDING["bfloat16"], name
+        taken()
+
+
+def test_a_sequence_of_no_numbers(taken):  # noqa: F811
+    """It leaves nothing in chunks that have none of its tokens: not in states, nor in sums that go on behind it."""
+    lengths = [256, 344, 800]
+    first, _ = bounds(lengths, True)
+    clean = of_fastmax("bf16", "linear", sum(lengths), decay="none", first=first)
+    spoilt = {name: clean.arguments[name].clone() for name in "qkv"}
+    for x in spoilt.values():
+        x[:, :, 256:600] = torch.nan
+    expected, actual = decays.run(clean), decays.run(clean.replace(**spoilt))
+    for name, x in actual.items():
+        if name != "log_decay":  # all of a head's pairs
+            assert x[:, :, 256:600].isnan().any()
+        for tokens in (slice(0, 100), slice(900, None)):
+            if name != "log_decay":
+                assert torch.equal(x[:, :, tokens], expected[name][:, :, tokens]), name
+    assert set(taken()) == EXPECTED
+
+
+def test_graphs_that_fade(taken):  # noqa: F811
+    """Decays and bounds are read when a graph is replayed."""
+    lengths = [300, 1, 256, 143]
+    orders = lengths, lengths[::-1], [700]
+    calls = [of_fastmax("bf16", "linear", 700, first=bounds(order, True)[0].contiguous()) for order in orders]
+    check_replayed(*((list(call.arguments.values()), *call.grads) for call in calls))
+    assert set(taken()) == EXPECTED
 
 
 # ---- the operators
@@ -208,33 +352,26 @@ def test_bitwise_repeatable_on_a_full_device(taken):  # noqa: F811
 def test_heads_do_not_touch_each_other(taken):  # noqa: F811
     """The last of several batch entries and heads alone, and among others, which are NaN. Segments of walks may differ."""
     case = case_of(700, 756, b=2, h=3, hk=3)
-    tensors = verify.random_tensors(case, DEVICE)
-    alone = {name: x[1:, 2:].contiguous() for name, x in tensors.items()}
-    among = {name: torch.full_like(x, float("nan")) for name, x in tensors.items()}
-    for name, x in among.items():
-        x[1, 2] = tensors[name][1, 2]
-    expected, actual = (verify.run(fastmax.fastmax_attention, x, case.options) for x in (alone, among))
-    for name, x in expected.items():
-        assert relative(actual[name][1, 2], x[0, 0]) < verify.ROUNDING["bfloat16"], name
+    arguments, grad_o = operands(case, "bf16", "linear")
+    for decay in (None, decays.decays("ordinary", 3, 756)):
+        given = (*arguments[:3], decay, grad_o)
+        alone = [None if x is None else x[1:, 2:].contiguous() for x in given]
+        among = [None if x is None else torch.full_like(x, float("nan")) for x in given]
+        for x, y in zip(among, given, strict=True):
+            if x is not None:
+                x[1, 2] = y[1, 2]
+        expected, actual = (
+            both((q, k, v, *[None] * 3, of_heads, *arguments[7:]), g) for q, k, v, of_heads, g in (alone, among)
+        )
+        for x, y in zip(actual, expected, strict=True):
+            assert relative(x[1, 2], y[0, 0]) < verify.ROUNDING["bfloat16"]
     assert set(taken()) == EXPECTED
 
 
 def test_graphs(taken):  # noqa: F811
     """Forward and backward in one graph, replayed over new inputs."""
     case = size("", 700, 801, h=4, hk=2, mask=True)
-    arguments, grad_o = operands(case, "bf16", "linear")
-    graph, captured = capture(lambda: both(arguments, grad_o))
-    for seed in (3, 4):
-        others, other_grad_o = operands(case, "bf16", "linear", seed)
-        for x, y in zip((*arguments[:4], grad_o), (*others[:4], other_grad_o), strict=True):
-            x.copy_(y)
-        expected = both(arguments, grad_o)
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        for x, y in zip(captured, expected, strict=True):
-            assert torch.equal(x, y)
+    check_replayed(*(operands(case, "bf16", "linear", seed) for seed in (0, 3, 4)))
     assert set(taken()) == EXPECTED
 
 
@@ -252,7 +389,6 @@ def test_every_kernel_at_small_sizes(taken):  # noqa: F811
 
 def test_what_is_not_covered(taken):  # noqa: F811
     q = torch.randn(1, 4, 200, 64, device=DEVICE, dtype=torch.bfloat16)
-    ends = torch.tensor([0, 90, 200], dtype=torch.int32, device=DEVICE)
     calls = {
         "fp16": lambda f: f(q.half(), q.half(), q.half()),
         "fp32": lambda f: f(q.float(), q.float(), q.float()),
@@ -260,8 +396,6 @@ def test_what_is_not_covered(taken):  # noqa: F811
         "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
         "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
         "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
-        "decay": lambda f: f(q, q, q, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
-        "packed": lambda f: f(q, q, q, cu_seqlens=ends),
     }
     for name, call in calls.items():
         call(lambda *x, **options: fastmax.fastmax_attention(*x, causal=True, algorithm="linear", **options))

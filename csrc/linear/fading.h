@@ -24,6 +24,9 @@
 
 namespace fastmax {
 
+// Rows of y in a tile of the kernels that read how rows fade tile by tile.
+inline constexpr int kFadingTile = 64;
+
 struct Fading {
   const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: nothing fades
   int tokens;
@@ -31,6 +34,11 @@ struct Fading {
   const float* carries;  // [state][chunk], of linear_carry
   int chunks;            // of the whole sequence
   int first_chunk;       // of the phase
+
+  // For kernels that read rows of y by tiles: of all virtual rows, each at the token of its y row (linear_fade_pairs). Else null.
+  const float2* y_sums;    // G as WalkSum has it; infinite where a row takes no part
+  const float* y_factors;  // what is left of a row at the end of its tile; 0 where it takes no part
+  int64_t y_rows;          // states are so far apart
 
   __host__ __device__ explicit operator bool() const { return sums != nullptr; }
 
@@ -81,6 +89,10 @@ struct Fading {
 // G of a row in the order of the walk: what is between two rows is the difference, whichever way the walk goes.
 struct WalkSum {
   float2 g;
+  __device__ __forceinline__ static WalkSum of(const Sequence& s, float2 g) {
+    const float sign = s.time == Time::kForward ? 1.f : -1.f;
+    return {make_float2(sign * g.x, sign * g.y)};
+  }
   // log2 of the factor from a row on to a later one, <= 0.
   __device__ __forceinline__ float since(const WalkSum& row) const { return fastmax::fading(g, row.g); }
 };
@@ -92,10 +104,7 @@ struct FadingRows {
   int64_t state;
   int row;  // of x, this lane's first
 
-  __device__ __forceinline__ WalkSum in_walk(float2 g) const {
-    const float sign = p.time == Time::kForward ? 1.f : -1.f;
-    return {make_float2(sign * g.x, sign * g.y)};
-  }
+  __device__ __forceinline__ WalkSum in_walk(float2 g) const { return WalkSum::of(p, g); }
   // Rows row + 8 i.
   template <int kCount>
   __device__ __forceinline__ void load(WalkSum (&x)[kCount]) const {
@@ -183,6 +192,8 @@ struct FadeFactor {
   __device__ __forceinline__ float operator()(float x) const {
     return code <= 0.f ? fmaf(x, code, x) : code == kNothing ? 0.f : x * code;
   }
+  // Rounded: for sums that are rounded to 16 bits at every chunk, which is more.
+  __device__ __forceinline__ float factor() const { return code <= 0.f ? 1.f + code : code == kNothing ? 0.f : code; }
   // Calls for_each(f), which calls f for every one of many sums, with what fades a sum in place: inline, so that branches leave the sums
   // in the registers where they are.
   template <class ForEach>

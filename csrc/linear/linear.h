@@ -72,7 +72,9 @@ struct LinearProblem : ChunkedSequence {
   int sm_arch;
 
   __host__ __device__ int states() const { return batch * state_heads; }
+  // Virtual rows of y in groups of kBoundary; and where the token of y row 0 lies among them, where they lie in the order of tokens.
   int groups() const { return (std::max(y_end(), end()) + kBoundary - 1) / kBoundary; }
+  int first_token_at() const { return time == Time::kForward ? pad : groups() * kBoundary - ny - pad; }
   // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
@@ -89,6 +91,7 @@ struct StateWeights {
 // segment starts from, a second launch walks them all and writes the snapshots.
 struct StateArgs : LinearProblem {
   View y, w;
+  View zeroed_y;     // FadeArgs, for groups of rows that `kept` says are not whole; without data where nothing fades, or it is not wanted
   RowMask mask;
   KeptRows kept;
   RowScale y_scale;  // e of the y rows, in the moments sum e y y^T, sum e y, sum e
@@ -142,16 +145,25 @@ struct GradArgs : LinearProblem {
 };
 
 // w and e (null: ones) of every row as a state takes them, times what is left of the row at the end of its chunk; which rows there
-// are; and what is left of states. What w holds where nothing is left, or where a row is masked, does not matter.
+// are; and what is left of states. Rows of which nothing is left, or which are masked, are dropped.
 struct FadeArgs : LinearProblem {
-  View w;
+  View y, w;
   RowMask mask;
   RowScale e;
-  void* faded_w;   // [batch][y head][ny][dv]
-  float* faded_e;  // [batch][y head][ny]
+  void* faded_w;   // [batch][y head][ny][dv]; of dropped rows only where there is zeroed_y, as zeros
+  void* zeroed_y;  // [batch][y head][ny][d], of groups that are not whole: y with zeros in the place of dropped rows. Null: not wanted
+  float* faded_e;  // [batch][y head], heads e_head apart, of every virtual row at the token of its y row; 0 where there is no row
+  int64_t e_head;
   uint8_t* kept;   // [batch][y head][ny]
   uint8_t* whole;  // [batch][y head][groups], of kBoundary virtual rows: whether none of them is dropped
   float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (FadeFactor)
+};
+
+// How the rows of y of a chunk fade as its rows of x see them (Fading).
+struct FadePairsArgs : LinearProblem {
+  RowMask mask;
+  float2* y_sums;
+  float* y_factors;
 };
 
 // A number for each kind of row of a state: 1, k_a, k_a k_a, and k_a k_b of different columns.
@@ -207,6 +219,7 @@ template <class Math>
 void linear_fade(const FadeArgs& a, cudaStream_t stream);
 // bf16
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream);
+void linear_fade_pairs(const FadePairsArgs& a, cudaStream_t stream);
 // Carried state -> accumulators, and accumulators -> new carried state
 template <class Math>
 void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);

@@ -83,11 +83,11 @@ __global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, cons
   const int64_t first = static_cast<int64_t>(head_index) * a.ny;
   const auto token_of = [&](int y_row) { return a.time == Time::kForward ? y_row : a.ny - 1 - y_row; };  // in memory
 
-  const int own_row = a.y_row(virtual_begin + static_cast<int>(threadIdx.x));
+  const int own_row = a.y_row(virtual_begin + static_cast<int>(threadIdx.x)), token = token_of(own_row);
+  float* own_e = a.faded_e + head_index * a.e_head + token;
   bool drops = false;
   if (threadIdx.x < kBoundary && own_row >= 0 && own_row < a.ny) {
     const int64_t state = head_index / a.y_group;
-    const int token = token_of(own_row);
     const uint8_t* mask = mask_pointer(a.mask, head_index / heads);
     const float2 edge = a.fading.at_edge(a, state, a.fading.edge_after(a, virtual_begin + static_cast<int>(threadIdx.x) + 1));
     float factor = exp2f(Fading::between(a, edge, a.fading.at_row(a, state, own_row)));
@@ -95,25 +95,36 @@ __global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, cons
     drops = factor == 0.f;
     factors[threadIdx.x] = factor;
     const float e = a.e.data == nullptr ? 1.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
-    a.faded_e[first + token] = drops ? 0.f : e * factor;
+    *own_e = drops ? 0.f : e * factor;
     a.kept[first + token] = !drops;
+  } else if (threadIdx.x < kBoundary) {
+    *own_e = 0.f;
   }
   drops = __syncthreads_or(drops);
   if (threadIdx.x == 0) a.whole[blockIdx.x] = !drops;
 
-  const Element* w = head_pointer<Element>(a.w, head_index / heads, head_index % heads);
-  const int vectors = a.dv / kVector;
+  // Rows of a tensor, by change(x, factor) for each number; what is dropped is not read.
+  const auto copy_rows = [&](const View& from, void* to, int columns, const auto& change) {
+    const Element* source = head_pointer<Element>(from, head_index / heads, head_index % heads);
+    const int vectors = columns / kVector;
 #pragma unroll 4
-  for (int i = threadIdx.x; i < kBoundary * vectors; i += static_cast<int>(blockDim.x)) {
-    const int row = i / vectors, y_row = a.y_row(virtual_begin + row);
-    if (y_row < 0 || y_row >= a.ny || factors[row] == 0.f) continue;  // what is dropped is not read
-    const int token = token_of(y_row), column = i % vectors * kVector;
-    alignas(16) Element x[kVector];
-    *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(w + token * a.w.token + column);
+    for (int i = threadIdx.x; i < kBoundary * vectors; i += static_cast<int>(blockDim.x)) {
+      const int row = i / vectors, y_row = a.y_row(virtual_begin + row);
+      if (y_row < 0 || y_row >= a.ny) continue;
+      const int token = token_of(y_row), column = i % vectors * kVector;
+      alignas(16) Element x[kVector] = {};
+      if (factors[row] != 0.f) {
+        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(source + token * from.token + column);
 #pragma unroll
-    for (int j = 0; j < kVector; ++j) x[j] = from_float<Element>(to_float(x[j]) * factors[row]);
-    *reinterpret_cast<uint4*>(static_cast<Element*>(a.faded_w) + (first + token) * a.dv + column) = *reinterpret_cast<const uint4*>(x);
-  }
+        for (int j = 0; j < kVector; ++j) x[j] = change(x[j], factors[row]);
+      } else if (a.zeroed_y == nullptr) {
+        continue;
+      }
+      *reinterpret_cast<uint4*>(static_cast<Element*>(to) + (first + token) * columns + column) = *reinterpret_cast<const uint4*>(x);
+    }
+  };
+  copy_rows(a.w, a.faded_w, a.dv, [](Element x, float factor) { return from_float<Element>(to_float(x) * factor); });
+  if (a.zeroed_y != nullptr && drops) copy_rows(a.y, a.zeroed_y, a.d, [](Element x, float) { return x; });
 }
 
 __global__ void __launch_bounds__(256) linear_carry_kernel(const FadeArgs a) {

@@ -8,6 +8,9 @@
 // accumulator: block j of columns is registers 4j .. 4j + 3, of rows g and g + 8. Blocks are reached by constant indices, because the
 // gradient is rotated by two blocks after every two stars; at head dim 128 it lies in shared memory. grad_v += features(x) T runs beside it.
 //
+// Where rows fade, what is read of the state fades with each row of x, and the sum over the pairs of a row, p = f(x.y) (x2.y2 + e), comes
+// beside the gradient (grad_sm80.cu). Sums of pairs wait in shared memory while there are tiles.
+//
 // The second moment needs no tiles of pairs: sum e y y^T is one product. Own chunk: scores and x2 . y2 by two products, both kinds of
 // weights in registers as operands of the next two.
 
@@ -51,7 +54,8 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kX = kStages * kStageBytes;
   static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
   static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
-  static constexpr int kXFull = kSumsAt + kWarpgroups * kSumBytes;
+  static constexpr int kPairSums = kSumsAt + kWarpgroups * kSumBytes;  // of rows
+  static constexpr int kXFull = kPairSums + kRows * 4;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
   static constexpr int kQueueBytes = kHeadDim == 64 ? kWarps * SourceQueue::kBytes : 0;  // there is no grad_v at 128
@@ -64,7 +68,7 @@ struct GradMaps {
   CUtensorMap x, x2, y, y2, grad, values;
 };
 
-template <int kHeadDim, Grads kGrads>
+template <int kHeadDim, Grads kGrads, bool kFades>
 __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
                             const ItemsOfRows items) {
@@ -194,6 +198,15 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       }
     };
 
+    // Of rows row and row + 8 of x, or of x2 behind it, two columns of block j. Where they lie is worked out at each use of this: from one
+    // to the next it would take registers of the loops between.
+    const auto lane_columns = [&] {
+      return [first = x + 4 * t, own_row = static_cast<int>(ptx::keep_in_register(row))](int r, int j, int behind = 0) {
+        const uint32_t pair = ptx::load_shared_u32(first + RowTile::chunk_offset(own_row + 8 * r, j) + behind);
+        return make_float2(ptx::low_bf16(pair), ptx::high_bf16(pair));
+      };
+    };
+    const auto pair_sum_at = [&](int r) { return stages_at + Tile::kPairSums + (warpgroup * kTileRows + row + 8 * r) * 4; };
     if (has_state) {
       // Second moment and first order.
       {
@@ -236,6 +249,26 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         ring.release(at, lane);
         at.template advance<kStages>();
         const float* state_sums = a.sums + item.slot * Tile::kSums;
+        // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings (add_gradient).
+        if constexpr (kFades) {
+          const auto columns = lane_columns();
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float e = kBack ? 1.f : x_e[r];
+            float order0 = t == 0 ? e * state_sums[Tile::kSumOne] : 0.f, order1 = 0.f;
+#pragma unroll
+            for (int j = 0; j < kBlocks; ++j) {
+              const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
+              const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+              const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
+              order0 = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0));
+              order1 = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad[4 * j + 2 * r]), order1);
+              order1 = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad[4 * j + 2 * r + 1]), order1);
+            }
+            const float sum = quad_sum(fmaf(a.c0, order0, 0.5f * order1));
+            if (t == 0) ptx::store_shared_f32(pair_sum_at(r), sum);
+          }
+        }
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
           const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
@@ -490,15 +523,47 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     keep(grad);
     if constexpr (kValues) keep(values);
 
+    // What is left of earlier chunks.
+    [[maybe_unused]] WalkSum x_sums[2];
+    [[maybe_unused]] float pairs[2] = {0.f, 0.f};  // this lane's part of the sums of pairs
+    if constexpr (kFades) {
+      const ItemsOfRows::Item item = item_again();
+      const FadingItem fading(a, item);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) x_sums[r] = fading.of_x(item.row + warpgroup * kTileRows, row + 8 * r);
+      if (has_state) {
+        const auto columns = lane_columns();
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float factor = fading.of_state(x_sums[r]);
+          float of_gradient = 0.f;
+#pragma unroll
+          for (int j = 0; j < kBlocks; ++j) {
+            const float2 x_pair = columns(r, j);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+              float& of_column = grad[4 * j + 2 * r + i];
+              of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
+              of_column = faded(of_column, factor);
+              if constexpr (kValues) values[4 * j + 2 * r + i] = faded(values[4 * j + 2 * r + i], factor);
+            }
+          }
+          pairs[r] = faded(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
+        }
+      }
+    }
+
     // The own chunk.
     {
       const ItemsOfRows::Item item = item_again();
+      const FadingItem fading(a, item);
       load_x_e(item);
       const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes);
       uint32_t slopes[16], weights[kValues ? 16 : 1];
       RingPosition before;  // the stage before, not yet released
       bool releases = false;
-      const auto add_tile = [&](auto is_diagonal) {
+      const auto add_tile = [&](auto is_diagonal, [[maybe_unused]] int tile, [[maybe_unused]] const WalkSum& end) {
+        constexpr bool kDiagonal = decltype(is_diagonal)::value;
         ring.wait_until_full(at), load_stage();
         const Rows y(stage()), y2 = y.behind(kTileBytes);
         const uint32_t y_e = scales_at + at.stage * kScaleBytes;
@@ -511,6 +576,14 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
 #pragma unroll
         for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
         wgmma_commit();
+        [[maybe_unused]] ColumnFactors column_factors;
+        [[maybe_unused]] ColumnSums column_sums;
+        [[maybe_unused]] float left[2];  // at the end of the tile, of what a row sees
+        if constexpr (kFades && kDiagonal) column_sums.load(fading.sums(tile));
+        if constexpr (kFades && !kDiagonal) {
+          column_factors.load(fading.factors(tile));
+          left[0] = ptx::exp2_approx(x_sums[0].since(end)), left[1] = ptx::exp2_approx(x_sums[1].since(end));
+        }
         wgmma_wait<0>();
         keep(s), keep(p);
         ring.release(before, lane, releases);
@@ -526,9 +599,18 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
               const float score = s[4 * j + 2 * r + i], e = kBack ? (i == 0 ? column_e.x : column_e.y) : x_e[r];
               // In memory a walk back in time goes from later rows to earlier ones.
               const int column = 8 * j + 2 * t + i, x_row = row + 8 * r;
-              const bool seen = !decltype(is_diagonal)::value || (kBack ? column >= x_row : column <= x_row);
-              slope[i] = seen ? fmaf(score, a.g1, a.g0) * (p[4 * j + 2 * r + i] + e) : 0.f;
-              if (kValues) weight[i] = seen ? fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0) : 0.f;
+              const bool seen = !kDiagonal || (kBack ? column >= x_row : column <= x_row);
+              float centred = p[4 * j + 2 * r + i] + e, f = 0.f;
+              if (kValues || kFades) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
+              if constexpr (kFades) {
+                const float factor = kDiagonal ? column_sums.factor(x_sums[r], j, i) : left[r] * column_factors.factor(j, i);
+                centred *= factor;
+                // A row's pair with its own token does not fade, and does not count.
+                pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
+                f *= factor;
+              }
+              slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;
+              if (kValues) weight[i] = seen ? f : 0.f;
             }
             slopes[2 * j + r] = ptx::pack_bf16x2(slope[0], slope[1]);
             if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
@@ -550,20 +632,39 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         before = at, releases = true;
         at.template advance<kStages>();
       };
+      const auto skip_tile = [&] {
+        ring.release(before, lane, releases);  // or the ring would fill up
+        releases = false;
+        ring.wait_until_full(at), load_stage();
+        ring.release(at, lane);
+        at.template advance<kStages>();
+      };
       const int y_group = kBack ? a.y_group : 1;
       const int own_stages = item.own_tiles * y_group, diagonal = (item.first_own + warpgroup) * y_group;
       const int diagonal_end = min(diagonal + y_group, own_stages);
       int own = 0;
-      for (; own < diagonal && own < own_stages; ++own) add_tile(std::false_type{});
-      wgmma_wait<0>();
-      for (; own < diagonal_end; ++own) add_tile(std::true_type{});
-      wgmma_wait<0>();
-      if (releases) ring.release(before, lane);
-      for (; own < own_stages; ++own) {  // of the other warpgroup alone
-        ring.wait_until_full(at), load_stage();
-        ring.release(at, lane);
-        at.template advance<kStages>();
+      const auto tile_at = [&](int own) { return kBack ? own / y_group : own; };
+      [[maybe_unused]] WalkSum first_x{}, next_end{};
+      if constexpr (kFades) {
+        first_x = fading.of_x(item.row + warpgroup * kTileRows, kBack ? kTileRows - 1 : 0);
+        next_end = fading.end_of(0);
       }
+      for (; own < diagonal && own < own_stages; ++own) {
+        const WalkSum end = next_end;
+        if constexpr (kFades) {
+          next_end = fading.end_of(tile_at(own + 1));
+          if (FadingItem::is_gone(first_x, end)) {
+            skip_tile();
+            continue;
+          }
+        }
+        add_tile(std::false_type{}, tile_at(own), end);
+      }
+      wgmma_wait<0>();
+      for (; own < diagonal_end; ++own) add_tile(std::true_type{}, tile_at(own), next_end);
+      wgmma_wait<0>();
+      for (; own < own_stages; ++own) skip_tile();  // of the other warpgroup alone
+      ring.release(before, lane, releases);
     }
 
     // The gradients, into the places of x and x2, and from there to memory.
@@ -586,6 +687,17 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
             }
           }
         }
+      }
+    }
+    if (kFades && a.pair_sums.data != nullptr) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int x_token = token + row + 8 * r;
+        const float sum = quad_sum(pairs[r]);
+        if (t != 0 || x_token < 0 || x_token >= a.nx) continue;
+        const bool is_dropped = kBack && a.x_mask.data != nullptr &&
+                                mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(x_token) * a.x_mask.token] == 0;
+        a.pair_sums.data[here.x_head_index * a.pair_sums.head + x_token] = is_dropped ? 0.f : sum;
       }
     }
     store_accumulator<Bf16, RowTile>(x, 0, grad, 1.f, 1.f, w4, lane);
@@ -611,7 +723,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, Grads kGrads>
+template <int kHeadDim, Grads kGrads, bool kFades>
 void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
   using Tile = GradTileSm90<kHeadDim>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
@@ -621,22 +733,28 @@ void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream
   maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
   if (kGrads == Grads::kKeysAndValues) maps.values = rows_map(values, a, x_heads, a.nx, a.dv);
-  launch_kernel("linear_grad_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads>, std::min(sm_count, items.count), Tile::threads(kGrads),
-                Tile::kSharedBytes, stream, maps, a, values, items);
+  launch_kernel(kFades ? "linear_grad_fading_sm90" : "linear_grad_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kFades>,
+                std::min(sm_count, items.count), Tile::threads(kGrads), Tile::kSharedBytes, stream, maps, a, values, items);
+}
+
+template <int kHeadDim, Grads kGrads>
+void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
+  if (a.fading) launch_grad<kHeadDim, kGrads, true>(a, values, sm_count, stream);
+  else launch_grad<kHeadDim, kGrads, false>(a, values, sm_count, stream);
 }
 
 }  // namespace
 
 void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) launch_grad<64, Grads::kQueries>(a, {}, sm_count, stream);
-  else launch_grad<128, Grads::kQueries>(a, {}, sm_count, stream);
+  if (head_dim == 64) launch<64, Grads::kQueries>(a, {}, sm_count, stream);
+  else launch<128, Grads::kQueries>(a, {}, sm_count, stream);
 }
 void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
   if (head_dim == 64) {
-    launch_grad<64, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
+    launch<64, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
   } else {  // registers for one of the two
     linear_read_sm90(values, head_dim, sm_count, stream);
-    launch_grad<128, Grads::kKeys>(a, {}, sm_count, stream);
+    launch<128, Grads::kKeys>(a, {}, sm_count, stream);
   }
 }
 

@@ -65,6 +65,61 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
   return s.time == Time::kForward ? row : rows - row - kTileRows;
 }
 
+// How what an item's rows see fades, and tiles of y of their own chunk.
+struct FadingItem {
+  const LinearProblem& p;
+  int64_t state;
+  int chunk;
+
+  __device__ __forceinline__ FadingItem(const LinearProblem& p, const ItemsOfRows::Item& item)
+      : p(p), state(static_cast<int64_t>(item.batch) * p.state_heads + item.state_head), chunk(item.chunk) {}
+
+  // A row of a tile of x, in the order of tokens; the tile begins at row `first` of the walk.
+  __device__ __forceinline__ WalkSum of_x(int first, int row) const {
+    return of_y_row(p.y_row(p.seen_end(p.time == Time::kForward ? first + row : first + kTileRows - 1 - row)));
+  }
+  // What is left of the state before the chunk.
+  __device__ __forceinline__ float of_state(const WalkSum& x) const {
+    return exp2f(x.since(WalkSum::of(p, p.fading.at_edge(p, state, p.fading.first_chunk + chunk))));
+  }
+  // A tile's last row in the walk.
+  __device__ __forceinline__ WalkSum end_of(int tile) const { return of_y_row(row_of(tile) + kTileRows - 1); }
+  // Whether nothing is left of a tile where it ends, for rows of x of which `x` is the first.
+  __device__ __forceinline__ static bool is_gone(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
+  // Of a tile's rows in the order of tokens: what is left at its end, and their sums.
+  __device__ __forceinline__ const float* factors(int tile) const { return p.fading.y_factors + place_of(tile); }
+  __device__ __forceinline__ const float2* sums(int tile) const { return p.fading.y_sums + place_of(tile); }
+
+ private:
+  static_assert(kTileRows == kFadingTile, "factors are of tiles");
+  __device__ __forceinline__ WalkSum of_y_row(int row) const { return WalkSum::of(p, p.fading.at_row(p, state, row)); }
+  __device__ __forceinline__ int row_of(int tile) const { return p.y_row(p.chunk_begin(chunk) + tile * kTileRows); }
+  __device__ __forceinline__ int64_t place_of(int tile) const { return state * p.fading.y_rows + tile_token(p, p.ny, row_of(tile)); }
+};
+
+// Factors of a lane's columns 8 j + 2 t and the next of a tile that is before rows of x, one number a column; or among them, by row.
+struct ColumnFactors {
+  float2 left[8];
+
+  __device__ __forceinline__ void load(const float* factors) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) left[j] = __ldg(reinterpret_cast<const float2*>(factors + 8 * j + 2 * (threadIdx.x % 4)));
+  }
+  __device__ __forceinline__ float factor(int j, int i) const { return i == 0 ? left[j].x : left[j].y; }
+};
+struct ColumnSums {
+  float4 sums[8];
+
+  __device__ __forceinline__ void load(const float2* g) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sums[j] = __ldg(reinterpret_cast<const float4*>(g + 8 * j + 2 * (threadIdx.x % 4)));
+  }
+  __device__ __forceinline__ float factor(const WalkSum& x, int j, int i) const {
+    const float2 y = i == 0 ? make_float2(sums[j].x, sums[j].y) : make_float2(sums[j].z, sums[j].w);
+    return ptx::exp2_approx(fminf(x.since({y}), 0.f));
+  }
+};
+
 // Where the stages of an item come from: first those of its snapshot, then tiles of y and of its values from its own chunk.
 struct ItemSource {
   int state_stages = 0, own_stages = 0;  // tiles of the own chunk for every head of y; nothing where there is no such item
@@ -112,7 +167,7 @@ struct SourceQueue {
   __device__ __forceinline__ int word(int item, int i) const { return static_cast<int>(ptx::load_shared_u32(of(item) + 4 * i)); }
 };
 
-// The e of a tile of y of a walk back in time (PreparedInputs). Rows that are further before the first token are zeros, whatever their e is.
+// The e of a tile of y: of a walk back in time (PreparedInputs), or faded (FadeArgs). Rows that are further before the first token are zeros, whatever their e is.
 __device__ __forceinline__ const float* tile_scales(const RowScale& e, int tokens, int64_t head, int token) {
   return e.data + head * e.head + max(token, tokens - static_cast<int>(e.head));
 }

@@ -99,6 +99,7 @@ Fading of_phase(Fading fading, const Phase& phase) {
   if (fading) {
     fading.sums += int64_t{phase.first_state} * fading.tokens;
     fading.carries += int64_t{phase.first_state} * fading.chunks;
+    if (fading.y_sums != nullptr) fading.y_sums += phase.first_state * fading.y_rows, fading.y_factors += phase.first_state * fading.y_rows;
     fading.first_chunk = phase.first_row / phase.problem.chunk;
   }
   return fading;
@@ -184,6 +185,7 @@ struct Passes {
     static_cast<LinearProblem&>(a) = phase.problem;
     a.fading = of_phase(fading, phase);
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.zeroed_y = of_phase(a.zeroed_y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.mask = of_phase(a.mask, phase, 0);
     a.kept = of_phase(a.kept, phase);
@@ -234,45 +236,65 @@ struct Passes {
   }
 };
 
-// Rows that fade, as states take them, and what says how. Serves one walk after the other.
+// Rows that fade, as states and the rows of their own chunk take them, and what says how. Serves one walk after the other.
 struct FadedRows {
-  char* w = nullptr;
+  char *w = nullptr, *y = nullptr;
   float *e = nullptr, *carries = nullptr;
   uint8_t *kept = nullptr, *whole = nullptr;
+  float2* y_sums = nullptr;
+  float* y_factors = nullptr;
   char* sums = nullptr;
 
-  FadedRows(const AttentionParams& p, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
+  FadedRows(const AttentionParams& p, bool takes_zeros, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
     if (!fades(p)) return;
-    int64_t rows = 0, groups = 0, chunks = 0;  // of the walk with the most
+    int64_t rows = 0, groups = 0, chunks = 0, state_groups = 0;  // of the walk with the most
     for (const LinearProblem* walk : walks) {
       const int64_t heads = int64_t{walk->states()} * walk->y_group;
       rows = std::max(rows, heads * walk->ny), groups = std::max(groups, heads * walk->groups());
       chunks = std::max(chunks, int64_t{walk->states()} * walk->chunks);
+      state_groups = std::max(state_groups, int64_t{walk->states()} * walk->groups());
     }
     w = workspace.take<char>(rows * p.dv * element_bytes(p));
-    e = workspace.take<float>(rows), carries = workspace.take<float>(chunks);
+    e = workspace.take<float>(groups * kBoundary), carries = workspace.take<float>(chunks);
     kept = workspace.take<uint8_t>(rows), whole = workspace.take<uint8_t>(groups);
     sums = workspace.take<char>(static_cast<int64_t>(decay_sum_bytes(p)));
+    if (!takes_zeros) return;
+    y = workspace.take<char>(rows * p.d * element_bytes(p));
+    y_sums = workspace.take<float2>(state_groups * kBoundary), y_factors = workspace.take<float>(state_groups * kBoundary);
   }
 
-  // How a walk fades; nothing where the call has nothing that does.
-  Fading fading(const AttentionParams& p, const LinearProblem& walk) const {
-    return {fades(p) ? p.decay_sums : nullptr, p.m, walk.boundary, carries, walk.chunks, 0};
+  // How a walk fades; nothing where the call has nothing that does. mask: of the rows of y.
+  Fading fading(const AttentionParams& p, const LinearProblem& walk, const RowMask& mask, cudaStream_t stream) const {
+    if (!fades(p)) return {};
+    Fading fading{p.decay_sums, p.m, walk.boundary, carries, walk.chunks, 0};
+    if (y_sums == nullptr) return fading;
+    fading.y_rows = int64_t{walk.groups()} * kBoundary;
+    FadePairsArgs pairs{};
+    static_cast<LinearProblem&>(pairs) = walk;
+    pairs.fading = fading;
+    pairs.mask = mask;
+    pairs.y_sums = y_sums + walk.first_token_at(), pairs.y_factors = y_factors + walk.first_token_at();
+    linear_fade_pairs(pairs, stream);
+    fading.y_sums = pairs.y_sums, fading.y_factors = pairs.y_factors;
+    return fading;
   }
 
   // Puts faded rows in the place of a state's w and e.
   void fill(const Problem& p, const StatePlan& plan, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
     if (!fading || !plan.needs_states()) return;
+    const LinearProblem& walk = plan.whole;
+    const int heads = walk.state_heads * walk.y_group;
     FadeArgs fade{};
-    static_cast<LinearProblem&>(fade) = plan.whole;
+    static_cast<LinearProblem&>(fade) = walk;
     fade.fading = fading;
-    fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
-    fade.faded_w = w, fade.faded_e = e, fade.kept = kept, fade.whole = whole, fade.carries = carries;
+    fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
+    fade.faded_w = w, fade.zeroed_y = y, fade.kept = kept, fade.whole = whole, fade.carries = carries;
+    fade.faded_e = e + walk.first_token_at(), fade.e_head = int64_t{walk.groups()} * kBoundary;
     linear_fade(p, fade, stream);
-    const int rows = plan.whole.ny;
-    a.w = contiguous(w, plan.whole.state_heads * plan.whole.y_group, rows, plan.whole.dv);
-    a.y_scale = {e, rows, 1};
-    a.kept = {kept, rows, 1, whole, plan.whole.groups()};
+    a.w = contiguous(w, heads, walk.ny, walk.dv);
+    if (y != nullptr) a.zeroed_y = contiguous(y, heads, walk.ny, walk.d);
+    a.y_scale = {fade.faded_e, fade.e_head, 1};
+    a.kept = {kept, walk.ny, 1, whole, walk.groups()};
   }
 };
 
@@ -346,7 +368,7 @@ struct FwdPlan {
       : states(forward_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
         inputs(p, w),
         zeroed(p, takes_zeros, w),
-        faded(p, {&states.whole}, w) {
+        faded(p, takes_zeros, {&states.whole}, w) {
     buffers = take_buffers({&states}, w);
     bytes = w.used();
   }
@@ -371,7 +393,7 @@ struct BwdPlan {
         suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
         inputs(p, w),
         zeroed(p, takes_zeros, w),
-        faded(p, {&prefixes.whole, &suffixes.whole}, w) {
+        faded(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
       pairs = w.take<char>(static_cast<int64_t>(pair_sum_bytes(p)));
       decay_gradient = w.take<char>(static_cast<int64_t>(decay_gradient_bytes(p)));
@@ -420,7 +442,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
-  const Fading fading = plan.faded.fading(p, plan.states.whole);
+  const Fading fading = plan.faded.fading(p, plan.states.whole, state.mask, stream);
   if (!resumes(p)) plan.faded.fill(p, plan.states, fading, state, stream);
 
   ReadArgs read{};
@@ -455,7 +477,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Fading prefix_fading = plan.faded.fading(p, plan.prefixes.whole);
+  const Fading prefix_fading = plan.faded.fading(p, plan.prefixes.whole, prefix.mask, stream);
   if (!wants_state_alone(p)) plan.faded.fill(p, plan.prefixes, prefix_fading, prefix, stream);
 
   GradArgs grad_q{};
@@ -481,7 +503,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
-  const Fading suffix_fading = plan.faded.fading(p, plan.suffixes.whole);
+  const Fading suffix_fading = plan.faded.fading(p, plan.suffixes.whole, suffix.mask, stream);
   if (!resumes(p)) plan.faded.fill(p, plan.suffixes, suffix_fading, suffix, stream);
 
   ReadArgs grad_v{};

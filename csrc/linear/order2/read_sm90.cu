@@ -5,12 +5,14 @@
 // ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then y and w of the own chunk. Features are
 // made in registers, from x in shared memory.
 //
-// The constant term of the denominator is not summed: it is the number of rows of y that are seen, times c0.
+// The constant term of the denominator is not summed: it is the number of rows of y that are seen, times c0. Where rows fade it is summed
+// with the rest, and what is read of the state fades with each row of x, in registers.
 
 #include <algorithm>
 #include <type_traits>
 
 #include "core/launch.h"
+#include "core/score.h"
 #include "core/sm90/pipeline.h"
 #include "core/sm90/ptx.h"
 #include "core/sm90/wgmma.h"
@@ -21,13 +23,13 @@
 namespace fastmax {
 namespace {
 
-template <int kHeadDim>
+template <int kHeadDim, bool kFades>
 struct ReadTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
   static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
-  // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first.
-  static constexpr bool kMovesRegisters = kHeadDim == 128;
+  // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first; so do factors.
+  static constexpr bool kMovesRegisters = kHeadDim == 128 || kFades;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
   static constexpr int kStageBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
@@ -36,7 +38,8 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kX = kStages * kStageBytes;
-  static constexpr int kXFull = kX + kXBuffers * kXBytes;
+  static constexpr int kXSums = kX + kXBuffers * kXBytes;  // WalkSum of rows: registers are short
+  static constexpr int kXFull = kXSums + (kFades ? kRows * 8 : 0);
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
   static_assert(kBarriers % 8 == 0, "barriers are aligned");
@@ -47,6 +50,14 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
 __device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row) {
   const int end = a.causal ? min(a.y_row(a.seen_end(x_row)) + 1, a.ny) : a.ny;
   return a.y_counts.data == nullptr ? end : a.y_counts.data[batch * a.y_counts.batch + end - 1];
+}
+
+// Whether a row of x sees nothing because its first key comes after its own token, where rows fade.
+__device__ __forceinline__ bool is_blind(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row) {
+  const KeyBounds& first = a.first_key;
+  if (first.data == nullptr || x_row >= a.nx) return false;
+  return first.data[item.batch * first.stride.batch + item.state_head * first.stride.head + x_row * first.stride.token] >
+         a.y_row(a.seen_end(x_row));
 }
 
 // An accumulator's rows row and row + 8 of x times 1 + dropout noise.
@@ -67,12 +78,12 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
 }
 
 // kValues: grad_v, of a walk back in time, without denominators; else a forward.
-template <int kHeadDim, bool kValues>
-__global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
+template <int kHeadDim, bool kValues, bool kFades>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
                             const ItemsOfRows items) {
-  using Tile = ReadTileSm90<kHeadDim>;
+  using Tile = ReadTileSm90<kHeadDim, kFades>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
   using Scores = Wgmma<Bf16, 64>;
@@ -278,8 +289,42 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
 
-    // The own chunk.
     const ItemsOfRows::Item own_item = item_again();
+    const FadingItem fading(a, own_item);
+    const auto x_sum_at = [&](int m, int r) { return stages_at + Tile::kXSums + ((warpgroup * kRowTiles + m) * kTileRows + row + 8 * r) * 8; };
+    const auto x_sum = [&](int m, int r) { return WalkSum{ptx::load_shared_f32x2(x_sum_at(m, r))}; };
+    if constexpr (kFades) {
+      __syncwarp();
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const WalkSum sum = fading.of_x(own_item.row + tile_of(m) * kTileRows, row + 8 * r);
+          if (t == 0) ptx::store_shared_f32x2(x_sum_at(m, r), sum.g);
+        }
+      }
+      __syncwarp();
+    }
+    if (kFades && a.has_state(own_item.chunk)) {
+      const float* state_sums = a.sums + own_item.slot * Tile::kSums;
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float factor = fading.of_state(x_sum(m, r));
+          if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor);
+#pragma unroll
+          for (int j = 0; j < kHeadDim / 8; ++j) {
+            const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+            acc[m][4 * j + 2 * r] = faded(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor);
+            acc[m][4 * j + 2 * r + 1] = faded(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor);
+          }
+        }
+      }
+    }
+
+    // The own chunk.
+    [[maybe_unused]] WalkSum end;  // of the tile of y that is next
     float s[32];
     uint32_t weights[16];
     const auto make_scores = [&](int m, const Operand<RowTile>& y) {
@@ -292,16 +337,33 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
       }
       wgmma_commit();
     };
-    const auto make_weights = [&](int m, auto is_diagonal) {
+    const auto make_weights = [&](int m, auto is_diagonal, int tile) {
+      constexpr bool kDiagonal = decltype(is_diagonal)::value;
       keep(s);
+      [[maybe_unused]] ColumnFactors columns;
+      [[maybe_unused]] ColumnSums column_sums;
+      [[maybe_unused]] float left[2];  // at the end of the tile, of what a row sees
+      [[maybe_unused]] WalkSum x_sums[2];
+      if constexpr (kFades) x_sums[0] = x_sum(m, 0), x_sums[1] = x_sum(m, 1);
+      if constexpr (kFades && kDiagonal) column_sums.load(fading.sums(tile));
+      if constexpr (kFades && !kDiagonal) {
+        columns.load(fading.factors(tile));
+        left[0] = ptx::exp2_approx(x_sums[0].since(end)), left[1] = ptx::exp2_approx(x_sums[1].since(end));
+      }
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
         const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
         const float u = fmaf(s[i], a.c2, a.c1);
         // In memory a walk back in time goes from later rows to earlier ones.
-        const bool seen = !decltype(is_diagonal)::value || (kValues ? column >= row + 8 * r : column <= row + 8 * r);
-        if (!kValues) sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
-        s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
+        const bool seen = !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r);
+        if constexpr (kFades) {
+          const float factor = kDiagonal ? column_sums.factor(x_sums[r], i / 4, i % 2) : left[r] * columns.factor(i / 4, i % 2);
+          s[i] = seen ? fmaf(s[i], u, a.c0) * factor : 0.f;
+          if (!kValues) sums[m][r] += s[i];
+        } else {
+          if (!kValues) sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
+          s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
+        }
       }
 #pragma unroll
       for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
@@ -314,61 +376,83 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
       wgmma_commit();
       wgmma_wait<0>();  // registers for one group at a time
     };
-    const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
+    const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
+    const auto tile_at = [&](int own) { return kValues ? own / y_group : own; };
+    const auto for_both = [&](auto is_diagonal, int tile) {  // a tile of y that both tiles of x see; diagonal: that of the low one
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(0, y);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
-      make_weights(0, is_diagonal);
+      make_weights(0, is_diagonal, tile);
       add_values(0, w);
       make_scores(1, y);
       wgmma_wait<0>();
-      make_weights(1, std::false_type{});
+      make_weights(1, std::false_type{}, tile);
       add_values(1, w);
       before = at, releases = true;
       at.template advance<kStages>();
     };
-    const auto for_high = [&](auto is_diagonal) {
+    const auto for_high = [&](auto is_diagonal, int tile) {
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(1, y);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
-      make_weights(1, is_diagonal);
+      make_weights(1, is_diagonal, tile);
       add_values(1, w);
       before = at, releases = true;
       at.template advance<kStages>();
     };
-    // Waiting between the loops keeps registers of products in flight from crossing control flow.
-    const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
-    const int tiles = own_item.own_tiles * y_group;
-    const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
-    int own = 0;
-    const auto diagonal = [&](int first, const auto& add_tile) {
-      if constexpr (kValues) {
-        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{});
-      } else if (own < tiles) {
-        add_tile(std::true_type{}), ++own;
-      }
-    };
-    for (; own < low && own < tiles; ++own) for_both(std::false_type{});
-    wgmma_wait<0>();
-    diagonal(low, for_both);
-    wgmma_wait<0>();
-    for (; own < high && own < tiles; ++own) for_high(std::false_type{});
-    wgmma_wait<0>();
-    diagonal(high, for_high);
-    wgmma_wait<0>();
-    if (releases) ring.release(before, lane);
-    for (; own < tiles; ++own) {  // of the other warpgroup alone
+    const auto skip_tile = [&] {
+      ring.release(before, lane, releases);  // or the ring would fill up
+      releases = false;
       ring.wait_until_full(at);
       ring.release(at, lane);
       at.template advance<kStages>();
-    }
+    };
+    // Waiting between the loops keeps registers of products in flight from crossing control flow.
+    const int tiles = own_item.own_tiles * y_group;
+    const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
+    int own = 0;
+    // Tiles before all rows of x of tile m; those of which nothing is left for them are skipped.
+    const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
+      [[maybe_unused]] WalkSum first_x, next_end;
+      if constexpr (kFades) {
+        first_x = fading.of_x(own_item.row + tile_of(m) * kTileRows, a.time == Time::kForward ? 0 : kTileRows - 1);
+        next_end = fading.end_of(tile_at(own));
+      }
+      for (; own < end_own && own < tiles; ++own) {
+        if constexpr (kFades) {
+          end = next_end;
+          next_end = fading.end_of(tile_at(own + 1));
+          if (FadingItem::is_gone(first_x, end)) {
+            skip_tile();
+            continue;
+          }
+        }
+        add_tile(std::false_type{}, tile_at(own));
+      }
+      wgmma_wait<0>();
+    };
+    const auto diagonal = [&](int first, const auto& add_tile) {
+      if constexpr (kFades) end = fading.end_of(tile_at(own));
+      if constexpr (kValues) {
+        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{}, tile_at(own));
+      } else if (own < tiles) {
+        add_tile(std::true_type{}, own), ++own;
+      }
+      wgmma_wait<0>();
+    };
+    before_rows(0, low, for_both);
+    diagonal(low, for_both);
+    before_rows(1, high, for_high);
+    diagonal(high, for_high);
+    for (; own < tiles; ++own) skip_tile();  // of the other warpgroup alone
+    ring.release(before, lane, releases);
 
     const ItemsOfRows::Item here = item_again();
-    if (a.has_state(here.chunk)) {
+    if (!kFades && a.has_state(here.chunk)) {
       const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
@@ -402,10 +486,17 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
                           : 0.f;
         } else {
           const int x_row = first + row + 8 * r;
-          const float z = fmaf(a.c0, rows_seen(a, here.batch, x_row), quad_sum(sums[m][r]));
+          float z = quad_sum(sums[m][r]);
+          if constexpr (!kFades) z = fmaf(a.c0, rows_seen(a, here.batch, x_row), z);
+          else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
           factor[r] = z == 0.f ? 0.f : 1.f / z;
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
         }
+      }
+      if constexpr (kFades && !kValues) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = faded(acc[m][i], factor[i / 2 % 2]);
+        factor[0] = factor[1] = 1.f;
       }
       if (!kValues && a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
       store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], factor[0], factor[1], w4, lane);
@@ -432,23 +523,29 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim>::kThreads, 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, bool kValues>
+template <int kHeadDim, bool kValues, bool kFades>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  using Tile = ReadTileSm90<kHeadDim>;
+  using Tile = ReadTileSm90<kHeadDim, kFades>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
-  launch_kernel("linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues>, std::min(sm_count, items.count), Tile::kThreads,
-                Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
+  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFades>,
+                std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
+}
+
+template <int kHeadDim, bool kValues>
+void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
+  if (a.fading) launch_read<kHeadDim, kValues, true>(a, sm_count, stream);
+  else launch_read<kHeadDim, kValues, false>(a, sm_count, stream);
 }
 
 }  // namespace
 
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) launch_read<64, false>(a, sm_count, stream);
-  else if (a.z != nullptr) launch_read<128, false>(a, sm_count, stream);
-  else launch_read<128, true>(a, sm_count, stream);
+  if (head_dim == 64) launch<64, false>(a, sm_count, stream);
+  else if (a.z != nullptr) launch<128, false>(a, sm_count, stream);
+  else launch<128, true>(a, sm_count, stream);
 }
 
 }  // namespace fastmax

@@ -37,15 +37,15 @@ struct HopperState {
   static constexpr int kTileBytes = kPanels * kPanelBytes;
   static constexpr int64_t kSnapshotBytes = int64_t{kTiles} * kTileBytes;
   static constexpr int kMomentTile = 0, kLinearTile = kPanels, kFirstPair = 2 * kPanels;
-  // sum w, sum e y
-  static constexpr int kSumW = 0, kSumY = kHeadDim, kSums = 2 * kHeadDim;
+  // sum w, sum e y, and where rows fade sum e
+  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = 2 * kHeadDim + 2;
 
   // The state kernel: tiles of a warpgroup, neighbours in a star; two warpgroups a block.
   static constexpr int kOwnTiles = kHeadDim == 64 ? 5 : 3;
   static constexpr int kStarShares = (kBlocks / 2 + 1) / kOwnTiles;
   static_assert(kStarShares * kOwnTiles == kBlocks / 2 + 1, "warpgroups share a star evenly");
   static constexpr int kStateBlocks = kBlocks * kStarShares / 2;
-  static constexpr int kAccumulators = kOwnTiles * kHeadDim / 2;  // of a thread
+  static constexpr int kAccumulators = kOwnTiles * kHeadDim / 2 + 1;  // of a thread; the last has its part of sum e
 
   static constexpr __host__ __device__ int star_tiles(int star) { return star < kBlocks / 2 ? kBlocks / 2 + 1 : kBlocks / 2; }
   // Of the tile (star, star + offset), from the first pair on.

@@ -3,7 +3,7 @@
 // A warpgroup keeps kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
 // tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times a scalar of y by shuffle)
 // and w, or for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
-// from there by the copy engine, while the walk goes on.
+// from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h).
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -58,15 +58,19 @@ struct StateShare {
   __device__ __forceinline__ int block(int tile) const { return (star + first + tile) % State::kBlocks; }
 };
 
-// kScaled: moments and sums of y are of e y. totals: sum the rows of every segment but the last. Else: walk every segment, with
+// What the rows are: as they are; with moments and sums of e y; or such that fade, e too.
+enum class Rows { kPlain, kScaled, kFading };
+
+// totals: sum the rows of every segment but the last. Else: walk every segment, with
 // snapshots at the boundaries in [begin, end) and at the last one, the end of the last segment.
-template <int kHeadDim, bool kScaled>
+template <int kHeadDim, Rows kRows>
 __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
-    linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map,
-                             const StateArgs a, const bool totals) {
+    linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
+                             const __grid_constant__ CUtensorMap w_map, const StateArgs a, const bool totals) {
   using Tile = StateTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
+  constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading;
   constexpr int kOwn = Tile::kOwnTiles, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
   extern __shared__ uint8_t shared[];
@@ -94,10 +98,16 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     const uint32_t w = stages_at + at.stage * Tile::kStageBytes;
     const int token = tile_token(a, a.ny, a.y_row(begin + i / y_group * kTileRows));
     const int head = state % a.state_heads * y_group + i % y_group, batch = state / a.state_heads;
+    bool is_whole = true;
+    if constexpr (kFades) {
+      const int group = (begin + i / y_group * kTileRows) / kBoundary;
+      is_whole = a.kept.whole[(int64_t{batch} * a.state_heads * y_group + head) * a.kept.groups + group] != 0;
+    }
     ring.wait_until_empty(at);
     ring.expect(at, Tile::kStageBytes + (kScaled ? kScaleBytes : 0));
     RowTile::load(w, w_map, ring.full(at), token, head, batch);
-    RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
+    if (is_whole) RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
+    else RowTile::load(w + kTileBytes, zeroed_y_map, ring.full(at), token, head, batch);
     if (kScaled) {
       ptx::bulk_load(stages_at + Tile::kScales + at.stage * kScaleBytes,
                      tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * y_group + head, token), kScaleBytes, ring.full(at));
@@ -122,7 +132,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   const uint32_t one = 0x3f803f80u, ones_row = w4 == 0 && lane < 4 ? one : 0;  // in bf16
   const int lane0 = 8 * w4 + t, lane1 = lane0 + 4;  // that have the scalars of this lane's features
 
-  float acc[kOwn][kRegs];
+  float acc[kOwn][kRegs], count;  // this lane's part of sum e
   const auto for_each_accumulator = [&](int slot, const auto& f) {
     float* saved = a.accumulators + (static_cast<int64_t>(slot) * blocks + state_block) * (Tile::kAccumulators * Tile::kThreads) + threadIdx.x;
 #pragma unroll
@@ -130,6 +140,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
 #pragma unroll
       for (int i = 0; i < kRegs; ++i) f(acc[j][i], saved[(j * kRegs + i) * Tile::kThreads]);
     }
+    f(count, saved[(Tile::kAccumulators - 1) * Tile::kThreads]);
   };
   // Without a branch around it, behind which the compiler would serialise products (C7515).
   const bool goes_on = !totals && begin > 0;
@@ -158,10 +169,17 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
       if (j < kOwn - 1 || !of_ones) store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
     }
     const int64_t slot = a.slot(state, c);
-    if (of_ones && share.is_there && w4 == 0 && lane < 4) {
-      float* sums = a.sums + slot * Tile::kSums + (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * lane;
+    if (of_ones && share.is_there && w4 == 0) {
+      float* sums = a.sums + slot * Tile::kSums;
+      if constexpr (kFades) {
+        const float total = quad_sum(count);
+        if (share.of_y && lane == 0) sums[Tile::kSumOne] = total;
+      }
+      sums += (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * lane;
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        if (lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
+      }
     }
     ptx::fence_proxy_async();
     ptx::barrier_wait<128>(1 + warpgroup);
@@ -182,9 +200,25 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   for (int row = begin;;) {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
-    if (!totals && row == a.chunk_begin(chunk) && (row < end || is_last)) store_snapshot(chunk++);
+    FadeFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
+    if (kFades && row < end && a.fading.begins_chunk(a, row)) {
+      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row));
+    }
+    if (row == a.chunk_begin(chunk) && (row < end || is_last)) {
+      if (!totals) store_snapshot(chunk);
+      ++chunk;
+    }
     if (row == end) break;
-    const int next = totals ? end : min(a.chunk_begin(chunk), end);
+    if constexpr (kFades) {
+      const float factor = carry.factor();
+#pragma unroll
+      for (int j = 0; j < kOwn; ++j) {
+#pragma unroll
+        for (int i = 0; i < kRegs; ++i) acc[j][i] = faded(acc[j][i], factor);
+      }
+      count = faded(count, factor);
+    }
+    const int next = totals && !kFades ? end : min(a.chunk_begin(chunk), end);
     int run = (next - row) / kTileRows * y_group;
     row = next;
     ring.wait_until_full(at);
@@ -220,6 +254,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
             for (int h = 0; h < 2; ++h) {
               const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
               scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
+              if constexpr (kFades) count += pair.x + pair.y;
             }
           }
           const bool plain = of_columns || of_ones;
@@ -257,14 +292,15 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const int64_t blocks = int64_t{a.states()} * Tile::kStateBlocks;
   const int y_heads = a.state_heads * a.y_group;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
-  const bool scaled = a.y_scale.data != nullptr;
+  const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map(a.zeroed_y, a, y_heads, a.ny, a.d);
   const auto launch = [&](int segments, bool totals) {
     const auto run = [&](auto kernel) {
-      launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map, w_map,
-                    a, totals);
+      launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
+                    zeroed_y_map, w_map, a, totals);
     };
-    if (scaled) run(linear_state_sm90_kernel<kHeadDim, true>);
-    else run(linear_state_sm90_kernel<kHeadDim, false>);
+    if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading>);
+    else if (a.y_scale.data != nullptr) run(linear_state_sm90_kernel<kHeadDim, Rows::kScaled>);
+    else run(linear_state_sm90_kernel<kHeadDim, Rows::kPlain>);
   };
   if (a.segments > 1) {
     launch(a.segments - 1, true);

@@ -1,4 +1,4 @@
-// Rows that take no part as zeros, for kernels whose copy engine cannot leave out rows.
+// What kernels take whose copy engine moves whole tiles: rows that take no part as zeros, and how rows fade.
 
 #include "core/launch.h"
 #include "linear/order2/features.h"
@@ -47,7 +47,29 @@ __global__ void __launch_bounds__(1024) linear_count_rows_kernel(const ZeroArgs 
   for (int i = begin; i < end; ++i) counts[i] = count += mask[static_cast<int64_t>(i) * a.mask.token] != 0;
 }
 
+// A thread per virtual row of y.
+__global__ void __launch_bounds__(256) linear_fade_pairs_kernel(const FadePairsArgs a, const int rows) {
+  const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  const int64_t state = index / rows;
+  if (state >= a.states()) return;
+  const int row = static_cast<int>(index % rows), y_row = a.y_row(row);
+  const int token = a.time == Time::kForward ? y_row : a.ny - 1 - y_row;
+  const uint8_t* mask = mask_pointer(a.mask, static_cast<int>(state) / a.state_heads);
+  const bool taken = y_row >= 0 && y_row < a.ny && (mask == nullptr || mask[static_cast<int64_t>(token) * a.mask.token] != 0);
+  const WalkSum own = WalkSum::of(a, a.fading.at_row(a, state, y_row));
+  const WalkSum end = WalkSum::of(a, a.fading.at_row(a, state, a.y_row(row / kFadingTile * kFadingTile + kFadingTile - 1)));
+  a.y_sums[state * a.fading.y_rows + token] = taken ? own.g : make_float2(INFINITY, 0.f);
+  a.y_factors[state * a.fading.y_rows + token] = taken ? exp2f(end.since(own)) : 0.f;
+}
+
 }  // namespace
+
+void linear_fade_pairs(const FadePairsArgs& a, cudaStream_t stream) {
+  const int rows = a.groups() * kBoundary;
+  constexpr int kThreads = 256;
+  launch_kernel("linear_fade_pairs", linear_fade_pairs_kernel, grid_1d((int64_t{a.states()} * rows + kThreads - 1) / kThreads), kThreads, 0,
+                stream, a, rows);
+}
 
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream) {
   const int64_t rows = int64_t{a.batch} * a.heads * a.tokens;
