@@ -569,7 +569,10 @@ def _mean(rows: list[dict[str, str]], key: str) -> float:
 def _char_lm_difference(results: Results, first: str, second: str) -> str:
     """Of validation losses at the end, and which way."""
     ends = _char_lm_ends(results)
-    difference = _mean(ends[first], "val") - _mean(ends[second], "val")
+    return _above(_mean(ends[first], "val") - _mean(ends[second], "val"))
+
+
+def _above(difference: float) -> str:
     return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
 
 
@@ -578,6 +581,13 @@ def learned_at_equal_steps(results: Results) -> str:
     own = pages.losses("equal-steps", "25M", results.root)
     same, plain = own["softmax_parts"], own["softmax"]
     return f"{own['p2_all']:.3f} nats per byte, with softmax in its place at {same:.3f}, with softmax alone at {plain:.3f}"
+
+
+@block
+def learned_gap(results: Results) -> str:
+    """Of Fastmax from softmax with the same parts, after equal steps."""
+    own = pages.losses("equal-steps", "25M", results.root)
+    return _above(own["p2_all"] - own["softmax_parts"])
 
 
 @block
