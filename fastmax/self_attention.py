@@ -68,7 +68,8 @@ class FastmaxSelfAttention(nn.Module):
         device, dtype: of the weights.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted; an option that has no effect, too.
+        TypeError, ValueError: naming the argument, what it was and what is accepted; also an option of the other attention, and
+            a rope_dim without rope.
 
     `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None where they are switched off.
     """
