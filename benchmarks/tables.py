@@ -30,6 +30,7 @@ import fastmax
 from benchmarks import report
 from benchmarks.floors import COPY, MATMUL
 from benchmarks.learn import pages
+from benchmarks.learn.results import above, spread
 from benchmarks.workloads import Row
 from fastmax.distributed import contiguous_layout, exchanged_bytes
 
@@ -569,7 +570,10 @@ def _mean(rows: list[dict[str, str]], key: str) -> float:
 def _char_lm_difference(results: Results, first: str, second: str) -> str:
     """Of validation losses at the end, and which way."""
     ends = _char_lm_ends(results)
-    difference = _mean(ends[first], "val") - _mean(ends[second], "val")
+    return _above(_mean(ends[first], "val") - _mean(ends[second], "val"))
+
+
+def _above(difference: float) -> str:
     return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
 
 
@@ -578,6 +582,44 @@ def learned_at_equal_steps(results: Results) -> str:
     own = pages.losses("equal-steps", "25M", results.root)
     same, plain = own["softmax_parts"], own["softmax"]
     return f"{own['p2_all']:.3f} nats per byte, with softmax in its place at {same:.3f}, with softmax alone at {plain:.3f}"
+
+
+def _learned_gap(variant: str, other: str, setting: str, results: Results) -> str:
+    """After equal steps, the mean over the seeds that both have."""
+    return _above(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
+
+
+BLOCKS["learned-gap"] = partial(_learned_gap, "p2_all", "softmax_parts", "25M")
+BLOCKS["learned-gap-plain"] = partial(_learned_gap, "p2_all", "softmax", "25M")
+BLOCKS["learned-gap-wide"] = partial(_learned_gap, "p2_wide", "softmax_parts", "25M")
+BLOCKS["learned-gap-small"] = partial(_learned_gap, "p2_all", "softmax_parts", "0.8M")
+
+
+@block
+def far_keys_gain(results: Results) -> str:
+    """Of the polynomial: all parts below softmax within the window."""
+    found = pages.rows_of("ablation", "25M", results.root)
+    whole, last = (above(found, "softmax_near", "p2_all", measure=measure) for measure in ("loss", "last_quarter"))
+    return f"{whole:.3f} nats per byte, and {last:.3f} in the last quarter of a window"
+
+
+def _converted(results: Results, variant: str, stage: str) -> float:
+    return spread(pages.rows_of("conversion", "25M", results.root), variant=variant, measure=stage).mean
+
+
+@block
+def conversion_swapped(results: Results) -> str:
+    before, swapped, transferred = (
+        _converted(results, "window_decay", stage) for stage in ("before", "swapped", "transferred")
+    )
+    return f"{swapped - before:.2f} nats per byte, of which fit and transfer take back {swapped - transferred:.2f}"
+
+
+@block
+def conversion_ends(results: Results) -> str:
+    """Above the softmax model with the same fine-tuning: all layers, three of four."""
+    softmax, every, hybrid = (_converted(results, name, "finetuned") for name in ("softmax", "window_decay", "hybrid"))
+    return f"{every - softmax:.2f}, and where one layer in four stays softmax {hybrid - softmax:.2f}"
 
 
 @block

@@ -33,7 +33,7 @@ class FastmaxSelfAttention(nn.Module):
         o = attention(q, k, v, logsigmoid(x W_decay + b_decay))
         y = (norm(o) * silu(x W_gate)) W_out
 
-    Every part is switched by a keyword of its own; the defaults are what learned best (docs/parameters.md). With
+    Every part is switched by a keyword of its own; docs/layer.md has what each was measured to add. With
     `attention="softmax"` the same layer has `flash_attention` in the place of `fastmax_attention`, to compare with and for
     layers between: the parts, the names and shapes of the weights and the numbers they start from are the same.
 
@@ -68,7 +68,8 @@ class FastmaxSelfAttention(nn.Module):
         device, dtype: of the weights.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted; an option that has no effect, too.
+        TypeError, ValueError: naming the argument, what it was and what is accepted; also an option of the other attention, and
+            a rope_dim without rope.
 
     `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None where they are switched off.
     """

@@ -132,9 +132,14 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
     return "\n\n".join(parts)
 
 
+def rows_of(name: str, setting: str, root: Path) -> list[Row]:
+    """Of an experiment in a setting."""
+    return where(rows.read(root / FOLDER / f"{name}.csv"), setting=setting)
+
+
 def losses(name: str, setting: str, root: Path) -> dict[str, float]:
     """Variant -> loss of the trained model, the mean over its seeds."""
-    found = where(rows.read(root / FOLDER / f"{name}.csv"), setting=setting, measure="loss")
+    found = where(rows_of(name, setting, root), measure="loss")
     return {variant: spread(found, variant=variant).mean for variant in values(found, "variant")}
 
 
