@@ -54,11 +54,12 @@ SPILL_EXCEPTIONS = {
     "beside what fills the registers",
     r"quadratic_bwd_kv_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "likewise, up to 56 bytes of them",
     r"sm_120 .*quadratic_fwd_kernel<fastmax::.*Bf16, 64>": "one or two words, on that architecture alone",
-    r"sm_(8\d|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false, false>": "up to 20 bytes once per row block; none on sm_90",
-    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true, false>": "what fades beside what fills the registers; "
-    "bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
-    r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two or three "
-    "words beside what fills the registers, read once per block",
+    r"sm_(8\d|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false, false>": "up to 20 bytes once per row block; "
+    "none on sm_90",
+    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true, false>": "what fades beside what fills the "
+    "registers; bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
+    r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two "
+    "or three words beside what fills the registers, read once per block",
     r"linear_state_sm90_kernel<128, ": "192 sums, and what makes the next operands: a word once per stage, a few "
     "once per chunk",
     r"linear_read_sm90_kernel<128, false, false>": "six words once per 256 rows",

@@ -159,6 +159,18 @@ void check_like_state(const char* name, const OptionalTensor& x, const Tensor& s
   FASTMAX_CHECK(x->scalar_type() == state.scalar_type(), name, " must have the state's dtype");
 }
 
+// What prefill_backward and prefill_kept_backward_ are given, but for what each has of its own.
+void check_backward(const AttentionInputs& x, const Tensor& grad_o, const OptionalTensor& grad_z, const OptionalTensor& grad_new_values,
+                    const OptionalTensor& grad_new_weights, const Tensor& o, const Tensor& z, const Tensor& values, const Tensor& weights,
+                    double scale, int64_t order) {
+  check_tokens(x, scale, order);
+  check_state(x.q, x.k, x.v, values, weights, order);
+  check_results(x.q, x.v, o, grad_o, "z", z);
+  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, x.q);
+  check_like_state("grad_new_values", grad_new_values, values);
+  check_like_state("grad_new_weights", grad_new_weights, weights);
+}
+
 Tensor dense_or_zeros(const OptionalTensor& x, const Tensor& like) {
   if (x.has_value()) return dense(*x);
   Tensor zeros = empty_dense(like, ScalarType::Float);
@@ -176,12 +188,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
-  check_tokens(inputs, scale, order);
-  check_state(q_in, k_in, v_in, values_in, weights_in, order);
-  check_results(q_in, v_in, o_in, grad_o_in, "z", z);
-  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
-  check_like_state("grad_new_values", grad_new_values_in, values_in);
-  check_like_state("grad_new_weights", grad_new_weights_in, weights_in);
+  check_backward(inputs, grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, o_in, z, values_in, weights_in, scale, order);
   check_like_state("new_values", new_values_in, values_in);
   check_like_state("new_weights", new_weights_in, weights_in);
   // The gradient of log_decay takes products of a state and its gradient.
@@ -319,12 +326,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_kept_backward(
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, none, first_key, none};
-  check_tokens(inputs, scale, order);
-  check_state(q_in, k_in, v_in, values_in, weights_in, order);
-  check_results(q_in, v_in, o_in, grad_o_in, "z", z);
-  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
-  check_like_state("grad_new_values", grad_new_values_in, values_in);
-  check_like_state("grad_new_weights", grad_new_weights_in, weights_in);
+  check_backward(inputs, grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, o_in, z, values_in, weights_in, scale, order);
   check_kept(kept, q_in, k_in);
   if (!is_covered(inputs)) {
     const auto [grad_q, grad_k, grad_v] = call_operator<3>(

@@ -90,6 +90,9 @@ __device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
 __device__ __forceinline__ void store_shared_f32(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared_u32x4(uint32_t address, const uint32_t* r) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+}
 __device__ __forceinline__ void store_shared_f32x4(uint32_t address, float4 v) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
 }

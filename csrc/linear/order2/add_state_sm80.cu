@@ -1,6 +1,10 @@
 // Snapshots of a walk that began with nothing take in what was before its first row: snapshot += what is left of that at the chunk's
 // beginning. A snapshot is taken as numbers in a row, whatever they are, so that any format of them will do.
 
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
 #include "linear/dispatch.h"
 #include "linear/order2/features.h"
 
@@ -53,6 +57,7 @@ __global__ void __launch_bounds__(kThreads) linear_add_state_kernel(const AddArg
 // bytes: of a snapshot, a multiple of 16.
 template <class Math>
 void launch(const char* name, const AddArgs& a, const void* state, void* snapshots, int64_t bytes, cudaStream_t stream) {
+  if (bytes % 16 != 0) throw std::logic_error(std::string("fastmax: ") + name + ": snapshots and sums are taken 16 bytes at a time");
   const int pieces = static_cast<int>(bytes / 16), chunks = (a.nx + a.chunk - 1) / a.chunk;
   const int64_t blocks = int64_t{a.states()} * ((pieces + kThreads - 1) / kThreads) * ((chunks + kChunks - 1) / kChunks);
   launch_kernel(name, a.fading ? linear_add_state_kernel<Math, true> : linear_add_state_kernel<Math, false>, grid_1d(blocks), kThreads, 0,

@@ -88,14 +88,19 @@ struct RowStream {
     return min(Stage::kPairs, end - pair) * Layout::kPairBytes;
   }
 
-  // Adds to 16 bytes of a stage and the next kThreads.
-  __device__ __forceinline__ void add_piece(uint32_t to, uint32_t from) const {
-    uint32_t x[4], y[4];
-    ptx::load_shared_u32x4(x, to);
-    ptx::load_shared_u32x4(y, from);
+  // Adds kCount pieces of 16 bytes, as this thread copied them; all loads first, as nothing else hides how long they take.
+  template <int kCount>
+  __device__ __forceinline__ static void add_pieces(uint32_t to, uint32_t from) {
+    constexpr int kStep = kThreads * 16;
+    uint32_t x[kCount][4], y[kCount][4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = add_bf16x2(x[i], y[i]);
-    ptx::store_shared_f32x4(to, make_float4(__uint_as_float(x[0]), __uint_as_float(x[1]), __uint_as_float(x[2]), __uint_as_float(x[3])));
+    for (int i = 0; i < kCount; ++i) ptx::load_shared_u32x4(x[i], to + i * kStep), ptx::load_shared_u32x4(y[i], from + i * kStep);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[i][e] = add_bf16x2(x[i][e], y[i][e]);
+      ptx::store_shared_u32x4(to + i * kStep, x[i]);
+    }
   }
   // Of stage `index`, whose copies by this thread have arrived; nothing behind the snapshot's.
   __device__ __forceinline__ void add_to_stage(int index) const {
@@ -103,15 +108,15 @@ struct RowStream {
       if (index >= state_stages) return;
       const uint32_t to = ring + index % kStages * Stage::kBytes + threadIdx.x * 16, from = added_stage(index) + threadIdx.x * 16;
       const int bytes = stage_state_bytes(index, stage_pair(index));
-      for (int i = 0; i < bytes; i += kThreads * 16) add_piece(to + i, from + i);
+      for (int i = 0; i < bytes; i += kThreads * 16) add_pieces<1>(to + i, from + i);
     }
   }
   __device__ __forceinline__ void add_to_tiles(int index) const {
     if constexpr (kAdds) {
-      static_assert(kCopyAmongProducts, "whole stages, by all threads");
+      static_assert(kCopyAmongProducts && kCopies % 4 == 0, "whole stages, by all threads");
       const uint32_t to = ring + index % kStages * Stage::kBytes + threadIdx.x * 16, from = added_stage(index) + threadIdx.x * 16;
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) add_piece(to + i * kThreads * 16, from + i * kThreads * 16);
+      for (int i = 0; i < kCopies; i += 4) add_pieces<4>(to + i * kThreads * 16, from + i * kThreads * 16);
     }
   }
 

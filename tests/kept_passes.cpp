@@ -1,0 +1,219 @@
+// csrc/linear/order2/launch.cpp with kernels of its own, on the host: a state is one number, the sum of y[0] w[0], and what is read of it
+// that number. So everything between a call and its kernels is here: phases, snapshots, what is kept and what is added to it.
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "linear/order2/launch.cpp"
+
+namespace fastmax {
+
+template <class Math, class Args>
+void linear_pass(const Args&, int, cudaStream_t) { std::abort(); }
+template <class Math>
+void linear_fade(const FadeArgs&, cudaStream_t) { std::abort(); }
+template <class Math>
+void linear_load_state(const CarriedArgs&, int, cudaStream_t) { std::abort(); }
+template <class Math>
+void linear_store_state(const CarriedArgs&, int, cudaStream_t) { std::abort(); }
+template <class Math>
+void linear_add_state(const AddArgs&, cudaStream_t) { std::abort(); }
+template <class Math>
+void linear_widen(const View&, float*, int, int, int, int, cudaStream_t) { std::abort(); }
+void linear_load_part_state(const CarriedArgs&, int, cudaStream_t) { std::abort(); }
+void linear_store_part_state(const CarriedArgs&, int, cudaStream_t) { std::abort(); }
+size_t decay_sum_bytes(const AttentionParams&) { std::abort(); }
+void fill_decay_sums(AttentionParams&, Resets, void*, cudaStream_t) { std::abort(); }
+size_t pair_sum_bytes(const BwdParams&) { std::abort(); }
+PairSums pair_sums(const BwdParams&, void*) { std::abort(); }
+size_t decay_gradient_bytes(const BwdParams&) { std::abort(); }
+void fill_decay_gradient(const BwdParams&, const PairSums&, void*, cudaStream_t) { std::abort(); }
+template <class Math>
+void linear_prepare(const PrepareArgs& a, cudaStream_t) {
+  const float* grad_o = static_cast<const float*>(a.grad_o.data);
+  std::copy(grad_o, grad_o + int64_t{a.batch} * a.heads * a.n * a.dv, static_cast<float*>(a.g));
+}
+
+namespace {
+
+constexpr int64_t kSnapshotBytes = 1 << 12, kAccumulators = (kAccumulatorBytes / 4) / 3;  // of three states at a time
+constexpr int64_t kSumFloats = 4;
+bool adds_while_reading = false;
+
+float& number(void* snapshots, int64_t slot) { return *reinterpret_cast<float*>(static_cast<char*>(snapshots) + slot * kSnapshotBytes); }
+float at(const View& v, const LinearProblem& p, int rows, int batch, int head, int row) {
+  const int token = p.time == Time::kForward ? row : rows - 1 - row;
+  return static_cast<const float*>(v.data)[batch * v.batch + head * v.head + token * v.token];
+}
+// The sum of a virtual row over the y heads of a state.
+float of_row(const LinearProblem& p, const View& y, const View& w, int state, int virtual_row) {
+  const int row = p.y_row(virtual_row), batch = state / p.state_heads;
+  float sum = 0.f;
+  for (int i = 0; row >= 0 && row < p.ny && i < p.y_group; ++i) {
+    const int head = state % p.state_heads * p.y_group + i;
+    sum += at(y, p, p.ny, batch, head, row) * at(w, p, p.ny, batch, head, row);
+  }
+  return sum;
+}
+
+void sum(const Problem&, const StateArgs& a, cudaStream_t) {
+  for (int state = 0; state < a.states(); ++state) {
+    float total = a.begin > 0 ? a.accumulators[state * kAccumulators] : 0.f;
+    for (int row = a.begin;; ++row) {
+      if (row >= a.boundary && (row - a.boundary) % a.chunk == 0) {
+        const int64_t slot = a.slot(state, a.chunk_of(row));
+        number(a.snapshots, slot) = total, a.sums[slot * kSumFloats] = total;
+      }
+      if (row == a.end()) break;
+      total += of_row(a, a.y, a.w, state, row);
+    }
+    if (a.hands_on) a.accumulators[state * kAccumulators] = total;
+  }
+}
+
+// Both numbers of a state, and its own chunk's rows, for each row of x.
+template <class Args>
+void read(const Args& a, const View& w) {
+  for (int state = 0; state < a.states(); ++state) {
+    for (int i = 0; i < a.x_group; ++i) {
+      for (int row = 0; row < a.nx; ++row) {
+        const int chunk = row / a.chunk, head = state % a.state_heads * a.x_group + i;
+        const int64_t slot = a.slot(state, chunk);
+        float total = number(const_cast<void*>(a.snapshots), slot) + 1000.f * a.sums[slot * kSumFloats];
+        if (a.added != nullptr) total += number(const_cast<void*>(a.added), state);
+        for (int y = a.chunk_begin(chunk); y <= a.seen_end(row); ++y) total += 1001.f * of_row(a, a.y, w, state, y);
+        const int token = a.time == Time::kForward ? row : a.nx - 1 - row;
+        float* out = static_cast<float*>(const_cast<void*>(a.out.data));
+        out[state / a.state_heads * a.out.batch + head * a.out.head + token * a.out.token] = total;
+      }
+    }
+  }
+}
+
+void add(const Problem&, const AddArgs& a, cudaStream_t) {
+  for (int state = 0; state < a.states(); ++state) {
+    for (int c = 0; c * a.chunk < a.nx; ++c) {
+      const int64_t slot = a.slot(state, c);
+      if (a.state != nullptr) number(a.snapshots, slot) += number(const_cast<void*>(a.state), state);
+      a.sums[slot * kSumFloats] += a.state_sums[state * kSumFloats];
+    }
+  }
+}
+
+StateSizes sizes(const Problem&) { return {256, kSnapshotBytes, kSumFloats, 0, 1, kAccumulators}; }
+void load(const Problem&, const CarriedArgs& a, cudaStream_t) {
+  for (int i = 0; i < a.states; ++i) a.accumulators[i * kAccumulators] = a.state.values[i * decode_rows(a.state.d, 2) * a.state.dv];
+}
+void store(const Problem&, const CarriedArgs& a, cudaStream_t) {
+  for (int i = 0; i < a.states; ++i) a.state.new_values[i * decode_rows(a.state.d, 2) * a.state.dv] = a.accumulators[i * kAccumulators];
+}
+
+const StatePasses kPasses = [] {
+  StatePasses passes{};
+  passes.sizes = sizes, passes.sum = sum, passes.load = load, passes.store = store, passes.add = add;
+  passes.read = [](const Problem&, const ReadArgs& a, cudaStream_t) { read(a, a.w); };
+  passes.grad = [](const Problem&, const GradArgs& a, cudaStream_t) { read(a, a.y2); };
+  passes.adds_while_reading = [](const Problem&, Time) { return adds_while_reading; };
+  return passes;
+}();
+
+using Numbers = std::vector<float>;
+
+// Small whole numbers: sums of them are exact.
+Numbers numbers(int64_t count) {
+  Numbers x(count);
+  for (float& value : x) value = static_cast<float>(std::rand() % 5 - 2);
+  return x;
+}
+
+template <class Params>
+void fill(Params& p, int b, int h, int hk, int n, const Numbers& q, const Numbers& k, const Numbers& v) {
+  p.b = b, p.h = h, p.hk = hk, p.n = p.m = n, p.d = p.dv = 4, p.head_dim = 64, p.math = MathMode::kFP32, p.order = 2;
+  p.scale = p.a0 = p.a1 = p.a2 = 1.f, p.causal = true, p.sm_arch = 90, p.sm_count = 1;
+  const Stride of_queries{int64_t{h} * n * 4, int64_t{n} * 4, 4}, of_keys{int64_t{hk} * n * 4, int64_t{n} * 4, 4};
+  p.q = q.data(), p.q_stride = of_queries, p.k = k.data(), p.k_stride = of_keys, p.v = v.data(), p.v_stride = of_keys;
+}
+
+void run(FwdParams p) {
+  const std::unique_ptr<char[]> workspace(new char[linear2_fwd_workspace_bytes(p, kPasses)]);  // hundreds of MB, hardly touched
+  p.workspace = workspace.get();
+  launch_linear2_fwd(p, kPasses, nullptr);
+}
+void run(BwdParams p) {
+  const std::unique_ptr<char[]> workspace(new char[linear2_bwd_workspace_bytes(p, kPasses)]);
+  p.workspace = workspace.get();
+  launch_linear2_bwd(p, kPasses, nullptr);
+}
+
+// Of a call in one go and of one that continues with what was kept: the number of differences.
+int differences(int b, int h, int hk, int n) {
+  const int64_t queries = int64_t{b} * h * n * 4, keys = int64_t{b} * hk * n * 4, rows = int64_t{b} * hk * decode_rows(4, 2);
+  const Numbers q = numbers(queries), k = numbers(keys), v = numbers(keys), state = numbers(rows * 4), weights(rows), none(rows * 4);
+  const Numbers grad_o = numbers(queries), grad_state = numbers(rows * 4);
+  int found = 0;
+  const auto compare = [&](const char* name, const Numbers& x, const Numbers& y) {
+    for (size_t i = 0; i < x.size(); i += 4) {
+      if (x[i] != y[i] && found++ == 0) std::printf("%s[%zu]: %g, not %g; b %d h %d hk %d n %d\n", name, i, x[i], y[i], b, h, hk, n);
+    }
+  };
+
+  Numbers new_state(rows * 4), new_weights(rows), o(queries), kept_o(queries), z(queries / 4), total(rows * 4);
+  FwdParams p{};
+  fill(p, b, h, hk, n, q, k, v);
+  p.o = o.data(), p.o_stride = p.q_stride, p.z = z.data();
+  p.state = {state.data(), weights.data(), new_state.data(), new_weights.data(), 4, 4};
+  run(p);
+
+  FwdParams alone{};
+  fill(alone, b, hk, hk, n, k, k, v);  // as state_of_keys has no queries
+  alone.state = {none.data(), weights.data(), total.data(), new_weights.data(), 4, 4};
+  std::vector<char> kept(linear2_fwd_kept_bytes(alone, kPasses));
+  alone.kept = kept.data();
+  run(alone);
+  p.o = kept_o.data(), p.kept = kept.data(), p.state.new_values = p.state.new_weights = nullptr;
+  if (kept.size() != linear2_fwd_kept_bytes(p, kPasses) || kept.empty()) return std::printf("kept: %zu bytes\n", kept.size());
+  run(p);
+  compare("o", kept_o, o);
+  for (int64_t i = 0; i < rows * 4; i += decode_rows(4, 2) * 4) total[i] += state[i];
+  compare("the state", total, new_state);
+
+  Numbers grad_q(queries), grad_k(keys), grad_v(keys), kept_q(queries), kept_k(keys), kept_v(keys), of_state(rows * 4), unused(rows * 4);
+  BwdParams g{};
+  fill(g, b, h, hk, n, q, k, v);
+  g.o = o.data(), g.grad_o = grad_o.data(), g.o_stride = g.grad_o_stride = g.q_stride, g.z = z.data();
+  BwdParams queries_alone = g;
+  g.grad_q_stride = g.q_stride, g.grad_k_stride = g.grad_v_stride = g.k_stride;
+  g.grad_q = grad_q.data(), g.grad_k = grad_k.data(), g.grad_v = grad_v.data();
+  g.state = {state.data(),      weights.data(), state.data(),    weights.data(),     grad_state.data(),
+             weights.data(), of_state.data(), new_weights.data(), 4, 4};
+  run(g);
+
+  queries_alone.state = {none.data(), weights.data(), none.data(),   weights.data(),     none.data(),
+                         weights.data(), unused.data(), new_weights.data(), 4, 4};
+  std::vector<char> kept_of_queries(linear2_bwd_kept_bytes(queries_alone, kPasses));
+  queries_alone.kept = kept_of_queries.data();
+  run(queries_alone);
+  g.grad_q = kept_q.data(), g.grad_k = kept_k.data(), g.grad_v = kept_v.data(), g.kept = kept_of_queries.data();
+  g.state.grad_values = g.state.grad_weights = nullptr;
+  run(g);
+  compare("grad_q", kept_q, grad_q), compare("grad_k", kept_k, grad_k), compare("grad_v", kept_v, grad_v);
+  for (int64_t i = 0; i < rows * 4; i += decode_rows(4, 2) * 4) unused[i] += grad_state[i];
+  compare("the gradient of the state", unused, of_state);
+  return found;
+}
+
+}  // namespace
+}  // namespace fastmax
+
+int main() {
+  int found = 0;
+  for (const bool adds : {false, true}) {
+    fastmax::adds_while_reading = adds;
+    for (const int n : {1, 256, 257, 700}) {
+      found += fastmax::differences(1, 4, 2, n) + fastmax::differences(2, 7, 7, n);
+    }
+  }
+  std::printf("%d differences\n", found);
+  return found != 0;
+}
