@@ -34,8 +34,10 @@ class Axes(NamedTuple):
 
 _QUERIES, _KEYS, _MASK, _SHARED = Axes(0, 1), Axes(0, 1, of_keys=True), Axes(0, None), Axes(None, None)
 _AXES = {
-    **dict.fromkeys(("q", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
-    **dict.fromkeys(("k", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS),
+    **dict.fromkeys(("q", "q_factor", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
+    **dict.fromkeys(
+        ("k", "k_factor", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS
+    ),
     **dict.fromkeys(("near_mask", "near_decays", "gathered", "log_decay", "first_key", "end_key", "finite", "shift"), _KEYS),
     "key_padding_mask": _MASK,
     **dict.fromkeys(("rpe_matrix", "cu_seqlens", "positions", "cos", "sin"), _SHARED),
@@ -59,6 +61,8 @@ _RESULTS = {
     "state_of_keys": ("values", "weights"),
     "state_of_queries": ("grad_values", "grad_weights"),
     "finite_decay": ("finite", "first_key"),
+    "normalize_tokens": ("q", "k", "q_factor", "k_factor"),
+    "normalize_tokens_backward": ("q", "k"),  # where these lie: rows of their own, and no sums over ranks
     "rotary_factors": ("cos", "sin"),
 }
 
