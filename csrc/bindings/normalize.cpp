@@ -26,17 +26,17 @@ void check_rows(const Tensor& q, const Tensor& k, double lim) {
   FASTMAX_CHECK(std::isfinite(lim) && lim > 0, "lim must be finite and > 0, got ", lim);
 }
 
-// Beside the forward's result x: its gradient and the factors of its rows.
-void check_normalized(const char* grad_name, const OptionalTensor& grad, const char* factor_name, const Tensor& factor, const char* name,
-                      const Tensor& x) {
+// Beside the forward's result x, which is q's or k's: its gradient and the factors of its rows.
+void check_normalized(const char* grad_name, const OptionalTensor& grad, const char* factor_name, const Tensor& factor, const Tensor& x,
+                      const Tensor& q) {
   if (grad.has_value()) {
-    check_device(grad_name, *grad, x, name);
+    check_device(grad_name, *grad, q);
     check_shape(grad_name, *grad, {x.size(0), x.size(1), x.size(2), x.size(3)});
-    FASTMAX_CHECK(grad->scalar_type() == x.scalar_type(), grad_name, " must have ", name, "'s dtype");
+    FASTMAX_CHECK(grad->scalar_type() == q.scalar_type(), grad_name, " must have q's dtype");
   }
-  check_device(factor_name, factor, x, name);
+  check_device(factor_name, factor, q);
   check_shape(factor_name, factor, {x.size(0), x.size(1), x.size(2)});
-  const bool wide = x.scalar_type() == ScalarType::Double;
+  const bool wide = q.scalar_type() == ScalarType::Double;
   FASTMAX_CHECK(factor.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), factor_name, " must be ",
                 wide ? "float64" : "float32");
 }
@@ -122,8 +122,8 @@ std::tuple<Tensor, Tensor> normalize_tokens_backward(const OptionalTensor& grad_
   check_cuda_tensor("q", q);
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   check_rows(q, k, lim);
-  check_normalized("grad_q", grad_q, "q_factor", q_factor, "q", q);
-  check_normalized("grad_k", grad_k, "k_factor", k_factor, "k", k);
+  check_normalized("grad_q", grad_q, "q_factor", q_factor, q, q);
+  check_normalized("grad_k", grad_k, "k_factor", k_factor, k, q);
   if (!is_covered(q, k, lim)) {
     const auto [of_q, of_k] = call_operator<2>("fastmax::eager_normalize_tokens_backward", grad_q, grad_k, q, k, q_factor, k_factor, lim);
     return {of_q, of_k};
