@@ -156,7 +156,7 @@ def test_gradient_of_one_alone():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("lim", [1e-20, 1.0, 1e20])
+@pytest.mark.parametrize("lim", [1e-15, 1.0, 1e15])
 def test_neither_overflows_nor_underflows(lim, dtype):
     """Elements down to the least denormal number and up to the largest, side by side."""
     sizes = torch.logspace(-44, 38.4, 700, dtype=torch.float64, device=DEVICE)

@@ -11,7 +11,7 @@ namespace fastmax {
 
 inline constexpr int kMaxNormalizedDim = 256;              // what the lanes of a warp hold
 inline constexpr int kMaxNormalizedRows = INT_MAX / 2;     // of a tensor: numbers of rows, with what rounds them up, are int
-inline constexpr double kMaxNormalizedLim = 0x1p100;       // and at least its reciprocal
+inline constexpr double kMaxNormalizedLim = 0x1p60;         // and at least its reciprocal, so that no product of the kernels underflows
 
 // q or k, (b, h, n, d). Rows are numbered as they lie in a dense tensor, token-major (b, n, h) or contiguous (b, h, n).
 struct NormalizedTensor {
