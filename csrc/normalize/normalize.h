@@ -9,9 +9,9 @@
 
 namespace fastmax {
 
-inline constexpr int kMaxNormalizedDim = 256;              // what the lanes of a warp hold
-inline constexpr int kMaxNormalizedRows = INT_MAX / 2;     // of a tensor: numbers of rows, with what rounds them up, are int
-inline constexpr double kMaxNormalizedLim = 0x1p60;         // and at least its reciprocal, so that no product of the kernels underflows
+inline constexpr int kMaxNormalizedDim = 256;           // what the lanes of a warp hold
+inline constexpr int kMaxNormalizedRows = INT_MAX / 2;  // of a tensor: numbers of rows, with what rounds them up, are int
+inline constexpr double kMaxNormalizedLim = 0x1p60;     // and at least its reciprocal, so that no factor underflows
 
 // q or k, (b, h, n, d). Rows are numbered as they lie in a dense tensor, token-major (b, n, h) or contiguous (b, h, n).
 struct NormalizedTensor {
@@ -19,11 +19,11 @@ struct NormalizedTensor {
   int inner, outer;  // h and n where token-major, else n and h
   bool token_major;
 
-  const void* x;     // forward: the rows; backward: what the forward made of them
-  const void* grad;  // backward: of that
+  const void* x;                 // forward: the rows; backward: what the forward made of them
+  const void* grad;              // backward: of that
   Stride x_stride, grad_stride;  // the last dimension has unit stride, any alignment
-  void* out;         // dense: forward: the scaled rows; backward: the gradient of the rows
-  float* factor;     // by number, written forward and read backward: of a row of x, less than 1 where it was scaled, and there alone
+  void* out;         // dense; forward: the scaled rows; backward: the gradient of the rows
+  float* factor;     // by number, written forward and read backward: what a row was scaled by, less than 1 where it was, and there alone
 };
 
 struct NormalizeParams {

@@ -1,7 +1,7 @@
 // Rows scaled back onto a sphere, bound by memory: q and k in one launch, every row read once and written once.
 //
-// A row belongs to neighbouring lanes of a warp, a power of two of them, each of which holds kElements of its numbers; so a lane takes
-// 16 bytes at a time where rows are aligned. Lanes take several rows, whose loads are all under way before the first is used.
+// A row belongs to neighbouring lanes of a warp, a power of two of them, each of which holds kElements of its numbers, in words of 16
+// bytes where rows are aligned. Lanes take several rows, whose loads are all under way before the first is used.
 
 #include "normalize/normalize.h"
 
@@ -152,8 +152,8 @@ __device__ __forceinline__ float sum_of_squares(const Slice& x, float scale) {
 
 // Sums of squares in which nothing that counts overflowed or was rounded away.
 constexpr float kLeastSum = 0x1p-96f, kMostSum = 0x1p120f;
-// What rows with other sums are scaled by: shorter than 2^-48, down to 2^-149, or longer than 2^60, up to 2^132. Squares of what counts
-// in them are from 2^-98 to 2^104 then.
+// What rows with other sums are scaled by: shorter than 2^-48, down to 2^-149, or longer than 2^60, up to 2^132. Squares of what
+// counts in them are from 2^-98 to 2^104 then.
 constexpr float kScaleUp = 0x1p100f, kScaleDown = 0x1p-80f;
 constexpr float kBelowOne = 0x1.fffffep-1f;
 
@@ -189,7 +189,8 @@ __global__ void __launch_bounds__(kThreads)
     const bool too_long = sums[r] > lim * lim;  // right where the square overflows or underflows, too: sums do not
     const float back = too_long ? p.lim * rsqrtf(sums[r]) : 1.f;
     scale = too_long ? scale : 1.f;
-    Slice::store(tensor.out, int64_t{rows.number(r)} * p.d, rows.lane, rows.lanes, p.d, [&](int i) { return x[r][i] * scale * back; });
+    Slice::store(tensor.out, int64_t{rows.number(r)} * p.d, rows.lane, rows.lanes, p.d,
+                 [&](int i) { return x[r][i] * scale * back; });
     if (rows.lane == 0) tensor.factor[rows.number(r)] = too_long ? fminf(scale * back, kBelowOne) : 1.f;
   }
 }
