@@ -237,7 +237,7 @@ def test_attention_trains_as_with_pytorch_operations(dtype, p):
     actual = verify.run(fastmax_attention, {"q": q, "k": k, "v": v}, options)
     for name, x in exact.items():
         error = ((actual[name].double() - x).norm() / x.norm()).item()
-        assert error <= 4 * verify.ROUNDING[str(dtype)[6:]], name
+        assert error <= (1e-5 if dtype == torch.float32 else 4 * verify.ROUNDING[str(dtype)[6:]]), name
 
 
 def test_cuda_graph():
