@@ -574,6 +574,27 @@ def _char_lm_difference(results: Results, first: str, second: str) -> str:
 
 
 @block
+def learned_at_equal_steps(results: Results) -> str:
+    own = pages.losses("equal-steps", "25M", results.root)
+    same, plain = own["softmax_parts"], own["softmax"]
+    return f"{own['p2_all']:.3f} nats per byte, with softmax in its place at {same:.3f}, with softmax alone at {plain:.3f}"
+
+
+@block
+def learned_at_equal_time(results: Results) -> str:
+    own = pages.losses("equal-time", "64k", results.root)
+    return f"{own['p2_all']:.2f} nats per byte, with softmax at {own['softmax_parts_sdpa']:.2f}"
+
+
+@block
+def attention_of_65536(results: Results) -> str:
+    equal = {"head_dim": 64, "heads": 32, "mode": "fwd+bwd"}
+    ours = results.median("cuda", provider="fastmax", tokens=65536, **equal)
+    softmax = _fastest_softmax(results, "cuda", **equal)[65536]
+    return f"{number(ours)} ms, {gain(softmax / ours)} times less than PyTorch's fastest softmax"
+
+
+@block
 def layer_parts(results: Results) -> str:
     lines = ([row["variant"], row["loss"], row["last_quarter"]] for row in results.plain("docs/figures/layer_parts.csv"))
     return table(["attention", "loss (nats per byte)", "of the last quarter of positions"], lines)

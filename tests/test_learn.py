@@ -35,6 +35,9 @@ TINY = language.Setting(
     n_layer=4, n_head=2, n_embd=16, context=32, batch=2, steps=3, lr=1e-3, window=4, warmup=1, rows=3, validation=4, final=4
 )
 TINY_RECALL = recall.Setting(16, 32, 1, ((16, 2), (16, 4)), ((16, 2), (32, 8)), 64, steps=4, warmup=1, test_sequences=8)
+TINY_NEEDLE = needle.Setting(
+    replace(TINY, context=64), replace(TINY, context=128), facts=2, lengths=(64, 128), texts=4, test_tokens=256
+)
 SIZES = {"n_layer": 8, "n_head": 8, "n_embd": 512, "block_size": 1024}  # of equal_steps on a GPU
 CPU = torch.device("cpu")
 
@@ -57,7 +60,7 @@ def tiny(monkeypatch):
     for module, setting in (
         (equal_steps, TINY),
         (equal_time, replace(TINY, seconds=0.05, steps=1000, rows=1000)),
-        (needle, needle.Setting(replace(TINY, context=128), facts=2, lengths=(64, 128), texts=4, test_tokens=256)),
+        (needle, TINY_NEEDLE),
         (recall, TINY_RECALL),
     ):
         monkeypatch.setattr(module, "SETTINGS", dict.fromkeys(module.SETTINGS, setting))
@@ -504,6 +507,21 @@ def test_answer_of_the_needle_is_in_the_text():
     for text in (bytes(row) for row in windows.to(torch.uint8).tolist()):
         facts = re.findall(rb"\n@([a-z]{6})=([a-z]{6})\n", text)
         assert len(facts) == 6 and len(set(facts)) == 3, "each twice"
+
+
+def test_needle_is_trained_on_short_windows_first(tiny, place, monkeypatch):
+    seen, train = [], needle.language.train
+
+    def remember(gpt, setting, seed, place, edit):
+        seen.append((setting.context, edit.keywords["facts"]))
+        return train(gpt, setting, seed, place, edit)
+
+    monkeypatch.setattr(needle.language, "train", remember)
+    found = list(needle.execute(runner.Run("p2_all", "0.2M", 1e-3, 1), place))
+    assert seen == [(64, 1), (128, 2)]
+    steps, tokens = 2 * TINY.steps, TINY.steps * TINY.batch * (64 + 128)
+    assert {row["at"] for row in found if row["measure"] == "val"} <= set(range(TINY.steps + 1, steps + 1))
+    assert found[-1]["step"] == steps and found[-1]["tokens"] == tokens
 
 
 def test_needle_is_found_where_every_letter_is_right():

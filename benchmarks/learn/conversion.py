@@ -29,13 +29,18 @@ class Conversion:
     swap: dict | None = field(default_factory=dict)  # keywords of convert.swap beside the window; None: softmax stays
     fit: bool = True  # the polynomial
     transfer: tuple[str, ...] | None = ()  # trained then: what is new, and what is named so; None: nothing
+    rate: float = 1e-2  # of the transfer
 
 
 NORMS = ("q_norm.weight", "k_norm.weight")
+PROJECTIONS = ("qkv_proj.weight", "out_proj.weight")
 VARIANTS = {
     "softmax": Conversion("nothing, softmax is trained on", None, False, None),
     "window_decay": Conversion("all layers, with decay", {"decay": True}, transfer=NORMS),
     "window": Conversion("all layers, without decay", transfer=NORMS),
+    "projections": Conversion(
+        "all layers, with decay; projections transferred too", {"decay": True}, transfer=(*NORMS, *PROJECTIONS), rate=1e-3
+    ),
     "gates_alone": Conversion("all layers, with decay; gates alone transferred", {"decay": True}),
     "unprepared": Conversion("all layers, with decay; neither fit nor transfer", {"decay": True}, False, None),
     "hybrid": Conversion("three layers of four, with decay", {"decay": True, "layers": [0, 1, 2, 4, 5, 6]}, transfer=NORMS),
@@ -83,7 +88,7 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
         if conversion.transfer is not None:
             step = place.steps or TRANSFER_STEPS
             names = new + named(gpt, conversion.transfer)
-            train(convert.transfer, teacher, batches(to_prepare, step), names, steps=step)
+            train(convert.transfer, teacher, batches(to_prepare, step), names, steps=step, learning_rate=conversion.rate)
             yield row("transferred", step)
     if place.compile:
         language.compile_blocks(gpt)

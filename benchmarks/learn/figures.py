@@ -40,11 +40,11 @@ def _save(figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _panels(settings: list[str], sharey: bool = False):
-    """A figure with axes side by side, one for each setting."""
+def _panels(settings: list[str], lines: int, sharey: bool = False):
+    """A figure with axes side by side, one for each setting, and room for a legend of so many lines under them."""
     import matplotlib.pyplot as plt
 
-    size = (5.2 * len(settings), 4.0)
+    size = (5.2 * len(settings), 4.0 + 0.2 * -(-lines // (2 * len(settings))))
     figure, axes = plt.subplots(1, len(settings), figsize=size, layout="constrained", squeeze=False, sharey=sharey)
     for axis, setting in zip(axes[0], settings, strict=True):
         axis.set_title(setting)
@@ -53,15 +53,31 @@ def _panels(settings: list[str], sharey: bool = False):
 
 def _lines(found: list[Row], measure: str, against: str, x: str, y: str, log: bool = False):
     """A line for each variant."""
-    figure, axes = _panels(values(found, "setting"))
+    styles = _styles(in_order(found, TITLES))
+    figure, axes = _panels(values(found, "setting"), len(styles))
     for setting, axis in axes.items():
         own = where(found, setting=setting)
-        for name, title in in_order(own, TITLES).items():
-            axis.plot(*curve(own, against, variant=name, measure=measure), label=title, marker=".", markersize=4, linewidth=1.2)
+        for name in in_order(own, TITLES):
+            axis.plot(*curve(own, against, variant=name, measure=measure), **styles[name])
         axis.set(xlabel=x, ylabel=y)
         if log:
             axis.set_xscale("log", base=2)
-        axis.legend(fontsize=7)
+    return _with_legend(figure)
+
+
+def _styles(titles: dict[str, str]) -> dict[str, dict]:
+    """Variant -> how its line looks, in every panel: a colour, and dashes where there are no more colours."""
+    own = {"marker": ".", "markersize": 4, "linewidth": 1.2}
+    return {
+        name: own | {"label": title, "color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10]}
+        for i, (name, title) in enumerate(titles.items())
+    }
+
+
+def _with_legend(figure):
+    """Of the lines of all panels, below them."""
+    lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=2 * len(figure.axes), fontsize=7)
     return figure
 
 
@@ -92,7 +108,7 @@ def needle(found: list[Row]):
 
 
 def ablation(found: list[Row]):
-    figure, axes = _panels(values(found, "setting"))
+    figure, axes = _panels(values(found, "setting"), 0)
     for setting, axis in axes.items():
         own = where(found, setting=setting, measure="loss")
         losses = {title: above(own, name, "p2_all") for name, title in in_order(own, TITLES).items() if name != "p2_all"}
@@ -103,16 +119,15 @@ def ablation(found: list[Row]):
 
 
 def recall(found: list[Row]):
-    figure, axes = _panels(values(found, "setting"), sharey=True)
+    styles = _styles(in_order(found, RECALL))
+    figure, axes = _panels(values(found, "setting"), len(styles), sharey=True)
     for setting, axis in axes.items():
         own = where(found, setting=setting, measure="accuracy")
-        for name, title in in_order(own, RECALL).items():
-            points = curve(own, "at", variant=name, lr=best_rate(own, name, setting))
-            axis.plot(*points, label=title, marker=".")
+        for name in in_order(own, RECALL):
+            axis.plot(*curve(own, "at", variant=name, lr=best_rate(own, name, setting)), **styles[name])
         axis.set_xscale("log", base=2)
         axis.set(xlabel="pairs", ylabel="values recalled, %", ylim=(-2, 102))
-        axis.legend(fontsize=7)
-    return figure
+    return _with_legend(figure)
 
 
 # The name of an image, the experiment whose rows it shows

@@ -132,6 +132,12 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
     return "\n\n".join(parts)
 
 
+def losses(name: str, setting: str, root: Path) -> dict[str, float]:
+    """Variant -> loss of the trained model, the mean over its seeds."""
+    found = where(rows.read(root / FOLDER / f"{name}.csv"), setting=setting, measure="loss")
+    return {variant: spread(found, variant=variant).mean for variant in values(found, "variant")}
+
+
 def conditions(found: list[Row]) -> str:
     """Seeds, text, device and PyTorch, as the rows have them."""
     seeds = sorted(values(found, "seed"))
