@@ -90,7 +90,10 @@ def _definition(
     """`given`: q (heads, rows, d), k and v (heads, n, d), and what else has a gradient; (heads, rows, d)."""
     q, k, v, *_ = given.values()
     distance = rows[:, None] - torch.arange(case.tokens, device=q.device)
-    weight = provider.weight(q @ k.mT, Pairs(case, heads, distance, {name: given.get(name, x) for name, x in tensors.items()}))
+    weight = provider.weight(
+        provider.rows(q) @ provider.rows(k).mT,
+        Pairs(case, heads, distance, {name: given.get(name, x) for name, x in tensors.items()}),
+    )
     if case.causal:
         weight = torch.where(distance >= 0, weight, 0.0)
     o = weight @ v

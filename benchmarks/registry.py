@@ -90,6 +90,7 @@ class Provider:
     arithmetic: Callable[[Case], tuple[str, int] | None]  # algorithm and p, for the floor; None: no floor is known
     context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, outside of what is timed
     normalized: bool = True  # the weights of a row are divided by their sum
+    rows: Callable[[Tensor], Tensor] = lambda x: x  # what becomes of q and of k, in float64, before their product
     # What accompanies q, k and v: (batch, heads, n) with a gradient, or of integers. The same at each call.
     tensors: Callable[[Case, torch.device], dict[str, Tensor]] = lambda case, device: {}
     missing: Callable[[], str] = str  # why it cannot run on this machine, "" if it can
@@ -119,14 +120,17 @@ def fastmax_provider(
     algorithm: str | None = None,
     custom: bool = True,
     exact_window: bool = False,
+    lim: Callable[[int], float] | None = None,
     factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
     **options,
 ) -> Provider:
-    """`p` and `algorithm` where they are not the case's; `exact_window`: of the case's width; `factor`: of the weights."""
+    """`p` and `algorithm` where they are not the case's; `exact_window`: of the case's width; `lim`: rows of q and k are
+    normalised to it, by head_dim; `factor`: of the weights."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
         arguments = {"causal": case.causal, "p": p or case.p, "algorithm": algorithm or case.algorithm or "auto", **tensors}
         arguments |= score_options(case, p or case.p) | ({"exact_window": case.window} if exact_window else {})
+        arguments |= {} if lim is None else {"normalize": "token", "lim": lim(case.head_dim)}
         return fastmax.fastmax_attention(q, k, v, use_custom_gradient=custom, **arguments)
 
     def weight(product: Tensor, pairs: Pairs) -> Tensor:
@@ -137,7 +141,10 @@ def fastmax_provider(
             f = torch.where(pairs.distance.abs() < pairs.case.window, s.exp(), f)
         return f * factor(pairs)
 
-    return Provider(name, call, weight, lambda case: (algorithm or case.algorithm or "auto", p or case.p), **options)
+    def rows(x: Tensor) -> Tensor:
+        return x if lim is None else x * (lim(x.shape[-1]) / x.norm(dim=-1, keepdim=True)).clamp(max=1.0)
+
+    return Provider(name, call, weight, lambda case: (algorithm or case.algorithm or "auto", p or case.p), rows=rows, **options)
 
 
 def softmax_provider(name: str, call: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor], **options) -> Provider:
@@ -276,6 +283,7 @@ PROVIDERS = {
         ),
         fastmax_provider("fastmax_decay", factor=_faded, tensors=_log_decay),
         fastmax_provider("fastmax_exact_window", exact_window=True),
+        fastmax_provider("fastmax_normalized", lim=math.sqrt),  # a row of the inputs in two is longer
         fastmax_provider("fastmax_packed", factor=_same_sequence, tensors=_random_lengths),
         fastmax_provider("fastmax_packed_alike", factor=_same_sequence, tensors=_equal_lengths),
         replace(
@@ -456,6 +464,7 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
             sequences=64,
             token_major=True,
         ),
+        _option_case("normalize", (2, 32, 16384, 64), ("fastmax_normalized", "fastmax"), 1.45, p=1),
         _option_case("exact window", size, ("fastmax_exact_window", "fastmax"), 1.20, window=128),
         _option_case(
             *("window", size, ("fastmax_flash_window", "fastmax_flash"), 1.5 / 32),

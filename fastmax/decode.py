@@ -22,7 +22,7 @@ from fastmax.decode_packed import prefill_packed
 from fastmax.decode_state import DecodeState, width_of_keys
 from fastmax.decode_window import Tokens, joined, kept, with_near_keys
 from fastmax.decode_window import prefill as prefill_window
-from fastmax.normalization import normalize_rows
+from fastmax.normalization import normalize_queries_and_keys
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import log_of_sums
 
@@ -262,7 +262,7 @@ def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None
     """Of n tokens. With a `count`, (1,), for a batch of one, only so many of them are there, and the others, which are masked
     and have no decay, leave no trace."""
     n = q.shape[2]
-    q, k = _transform(q, tokens.keys, state)
+    q, k = _transform(q, tokens.keys, state, use_custom_gradient=True)
     tokens = tokens._replace(keys=k)
     if state.exact_window > 0:
         o, values, weights, tokens = prefill_window(q, joined(state, tokens), state, count)
@@ -427,10 +427,13 @@ def _is_apart(x: Tensor, y: Tensor) -> bool:
     return x_stop <= y_first or y_stop <= x_first or 0 in (x.numel(), y.numel())
 
 
-def _transform(q: Tensor, k: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
-    """What `fastmax_attention` does to q and k before the operator, at positions that continue from the state."""
+def _transform(q: Tensor, k: Tensor, state: DecodeState, use_custom_gradient: bool | None = None) -> tuple[Tensor, Tensor]:
+    """What `fastmax_attention` does to q and k before the operator, at positions that continue from the state. None: a custom
+    gradient where none is taken, as of a step, which has derivatives of all orders."""
     if state.normalize is not None:
-        q, k = (normalize_rows(x, state.normalize, state.lim) for x in (q, k))
+        if use_custom_gradient is None:
+            use_custom_gradient = not eager.differentiating(q, k)
+        q, k = normalize_queries_and_keys(q, k, state.normalize, state.lim, use_custom_gradient)
     if state.positions is not None:
         first = state.positions[:, None, None]
         q, k = append_sinusoidal_query(q, first), append_sinusoidal_key(k, first)

@@ -165,7 +165,7 @@ def _state_of_queries(grad_o, grad_z, q, k, v, *arguments, out_val=None) -> int:
     return _state_of_keys(q, v, None, None, None, arguments[-3], False, False)
 
 
-# By operator. A softmax of rows and a merge have no products.
+# By operator. A softmax of rows, a merge and a normalisation have no products.
 FORMULAS = {
     "forward": _forward,
     "backward": _backward,

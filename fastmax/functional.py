@@ -10,7 +10,7 @@ from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.eager.planner import choose_algorithm
 from fastmax.exact_window import attention_with_exact_window
-from fastmax.normalization import normalize_rows
+from fastmax.normalization import normalize_queries_and_keys
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Score, Softmax, log_of_sums
 
@@ -117,8 +117,7 @@ def fastmax_attention(
         validation.warn_if_leaking(causal, kind)
 
     if kind is not None:
-        q = normalize_rows(q, kind, lim, use_custom_gradient, cu_seqlens=cu_seqlens)
-        k = normalize_rows(k, kind, lim, use_custom_gradient, key_padding_mask, cu_seqlens)
+        q, k = normalize_queries_and_keys(q, k, kind, lim, use_custom_gradient, key_padding_mask, cu_seqlens)
     if isinstance(rpe_matrix, str):
         q, k = append_sinusoidal_query(q, k.shape[-2] - q.shape[-2]), append_sinusoidal_key(k, 0)
         rpe_matrix = None

@@ -88,6 +88,23 @@ def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Ten
             raise ValueError(f"shift must have a number of heads that divides o's {o.shape[1]}, got {heads}")
 
 
+def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:
+    if q.dim() != 4:
+        raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
+    if q.dtype not in validation.DTYPES:
+        raise TypeError(f"q must be float64, float32, float16 or bfloat16, got {q.dtype}")
+    shape = (q.shape[0], *k.shape[1:3], q.shape[3]) if k.dim() == 4 else q.shape
+    _check_tensor("k", k, shape, q.dtype, q)
+    if not 0.0 < lim < math.inf:
+        raise ValueError(f"lim must be finite and > 0, got {lim}")
+
+
+def check_normalized(name: str, x: Tensor, grad: Tensor | None, factor: Tensor) -> None:
+    """What the gradient of a normalisation takes beside its results, which were checked."""
+    _check_tensor(f"grad_{name}", grad, x.shape, x.dtype, x, name)
+    _check_tensor(f"{name}_factor", factor, x.shape[:3], compute_dtype(x.dtype), x, name)
+
+
 def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
     """Of a call that continues from a state or ends in one, whose q, k and v were checked."""
     if q.shape[1] == 0:

@@ -1,7 +1,7 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
 `exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
 `decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `state_of_queries`, `prefill_kept_`,
-`prefill_kept_backward_`, `finite_decay` and `softmax`.
+`prefill_kept_backward_`, `finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -92,6 +92,13 @@ for _prefix in ("", "eager_"):
     )
     library.define(f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
     library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
+    library.define(
+        f"{_prefix}normalize_tokens(Tensor q, Tensor k, float lim) -> (Tensor, Tensor, Tensor q_factor, Tensor k_factor)"
+    )
+    library.define(
+        f"{_prefix}normalize_tokens_backward(Tensor? grad_q, Tensor? grad_k, Tensor q, Tensor k, Tensor q_factor, "
+        "Tensor k_factor, float lim) -> (Tensor, Tensor)"
+    )
     library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 _EXACT_WINDOW_RESULTS = ", ".join(f"Tensor {name}" for name in exact_window.Forward._fields)
 library.define(f"exact_window_forward(Tensor q, Tensor k, Tensor v, {EXACT_WINDOW.schema}) -> ({_EXACT_WINDOW_RESULTS})")
@@ -313,6 +320,12 @@ def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tupl
     return _FiniteDecay.apply(log_decay, continues, wide)
 
 
+def normalize_tokens(q: Tensor, k: Tensor, lim: float) -> tuple[Tensor, Tensor]:
+    """4-d, checked q and k with their rows that are longer than `lim` scaled back to it."""
+    q, k, *_ = _call(_NORMALIZATION, (q, k), (lim,))
+    return q, k
+
+
 def softmax(x: Tensor, algorithm: str) -> Tensor:
     """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online". There are no rules for what
     `eager.is_transformed` tells of."""
@@ -489,6 +502,21 @@ def _finite_decay(log_decay, continues, wide):
     return finite.contiguous(), first_key.contiguous()
 
 
+def _normalize_tokens(q, k, lim):
+    operator_checks.check_normalization(q, k, lim)
+    with without_autocast(q):
+        return eager.normalize_tokens(q, k, lim)
+
+
+def _normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
+    """Gradients of q and k, from the results of the forward."""
+    operator_checks.check_normalization(q, k, lim)
+    operator_checks.check_normalized("q", q, grad_q, q_factor)
+    operator_checks.check_normalized("k", k, grad_k, k_factor)
+    with without_autocast(q):
+        return eager.normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim)
+
+
 def _softmax(x, algorithm):
     with without_autocast(x):
         return row_softmax.forward(x, algorithm)
@@ -550,6 +578,10 @@ for _name, _implementation in {
     "eager_prefill_kept_backward_": _prefill_kept_backward_,
     "finite_decay": _finite_decay,
     "eager_finite_decay": _finite_decay,
+    "normalize_tokens": _normalize_tokens,
+    "eager_normalize_tokens": _normalize_tokens,
+    "normalize_tokens_backward": _normalize_tokens_backward,
+    "eager_normalize_tokens_backward": _normalize_tokens_backward,
     "softmax": _softmax,
     "eager_softmax": _softmax,
 }.items():
@@ -665,6 +697,17 @@ def _finite_decay_fake(log_decay, continues, wide):
     return tuple([log_decay.new_empty(log_decay.shape, dtype=dtype) for dtype in dtypes])
 
 
+@torch.library.register_fake("fastmax::normalize_tokens", lib=library)
+def _normalize_tokens_fake(q, k, lim):
+    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k)), *map(eager.empty_factors, (q, k))
+
+
+@torch.library.register_fake("fastmax::normalize_tokens_backward", lib=library)
+def _normalize_tokens_backward_fake(grad_q, grad_k, q, k, q_factor, k_factor, lim):
+    given = ((grad_q, q), (grad_k, k))
+    return tuple([x.new_empty(0) if grad is None else eager.empty_like_layout(x, x.shape[-1]) for grad, x in given])
+
+
 @torch.library.register_fake("fastmax::softmax", lib=library)
 def _softmax_fake(x, algorithm):
     return x.new_empty(x.shape)
@@ -687,6 +730,13 @@ def _refuse_second_derivative_of_prefill(ctx, *grads):
     raise RuntimeError(
         "fastmax: the gradient of prefill has no second derivative; fastmax.step, token by token, differentiates PyTorch "
         "operations and gives the same numbers"
+    )
+
+
+def _refuse_second_derivative_of_normalization(ctx, *grads):
+    raise RuntimeError(
+        'fastmax: the gradient of normalize="token" has no second derivative; use_custom_gradient=False, where it is '
+        "taken, differentiates PyTorch operations and gives the same numbers"
     )
 
 
@@ -740,14 +790,35 @@ class _Prefill(NamedTuple):
         return *tokens, None, of_decay if has_decay else None, None, values, weights
 
 
+class _Normalization(NamedTuple):
+    """`normalize_tokens` and its gradient."""
+
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*output)  # results, which attention keeps too, and factors
+        ctx.options = inputs[2:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+
+    def gradients(self, saved: tuple, options: tuple, grad_q, grad_k, *_) -> tuple[Tensor | None, ...]:
+        given = (grad_q, grad_k)
+        if grad_q is None and grad_k is None:
+            return given
+        grads = self.backward(*given, *saved, *options)
+        return tuple(None if grad is None else x for grad, x in zip(given, grads, strict=True))
+
+
 _OPERATORS = torch.ops.fastmax
 _FASTMAX = _Differentiable(FASTMAX, _OPERATORS.forward.default, _OPERATORS.backward.default)
 _FLASH = _Differentiable(FLASH, _OPERATORS.flash_forward.default, _OPERATORS.flash_backward.default)
 _EXACT_WINDOW = _Differentiable(EXACT_WINDOW, _OPERATORS.exact_window_forward.default, _OPERATORS.exact_window_backward.default)
 _EXACT_TILES = _Differentiable(EXACT_TILES, _OPERATORS.exact_tiles_forward.default, _OPERATORS.exact_tiles_backward.default)
 _PREFILL = _Prefill(_OPERATORS.prefill.default, _OPERATORS.prefill_backward.default)
+_NORMALIZATION = _Normalization(_OPERATORS.normalize_tokens.default, _OPERATORS.normalize_tokens_backward.default)
 
-for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES, _PREFILL):
+for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES, _PREFILL, _NORMALIZATION):
 
     def _differentiate(ctx, *grads, operator=_operator):
         return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
@@ -756,6 +827,7 @@ for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES, _PREFILL):
 for _operator in (_FASTMAX, _FLASH, _EXACT_WINDOW, _EXACT_TILES):
     torch.library.register_autograd(_operator.backward, refuse_second_derivative, lib=library)
 torch.library.register_autograd(_PREFILL.backward, _refuse_second_derivative_of_prefill, lib=library)
+torch.library.register_autograd(_NORMALIZATION.backward, _refuse_second_derivative_of_normalization, lib=library)
 for _operator in (_OPERATORS.state_of_keys, _OPERATORS.state_of_queries):
     torch.library.register_autograd(_operator.default, _refuse_derivative_of_state, lib=library)
 
@@ -774,7 +846,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, call: Call) -> _Differentiable:
     return _EXACT_TILES if algorithm == "quadratic" else _EXACT_WINDOW
 
 
-def _call(operator: _Differentiable, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
+def _call(operator: _Differentiable | _Prefill | _Normalization, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
     if torch.compiler.is_compiling():
         return operator.forward(*tensors, *options)
     if tensors[0].is_cuda:

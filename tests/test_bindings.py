@@ -42,6 +42,14 @@ def arguments(operator, device):
     mask = torch.ones(B, M, dtype=torch.bool, device=device)
     if operator == "softmax":
         return {"x": q, "algorithm": "safe"}
+    if operator == "normalize_tokens":
+        return {"q": q, "k": k, "lim": 1.0}
+    if operator == "normalize_tokens_backward":
+        grads, factors = (
+            {"grad_q": tensor(B, H, N, D), "grad_k": tensor(B, HK, M, D)},
+            {"q_factor": tensor(B, H, N), "k_factor": tensor(B, HK, M)},
+        )
+        return grads | {"q": q, "k": k} | factors | {"lim": 1.0}
     if operator.startswith("state_of"):
         tokens = {"log_decay": None, "first_key": None}
         if operator == "state_of_keys":
@@ -167,6 +175,20 @@ KEPT = [
     ),
 ]
 WINDOW = [(name, lambda _: -2, f"{name} must be at least -1 .*got -2") for name in ("left", "right")]
+ROWS = [
+    ("q", lambda x: x[0], "q.*4-d|4-dimensional"),
+    ("k", lambda x: x[:1], "k must have shape"),
+    ("k", lambda x: x[..., :8], "k must have shape"),
+    ("k", halves, "k must (be torch.float32|have q's dtype)"),
+    *(("lim", lambda _, lim=lim: lim, f"lim must be finite and > 0, got {text}")
+      for lim, text in ((0.0, "0"), (-1.0, "-1"), (float("inf"), "inf"), (float("nan"), ""))),
+]  # fmt: skip
+GRADIENTS_OF_ROWS = [
+    *((f"grad_{name}", change, f"grad_{name} must have") for name in "qk" for change in (swapped, lambda x: x[:, :1, :2])),
+    *((f"grad_{name}", halves, f"grad_{name} must (be|have)") for name in "qk"),
+    *((f"{name}_factor", change, f"{name}_factor must have shape") for name in "qk" for change in (swapped, longer)),
+    *((f"{name}_factor", lambda x: x.double(), f"{name}_factor must be (torch.)?float32") for name in "qk"),
+]
 WRONG = {
     "forward": FORWARD + POLYNOMIAL,
     "flash_forward": FORWARD + WINDOW,
@@ -184,6 +206,8 @@ WRONG = {
     + KEPT,
     "state_of_keys": OF_KEYS,
     "state_of_queries": OF_QUERIES + RESULTS + per_query("z") + per_query("grad_z"),
+    "normalize_tokens": ROWS,
+    "normalize_tokens_backward": [*ROWS, *GRADIENTS_OF_ROWS],
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
 }
 

@@ -174,6 +174,8 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.finite_decay(log_decay, True, True)
         torch.ops.fastmax.finite_decay(log_decay, True, False)
         torch.ops.fastmax.softmax(q, "safe")
+        (q_rows, k_rows, *_) = torch.ops.fastmax.normalize_tokens(q, k, 0.5)
+        (q_rows.sum() + k_rows.sum()).backward()
         torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
         o, lse = flash_attention(q, k, v, return_lse=True)
         decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <optional>
@@ -51,9 +52,8 @@ inline std::string failure() {
 // ones that the PyTorch implementation raised.
 template <size_t Outputs, class... Args>
 std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args) {
-  static_assert(Outputs <= sizeof...(Args));
   if (is_debugging()) std::fprintf(stderr, "fastmax: %s\n", name);
-  std::array<StableIValue, sizeof...(Args)> stack{torch::stable::detail::from(args)...};
+  std::array<StableIValue, std::max(Outputs, sizeof...(Args))> stack{torch::stable::detail::from(args)...};
   if (torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
     throw std::runtime_error(std::string(name) + " failed: " + failure());
   }

@@ -8,6 +8,15 @@ namespace fastmax::ptx {
 // [cvta] Address of a shared-memory object in the shared state space.
 __device__ __forceinline__ uint32_t smem_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// [ld.global.nc] 16 bytes of memory that no thread writes meanwhile; zeros, and no access, where they are not wanted. In place of a
+// branch, in which the compiler waits for what it loads.
+__device__ __forceinline__ void load_global_or_zero(uint32_t (&r)[4], const void* address, bool wanted) {
+  asm("{\n.reg .pred p;\nsetp.ne.u32 p, %5, 0;\nmov.u32 %0, 0;\nmov.u32 %1, 0;\nmov.u32 %2, 0;\nmov.u32 %3, 0;\n"
+      "@p ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+      : "l"(__cvta_generic_to_global(address)), "r"(static_cast<uint32_t>(wanted)));
+}
+
 // [cp.async] Asynchronous 16-byte copy, bypassing L1; the bytes past src_bytes (0 or 16) are written as zeros.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, int src_bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(src_bytes) : "memory");

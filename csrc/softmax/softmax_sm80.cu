@@ -16,6 +16,7 @@
 #include "core/dispatch.h"
 #include "core/dtype.h"
 #include "core/launch.h"
+#include "core/word.h"
 
 namespace fastmax {
 namespace {
@@ -57,24 +58,10 @@ Launch choose_launch(const SoftmaxParams& p, int row_words) {
 
 // ---- a row: whole 16-byte words at multiples of 16 bytes, and the few elements before and after them
 
-// Elements stay as they come: 16-bit ones would take twice the registers in fp32.
 template <class Element>
-struct Word {
-  static constexpr int kElements = 16 / sizeof(Element);
-  static constexpr int kPairs = kElements / 2;
-  static constexpr int kPairRegisters = 2 * sizeof(Element) / 4;
-  static constexpr uint32_t kMinusInfinity = std::is_same_v<Element, float>    ? 0xff800000u
-                                             : std::is_same_v<Element, __half> ? 0xfc00fc00u
-                                                                               : 0xff80ff80u;  // every element of a register
-  alignas(16) uint32_t r[4];
-
-  __device__ __forceinline__ float2 pair(int i) const {  // elements 2i and 2i + 1
-    return load_pair(reinterpret_cast<const Element*>(r + i * kPairRegisters));
-  }
-  __device__ __forceinline__ void set_pair(int i, float x, float y) {
-    store_pair(reinterpret_cast<Element*>(r + i * kPairRegisters), x, y);
-  }
-};
+constexpr uint32_t kMinusInfinity = std::is_same_v<Element, float>    ? 0xff800000u
+                                    : std::is_same_v<Element, __half> ? 0xfc00fc00u
+                                                                      : 0xff80ff80u;  // every element of a register
 
 template <class Element>
 struct Row {
@@ -105,7 +92,7 @@ struct Row {
 
   // -inf past the end.
   __device__ __forceinline__ Word load(int word) const {
-    constexpr uint32_t kFill = Word::kMinusInfinity;
+    constexpr uint32_t kFill = kMinusInfinity<Element>;
     uint4 bits = make_uint4(kFill, kFill, kFill, kFill);
     if (word < words) bits = reinterpret_cast<const uint4*>(x + head)[word];
     return {bits.x, bits.y, bits.z, bits.w};

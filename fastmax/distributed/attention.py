@@ -25,7 +25,7 @@ from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
 from fastmax.eager.planner import choose_algorithm
 from fastmax.functional import autocast_qkv, fastmax_attention, flash_attention
 from fastmax.merge import merge_attention
-from fastmax.normalization import normalize_rows
+from fastmax.normalization import normalize_queries_and_keys
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Score, Softmax, log_of_sums
 
@@ -130,7 +130,7 @@ def context_parallel_attention(
     layout = _agreed(group, layout, q, k, v, asked, options)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
     if kind is not None:
-        q, k = (normalize_rows(x, kind, lim) for x in (q, k))
+        q, k = normalize_queries_and_keys(q, k, kind, lim)
     if rpe_matrix is not None:
         parts = layout.of(group.rank())
         q, k = (_by_part(x, parts, append) for x, append in ((q, append_sinusoidal_query), (k, append_sinusoidal_key)))

@@ -34,8 +34,10 @@ class Axes(NamedTuple):
 
 _QUERIES, _KEYS, _MASK, _SHARED = Axes(0, 1), Axes(0, 1, of_keys=True), Axes(0, None), Axes(None, None)
 _AXES = {
-    **dict.fromkeys(("q", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
-    **dict.fromkeys(("k", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS),
+    **dict.fromkeys(("q", "q_factor", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
+    **dict.fromkeys(
+        ("k", "k_factor", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS
+    ),
     **dict.fromkeys(("near_mask", "near_decays", "gathered", "kept", "log_decay", "finite", "shift"), _KEYS),
     **dict.fromkeys(("first_key", "end_key"), _KEYS),
     "key_padding_mask": _MASK,
@@ -62,6 +64,8 @@ _RESULTS = {
     "prefill_kept_": ("o", "z"),
     "prefill_kept_backward_": _OF_TOKENS,
     "finite_decay": ("finite", "first_key"),
+    "normalize_tokens": ("q", "k", "q_factor", "k_factor"),
+    "normalize_tokens_backward": ("q", "k"),  # where these lie: rows of their own, and no sums over ranks
     "rotary_factors": ("cos", "sin"),
 }
 

@@ -16,17 +16,26 @@ from fastmax.eager.blocks import (
     Span,
     compute_dtype,
     differentiating,
+    empty_like_layout,
     from_blocks,
     head_groups,
     in_functorch,
     is_transformed,
     recording,
     to_blocks,
+    token_major,
 )
 from fastmax.eager.decay import Decay, finite_decay
 from fastmax.eager.features import state_rows
 from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
+from fastmax.eager.normalization import (
+    empty_factors,
+    normalize_tokens,
+    normalize_tokens_backward,
+    token_factors,
+    unit_rows,
+)
 from fastmax.eager.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
@@ -40,6 +49,7 @@ __all__ = [
     "decode_step",
     "decode_step_",
     "differentiating",
+    "empty_factors",
     "empty_like_layout",
     "finite_decay",
     "forward",
@@ -48,27 +58,17 @@ __all__ = [
     "in_functorch",
     "is_transformed",
     "merge_",
+    "normalize_tokens",
+    "normalize_tokens_backward",
     "recording",
     "softmax_step",
     "state_of_keys",
     "state_of_queries",
     "state_rows",
     "sums_of_weights",
+    "token_factors",
+    "unit_rows",
 ]
-
-
-def _token_major(x: Tensor) -> bool:
-    return x.stride(1) < x.stride(2)
-
-
-def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None, tokens: int | None = None) -> Tensor:
-    """Uninitialised (b, h, n, channels), token-major in memory, as (b, n, h, channels), where x is, else contiguous; n is that
-    of x where `tokens` is None."""
-    b, h, n, _ = x.shape
-    n = n if tokens is None else tokens
-    if _token_major(x):
-        return x.new_empty(b, n, h, channels, dtype=dtype).transpose(1, 2)
-    return x.new_empty(b, h, n, channels, dtype=dtype)
 
 
 def _tiles(call: Call):
@@ -150,7 +150,7 @@ class _Parts:
         """Output in q's dtype and layout, denominators or what `finish` gives for them; there is at least one query."""
         o, z = (torch.cat(parts, dim=3).flatten(1, 2) for parts in zip(*self._parts, strict=True))
         o = o.to(q.dtype)
-        if _token_major(q):
+        if token_major(q):
             o = o.transpose(1, 2).contiguous().transpose(1, 2)
         return o, z.squeeze(-1)
 

@@ -63,6 +63,21 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def token_major(x: Tensor) -> bool:
+    """Whether (b, h, n, channels) lies as (b, n, h, channels)."""
+    return x.stride(1) < x.stride(2)
+
+
+def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None, tokens: int | None = None) -> Tensor:
+    """Uninitialised (b, h, n, channels), token-major in memory, as (b, n, h, channels), where x is, else contiguous; n is that
+    of x where `tokens` is None."""
+    b, h, n, _ = x.shape
+    n = n if tokens is None else tokens
+    if token_major(x):
+        return x.new_empty(b, n, h, channels, dtype=dtype).transpose(1, 2)
+    return x.new_empty(b, h, n, channels, dtype=dtype)
+
+
 def to_blocks(x: Tensor, span: Span) -> Tensor:
     """(batch, kv heads, group, tokens, c) -> (batch * kv heads * span.count, group * span.length, c), compute dtype."""
     x = x[:, :, :, span.start : span.stop].to(compute_dtype(x.dtype))

@@ -17,13 +17,14 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
   const int batch = state_index / a.state_heads, first_head = state_index % a.state_heads * a.y_group;
   const int part_begin = a.part_begin(part);
   const int begin = max(part_begin, 0), end = min(part_begin + a.part, a.y_end());
-  const int steps = end > begin ? (end - begin + Tile::kRows - 1) / Tile::kRows * a.y_group : 0;
+  const int steps_of_head = end > begin ? (end - begin + Tile::kRows - 1) / Tile::kRows : 0, steps = steps_of_head * a.y_group;
   const uint8_t* mask = mask_pointer(a.y_mask, batch);
 
   const Linear1Loader<Math, kHeadDim> loader;
   const Element* y_cursor = loader.cursor(a.y, batch, first_head);
   const Element* w_cursor = loader.cursor(a.w, batch, first_head);
-  int next_row = a.y_row(begin), next_head = 0;
+  // From the end of the part: what is read last, the beginning, is still in the L2 cache when the walk starts there.
+  int next_row = a.y_row(begin) + (steps_of_head - 1) * Tile::kRows, next_head = 0;
   const auto load = [&](int step) {
     if (step < steps) {
       const uint32_t y = ring + step % Tile::kStages * Tile::kStageBytes, w = y + Tile::kTileBytes;
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(SumTile<Math, kHeadDim>::kThreads, SumTile<Mat
       if (a.y_scale.data != nullptr) {
         load_row_scale<Tile::kRows>(w + Tile::kTileBytes, a.y_scale, int64_t{state_index} * a.y_group + next_head, next_row, a.ny);
       }
-      if (++next_head == a.y_group) next_head = 0, next_row += Tile::kRows;
+      if (++next_head == a.y_group) next_head = 0, next_row -= Tile::kRows;
     }
     ptx::cp_async_commit();
   };

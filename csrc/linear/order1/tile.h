@@ -10,6 +10,11 @@ namespace fastmax {
 // Through a shuffle, so that the compiler knows that branches on it do not diverge.
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / kWarpSize, 0); }
 
+__device__ __forceinline__ void copy_fragment(uint32_t (&to)[4], const uint32_t (&from)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) to[i] = from[i];
+}
+
 // A fragments of a tile's rows, and of its columns. The 16-bit modes keep the address as this lane's offset, moved by constants: the
 // compiler would otherwise keep one register for every fragment of a step.
 template <class Math, int kHeadDim>

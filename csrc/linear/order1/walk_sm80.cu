@@ -80,12 +80,29 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
       constant[0] = a.c1 * scale[0], constant[1] = a.c1 * scale[8];
     }
 
+    // Its rows of x, which the state, the denominators and every slab of scores meet. fp32 operands, which take twice the registers,
+    // are read each time.
+    constexpr bool kKeepsRows = kIs16Bit<Math>;
+    FragmentA<Math> kept[kKeepsRows ? kDepth : 1];
+    if constexpr (kKeepsRows) {
+#pragma unroll
+      for (int k = 0; k < kDepth; ++k) warp.x.load(kept[k], x, 16 * k);
+    }
+    const auto load_weights = [&](WeightsA<Math>& rows, int k) {
+      if constexpr (kKeepsRows) copy_fragment(rows, kept[k]);
+      else warp.x.load_weights(rows, x, 16 * k);
+    };
+    const auto load_rows = [&](FragmentA<Math>& rows, int k) {
+      if constexpr (kKeepsRows) copy_fragment(rows, kept[k]);
+      else warp.x.load(rows, x, 16 * k);
+    };
+
     float out[kBlocks8][4] = {};
     float z[2] = {};  // this lane's part of the denominators
 #pragma unroll kUnroll
     for (int k = 0; k < kDepth; ++k) {
       WeightsA<Math> rows;
-      warp.x.load_weights(rows, x, 16 * k);
+      load_weights(rows, k);
 #pragma unroll
       for (int n = 0; n < kBlocks8; n += 2) warp.add_columns(out, n, rows, state_tile, 16 * k);
     }
@@ -105,7 +122,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           FragmentA<Math> rows;
-          warp.x.load(rows, x, 16 * (k + i));
+          load_rows(rows, k + i);
           mma<Math>(product, rows, b[i]);
         }
       }
@@ -120,7 +137,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
 #pragma unroll kUnroll
       for (int k = 0; k < kDepth; ++k) {
         FragmentA<Math> rows;
-        warp.x.load(rows, x, 16 * k);
+        load_rows(rows, k);
 #pragma unroll
         for (int n = 0; n < kSlab / 8; n += 2) warp.add_scores(s, n, rows, y + slab * Layout::kRowBytes, 16 * k);
       }

@@ -1,0 +1,156 @@
+// fastmax::normalize_tokens and its gradient for CUDA tensors (normalize/normalize.h).
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <tuple>
+#include <vector>
+
+#include "bindings/checks.h"
+#include "bindings/coverage.h"
+#include "bindings/layout.h"
+#include "bindings/torch_abi.h"
+#include "normalize/normalize.h"
+
+namespace fastmax {
+namespace {
+
+void check_rows(const Tensor& q, const Tensor& k, double lim) {
+  FASTMAX_CHECK(q.dim() == 4 && k.dim() == 4, "q and k must be 4-dimensional, got ", q.dim(), " and ", k.dim(), " dimensions");
+  check_device("k", k, q);
+  FASTMAX_CHECK(k.scalar_type() == q.scalar_type(), "k must have q's dtype");
+  check_shape("k", k, {q.size(0), k.size(1), k.size(2), q.size(3)});
+  FASTMAX_CHECK(std::isfinite(lim) && lim > 0, "lim must be finite and > 0, got ", lim);
+}
+
+// Beside the forward's result x, which is q's or k's: its gradient and the factors of its rows.
+void check_normalized(const char* grad_name, const OptionalTensor& grad, const char* factor_name, const Tensor& factor, const Tensor& x,
+                      const Tensor& q) {
+  if (grad.has_value()) {
+    check_device(grad_name, *grad, q);
+    check_shape(grad_name, *grad, {x.size(0), x.size(1), x.size(2), x.size(3)});
+    FASTMAX_CHECK(grad->scalar_type() == q.scalar_type(), grad_name, " must have q's dtype");
+  }
+  check_device(factor_name, factor, q);
+  check_shape(factor_name, factor, {x.size(0), x.size(1), x.size(2)});
+  const bool wide = q.scalar_type() == ScalarType::Double;
+  FASTMAX_CHECK(factor.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), factor_name, " must be ",
+                wide ? "float64" : "float32");
+}
+
+// Whether the kernels compute this call.
+bool is_covered(const Tensor& q, const Tensor& k, double lim) {
+  return kernels_run_on(q) && q.size(3) <= kMaxNormalizedDim && std::max(q.numel(), k.numel()) <= kMaxNormalizedRows * q.size(3) &&
+         lim <= kMaxNormalizedLim && lim >= 1 / kMaxNormalizedLim;
+}
+
+// x itself where its rows are of neighbouring elements, else a copy.
+Tensor with_rows(const Tensor& x) {
+  if (x.stride(3) == 1 || x.size(3) == 1) return x;
+  Tensor copy = empty_like_layout(x, x.size(3));
+  return torch::stable::copy_(copy, x);
+}
+
+// A number for each row of x, in the order in which rows lie in a dense tensor of x's layout.
+Tensor empty_factors(const Tensor& x) {
+  const int64_t b = x.size(0), h = x.size(1), n = x.size(2), h1 = std::max<int64_t>(1, h), n1 = std::max<int64_t>(1, n);
+  const std::vector<int64_t> strides = is_token_major(x) ? std::vector<int64_t>{n1 * h1, 1, h1} : std::vector<int64_t>{h1 * n1, n1, 1};
+  return empty_strided({b, h, n}, strides, ScalarType::Float, x.get_device_index());
+}
+
+// The same of factors that somebody gave.
+Tensor factors_in_order(const Tensor& x, const Tensor& factor) {
+  Tensor ordered = empty_factors(x);
+  for (int i = 0; i < 3; ++i) {
+    if (factor.stride(i) != ordered.stride(i) && factor.size(i) > 1) return torch::stable::copy_(ordered, factor);
+  }
+  return factor;
+}
+
+// `rows`: x, or a copy of it.
+NormalizedTensor normalized_tensor(const Tensor& x, const Tensor& rows, const Tensor& out, const Tensor& factor) {
+  NormalizedTensor t{};
+  t.rows = is_empty(x) ? 0 : static_cast<int>(x.size(0) * x.size(1) * x.size(2));
+  t.token_major = is_token_major(x);
+  t.inner = static_cast<int>(x.size(t.token_major ? 1 : 2)), t.outer = static_cast<int>(x.size(t.token_major ? 2 : 1));
+  t.x = rows.data_ptr(), t.x_stride = stride_of(rows);
+  t.out = out.data_ptr(), t.factor = static_cast<float*>(factor.data_ptr());
+  return t;
+}
+
+NormalizeParams make_params(const Tensor& q, double lim) {
+  NormalizeParams p{};
+  p.d = static_cast<int>(q.size(3));
+  p.math = math_mode(q.scalar_type(), /*allow_tf32=*/false);
+  p.lim = static_cast<float>(lim);
+  return p;
+}
+
+void print_call(const char* name, const NormalizeParams& p) {
+  if (!is_debugging()) return;
+  std::fprintf(stderr, "fastmax::%s: normalize_sm80: rows %d and %d, d %d%s\n", name, p.tensors[0].rows, p.tensors[1].rows, p.d,
+               p.aligned ? "" : ", unaligned");
+}
+
+bool has_rows(const NormalizeParams& p) { return p.tensors[0].rows > 0 || p.tensors[1].rows > 0; }
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_tokens(const Tensor& q, const Tensor& k, double lim) {
+  check_cuda_tensor("q", q);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  check_rows(q, k, lim);
+  if (!is_covered(q, k, lim)) {
+    const auto [q_out, k_out, q_factor, k_factor] = call_operator<4>("fastmax::eager_normalize_tokens", q, k, lim);
+    return {q_out, k_out, q_factor, k_factor};
+  }
+  const Tensor q_rows = with_rows(q), k_rows = with_rows(k);
+  const Tensor q_out = empty_like_layout(q, q.size(3)), k_out = empty_like_layout(k, k.size(3));
+  const Tensor q_factor = empty_factors(q), k_factor = empty_factors(k);
+  NormalizeParams p = make_params(q, lim);
+  p.aligned = is_aligned(q_rows) && is_aligned(k_rows);
+  p.tensors[0] = normalized_tensor(q, q_rows, q_out, q_factor);
+  p.tensors[1] = normalized_tensor(k, k_rows, k_out, k_factor);
+  print_call("normalize_tokens", p);
+  if (has_rows(p)) launch_normalize_tokens(p, current_stream(q.get_device_index()));
+  return {q_out, k_out, q_factor, k_factor};
+}
+
+std::tuple<Tensor, Tensor> normalize_tokens_backward(const OptionalTensor& grad_q, const OptionalTensor& grad_k, const Tensor& q,
+                                                     const Tensor& k, const Tensor& q_factor, const Tensor& k_factor, double lim) {
+  check_cuda_tensor("q", q);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  check_rows(q, k, lim);
+  check_normalized("grad_q", grad_q, "q_factor", q_factor, q, q);
+  check_normalized("grad_k", grad_k, "k_factor", k_factor, k, q);
+  if (!is_covered(q, k, lim)) {
+    const auto [of_q, of_k] = call_operator<2>("fastmax::eager_normalize_tokens_backward", grad_q, grad_k, q, k, q_factor, k_factor, lim);
+    return {of_q, of_k};
+  }
+  NormalizeParams p = make_params(q, lim);
+  p.aligned = true;
+  Tensor kept[2][3];  // operands that may be copies, until the launch
+  const auto gradient = [&](int i, const OptionalTensor& grad, const Tensor& x, const Tensor& factor) {
+    if (!grad.has_value()) return no_elements(x);
+    auto& [rows, grad_rows, factors] = kept[i];
+    rows = with_rows(x), grad_rows = with_rows(*grad), factors = factors_in_order(x, factor);
+    Tensor out = empty_like_layout(x, x.size(3));
+    p.tensors[i] = normalized_tensor(x, rows, out, factors);
+    p.tensors[i].grad = grad_rows.data_ptr(), p.tensors[i].grad_stride = stride_of(grad_rows);
+    p.aligned = p.aligned && is_aligned(rows) && is_aligned(grad_rows);
+    return out;
+  };
+  const Tensor of_q = gradient(0, grad_q, q, q_factor), of_k = gradient(1, grad_k, k, k_factor);
+  print_call("normalize_tokens_backward", p);
+  if (has_rows(p)) launch_normalize_tokens_backward(p, current_stream(q.get_device_index()));
+  return {of_q, of_k};
+}
+
+}  // namespace
+}  // namespace fastmax
+
+STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
+  m.impl("normalize_tokens", TORCH_BOX(&fastmax::normalize_tokens));
+  m.impl("normalize_tokens_backward", TORCH_BOX(&fastmax::normalize_tokens_backward));
+}
