@@ -77,7 +77,7 @@ MEASURES = {
     "equal-steps": ("p2_all", {"train", "val", "position", "last_quarter", "loss"}),
     "equal-time": ("softmax_sdpa", {"train", "val", "position", "last_quarter", "loss"}),
     "ablation": ("p2_without_rope", {"train", "val", "position", "last_quarter", "loss"}),
-    "needle": ("hybrid", {"train", "val", "position", "last_quarter", "loss", "needle"}),
+    "needle": ("hybrid", {"train", "val", "position", "last_quarter", "loss", "needle", "letters"}),
     "recall": ("p1_all", {"train", "accuracy"}),
     "conversion": ("window_decay", {"before", "swapped", "fitted", "transferred", "finetuned"}),
 }
@@ -533,7 +533,9 @@ def test_needle_is_found_where_every_letter_is_right():
         logits[2, needle.VALUE.stop - 1] = 0  # of the third, after the value
         return logits
 
-    assert needle.found(knows, texts, bf16=False).tolist() == [True, False, True]
+    letters = needle.found(knows, texts, bf16=False)
+    assert letters.shape == (3, needle.LETTERS) and letters.all(-1).tolist() == [True, False, True]
+    assert letters[1].tolist() == [True] * (needle.LETTERS - 1) + [False]
 
 
 # ---- what becomes of the rows
@@ -596,7 +598,11 @@ def recall_rows() -> list[dict]:
 
 def needle_rows() -> list[dict]:
     key = {"variant": "hybrid", "setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
-    shares = [key | {"measure": "needle", "at": at, "value": x} for at, x in ((4096, 100.0), (8192, 62.5))]
+    shares = [
+        key | {"measure": measure, "at": at, "value": x}
+        for measure, *values in (("needle", 100.0, 62.5), ("letters", 100.0, 80.0))
+        for at, x in zip((4096, 8192), values, strict=True)
+    ]
     return [*shares, key | {"measure": "loss", "at": 8192, "value": 0.75}]
 
 
@@ -604,7 +610,7 @@ def test_other_pages(tmp_path):
     assert "| p = 2, norm | 1.0e-02 | 90.0 | 80.0 |" in text_of("recall", recall_rows(), tmp_path), "the best learning rate"
     text = text_of("needle", needle_rows(), tmp_path)
     assert "| attention | 4k tokens | 8k tokens | validation loss |" in text
-    assert "| p = 2, all parts; softmax in every fourth layer | 100% | 62% | 0.7500 |" in text
+    assert "| p = 2, all parts; softmax in every fourth layer | 100% (100%) | 62% (80%) | 0.7500 |" in text
     key = {"setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
     stages = {"before": 0.5, "swapped": 0.9, "finetuned": 0.6}
     found = [key | {"variant": "unprepared", "measure": name, "value": x} for name, x in stages.items()]

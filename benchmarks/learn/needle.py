@@ -96,12 +96,12 @@ def with_question(window: Tensor, drawn: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def found(gpt: nn.Module, texts: Tensor, bf16: bool) -> Tensor:
-    """(B,) bool: whether the values at the end of texts (B, T) are what the model expects there."""
+    """(B, LETTERS) bool: whether the letters of the values at the end of texts (B, T) are what the model expects there."""
     eager = torch.compiler.set_stance("force_eager")  # every length would be compiled anew
     with training.autocast(texts.device, bf16), fastest_softmax(), eager:
         logits = gpt(texts)
     expected = logits[:, VALUE.start - 1 : VALUE.stop - 1].argmax(-1)
-    return (expected == texts[:, VALUE]).all(-1)
+    return expected == texts[:, VALUE]
 
 
 def train(gpt: nn.Module, setting: Setting, seed: int, place: Place) -> list[Row]:
@@ -120,7 +120,7 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
-    """What `language.train` gives, and "needle" `at` a length: percent of the facts found."""
+    """What `language.train` gives, and `at` a length "needle", percent of the facts found, and "letters", of their letters."""
     setting = SETTINGS[run.setting]
     gpt = language.make(run.variant, setting.model, run.seed, place)
     trained = train(gpt, setting, run.seed, place)
@@ -136,7 +136,9 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
         for begin in range(0, count, batch):
             texts = data.windows(held_out, length, min(batch, count - begin), drawn, with_question)
             right.append(found(gpt, texts.tokens, setting.model.bf16))
-        yield {"measure": "needle", "at": length, "value": 100 * torch.cat(right).double().mean().item()} | constant
+        letters = torch.cat(right)
+        for measure, share in (("needle", letters.all(-1)), ("letters", letters)):
+            yield {"measure": measure, "at": length, "value": 100 * share.double().mean().item()} | constant
 
 
 EXPERIMENT = Experiment(__doc__.partition("\n")[0], runs, execute)

@@ -81,7 +81,8 @@ def needle(found: list[Row]) -> Lines:
     yield ["attention", *(f"{n // 1024}k tokens" if n >= 1024 else f"{n} tokens" for n in lengths), "validation loss"]
     for name, title in in_order(found, TITLES).items():
         own = where(found, variant=name)
-        shares = [f"{spread(own, measure='needle', at=n).mean:.0f}%" for n in lengths]
+        found_at = [[spread(own, measure=measure, at=n).mean for measure in ("needle", "letters")] for n in lengths]
+        shares = [f"{facts:.0f}% ({letters:.0f}%)" for facts, letters in found_at]
         yield [title, *shares, f"{spread(own, measure='loss').mean:.4f}"]
 
 
