@@ -570,10 +570,10 @@ def _mean(rows: list[dict[str, str]], key: str) -> float:
 def _char_lm_difference(results: Results, first: str, second: str) -> str:
     """Of validation losses at the end, and which way."""
     ends = _char_lm_ends(results)
-    return _above(_mean(ends[first], "val") - _mean(ends[second], "val"))
+    return _in_words(_mean(ends[first], "val") - _mean(ends[second], "val"))
 
 
-def _above(difference: float) -> str:
+def _in_words(difference: float) -> str:
     return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
 
 
@@ -586,7 +586,7 @@ def learned_at_equal_steps(results: Results) -> str:
 
 def _learned_gap(variant: str, other: str, setting: str, results: Results) -> str:
     """After equal steps, the mean over the seeds that both have."""
-    return _above(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
+    return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
 
 
 BLOCKS["learned-gap"] = partial(_learned_gap, "p2_all", "softmax_parts", "25M")
@@ -603,14 +603,11 @@ def far_keys_gain(results: Results) -> str:
     return f"{whole:.3f} nats per byte, and {last:.3f} in the last quarter of a window"
 
 
-def _converted(results: Results, variant: str, stage: str) -> float:
-    return spread(pages.rows_of("conversion", "25M", results.root), variant=variant, measure=stage).mean
-
-
 @block
 def conversion_swapped(results: Results) -> str:
+    found = pages.rows_of("conversion", "25M", results.root)
     before, swapped, transferred = (
-        _converted(results, "window_decay", stage) for stage in ("before", "swapped", "transferred")
+        spread(found, variant="window_decay", measure=stage).mean for stage in ("before", "swapped", "transferred")
     )
     return f"{swapped - before:.2f} nats per byte, of which fit and transfer take back {swapped - transferred:.2f}"
 
@@ -618,7 +615,10 @@ def conversion_swapped(results: Results) -> str:
 @block
 def conversion_ends(results: Results) -> str:
     """Above the softmax model with the same fine-tuning: all layers, three of four."""
-    softmax, every, hybrid = (_converted(results, name, "finetuned") for name in ("softmax", "window_decay", "hybrid"))
+    found = pages.rows_of("conversion", "25M", results.root)
+    softmax, every, hybrid = (
+        spread(found, variant=name, measure="finetuned").mean for name in ("softmax", "window_decay", "hybrid")
+    )
     return f"{every - softmax:.2f}, and where one layer in four stays softmax {hybrid - softmax:.2f}"
 
 

@@ -40,11 +40,11 @@ def _save(figure, path: Path) -> None:
     plt.close(figure)
 
 
-def _panels(settings: list[str], lines: int, sharey: bool = False):
-    """A figure with axes side by side, one for each setting, and room for a legend of so many lines under them."""
+def _panels(settings: list[str], sharey: bool = False):
+    """A figure with axes side by side, one for each setting."""
     import matplotlib.pyplot as plt
 
-    size = (5.2 * len(settings), 4.0 + 0.2 * -(-lines // (2 * len(settings))))
+    size = (5.2 * len(settings), 4.0)
     figure, axes = plt.subplots(1, len(settings), figsize=size, layout="constrained", squeeze=False, sharey=sharey)
     for axis, setting in zip(axes[0], settings, strict=True):
         axis.set_title(setting)
@@ -54,7 +54,7 @@ def _panels(settings: list[str], lines: int, sharey: bool = False):
 def _lines(found: list[Row], measure: str, against: str, x: str, y: str, log: bool = False):
     """A line for each variant."""
     styles = _styles(in_order(found, TITLES))
-    figure, axes = _panels(values(found, "setting"), len(styles))
+    figure, axes = _panels(values(found, "setting"))
     for setting, axis in axes.items():
         own = where(found, setting=setting)
         for name in in_order(own, TITLES):
@@ -77,7 +77,10 @@ def _styles(titles: dict[str, str]) -> dict[str, dict]:
 def _with_legend(figure):
     """Of the lines of all panels, below them."""
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
-    figure.legend(lines.values(), lines, loc="outside lower center", ncols=2 * len(figure.axes), fontsize=7)
+    columns = 2 * len(figure.axes)
+    width, height = figure.get_size_inches()
+    figure.set_size_inches(width, height + 0.2 * -(-len(lines) // columns))
+    figure.legend(lines.values(), lines, loc="outside lower center", ncols=columns, fontsize=7)
     return figure
 
 
@@ -108,7 +111,7 @@ def needle(found: list[Row]):
 
 
 def ablation(found: list[Row]):
-    figure, axes = _panels(values(found, "setting"), 0)
+    figure, axes = _panels(values(found, "setting"))
     for setting, axis in axes.items():
         own = where(found, setting=setting, measure="loss")
         losses = {title: above(own, name, "p2_all") for name, title in in_order(own, TITLES).items() if name != "p2_all"}
@@ -120,7 +123,7 @@ def ablation(found: list[Row]):
 
 def recall(found: list[Row]):
     styles = _styles(in_order(found, RECALL))
-    figure, axes = _panels(values(found, "setting"), len(styles), sharey=True)
+    figure, axes = _panels(values(found, "setting"), sharey=True)
     for setting, axis in axes.items():
         own = where(found, setting=setting, measure="accuracy")
         for name in in_order(own, RECALL):

@@ -44,7 +44,7 @@ TRIED = language.Setting(
 )
 SETTINGS = {
     "25M": Setting(
-        replace(equal_steps.SETTINGS["25M"], rows=4),
+        replace(equal_steps.SETTINGS["25M"], rows=1, validation=32, final=32),  # of which only the counts are read
         replace(
             equal_steps.SETTINGS["25M"], context=8192, batch=8, steps=300, lr=1e-3, warmup=30, rows=10, validation=32, final=64
         ),
