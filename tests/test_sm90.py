@@ -373,7 +373,7 @@ def test_heads_far_from_each_other(d, softmax, taken):
 
     def results(q, k, v, grad_o):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        outputs = verify.implementation(softmax)(q, k, v, **case_of(softmax, n, d=d).options)
+        outputs = verify.implementation(softmax)(q=q, k=k, v=v, **case_of(softmax, n, d=d).options)
         o = outputs[0] if softmax else outputs
         return o, *torch.autograd.grad(o, (q, k, v), grad_o)
 
