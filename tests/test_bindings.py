@@ -468,7 +468,7 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
             assert f"flash_{dense}" in wide_window and "window" not in wide_window, "there is nothing that it hides"
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
                 assert f"{name}, {name}_bounded_{dense}" in line and "bounds of keys, sm_" in line
-            assert "linear, linear2_sm80" in linear_packed and "bounds of keys, sm_" in linear_packed
+            assert f"linear, linear2_{dense}" in linear_packed and "bounds of keys, sm_" in linear_packed
             assert ("quadratic_fading_sm90" if hopper else "quadratic_bounded_sm80") in decay and "causal, decay, sm_" in decay
             assert f"flash_{dense}" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
             assert eager == "fastmax: fastmax::eager_forward"
