@@ -18,8 +18,8 @@ CASES = {name: case for name, case in CASES.items() if case.decay is None and ca
 
 
 def kept_of_keys(given):
-    _, k, v, mask, log_decay, first, _, _, *_, order, allow_tf32 = given
-    *state, kept = OPERATORS.state_of_keys(k, v, mask, log_decay, first, order, allow_tf32, True)
+    _, k, v, mask, log_decay, first, _, _, *options = given
+    *state, kept = OPERATORS.state_of_keys(k, v, mask, log_decay, first, *options, True)
     return state, kept
 
 
@@ -99,9 +99,9 @@ def test_states_of_all_heads_and_a_chunk_more():
 def test_the_state_is_that_of_keys_alone():
     for mode in ("bf16", "fp32"):
         given = arguments(Case(1300), mode)
-        k, v = given[1:3]
+        k, v, *options = given[1:3] + given[8:]
         state, _ = kept_of_keys(given)
-        *expected, nothing = OPERATORS.state_of_keys(k, v, None, None, None, 2, False, False)
+        *expected, nothing = OPERATORS.state_of_keys(k, v, None, None, None, *options, False)
         assert nothing.numel() == 0
         assert all(relative(x, y.double()) < 1e-4 for x, y in zip(state, expected, strict=True))
 
@@ -138,5 +138,5 @@ def test_more_than_six_gib_is_not_kept():
     """Of 128 heads of 64 channels, 32768 tokens take 5.1 GB, and 65536 ten."""
     for n, is_kept in ((32_768, True), (65_536, False)):
         k = torch.zeros(1, 128, n, 64, dtype=torch.bfloat16, device=DEVICE)
-        *_, kept = OPERATORS.state_of_keys(k, k, None, None, None, 2, False, True)
+        *_, kept = OPERATORS.state_of_keys(k, k, None, None, None, 0.125, 1.0, 1.0, 0.5, 2, False, True)
         assert (kept.numel() > 0) == is_kept
