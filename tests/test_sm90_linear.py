@@ -232,8 +232,9 @@ def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
 
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
-    """One head is cut into segments; many long ones run in pieces that hand on sums: against the portable kernels, in fp32."""
-    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480)):
+    """One head is cut into segments; many long ones run in pieces that hand on sums; a dozen at head dim 64 in pieces of three
+    segments: against the portable kernels, in fp32."""
+    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480), (1, 12, 12, 80_000)):
         q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(b, hk, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         rates = torch.logspace(-5, -1, hk, device=DEVICE)[:, None]

@@ -169,7 +169,7 @@ struct StatePlan {
   }
 
   // Segments of a walk that have rows. With one snapshot, at its end, the totals of all are summed and one more, without rows, writes
-  // it; else the last needs no total, and the rows of all others are added twice.
+  // it; else the rows of all but the first and the last are added twice.
   int segments_with_rows(int segments) const { return segments > 1 && whole.chunks == 1 ? segments - 1 : segments; }
 
   // How many segments a walk is cut into at most: the fewest rows for one multiprocessor, which holds one block at a time.
@@ -183,7 +183,7 @@ struct StatePlan {
     int64_t best_cost = waves(1) * rows * whole.y_group;
     for (int segments = 2; segments <= largest; ++segments) {
       const int64_t each = kLaunchRows + int64_t{rows} / segments_with_rows(segments) * whole.y_group;
-      const int64_t cost = waves(segments - 1) * each + (whole.chunks == 1 ? kLaunchRows : waves(segments) * each);
+      const int64_t launch = waves(segments - 1) * each, cost = launch + (whole.chunks == 1 ? kLaunchRows : launch);
       if (cost < best_cost) best = segments, best_cost = cost;
     }
     return best;
