@@ -1,4 +1,4 @@
-"""csrc/core/cost_model.h: from how many tokens on algorithm="auto" is the linear one, on the architectures that have kernels."""
+"""csrc/core/cost_model.h: from how many tokens on algorithm="auto" is the linear one, by architectures."""
 
 import subprocess
 from typing import NamedTuple
@@ -39,7 +39,8 @@ int main() {
   p.b = p.h = p.hk = 1;
   const float decay = -1.f;
   int math, causal, fades, expanded, group;
-  while (std::scanf("%d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &fades, &expanded, &group) == 8) {
+  while (std::scanf("%d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &fades, &expanded,
+                    &group) == 8) {
     p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = fades ? &decay : nullptr;
     p.q_stride.head = expanded ? 0 : 64, p.h = group;
     int n = 1;
@@ -52,7 +53,8 @@ BF16, FP16 = 0, 1
 
 
 class Call(NamedTuple):
-    """As the probe reads it. fades: with decays. expanded: a stride that tensor maps do not have. group: heads a key/value head."""
+    """As the probe reads it. fades: with decays. expanded: a stride that tensor maps do not have. group: heads a key/value
+    head."""
 
     sm_arch: int
     head_dim: int
