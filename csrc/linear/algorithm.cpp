@@ -26,8 +26,13 @@ constexpr Kernels kLinear[] = {
      [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm80); }},
 };
 
-// Rows of this table know FwdParams::state and BwdParams::state.
-constexpr Kernels kFromState[] = {kLinear[std::size(kLinear) - 1]};
+// Rows of this table know FwdParams::state and BwdParams::state: those of order 2, which compute order 1 too.
+constexpr Kernels kFromState[] = {
+#ifdef FASTMAX_HAS_SM90
+    kLinear[0],
+#endif
+    kLinear[std::size(kLinear) - 1],
+};
 
 }  // namespace
 

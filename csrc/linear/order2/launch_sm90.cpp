@@ -28,8 +28,8 @@ constexpr StatePasses kStatePassesSm90 = {
     [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
       linear_grads_sm90(values, a, p.head_dim, p.sm_count, stream);
     },
-    /*load=*/nullptr,
-    /*store=*/nullptr,
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, stream); },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, stream); },
     /*add=*/nullptr,
     /*adds_while_reading=*/nullptr,
 };

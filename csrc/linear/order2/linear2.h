@@ -22,8 +22,7 @@ struct StatePasses {
   void (*grad)(const Problem& p, const GradArgs& a, cudaStream_t stream);
   // grad_v and grad_k, which look at the same states. Null: a read and a grad.
   void (*grads)(const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream);
-  // Carried states, or their gradients, to and from what `sum` hands on and goes on from. Null: the architecture has none in
-  // kLinearFromState.
+  // Carried states, or their gradients, to and from what `sum` hands on and goes on from.
   void (*load)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   // Null: the architecture keeps no snapshots from one call to the next.
