@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 # Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
-ATTENTION_CALL = re.compile(r"fastmax::(\w+): \w+, (\w+): b \d.*, head_dim ")
+ATTENTION_CALL = re.compile(r"fastmax::([\w ,]+): [\w ]+, (\w+): b \d.*, head_dim ")
 
 by_attention = pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
 by_head_dim = pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")

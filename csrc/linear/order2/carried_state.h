@@ -5,6 +5,7 @@
 // number: both are loaded from its place, and one is stored. Columns that only the kernels have are loaded as zeros and not stored.
 #pragma once
 
+#include "core/fragments.h"
 #include "decode/decode.h"
 #include "linear/linear.h"
 
@@ -65,8 +66,8 @@ struct StatePlaces {
   }
 };
 
-// By the threads of a block, one for each block of the state kernel. Places: a thread's accumulators, kGroups times kTogether of them and
-// its part of the sum of ones.
+// By the threads of a block, one for each block of the state kernel. Places: a thread's accumulators, kGroups times kTogether of them. The
+// last is its part of the sum of ones.
 template <bool kLoads, class Places>
 __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
   const int state = static_cast<int>(blockIdx.x) / Places::kBlocks;
@@ -91,7 +92,7 @@ __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
   if constexpr (kLoads) {
     count = places.has_count() && is_first ? a.state.weights[first_row] * a.factors.one : 0.f;
   } else if (places.has_count()) {
-    const float total = Places::sum_of_lanes(count) + static_cast<float>(a.uncounted.of(state / a.state_heads));
+    const float total = warp_sum(count) + static_cast<float>(a.uncounted.of(state / a.state_heads));
     if (is_first) a.state.new_weights[first_row] = total * a.factors.one;
   }
 }

@@ -41,7 +41,6 @@ struct Places : WarpShare<Math, kHeadDim>, StatePlaces {
   }
   // Whether the warp has the sum of ones, in parts of its lanes.
   __device__ __forceinline__ bool has_count() const { return this->extra == Extra::kSumY && this->first_value == 0; }
-  __device__ __forceinline__ static float sum_of_lanes(float x) { return warp_sum(x); }
 };
 
 template <class Math, int kHeadDim, bool kLoads>

@@ -36,11 +36,10 @@ struct PlacesSm90 : StateShare<kHeadDim>, StatePlaces {
     if (!this->is_there || feature > 0) return {};
     return this->of_y ? sum_y(column) : sum_w(column);
   }
-  // Whether the warp has the sum of ones: every four lanes of it all of that.
+  // Whether the warp has the sum of ones, in parts of its lanes.
   __device__ __forceinline__ bool has_count() const {
     return this->last == LastTile::kOnes && this->is_there && this->of_y && warp == 0;
   }
-  __device__ __forceinline__ static float sum_of_lanes(float x) { return quad_sum(x); }
 };
 
 template <int kHeadDim, bool kLoads>

@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     const int64_t slot = a.slot(state, c);
     if (of_ones && share.is_there && w4 == 0) {
       float* sums = a.sums + slot * Tile::kSums;
-      const float total = quad_sum(count);
+      const float total = warp_sum(count);
       if (share.of_y && lane == 0) sums[Tile::kSumOne] = total;
       sums += (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * lane;
 #pragma unroll
@@ -208,6 +208,10 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
       at.template advance<kStages>();
       ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
+      if constexpr (kScaled) {
+        const float2 pair = ptx::load_shared_f32x2(e + 8 * lane);
+        count += pair.x + pair.y;
+      }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         uint32_t m[2][2], f[kOwn][4];
@@ -229,7 +233,6 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
             for (int h = 0; h < 2; ++h) {
               const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
               scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
-              count += pair.x + pair.y;
             }
           }
           const bool plain = of_columns || of_ones;
