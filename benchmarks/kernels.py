@@ -88,19 +88,19 @@ _LINEAR: dict[str, _Passes] = {
         lambda s: Work(2 * (s.state + 3 * s.own_chunk), 2 * (5 * s.tensor + s.snapshots + 4 * s.rows)),
     ),
     # On Hopper: o, and of head dim 128 grad_v; grad_q (0), grad_k (1), or grad_k and grad_v (2) from one load of the states.
-    r"linear_read_sm90_kernel<\d+, false>": (
+    r"linear_read_sm90_kernel<\d+, (\(bool\))?(false|0)\b": (
         lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots + 4 * s.rows),
         None,
     ),
-    r"linear_read_sm90_kernel<\d+, true>": (
+    r"linear_read_sm90_kernel<\d+, (\(bool\))?(true|1)\b": (
         None,
         lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots),
     ),
-    r"linear_grad_sm90_kernel<.*\)[01]>": (
+    r"linear_grad_sm90_kernel<\d+, [^,]*\)[01]\b": (
         None,
         lambda s: Work(s.state + 3 * s.own_chunk, 5 * s.tensor + s.snapshots + 4 * s.rows),
     ),
-    r"linear_grad_sm90_kernel<.*\)2>": (
+    r"linear_grad_sm90_kernel<\d+, [^,]*\)2\b": (
         None,
         lambda s: Work(2 * s.state + 4 * s.own_chunk, 6 * s.tensor + s.snapshots + 4 * s.rows),
     ),

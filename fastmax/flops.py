@@ -154,7 +154,7 @@ def _prefill_kept_backward(*arguments, out_val=None) -> int:
     return _prefill_backward(*(None,) * 4, q, *(None,) * 9, values) - kept_products
 
 
-def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, keep, out_val=None) -> int:
+def _state_of_keys(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep, out_val=None) -> int:
     """Every token is added to a state."""
     (b, hk, n, d), dv = k.shape, v.shape[3]
     return 2 * b * hk * n * (state_rows(d, p) - 1) * dv
@@ -162,7 +162,7 @@ def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, keep, out_va
 
 def _state_of_queries(grad_o, grad_z, q, k, v, *arguments, out_val=None) -> int:
     """As of keys, for every query head."""
-    return _state_of_keys(q, v, None, None, None, arguments[-3], False, False)
+    return _state_of_keys(q, v, None, *arguments[2:])
 
 
 # By operator. A softmax of rows, a merge and a normalisation have no products.

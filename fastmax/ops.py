@@ -71,8 +71,9 @@ for _prefix in ("", "eager_"):
         "int p, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     )
     library.define(
-        f"{_prefix}state_of_keys(Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, int p, "
-        "bool allow_tf32, bool keep) -> (Tensor values, Tensor weights, Tensor kept)"
+        f"{_prefix}state_of_keys(Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
+        "float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) "
+        "-> (Tensor values, Tensor weights, Tensor kept)"
     )
     library.define(
         f"{_prefix}state_of_queries(Tensor grad_o, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, "
@@ -250,7 +251,7 @@ def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple
     """Values and weights in which `prefill` ends that begins with a state of zeros; with `keep` also, for `prefill_kept_`, what
     was computed on the way, uint8 (b, hk, bytes), where there are kernels that keep it: else of no bytes. Not recorded."""
     tensors = (k, v, call.key_padding_mask, call.log_decay, call.first_key)
-    return extension.call(_OPERATORS.state_of_keys.default, *tensors, call.score.order, _allow_tf32(k), keep)
+    return extension.call(_OPERATORS.state_of_keys.default, *tensors, *call.score, _allow_tf32(k), keep)
 
 
 def state_of_queries(
@@ -273,8 +274,8 @@ def state_of_queries(
 def prefill_kept_(
     q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output and denominators of `prefill` without a decay, by what `state_of_keys` kept of the same keys, which is used up.
-    Not recorded."""
+    """Output and denominators of `prefill` without a decay, by what `state_of_keys` kept of the same keys and score, which is
+    used up. Not recorded."""
     tensors = (q, k, v, call.key_padding_mask, call.first_key, values, weights, kept)
     return extension.call(_OPERATORS.prefill_kept_.default, *tensors, *call.score, _allow_tf32(q))
 
@@ -290,8 +291,8 @@ def prefill_kept_backward_(
     weights: Tensor,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by `prefill_backward` without a decay, by what `state_of_queries` kept of the same queries, which
-    is used up. Not recorded."""
+    """Gradients of q, k and v by `prefill_backward` without a decay, by what `state_of_queries` kept of the same queries and
+    score, which is used up. Not recorded."""
     tensors = (call.key_padding_mask, call.first_key, values, weights, kept)
     operator = _OPERATORS.prefill_kept_backward_.default
     return extension.call(operator, *grads, q, k, v, *results, *tensors, *call.score, _allow_tf32(q))
@@ -447,8 +448,8 @@ def _nothing_kept(k):
     return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
 
 
-def _state_of_keys(k, v, mask, log_decay, first_key, p, allow_tf32, keep):
-    call = Call(Score(1.0, 1.0, 1.0, 1.0, p), True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
+def _state_of_keys(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
+    call = Call(Score(scale, a0, a1, a2, p), True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
     operator_checks.check_call(k, k, v, call)
     with without_autocast(k):
         return *eager.state_of_keys(k, v, call), _nothing_kept(k)
@@ -670,7 +671,7 @@ def _prefill_backward_fake(
 
 
 @torch.library.register_fake("fastmax::state_of_keys", lib=library)
-def _state_of_keys_fake(k, v, mask, log_decay, first_key, p, allow_tf32, keep):
+def _state_of_keys_fake(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
     values = k.new_empty(*k.shape[:2], eager.state_rows(k.shape[3], p), v.shape[3], dtype=eager.compute_dtype(k.dtype))
     kept = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # the library knows
     return values, values.new_empty(values.shape[:3]), k.new_empty(*k.shape[:2], kept, dtype=torch.uint8)
@@ -678,7 +679,7 @@ def _state_of_keys_fake(k, v, mask, log_decay, first_key, p, allow_tf32, keep):
 
 @torch.library.register_fake("fastmax::state_of_queries", lib=library)
 def _state_of_queries_fake(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
-    return _state_of_keys_fake(k, v, None, log_decay, first_key, p, allow_tf32, keep)
+    return _state_of_keys_fake(k, v, None, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep)
 
 
 @torch.library.register_fake("fastmax::prefill_kept_", lib=library)

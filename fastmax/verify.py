@@ -5,7 +5,8 @@ is larger than allowed. Allowed is twice the error that the definition itself ma
 plus a rounding floor.
 
 `--random N` checks N configurations drawn at random in place of the table and prints the worst error of each kind. On a GPU
-each of them must also give the same bits when it runs twice on memory full of NaN.
+each of them must also give the same bits when it runs twice on memory full of NaN. `--hopper` brings them to what the Hopper
+kernels cover, fails where other kernels run, and says which ones did; `--processes P` shares them among P processes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import multiprocessing
+import os
 import random
+import re
 import sys
+import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -41,6 +49,10 @@ ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-8, "float32"
 ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 for dtype in FLOOR}
 # The linear algorithm adds up features that cancel (docs/algorithm.md): roundings of terms this much larger than f are nothing.
 CANCELLATION = 16.0
+# Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
+ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim ", re.MULTILINE)
+# What is left to the portable kernels of configurations that are brought to Hopper: keys that fade, at head dim 128.
+LEFT_TO_PORTABLE = {"backward: quadratic_bounded_sm80"}
 # From this error on the plain formula is no standard: sums or weights left the range of float16. Then so many roundings are.
 PLAIN_FAILED = 0.1
 ROUNDINGS_WHERE_PLAIN_FAILED = 8
@@ -528,6 +540,51 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
     )  # fmt: skip
 
 
+def for_hopper(case: Case) -> Case | None:
+    """A random configuration brought to what the Hopper kernels cover (docs/cuda.md); None where it is too far from that.
+
+    It keeps the algorithm that its scores were drawn for: of large ones the linear algorithm's features cancel.
+    """
+    options, width = case.options, max(case.head_dim, case.value_dim)
+    if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or not (32 < width <= 64 or 96 < width <= 128):
+        return None
+    if not case.softmax:
+        is_linear = options["algorithm"] == "linear" and options["p"] == 2
+        options = options | {"algorithm": "linear" if is_linear else "quadratic"}
+    return case._replace(options=options, dtype=torch.bfloat16, precision="highest")
+
+
+def hopper_indices(count: int, seed: int, device: torch.device | str) -> list[int]:
+    """The first `count` configurations of a seed that can be brought to Hopper."""
+    brought = (index for index in itertools.count() if for_hopper(random_case(index, seed, device)) is not None)
+    return list(itertools.islice(brought, count))
+
+
+@contextmanager
+def kernels_taken() -> Iterator[set[str]]:
+    """Gathers the kernels of the calls inside, like "backward: quadratic_sm90", from what the library prints.
+
+    stderr is a file meanwhile; what others wrote to it follows at the end.
+    """
+    taken: set[str] = set()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        sys.stderr.flush()
+        stderr = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        extension.set_debugging(True)
+        try:
+            yield taken
+        finally:
+            extension.set_debugging(False)
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            file.seek(0)
+            printed = file.read()
+            taken |= {": ".join(call) for call in ATTENTION_CALL.findall(printed)}
+            sys.stderr.writelines(line for line in printed.splitlines(keepends=True) if not line.startswith("fastmax:"))
+
+
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     previous = torch.get_float32_matmul_precision()
@@ -620,23 +677,53 @@ def check(case: Case, device: torch.device | str, seed: int) -> Outcome:
     return Outcome(math.inf if any(map(math.isnan, shares)) else max(shares), wrong)
 
 
-def run_random(indices: range, seed: int, device: str) -> int:
+def check_random(index: int, seed: int, device: str, hopper: bool) -> tuple[Case, Outcome, set[str]]:
+    """Configuration number `index`, and with `hopper` the kernels that it took."""
+    case = random_case(index, seed, device)
+    if not hopper:
+        return case, check(case, device, seed + index), set()
+    case = for_hopper(case)
+    if case is None:
+        raise ValueError(f"configuration {index} of seed {seed} is none for the Hopper kernels")
+    with kernels_taken() as taken:
+        outcome = check(case, device, seed + index)
+    if not taken or any(not name.endswith("_sm90") for name in taken - LEFT_TO_PORTABLE):
+        outcome.wrong.append(f"not on the Hopper kernels: {', '.join(sorted(taken)) or 'no kernels at all'}")
+    return case, outcome, taken
+
+
+def outcomes(check_index: Callable, indices: Sequence[int], processes: int) -> Iterator:
+    """`check_index` of each, in order."""
+    if processes == 1:
+        yield from map(check_index, indices)
+        return
+    threads = max(1, torch.get_num_threads() // processes)
+    context = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
+    with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        yield from pool.map(check_index, indices)
+
+
+def run_random(indices: Sequence[int], seed: int, device: str, hopper: bool = False, processes: int = 1) -> int:
     """Checks configurations, prints failures as they come and a table at the end; the number of failures."""
     worst: dict[tuple[str, str, str], tuple[float, int]] = {}
+    kernels: Counter[str] = Counter()
     failed = 0
-    for index in indices:
-        case = random_case(index, seed, device)
-        outcome = check(case, device, seed + index)
+    one = partial(check_random, seed=seed, device=device, hopper=hopper)
+    for index, (case, outcome, taken) in zip(indices, outcomes(one, indices, processes), strict=True):
+        kernels.update(taken)
         if outcome.wrong:
             failed += 1
             print(f"FAILED {case}", *outcome.wrong, sep="\n    ")
-            print(f"    repeat it: python -m fastmax.verify --device {device} --seed {seed} --only-index {index}", flush=True)
+            again = f"--device {device} --seed {seed} --only-index {index}{' --hopper' if hopper else ''}"
+            print(f"    repeat it: python -m fastmax.verify {again}", flush=True)
         key = (case.mode, *case.operator)
         if key not in worst or outcome.share > worst[key][0]:
             worst[key] = (outcome.share, index)
     print(f"{'':<22}{'worst of allowed':>18}{'index':>8}")
     for (mode, algorithm, p), (share, index) in sorted(worst.items()):
         print(f"{mode:<9}{algorithm:<10}{p:<3}{share:>18.0%}{index:>8}")
+    for name, count in sorted(kernels.items()):
+        print(f"{name:<40}{count:>8} configurations")
     print(f"{len(indices) - failed} of {len(indices)} random configurations within the limit (seed {seed}, {device})")
     return failed
 
@@ -650,15 +737,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", default="", help="run the configurations of the table whose name contains this")
     parser.add_argument("--random", type=int, metavar="N", help="check N random configurations in place of the table")
     parser.add_argument("--only-index", type=int, metavar="I", help="check the random configuration number I alone")
+    parser.add_argument(
+        "--hopper", action="store_true", help="random configurations for the Hopper kernels, which must take them"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=1, metavar="P", help="that share the random configurations (default 1)"
+    )
     args = parser.parse_args(arguments)
+    if args.processes < 1:
+        parser.error(f"--processes must be at least 1, got {args.processes}")
+    is_random = args.random is not None or args.only_index is not None
+    if not is_random and (args.hopper or args.processes > 1):
+        parser.error(f"{'--hopper' if args.hopper else '--processes'} is for random configurations: --random or --only-index")
     if args.random is not None and args.random < 1:
         parser.error(f"--random must be at least 1, got {args.random}")
-    if args.random is not None or args.only_index is not None:
+    if is_random:
         device = torch.device(args.device)
-        if device.type == "cuda" and (reason := extension.problem(device)) is not None:
+        reason = extension.problem(device) if device.type == "cuda" else None
+        if args.hopper and (device.type != "cuda" or reason is not None):
+            parser.error(f"--hopper must have the CUDA kernels: {reason or f'--device is {args.device}'}")
+        if reason is not None:
             print(f"the CUDA kernels do not run, PyTorch operations are checked: {reason}")
-        indices = range(args.random) if args.only_index is None else range(args.only_index, args.only_index + 1)
-        return 1 if run_random(indices, args.seed, args.device) else 0
+        if args.only_index is not None:
+            indices = [args.only_index]
+        else:
+            indices = hopper_indices(args.random, args.seed, device) if args.hopper else range(args.random)
+        return 1 if run_random(indices, args.seed, args.device, args.hopper, args.processes) else 0
     chosen = [case for case in cases() if args.only in case.name]
     if not chosen:
         parser.error(f"no configuration is called {args.only!r}")

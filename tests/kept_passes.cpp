@@ -1,5 +1,6 @@
-// csrc/linear/order2/launch.cpp with kernels of its own, on the host: a state is one number, the sum of y[0] w[0], and what is read of it
-// that number. So everything between a call and its kernels is here: phases, snapshots, what is kept and what is added to it.
+// csrc/linear/order2/launch.cpp with kernels of its own, on the host: a state is one number, the sum of y[0] w[0], of which snapshots have
+// f's coefficient of the first order times as much, and what is read of it that product. So everything between a call and its kernels is
+// here: phases, snapshots with their weights, what is kept and what is added to it.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -72,7 +73,7 @@ void sum(const Problem&, const StateArgs& a, cudaStream_t) {
     for (int row = a.begin;; ++row) {
       if (row >= a.boundary && (row - a.boundary) % a.chunk == 0) {
         const int64_t slot = a.slot(state, a.chunk_of(row));
-        number(a.snapshots, slot) = total, a.sums[slot * kSumFloats] = total;
+        number(a.snapshots, slot) = a.weights.linear * total, a.sums[slot * kSumFloats] = total;
       }
       if (row == a.end()) break;
       total += of_row(a, a.y, a.w, state, row);
@@ -81,17 +82,17 @@ void sum(const Problem&, const StateArgs& a, cudaStream_t) {
   }
 }
 
-// Both numbers of a state, and its own chunk's rows, for each row of x.
+// Both numbers of a state, and its own chunk's rows, for each row of x. c1: f's coefficient of the first order.
 template <class Args>
-void read(const Args& a, const View& w) {
+void read(const Args& a, const View& w, float c1) {
   for (int state = 0; state < a.states(); ++state) {
     for (int i = 0; i < a.x_group; ++i) {
       for (int row = 0; row < a.nx; ++row) {
         const int chunk = row / a.chunk, head = state % a.state_heads * a.x_group + i;
         const int64_t slot = a.slot(state, chunk);
-        float total = number(const_cast<void*>(a.snapshots), slot) + 1000.f * a.sums[slot * kSumFloats];
+        float total = number(const_cast<void*>(a.snapshots), slot) + c1 * 1000.f * a.sums[slot * kSumFloats];
         if (a.added != nullptr) total += number(const_cast<void*>(a.added), state);
-        for (int y = a.chunk_begin(chunk); y <= a.seen_end(row); ++y) total += 1001.f * of_row(a, a.y, w, state, y);
+        for (int y = a.chunk_begin(chunk); y <= a.seen_end(row); ++y) total += c1 * 1001.f * of_row(a, a.y, w, state, y);
         const int token = a.time == Time::kForward ? row : a.nx - 1 - row;
         float* out = static_cast<float*>(const_cast<void*>(a.out.data));
         out[state / a.state_heads * a.out.batch + head * a.out.head + token * a.out.token] = total;
@@ -111,19 +112,21 @@ void add(const Problem&, const AddArgs& a, cudaStream_t) {
 }
 
 StateSizes sizes(const Problem&) { return {256, kSnapshotBytes, kSumFloats, 0, 1, kAccumulators}; }
+// Of k[0] v[0], in the values of a carried state.
+int64_t place(const CarriedState& state, int index) { return (index * decode_rows(state.d, 2) + 1) * state.dv; }
 void load(const Problem&, const CarriedArgs& a, cudaStream_t) {
-  for (int i = 0; i < a.states; ++i) a.accumulators[i * kAccumulators] = a.state.values[i * decode_rows(a.state.d, 2) * a.state.dv];
+  for (int i = 0; i < a.states; ++i) a.accumulators[i * kAccumulators] = a.state.values[place(a.state, i)] * a.factors.first;
 }
 void store(const Problem&, const CarriedArgs& a, cudaStream_t) {
-  for (int i = 0; i < a.states; ++i) a.state.new_values[i * decode_rows(a.state.d, 2) * a.state.dv] = a.accumulators[i * kAccumulators];
+  for (int i = 0; i < a.states; ++i) a.state.new_values[place(a.state, i)] = a.accumulators[i * kAccumulators] * a.factors.first;
 }
 
 const StatePasses kPasses = [] {
   StatePasses passes{};
   passes.sizes = sizes, passes.sum = sum, passes.load = load, passes.store = store, passes.add = add;
   passes.keeps = [](const Problem&) { return true; };
-  passes.read = [](const Problem&, const ReadArgs& a, cudaStream_t) { read(a, a.w); };
-  passes.grad = [](const Problem&, const GradArgs& a, cudaStream_t) { read(a, a.y2); };
+  passes.read = [](const Problem&, const ReadArgs& a, cudaStream_t) { read(a, a.w, a.c1); };
+  passes.grad = [](const Problem&, const GradArgs& a, cudaStream_t) { read(a, a.y2, a.g0); };
   passes.adds_while_reading = [](const Problem&, Time) { return adds_while_reading; };
   return passes;
 }();
@@ -140,7 +143,7 @@ Numbers numbers(int64_t count) {
 template <class Params>
 void fill(Params& p, int b, int h, int hk, int n, const Numbers& q, const Numbers& k, const Numbers& v) {
   p.b = b, p.h = h, p.hk = hk, p.n = p.m = n, p.d = p.dv = 4, p.head_dim = 64, p.math = MathMode::kFP32, p.order = 2;
-  p.scale = p.a0 = p.a1 = p.a2 = 1.f, p.causal = true, p.sm_arch = 90, p.sm_count = 1;
+  p.scale = 0.5f, p.a0 = 3.f, p.a1 = 8.f, p.a2 = 64.f, p.causal = true, p.sm_arch = 90, p.sm_count = 1;
   const Stride of_queries{int64_t{h} * n * 4, int64_t{n} * 4, 4}, of_keys{int64_t{hk} * n * 4, int64_t{n} * 4, 4};
   p.q = q.data(), p.q_stride = of_queries, p.k = k.data(), p.k_stride = of_keys, p.v = v.data(), p.v_stride = of_keys;
 }
@@ -185,7 +188,7 @@ int differences(int b, int h, int hk, int n) {
   if (kept.size() != linear2_fwd_kept_bytes(p, kPasses) || kept.empty()) return std::printf("kept: %zu bytes\n", kept.size());
   run(p);
   compare("o", kept_o, o);
-  for (int64_t i = 0; i < rows * 4; i += decode_rows(4, 2) * 4) total[i] += state[i];
+  for (int i = 0; i < b * hk; ++i) total[place(p.state, i)] += state[place(p.state, i)];
   compare("the state", total, new_state);
 
   Numbers grad_q(queries), grad_k(keys), grad_v(keys), kept_q(queries), kept_k(keys), kept_v(keys), of_state(rows * 4), unused(rows * 4);
@@ -208,7 +211,7 @@ int differences(int b, int h, int hk, int n) {
   g.state.grad_values = g.state.grad_weights = nullptr;
   run(g);
   compare("grad_q", kept_q, grad_q), compare("grad_k", kept_k, grad_k), compare("grad_v", kept_v, grad_v);
-  for (int64_t i = 0; i < rows * 4; i += decode_rows(4, 2) * 4) unused[i] += grad_state[i];
+  for (int i = 0; i < b * hk; ++i) unused[place(p.state, i)] += grad_state[place(p.state, i)];
   compare("the gradient of the state", unused, of_state);
   return found;
 }

@@ -52,11 +52,11 @@ def arguments(operator, device):
         return grads | {"q": q, "k": k} | factors | {"lim": 1.0}
     if operator.startswith("state_of"):
         tokens = {"log_decay": None, "first_key": None}
+        options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False, "keep": True}
         if operator == "state_of_keys":
-            return {"k": k, "v": v, "key_padding_mask": mask} | tokens | {"p": 2, "allow_tf32": False, "keep": True}
+            return {"k": k, "v": v, "key_padding_mask": mask} | tokens | options
         q, results = tensor(B, H, M, D), {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)}
         operands = {"q": q, "k": k, "v": v, "o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
-        options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False, "keep": True}
         return results | operands | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
@@ -164,7 +164,7 @@ NEW_STATE = [
                             (lambda x: x.double(), f"{prefix}{name} must (be|have)"))
 ]  # fmt: skip
 OF_QUERIES = [row for row in FORWARD if row[0] != "key_padding_mask"] + STATE[:2]
-OF_KEYS = [row for row in FORWARD if row[0] in ("v", "key_padding_mask")] + [STATE[1], ("k", halves, "dtype")]
+OF_KEYS = [row for row in FORWARD if row[0] in ("v", "key_padding_mask", "scale")] + [STATE[1], ("k", halves, "dtype")]
 KEPT = [
     ("kept", lambda x: x.float(), "kept must be contiguous uint8"),
     ("kept", lambda x: x[:1], "kept must be contiguous uint8"),
@@ -468,7 +468,7 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
             assert f"flash_{dense}" in wide_window and "window" not in wide_window, "there is nothing that it hides"
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
                 assert f"{name}, {name}_bounded_{dense}" in line and "bounds of keys, sm_" in line
-            assert "linear, linear2_sm80" in linear_packed and "bounds of keys, sm_" in linear_packed
+            assert f"linear, linear2_{dense}" in linear_packed and "bounds of keys, sm_" in linear_packed
             assert ("quadratic_fading_sm90" if hopper else "quadratic_bounded_sm80") in decay and "causal, decay, sm_" in decay
             assert f"flash_{dense}" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
             assert eager == "fastmax: fastmax::eager_forward"

@@ -179,8 +179,9 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.rotary_factors(torch.arange(N), D // 2, 1e4, torch.float64)
         o, lse = flash_attention(q, k, v, return_lse=True)
         decays, first = torch.ops.fastmax.finite_decay(log_decay, True, True)
-        *sums, kept = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, 2, False, True)
-        z, score = lse.exp(), (0.5, 1.0, 1.0, 0.5, 2, False)
+        score = (0.5, 1.0, 1.0, 0.5, 2, False)
+        *sums, kept = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, *score, True)
+        z = lse.exp()
         torch.ops.fastmax.state_of_queries(o.detach(), None, q, k, v, o.detach(), z, decays, first, *score, True)
         with torch.no_grad():
             torch.ops.fastmax.prefill_kept_(q, k, v, mask, first, *sums, kept, *score)

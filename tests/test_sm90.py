@@ -23,9 +23,6 @@ pytestmark = [
     pytest.mark.skipif(not ON_HOPPER, reason=f"the Hopper kernels do not run: {WHY_NOT or 'another device, or not built'}"),
 ]
 
-# Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
-ATTENTION_CALL = re.compile(r"fastmax::([\w ,]+): [\w ]+, (\w+): b \d.*, head_dim ")
-
 by_attention = pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
 by_head_dim = pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 
@@ -35,8 +32,7 @@ def taken(capfd):
     """taken(): the kernels of the calls since the last time, like "backward: quadratic_sm90"."""
 
     def lines():
-        printed = capfd.readouterr().err
-        return [f"{operator}: {kernels}" for operator, kernels in ATTENTION_CALL.findall(printed)]
+        return [": ".join(call) for call in verify.ATTENTION_CALL.findall(capfd.readouterr().err)]
 
     extension.set_debugging(True)
     lines()
@@ -183,31 +179,14 @@ def test_small_weights_in_fp16(d, taken):
     assert set(taken()) == {"flash_forward: flash_sm90"}
 
 
-def test_random_configurations(taken):
-    """Those of `fastmax.verify`, brought to what the kernels cover."""
-    checked, kinds = 0, set()
-    for index in range(240):
-        case = verify.random_case(index, 77, DEVICE)
-        if case.rpe or case.head_dim > 128 or case.value_dim > 128:
-            continue
-        width = max(case.head_dim, case.value_dim)
-        if width <= 32 or 64 < width <= 96:
-            continue
-        if not case.softmax:
-            case = case._replace(options=case.options | {"algorithm": "quadratic"})
-        if any(case.options.get(name) for name in ("exact_window", "rpe_matrix")):
-            continue
-        case = case._replace(dtype=torch.bfloat16, precision="highest")
-        assert verify.check(case, DEVICE, index).wrong == [], case
-        kernels = set(taken())
-        if case.decay and not case.softmax and width > 64:
-            assert kernels == {"forward: quadratic_fading_sm90", "backward: quadratic_bounded_sm80"}, case
-        else:
-            assert all(name.endswith("_sm90") for name in kernels), (case, kernels)
-        checked, kinds = checked + 1, kinds | kernels
-    assert checked >= 30 and {name.split(": ")[1] for name in kinds} >= {
-        f"{attention}_{kind}sm90" for attention in ("quadratic", "flash") for kind in ("", "bounded_", "fading_")
-    }
+@pytest.mark.parametrize("seed", [0, 1000, 2000, 3000])
+def test_random_configurations(seed, capsys):
+    """On these kernels and those of the linear algorithm. `python -m fastmax.verify --hopper --random 2000` has more."""
+    indices = verify.hopper_indices(50, seed, "cuda")
+    assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
+    counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))
+    of_fastmax = {f"forward: {name}_sm90" for name in ("quadratic", "quadratic_bounded", "quadratic_fading", "linear2")}
+    assert of_fastmax | {f"flash_forward: {name}_sm90" for name in ("flash", "flash_bounded")} <= counts.keys()
 
 
 # ---- windows and packed sequences
@@ -373,7 +352,7 @@ def test_heads_far_from_each_other(d, softmax, taken):
 
     def results(q, k, v, grad_o):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        outputs = verify.implementation(softmax)(q, k, v, **case_of(softmax, n, d=d).options)
+        outputs = verify.implementation(softmax)(q=q, k=k, v=v, **case_of(softmax, n, d=d).options)
         o = outputs[0] if softmax else outputs
         return o, *torch.autograd.grad(o, (q, k, v), grad_o)
 

@@ -88,6 +88,37 @@ def test_what_they_keep_is_enough_to_go_on(device, case, p):
             assert relative(got, x.double()) < 2 * TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("keeps, goes_on", [("state_of_keys", "prefill_kept_"), ("state_of_queries", "prefill_kept_backward_")])
+def test_what_keeps_is_told_what_goes_on_is(keeps, goes_on):
+    """What is kept is as the kernels read it, with the coefficients of the score in it."""
+
+    def options(name):
+        arguments = getattr(torch.ops.fastmax, name).default._schema.arguments
+        return [x.name for x in arguments if str(x.type) in ("float", "int", "bool")]
+
+    assert options(keeps) == [*options(goes_on), "keep"]
+    assert options(goes_on)[:4] == ["scale", "a0", "a1", "a2"]
+
+
+def test_what_is_kept_is_of_the_call_s_score(monkeypatch):
+    """`ops` hands on the score of the call where states are made, as where they are read."""
+    q, k, v, call = given("cpu", torch.float32, 2, 3)
+    seen = {}
+
+    def record(operator, *arguments):
+        seen[operator] = dict(zip((x.name for x in operator._schema.arguments), arguments, strict=True))
+        return operator(*arguments)
+
+    monkeypatch.setattr(ops.extension, "call", record)
+    *state, kept = ops.state_of_keys(k, v, call, keep=True)
+    o, z = ops.prefill_kept_(q, k, v, call, *state, kept)
+    *of_state, kept = ops.state_of_queries(o, None, q, k, v, o, z, call, keep=True)
+    ops.prefill_kept_backward_((o, None, *of_state), q, k, v, (o, z), call, *state, kept)
+    assert len(seen) == 4
+    for arguments in seen.values():
+        assert Score(*(arguments[name] for name in ("scale", "a0", "a1", "a2", "p"))) == call.score
+
+
 def test_of_no_tokens_they_are_zeros(device):
     q, k, v, call = given(device, torch.float32, 2, 0)
     o, z = torch.empty_like(q), q.new_empty(q.shape[:3])
@@ -97,6 +128,7 @@ def test_of_no_tokens_they_are_zeros(device):
 
 def test_a_derivative_is_refused_by_name(device):
     _, k, v, _ = given(device, torch.float32, 2, 3)
-    values, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, 2, False, False)
+    score = Score(1.0, 1.0, 1.0, 0.5, 2)
+    values, *_ = torch.ops.fastmax.state_of_keys(k.requires_grad_(), v, None, None, None, *score, False, False)
     with pytest.raises(RuntimeError, match="state_of_keys and state_of_queries have no gradient"):
         values.sum().backward()

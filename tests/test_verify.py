@@ -1,7 +1,10 @@
 """`python -m fastmax.verify`: random configurations, what they cover, and that a wrong operator does not get through."""
 
 import math
+import os
 import re
+import subprocess
+import sys
 import warnings
 from collections import Counter
 
@@ -115,11 +118,96 @@ def test_options_give_no_warnings_here(monkeypatch):
         verify.check(verify.Case("", {"causal": True, "normalize": True, "algorithm": "auto"}, queries=20, keys=20), "cpu", 0)
 
 
-@pytest.mark.parametrize("arguments", [["--only", "no such row"], ["--random", "0"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--only", "no such row"],
+        ["--random", "0"],
+        ["--processes", "0"],
+        ["--processes", "2", "--only", "one query"],
+        ["--hopper", "--only", "one query"],
+        ["--hopper", "--random", "2"],
+    ],
+    ids=" ".join,
+)
 def test_bad_arguments(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         verify.main(["--device", "cpu", *arguments])
-    assert stop.value.code == 2 and arguments[1] in capsys.readouterr().err
+    name, value = arguments[:2]
+    assert stop.value.code == 2 and (name if name in ("--hopper", "--processes") else value) in capsys.readouterr().err
+
+
+def test_processes_print_what_one_does(capsys):
+    arguments = ["--device", "cpu", "--seed", str(SEED), "--random", "2"]
+    assert verify.main(arguments) == 0
+    command = [sys.executable, "-m", "fastmax.verify", *arguments, "--processes", "2"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == capsys.readouterr().out and "2 of 2 random configurations within the limit" in printed
+
+
+# ---- on the Hopper kernels
+
+
+def test_configurations_for_hopper():
+    """Of 2,000, all kinds of attention; large scores stay with the algorithm that they were drawn for."""
+    kinds = Counter()
+    indices = verify.hopper_indices(2000, 0, "cuda")
+    assert len(set(indices)) == 2000 and indices[:50] == verify.hopper_indices(50, 0, "cuda")
+    for index in indices:
+        drawn = verify.random_case(index, 0, "cuda")
+        case = verify.for_hopper(drawn)
+        assert case.mode == "bfloat16" and max(case.head_dim, case.value_dim) in (*range(33, 65), *range(97, 129))
+        assert not case.softmax or case.options == drawn.options
+        kinds[case.operator, "decay" if case.decay else "packed" if case.sequences else ""] += 1
+        if case.operator[0] == "linear":
+            assert case.magnitude == 1.0 and case.options["p"] == 2 and (case.options["causal"] or not case.sequences)
+    operators = ("softmax", ""), ("linear", "p=2"), ("quadratic", "p=2"), ("quadratic", "p=1")
+    assert all(kinds[operator, kind] > 20 for operator in operators for kind in ("decay", "packed", ""))
+
+
+PRINTED = """\
+fastmax::finite_decay: finite_decay_sm80: b 1, hk 2, m 64
+fastmax::forward: linear, {}: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_90
+fastmax::backward: quadratic, quadratic_bounded_sm80: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
+fastmax::prefill: linear from a state, linear2_sm90: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
+somebody's warning
+"""
+
+
+@pytest.fixture
+def library_prints(monkeypatch):
+    """library_prints(text): every check does, on the file descriptor."""
+    monkeypatch.setattr(verify.extension, "set_debugging", lambda on: None)
+
+    def set_text(text):
+        def check(case, device, seed):
+            os.write(2, text.encode())
+            return verify.Outcome(0.5, [])
+
+        monkeypatch.setattr(verify, "check", check)
+
+    return set_text
+
+
+def test_kernels_are_counted(library_prints, capfd):
+    library_prints(PRINTED.format("linear2_sm90"))
+    indices = verify.hopper_indices(3, 0, "cuda")
+    assert verify.run_random(indices, 0, "cuda", hopper=True) == 0
+    out, err = capfd.readouterr()
+    counts = re.findall(r"^(\w+: \w+) +(\d+) configurations$", out, re.MULTILINE)
+    assert counts == [("backward: quadratic_bounded_sm80", "3"), ("forward: linear2_sm90", "3"), ("prefill: linear2_sm90", "3")]
+    assert err == 3 * "somebody's warning\n"
+
+
+@pytest.mark.parametrize(
+    "text, named", [(PRINTED.format("linear2_sm80"), "linear2_sm80"), ("", "no kernels at all")], ids=["others", "none"]
+)
+def test_other_kernels_fail(text, named, library_prints, capfd):
+    library_prints(text)
+    (index,) = verify.hopper_indices(1, 0, "cuda")
+    assert verify.run_random([index], 0, "cuda", hopper=True) == 1
+    printed = capfd.readouterr().out
+    assert "not on the Hopper kernels: " in printed and named in printed and f"--only-index {index} --hopper" in printed
 
 
 # ---- what is drawn

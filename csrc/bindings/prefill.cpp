@@ -82,7 +82,8 @@ Tensor empty_kept(const Tensor& k, size_t bytes) {
   return empty_contiguous({b, hk, static_cast<int64_t>(bytes) / std::max<int64_t>(1, b * hk)}, ScalarType::Byte, k.get_device_index());
 }
 
-// Gives a call that wants the state alone where to leave states on the way; if it does not keep any, nothing.
+// Gives a call that wants the state alone where to leave states on the way; if it does not keep any, nothing. They have the call's scale
+// and coefficients in them, which must be those of the call that continues.
 template <class Params>
 Tensor keep_states(Params& p, const Tensor& k, Direction direction, size_t (*Kernels::*kept_bytes)(const Params&)) {
   const auto bytes = select(kLinearFromState, p, direction).*kept_bytes;
@@ -118,17 +119,18 @@ std::tuple<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
-                                                 const OptionalTensor& log_decay, const OptionalTensor& first_key, int64_t order,
-                                                 bool allow_tf32, bool keep) {
+                                                 const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale, double a0,
+                                                 double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
   check_cuda_tensor("k", k_in);
   const int device = k_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
   const AttentionInputs inputs{k_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
-  check_tokens(inputs, /*scale=*/1.0, order);
+  check_tokens(inputs, scale, order);
   if (!is_covered(inputs)) {
     const auto [values, weights, kept] =
-        call_operator<3>("fastmax::eager_state_of_keys", k_in, v_in, key_padding_mask, log_decay, first_key, order, allow_tf32, keep);
+        call_operator<3>("fastmax::eager_state_of_keys", k_in, v_in, key_padding_mask, log_decay, first_key, scale, a0, a1, a2, order,
+                         allow_tf32, keep);
     return {values, weights, kept};
   }
   const auto [values, weights] = empty_state(k_in, v_in, order);
@@ -137,7 +139,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tenso
   const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
   const Operands x(inputs);
   FwdParams p{};
-  fill(p, x, /*scale=*/1.0, 1.0, 1.0, 1.0, order, allow_tf32);
+  fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   p.state = {floats(values),
              floats(weights),
              mutable_floats(new_values),

@@ -10,6 +10,7 @@
 
 namespace fastmax {
 
+// Few keys and large scores are no exception: features that cancel (docs/algorithm.md) are rounded here as by the portable kernels.
 bool linear2_sm90_covers(const AttentionParams& p, Direction) {
   const bool has_head_dim = p.head_dim == 64 || p.head_dim == 128;
   if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 2 || !has_head_dim) return false;
