@@ -171,12 +171,23 @@ struct StateFactors {
   float one, first, square, product;
 };
 
+// Rows of y that the walk over them did not count: all of a batch entry, or those of which there are counts.
+struct UncountedRows {
+  int rows;
+  RowCounts counts;
+
+  __host__ __device__ int of(int batch) const {
+    return rows == 0 || counts.data == nullptr ? rows : counts.data[batch * counts.batch + rows - 1];
+  }
+};
+
 // A carried state and slot 0 of StateArgs::accumulators, which holds the same sums: what is loaded, or stored, is multiplied.
 struct CarriedArgs {
   CarriedState state;
-  int states;
+  int states, state_heads;
   float* accumulators;
   StateFactors factors;
+  UncountedRows uncounted;  // join the sum of ones when it is stored
 };
 
 // Snapshots, and sums, of a walk that began with nothing, which take in what was before its first row.

@@ -34,30 +34,6 @@ struct StateTileSm90 : HopperState<kHeadDim> {
   static_assert(kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
 };
 
-// What the last tile of a warpgroup is.
-enum class LastTile { kPair, kColumns, kOnes };
-
-// A warpgroup's tiles.
-template <int kHeadDim>
-struct StateShare {
-  using State = HopperState<kHeadDim>;
-  int star, first;  // tiles (star, star + first), ...
-  LastTile last = LastTile::kPair;
-  int half = 0;           // kColumns: columns of y from 64 half on
-  bool of_y = false;      // not kPair: sums of e y in place of w
-  bool is_there = true;
-
-  __device__ __forceinline__ StateShare(int warpgroup) {
-    star = warpgroup / State::kStarShares, first = warpgroup % State::kStarShares * State::kOwnTiles;
-    const int extra = star - State::kBlocks / 2;
-    if (extra < 0 || first + State::kOwnTiles - 1 != State::kBlocks / 2) return;
-    is_there = extra < 2 * State::kPanels + 2;
-    if (extra < 2 * State::kPanels) last = LastTile::kColumns, half = extra % State::kPanels, of_y = extra >= State::kPanels;
-    else last = LastTile::kOnes, of_y = extra == 2 * State::kPanels + 1;
-  }
-  __device__ __forceinline__ int block(int tile) const { return (star + first + tile) % State::kBlocks; }
-};
-
 // What the rows are: as they are; with moments and sums of e y; or such that fade, e too.
 enum class Rows { kPlain, kScaled, kFading };
 
@@ -133,7 +109,8 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   const uint32_t one = 0x3f803f80u, ones_row = w4 == 0 && lane < 4 ? one : 0;  // in bf16
   const int lane0 = 8 * w4 + t, lane1 = lane0 + 4;  // that have the scalars of this lane's features
 
-  float acc[kOwn][kRegs], count;  // this lane's part of sum e
+  // count: this lane's part of sum e; where rows are plain, of what was carried in alone.
+  float acc[kOwn][kRegs], count;
   const auto for_each_accumulator = [&](int slot, const auto& f) {
     float* saved = a.accumulators + (static_cast<int64_t>(slot) * blocks + state_block) * (Tile::kAccumulators * Tile::kThreads) + threadIdx.x;
 #pragma unroll
@@ -172,10 +149,8 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     const int64_t slot = a.slot(state, c);
     if (of_ones && share.is_there && w4 == 0) {
       float* sums = a.sums + slot * Tile::kSums;
-      if constexpr (kFades) {
-        const float total = quad_sum(count);
-        if (share.of_y && lane == 0) sums[Tile::kSumOne] = total;
-      }
+      const float total = warp_sum(count);
+      if (share.of_y && lane == 0) sums[Tile::kSumOne] = total;
       sums += (share.of_y ? Tile::kSumY : Tile::kSumW) + 2 * lane;
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
@@ -234,6 +209,10 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
       at.template advance<kStages>();
       ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
+      if constexpr (kScaled) {
+        const float2 pair = ptx::load_shared_f32x2(e + 8 * lane);
+        count += pair.x + pair.y;
+      }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         uint32_t m[2][2], f[kOwn][4];
@@ -255,7 +234,6 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
             for (int h = 0; h < 2; ++h) {
               const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
               scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
-              if constexpr (kFades) count += pair.x + pair.y;
             }
           }
           const bool plain = of_columns || of_ones;
