@@ -6,6 +6,7 @@ high tile of 64 for each warpgroup. Gradients: items of 128 rows; at head dim 12
 
 import pytest
 import test_decay_kernels as decays
+import test_prefill_kernels as prefill
 import torch
 from common import relative
 from test_decay_kernels import of_fastmax
@@ -234,8 +235,9 @@ def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
 
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
-    """One head is cut into segments; many long ones run in pieces that hand on sums: against the portable kernels, in fp32."""
-    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480)):
+    """One head is cut into segments; many long ones run in pieces that hand on sums; a dozen at head dim 64 in pieces of three
+    segments: against the portable kernels, in fp32."""
+    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480), (1, 12, 12, 80_000)):
         q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(b, hk, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         rates = torch.logspace(-5, -1, hk, device=DEVICE)[:, None]
@@ -276,6 +278,35 @@ def test_graphs_that_fade(taken):  # noqa: F811
     calls = [of_fastmax("bf16", "linear", 700, first=bounds(order, True)[0].contiguous()) for order in orders]
     check_replayed(*((list(call.arguments.values()), *call.grads) for call in calls))
     assert set(taken()) == EXPECTED
+
+
+# ---- algorithm="auto"
+
+
+@pytest.mark.parametrize(
+    "tokens, forward, backward, d, dtype, options",
+    [
+        (4900, "quadratic_sm90", "quadratic_sm90", 64, torch.bfloat16, ()),
+        (5400, "linear2_sm90", "linear2_sm90", 64, torch.bfloat16, ()),
+        (17_500, "quadratic_sm90", "quadratic_sm90", 128, torch.bfloat16, ()),
+        (19_500, "linear2_sm90", "linear2_sm90", 128, torch.bfloat16, ()),
+        (10_800, "quadratic_fading_sm90", "quadratic_bounded_sm80", 128, torch.bfloat16, ("decay",)),
+        (11_800, "linear2_sm90", "linear2_sm90", 128, torch.bfloat16, ("decay",)),
+        (4600, "quadratic_sm80", "quadratic_sm80", 64, torch.float16, ()),
+        (4900, "linear2_sm80", "linear2_sm80", 64, torch.float16, ()),
+        (4600, "quadratic_sm80", "quadratic_sm80", 64, torch.bfloat16, ("expanded",)),
+        (4900, "linear2_sm80", "linear2_sm80", 64, torch.bfloat16, ("expanded",)),
+    ],
+)
+def test_auto_counts_the_kernels_that_run(tokens, forward, backward, d, dtype, options, taken):  # noqa: F811
+    q, k, v, grad_o = (torch.randn(1, 2, tokens, d, device=DEVICE, dtype=dtype) for _ in range(4))
+    if "expanded" in options:  # not for tensor maps
+        k = k[:, :1].expand(1, 2, tokens, d)
+    log_decay = -torch.rand(1, 2, tokens, device=DEVICE) / 100 if "decay" in options else None
+    variables = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = fastmax.fastmax_attention(*variables, causal=True, temperature=d**0.5, log_decay=log_decay)
+    torch.autograd.grad(o, variables, grad_o)
+    assert kernels_of_attention(taken) == {f"forward: {forward}", f"backward: {backward}"}
 
 
 # ---- the operators
@@ -386,6 +417,95 @@ def test_every_kernel_at_small_sizes(taken):  # noqa: F811
     assert set(taken()) == EXPECTED
 
 
+# ---- states that are carried
+
+PREFILL = {"prefill: linear2_sm90"}
+PREFILL_BACKWARD = PREFILL | {"prefill_backward: linear2_sm90"}
+CARRIED = {
+    **{f"length {n}": prefill.Case(n) for n in prefill.LENGTHS},
+    **{f"length {n}, head dim 128": prefill.Case(n, 128) for n in (1, 63, 64, 65, 255, 256, 257, 300, 1023, 1024, 1025, 2500)},
+    **{f"head dims {d}, {dv}": prefill.Case(300, d, dv) for d, dv in ((40, 24), (37, 51), (64, 8), (72, 100), (128, 16))},
+    **{f"one head, {n}, head dim {d}": prefill.Case(n, d, b=1, h=1, hk=1) for n, d in ((700, 64), (5000, 64), (4500, 128))},
+    "GQA": prefill.Case(700, h=8, hk=2),
+    "GQA, head dim 128": prefill.Case(1300, 128, h=8, hk=2, mask=True),
+    "mask": prefill.Case(700, h=8, hk=2, mask=True),
+    "token-major": prefill.Case(700, layout="token-major", mask=True),
+    "many states": prefill.Case(300, b=5, h=60, hk=60),
+    "many states, head dim 128": prefill.Case(600, 128, b=3, h=40, hk=20, mask=True),
+}
+
+
+@pytest.mark.parametrize("case", CARRIED.values(), ids=CARRIED)
+def test_carried_states(case, taken):  # noqa: F811
+    """Outputs, the state after and gradients, its own too."""
+    prefill.check(prefill.arguments(case, "bf16"), "bf16")
+    assert set(taken()) == PREFILL
+    prefill.check_gradients(prefill.arguments(case, "bf16"), "bf16")
+    assert set(taken()) == PREFILL_BACKWARD
+
+
+@pytest.mark.parametrize("decay", ["ordinary", "strong", "-inf at places", "-inf at the first token", "-inf everywhere"])
+@pytest.mark.parametrize("n, d", [(1, 64), (65, 64), (256, 64), (700, 64), (300, 128), (1500, 128)])
+def test_carried_states_that_fade(n, d, decay, taken):  # noqa: F811
+    given = prefill.arguments(prefill.Case(n, d, decay=decay, mask=d == 64 and decay != "strong"), "bf16")
+    prefill.check(given, "bf16")
+    if decay != "strong":  # sums of pairs of the little that is left cancel, as in tests/test_prefill_kernels.py
+        prefill.check_gradients(given, "bf16")
+    assert set(taken()) == (PREFILL if decay == "strong" else PREFILL_BACKWARD)
+
+
+@pytest.mark.parametrize("n, d", [(1, 64), (700, 64), (1300, 128)])
+@pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
+def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
+    """Its first weight: of rows that do not fade it is counted apart, and exact."""
+    case = prefill.Case(n, d, h=4, hk=2, mask=mask)
+    given = prefill.arguments(case, "bf16")
+    *_, weights = torch.ops.fastmax.prefill(*given)
+    joined = given[3].sum(1) if mask else torch.full((2,), n, device=DEVICE)
+    assert torch.equal(weights[..., 0], given[7][..., 0] + joined[:, None])
+    _, weights, _ = torch.ops.fastmax.state_of_keys(*given[1:4], None, None, *given[8:], False)
+    assert torch.equal(weights[..., 0], joined[:, None].float().expand(2, 2))
+    assert set(taken()) == PREFILL | {"state_of_keys: linear2_sm90"}
+
+
+@pytest.mark.parametrize("decay", [None, "-inf at places"], ids=["", "decay"])
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+def test_states_alone(d, decay, taken):  # noqa: F811
+    """Of keys, and of queries: all tokens are one chunk."""
+    for n in (1, 65, 1300):
+        given = prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16")
+        q, k, v, _, log_decay, first, values, weights, *options = given
+        given[6:8] = values, weights = torch.zeros_like(values), torch.zeros_like(weights)
+        o, z, *expected = prefill.in_float64(given)
+        state = torch.ops.fastmax.state_of_keys(k, v, None, log_decay, first, *options, False)[:2]
+        for x, y in zip(state, expected, strict=True):
+            assert relative(x, y) <= prefill.rounding("bf16"), n
+        grad_o = torch.randn_like(q)
+        wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
+        leaves = [x.double().requires_grad_() for x in (values, weights)]
+        exact = torch.autograd.grad(prefill.in_float64([*wide[:6], *leaves, *wide[8:]])[0], leaves, grad_o.double())
+        found = torch.ops.fastmax.state_of_queries(
+            grad_o, None, q, k, v, o.to(q.dtype), z.float(), log_decay, first, *options, False
+        )[:2]
+        for x, y in zip(found, exact, strict=True):
+            assert (x - y).norm() <= 4 * prefill.rounding("bf16") * max(y.norm(), 1e-2 * exact[0].norm()), n
+    assert set(taken()) == {"state_of_keys: linear2_sm90", "state_of_queries: linear2_sm90"}
+
+
+@pytest.mark.parametrize("b, h, n, d", [(1, 32, 33_000, 64), (1, 8, 47_000, 128)], ids=["d64", "d128"])
+def test_carried_states_in_phases(b, h, n, d, taken):  # noqa: F811
+    """Snapshots of more than 832 MiB: against the portable kernels, in fp32."""
+    given = prefill.arguments(prefill.Case(n, d, b=b, h=h, hk=h), "bf16")
+    grads = prefill.output_grads(given)
+    actual, found = torch.ops.fastmax.prefill(*given), prefill.gradients(prefill.operator, given, grads)
+    assert set(taken()) == PREFILL_BACKWARD
+    wide = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
+    for x, y in zip(actual, torch.ops.fastmax.prefill(*wide), strict=True):
+        assert relative(x, y) <= prefill.rounding("bf16")
+    exact = prefill.gradients(prefill.operator, wide, {name: x.float() for name, x in grads.items()})
+    prefill.compare(found, exact, "bf16")
+
+
 # ---- what they leave to the portable kernels
 
 
@@ -404,5 +524,6 @@ def test_what_is_not_covered(taken):  # noqa: F811
         assert taken() == ["forward: linear2_sm80"], name
     fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear", p=1, a0=2.0)
     assert taken() == ["forward: linear1_sm80"]
-    fastmax.prefill(q, q, q, fastmax.init_state(1, 4, 64, dtype=torch.bfloat16, device=DEVICE))
-    assert taken() == ["prefill: linear2_sm80"]
+    for name in ("fp16", "head dim 32", "expanded keys"):
+        calls[name](lambda *x: fastmax.prefill(*x, fastmax.init_state(1, 4, x[1].shape[3], dtype=x[1].dtype, device=DEVICE)))
+        assert taken() == ["prefill: linear2_sm80"], name

@@ -13,7 +13,9 @@ constexpr Kernels kLinear[] = {
     {"linear2_sm90", linear2_sm90_covers, [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm90); },
      [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm90); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
-     [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); }},
+     [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); },
+     [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm90); },
+     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }},
 #endif
     {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); }, linear1_fwd_workspace_bytes,
      linear1_bwd_workspace_bytes, launch_linear1_fwd, launch_linear1_bwd},
@@ -26,8 +28,13 @@ constexpr Kernels kLinear[] = {
      [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm80); }},
 };
 
-// Rows of this table know FwdParams::state and BwdParams::state.
-constexpr Kernels kFromState[] = {kLinear[std::size(kLinear) - 1]};
+// Rows of this table know FwdParams::state and BwdParams::state: those of order 2, which compute order 1 too.
+constexpr Kernels kFromState[] = {
+#ifdef FASTMAX_HAS_SM90
+    kLinear[0],
+#endif
+    kLinear[std::size(kLinear) - 1],
+};
 
 }  // namespace
 

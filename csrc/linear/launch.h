@@ -1,6 +1,7 @@
 // What the launchers of the linear algorithm share: workspace, views of tensors, inputs as the kernels take them, coefficients.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "core/dispatch.h"
@@ -180,15 +181,15 @@ struct PreparedInputs {
   WidenedInputs widened;
   char* g;
   float* e;
+  int64_t e_head, e_pad;
 
-  PreparedInputs(const Problem& p, Workspace& w) : widened(p, w) {
-    g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
-    e = w.take<float>(int64_t{p.b} * p.h * e_head(p));
-  }
   // The e of a head end at a multiple of kBoundary, with zeros before them: a walk back in time, which begins at the last one, finds
-  // those of its tiles at multiples of their size.
-  static int64_t e_head(const Problem& p) { return round_up(p.n, kBoundary); }
-  static int64_t e_pad(const Problem& p) { return e_head(p) - p.n; }
+  // those of its tiles at multiples of their size. e_rows: at least so many of a head.
+  PreparedInputs(const Problem& p, Workspace& w, int e_rows = 0)
+      : widened(p, w), e_head(round_up(std::max(p.n, e_rows), kBoundary)), e_pad(e_head - p.n) {
+    g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
+    e = w.take<float>(int64_t{p.b} * p.h * e_head);
+  }
 
   BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
     const Inputs in = widened.fill(p, stream);
@@ -198,12 +199,12 @@ struct PreparedInputs {
     prepare.noise = view(p.noise, p.noise_stride);
     prepare.dropout = p.dropout;
     prepare.z = p.z, prepare.grad_z = p.grad_z;
-    prepare.g = g, prepare.e = e + e_pad(p), prepare.e_head = e_head(p);
-    if (e_pad(p) > 0) {
-      check_cuda(cudaMemset2DAsync(e, e_head(p) * sizeof(float), 0, e_pad(p) * sizeof(float), int64_t{p.b} * p.h, stream), "linear_prepare");
+    prepare.g = g, prepare.e = e + e_pad, prepare.e_head = e_head;
+    if (e_pad > 0) {
+      check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), int64_t{p.b} * p.h, stream), "linear_prepare");
     }
     dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
-    return {in, contiguous(g, p.h, p.n, p.dv), {e + e_pad(p), e_head(p), 1}};
+    return {in, contiguous(g, p.h, p.n, p.dv), {e + e_pad, e_head, 1}};
   }
 };
 

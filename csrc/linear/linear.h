@@ -87,8 +87,8 @@ struct StateWeights {
 };
 
 // Order 2 walks y from virtual row `begin` to the last boundary. Where one walk per state would leave multiprocessors idle, it is cut
-// into segments that run side by side: one launch sums the rows of every segment but the last, a scan makes of the sums what each
-// segment starts from, a second launch walks them all and writes the snapshots.
+// into segments that run side by side: one launch walks the first, and writes its snapshots, while it sums the rows of all others but
+// the last; a scan makes of the sums what each segment starts from; a second launch walks all but the first.
 struct StateArgs : LinearProblem {
   View y, w;
   View zeroed_y;     // FadeArgs, for groups of rows that `kept` says are not whole; without data where nothing fades, or it is not wanted
@@ -171,12 +171,23 @@ struct StateFactors {
   float one, first, square, product;
 };
 
+// Rows of y that the walk over them did not count: all of a batch entry, or those of which there are counts.
+struct UncountedRows {
+  int rows;
+  RowCounts counts;
+
+  __host__ __device__ int of(int batch) const {
+    return rows == 0 || counts.data == nullptr ? rows : counts.data[batch * counts.batch + rows - 1];
+  }
+};
+
 // A carried state and slot 0 of StateArgs::accumulators, which holds the same sums: what is loaded, or stored, is multiplied.
 struct CarriedArgs {
   CarriedState state;
-  int states;
+  int states, state_heads;
   float* accumulators;
   StateFactors factors;
+  UncountedRows uncounted;  // join the sum of ones when it is stored
 };
 
 // Snapshots, and sums, of a walk that began with nothing, which take in what was before its first row.

@@ -120,6 +120,7 @@ struct Passes {
   // Where the plan keeps snapshots. adds: they are there, without the carried state.
   void* kept = nullptr;
   bool adds = false;
+  UncountedRows uncounted{};
 
   // Runs the phases: the states, then whoever reads them.
   template <class Consume>
@@ -173,7 +174,9 @@ struct Passes {
   }
 
   CarriedArgs carry(const Phase& phase, const StateFactors& factors) const {
-    return {of_phase(carried, phase), phase.problem.states(), buffers.accumulators, factors};
+    UncountedRows rows = uncounted;
+    if (rows.counts.data != nullptr) rows.counts.data += phase.first_batch * rows.counts.batch;
+    return {of_phase(carried, phase), phase.problem.states(), phase.problem.state_heads, buffers.accumulators, factors, rows};
   }
 
   // Where the snapshots of a phase lie; the rest of it is the workspace's.
@@ -391,7 +394,7 @@ struct BwdPlan {
   BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
       : prefixes(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
         suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
-        inputs(p, w),
+        inputs(p, w, continues(p) ? suffixes.whole.y_row(suffixes.whole.end()) : p.n),
         zeroed(p, takes_zeros, w),
         faded(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
@@ -416,7 +419,7 @@ namespace {
 
 // Of a walk between two states. With decays the gradient takes states that a later call does not make.
 size_t kept_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& walk) {
-  if (kernels.add == nullptr || p.order != 2 || p.log_decay != nullptr) return 0;
+  if (!kernels.keeps(p) || p.order != 2 || p.log_decay != nullptr) return 0;
   const StatePlan plan(walk, kernels.sizes(p), p.sm_count, /*carries=*/true, /*keeps=*/true);
   return plan.kept_bytes() <= kKeptBytes ? static_cast<size_t>(plan.kept_bytes()) : 0;
 }
@@ -457,7 +460,10 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
 
-  const Passes passes{p, kernels, plan.states, plan.buffers, fading, stream, p.state, kAsTheyAre, kAsTheyAre, p.kept, resumes(p)};
+  // Kernels that are given counts of rows count those that fade alone.
+  const UncountedRows uncounted = kernels.takes_zeros && !fading ? UncountedRows{p.m, plan.zeroed.row_counts(p)} : UncountedRows{};
+  const Passes passes{p,       kernels,    plan.states, plan.buffers, fading,      stream,
+                      p.state, kAsTheyAre, kAsTheyAre,  p.kept,       resumes(p), uncounted};
   passes.run(state, [&](const Phase& phase) {
     if (!wants_state_alone(p)) passes.read(phase, read);
   });
@@ -550,6 +556,7 @@ constexpr StatePasses kStatePassesSm80 = {
       if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
     },
+    /*keeps=*/[](const Problem&) { return true; },
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },

@@ -1,6 +1,7 @@
 // Which calls the Hopper kernels of order 2 cover, and as what the passes of launch.cpp take them.
 #ifdef FASTMAX_HAS_SM90
 
+#include "core/dispatch.h"
 #include "core/sm90/tensor_map.h"
 #include "linear/algorithm.h"
 #include "linear/order2/linear2.h"
@@ -29,9 +30,11 @@ constexpr StatePasses kStatePassesSm90 = {
     [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
       linear_grads_sm90(values, a, p.head_dim, p.sm_count, stream);
     },
-    /*load=*/nullptr,
-    /*store=*/nullptr,
-    /*add=*/nullptr,
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, stream); },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, stream); },
+    // At head dim 64 snapshots are of 256 rows, and moving them twice takes longer than adding up the rows.
+    /*keeps=*/[](const Problem& p) { return p.head_dim == 128; },
+    [](const Problem&, const AddArgs& a, cudaStream_t stream) { linear_add_state<Bf16>(a, stream); },
     /*adds_while_reading=*/nullptr,
 };
 

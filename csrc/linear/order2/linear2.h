@@ -22,11 +22,11 @@ struct StatePasses {
   void (*grad)(const Problem& p, const GradArgs& a, cudaStream_t stream);
   // grad_v and grad_k, which look at the same states. Null: a read and a grad.
   void (*grads)(const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream);
-  // Carried states, or their gradients, to and from what `sum` hands on and goes on from. Null: the architecture has none in
-  // kLinearFromState.
+  // Carried states, or their gradients, to and from what `sum` hands on and goes on from.
   void (*load)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
-  // Null: the architecture keeps no snapshots from one call to the next.
+  // Whether snapshots are kept from one call to the next, which then `add`s to them in place of adding up their rows again.
+  bool (*keeps)(const Problem& p);
   void (*add)(const Problem& p, const AddArgs& a, cudaStream_t stream);
   // Whether readers of kept snapshots in a walk of that direction add ReadArgs::added and GradArgs::added to them; else, and where it is
   // null, `add` does.
@@ -36,7 +36,7 @@ extern const StatePasses kStatePassesSm80;  // for every architecture
 extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 64 and 128
 bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
 
-// From the totals of a walk's segments to what each starts from: the earlier walk's accumulators and all totals before it.
+// From what the first segment of a walk ends with, and the totals of the others, to what each of the others starts from.
 // slot_floats: of a slot of StateArgs::accumulators.
 void linear_scan_segments(const StateArgs& a, int64_t slot_floats, cudaStream_t stream);
 

@@ -15,4 +15,8 @@ void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_
 void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream);
 void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream);
 
+// Carried state -> accumulators, and accumulators -> new carried state
+void linear_load_state_sm90(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+void linear_store_state_sm90(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+
 }  // namespace fastmax

@@ -5,8 +5,8 @@
 // ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then y and w of the own chunk. Features are
 // made in registers, from x in shared memory.
 //
-// The constant term of the denominator is not summed: it is the number of rows of y that are seen, times c0. Where rows fade it is summed
-// with the rest, and what is read of the state fades with each row of x, in registers.
+// The constant term of the denominator is not summed: it is the number of rows of y that are seen and of those in a carried state, times
+// c0. Where rows fade it is summed with the rest, and what is read of the state fades with each row of x, in registers.
 
 #include <algorithm>
 #include <type_traits>
@@ -452,8 +452,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
     ring.release(before, lane, releases);
 
     const ItemsOfRows::Item here = item_again();
+    [[maybe_unused]] float rows_before = 0.f;  // what a carried state has of them
     if (!kFades && a.has_state(here.chunk)) {
       const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
+      if constexpr (!kValues) rows_before = __ldg(a.sums + here.slot * Tile::kSums + Tile::kSumOne);
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
 #pragma unroll
@@ -487,7 +489,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
         } else {
           const int x_row = first + row + 8 * r;
           float z = quad_sum(sums[m][r]);
-          if constexpr (!kFades) z = fmaf(a.c0, rows_seen(a, here.batch, x_row), z);
+          if constexpr (!kFades) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
           else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
           factor[r] = z == 0.f ? 0.f : 1.f / z;
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;

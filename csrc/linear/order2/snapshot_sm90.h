@@ -37,8 +37,8 @@ struct HopperState {
   static constexpr int kTileBytes = kPanels * kPanelBytes;
   static constexpr int64_t kSnapshotBytes = int64_t{kTiles} * kTileBytes;
   static constexpr int kMomentTile = 0, kLinearTile = kPanels, kFirstPair = 2 * kPanels;
-  // sum w, sum e y, and where rows fade sum e
-  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = 2 * kHeadDim + 2;
+  // sum w, sum e y, sum e; of rows without an e, of which readers know how many they see, that of a carried state alone
+  static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = 2 * kHeadDim + 4;
 
   // The state kernel: tiles of a warpgroup, neighbours in a star; two warpgroups a block.
   static constexpr int kOwnTiles = kHeadDim == 64 ? 5 : 3;
@@ -54,6 +54,32 @@ struct HopperState {
     return star < kHalf ? star * (kHalf + 1) + offset : kHalf * (kHalf + 1) + (star - kHalf) * kHalf + offset;
   }
 };
+
+#ifdef __CUDACC__
+// What the last tile of a warpgroup is.
+enum class LastTile { kPair, kColumns, kOnes };
+
+// A warpgroup's tiles.
+template <int kHeadDim>
+struct StateShare {
+  using State = HopperState<kHeadDim>;
+  int star, first;  // tiles (star, star + first), ...
+  LastTile last = LastTile::kPair;
+  int half = 0;           // kColumns: columns of y from 64 half on
+  bool of_y = false;      // not kPair: sums of e y in place of w
+  bool is_there = true;
+
+  __device__ __forceinline__ StateShare(int warpgroup) {
+    star = warpgroup / State::kStarShares, first = warpgroup % State::kStarShares * State::kOwnTiles;
+    const int extra = star - State::kBlocks / 2;
+    if (extra < 0 || first + State::kOwnTiles - 1 != State::kBlocks / 2) return;
+    is_there = extra < 2 * State::kPanels + 2;
+    if (extra < 2 * State::kPanels) last = LastTile::kColumns, half = extra % State::kPanels, of_y = extra >= State::kPanels;
+    else last = LastTile::kOnes, of_y = extra == 2 * State::kPanels + 1;
+  }
+  __device__ __forceinline__ int block(int tile) const { return (star + first + tile) % State::kBlocks; }
+};
+#endif
 
 // Chunks: snapshots written and read against the quadratic part of a chunk; a prototype took 2.65 ms at (1, 32, 65536, 64) with 256
 // rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024.
