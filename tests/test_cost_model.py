@@ -36,11 +36,11 @@ using namespace fastmax;
 
 int main() {
   AttentionParams p{};
-  p.b = p.h = p.hk = 1;
+  p.hk = 1;
   const float decay = -1.f;
   int math, causal, fades, expanded, group;
-  while (std::scanf("%d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &fades, &expanded,
-                    &group) == 8) {
+  while (std::scanf("%d %d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &fades, &expanded, &group,
+                    &p.b) == 9) {
     p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = fades ? &decay : nullptr;
     p.q_stride.head = expanded ? 0 : 64, p.h = group;
     int n = 1;
@@ -54,7 +54,7 @@ BF16, FP16 = 0, 1
 
 class Call(NamedTuple):
     """As the probe reads it. fades: with decays. expanded: a stride that tensor maps do not have. group: heads a key/value
-    head."""
+    head, of which each of `batch` has one."""
 
     sm_arch: int
     head_dim: int
@@ -64,6 +64,7 @@ class Call(NamedTuple):
     fades: int = 0
     expanded: int = 0
     group: int = 1
+    batch: int = 2048
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +120,13 @@ def test_rates_are_of_the_kernels_that_run(crossing):
     assert crossing(Call(90, 64, order=1)) > 1.5 * crossing(Call(80, 64, order=1)), "linear kernels of order 1 are portable"
     assert crossing(Call(90, 64, group=4)) < crossing(Call(90, 64)), "a state serves a group"
     assert crossing(Call(90, 64, causal=0)) < crossing(Call(90, 64))
+
+
+def test_few_heads_wait_for_launches(crossing):
+    for call, quadratic, linear in (
+        (Call(90, 32, order=1), 512, 2048),
+        (Call(90, 64, order=1), 1024, 2048),
+        (Call(90, 128, order=1), 1024, 2048),
+    ):
+        assert quadratic < crossing(call._replace(batch=16)) <= linear, "measured"
+    assert crossing(Call(90, 64, batch=16)) <= 1.05 * crossing(Call(90, 64))

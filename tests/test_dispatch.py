@@ -113,7 +113,7 @@ int main() {
   set(&Problem::order, 1), set(&Problem::head_dim, 64);
   run(kLinearAlgorithm, fwd, bwd);
   AttentionParams few = fwd;
-  few.b = few.h = few.hk = 1, few.n = few.m = 600, few.causal = true;
+  few.b = 2048, few.h = few.hk = 1, few.n = few.m = 600, few.causal = true;
   std::printf("first order, 600 tokens, fading: linear %d\\n", linear_is_faster(few));
   few.log_decay = nullptr;
   std::printf("first order, 600 tokens: linear %d\\n", linear_is_faster(few));

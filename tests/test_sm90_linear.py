@@ -299,10 +299,10 @@ def test_graphs_that_fade(taken):  # noqa: F811
     ],
 )
 def test_auto_counts_the_kernels_that_run(tokens, forward, backward, d, dtype, options, taken):  # noqa: F811
-    q, k, v, grad_o = (torch.randn(1, 2, tokens, d, device=DEVICE, dtype=dtype) for _ in range(4))
+    q, k, v, grad_o = (torch.randn(1, 64, tokens, d, device=DEVICE, dtype=dtype) for _ in range(4))
     if "expanded" in options:  # not for tensor maps
-        k = k[:, :1].expand(1, 2, tokens, d)
-    log_decay = -torch.rand(1, 2, tokens, device=DEVICE) / 100 if "decay" in options else None
+        k = k[:, :1].expand(1, 64, tokens, d)
+    log_decay = -torch.rand(1, 64, tokens, device=DEVICE) / 100 if "decay" in options else None
     variables = [x.detach().requires_grad_() for x in (q, k, v)]
     o = fastmax.fastmax_attention(*variables, causal=True, temperature=d**0.5, log_decay=log_decay)
     torch.autograd.grad(o, variables, grad_o)

@@ -29,6 +29,11 @@ struct Rates {
 inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
 inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
 
+// More launches, each behind the other, forward + backward: what the linear algorithm takes longer at any size, in pairs times head_dim.
+// Order 1 and 16 heads on one H200, ms, quadratic and linear, at head_dim 32, 64 and 128: 512 tokens .041/.054, .039/.076, -;
+// 1024 .060/.064, .061/.087, .086/.129; 2048 .143/.069, .107/.093, .158/.144.
+inline constexpr double kLaunches = 4e8;
+
 inline const Rates& rates_of(const Kernels& kernels) {
   return std::string_view(kernels.name).find("_sm90") != std::string_view::npos ? kSm90Rates : kPortableRates;
 }
@@ -45,7 +50,7 @@ inline bool linear_is_faster(const AttentionParams& p) {
   const double features = p.order == 2 ? d * (d + 1) / 2 + d + 1 : d + 1;
   const double overhead = p.order == 2 ? linear_rates.overhead / d : uses_linear1(p) && !fades(p) ? 50 : 700;
   const double linear = linear_rates.feature * (features + overhead) * 0.5 * (n + m * p.hk / p.h);
-  return linear < quadratic;
+  return linear + kLaunches / (d * p.b * p.h) < quadratic;
 }
 
 }  // namespace fastmax
