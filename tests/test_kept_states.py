@@ -18,7 +18,7 @@ CASES = {name: case for name, case in CASES.items() if case.decay is None and ca
 
 
 def is_kept(k, v, kept, backward=False):
-    """Nothing by the Hopper kernels at head dim 64 in the backward, where adding to it would take longer than adding up rows."""
+    """Nothing by the Hopper kernels' backward at head dim 64, where adding to it would take longer than adding up rows."""
     on_hopper = torch.cuda.get_device_capability() == (9, 0) and "linear2_sm90" in extension.build_info()
     nothing = backward and on_hopper and k.dtype == torch.bfloat16 and 32 < max(k.shape[3], v.shape[3]) <= 64
     return kept.shape[:2] == k.shape[:2] and (kept.numel() == 0) == nothing
