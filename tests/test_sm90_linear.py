@@ -443,7 +443,7 @@ def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
 def test_states_alone(d, decay, taken):  # noqa: F811
     """Of keys, and of queries: all tokens are one chunk."""
     for n in (1, 65, 1300):
-        given = prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16")
+        given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16"))
         q, k, v, _, log_decay, first, values, weights, *options = given
         given[6:8] = values, weights = torch.zeros_like(values), torch.zeros_like(weights)
         o, z, *expected = prefill.in_float64(given)
