@@ -5,6 +5,7 @@ backward it owns 64 keys and walks over 64 queries, or owns 64 queries and walks
 test_padding.py has the masks.
 """
 
+import ctypes
 import itertools
 import math
 import re
@@ -379,6 +380,35 @@ def test_in_a_thread_that_has_not_used_the_device(softmax, taken):
     thread.join()
     assert torch.equal(*results)
     assert "sm80" not in "".join(taken())
+
+
+def current_context():
+    context = ctypes.c_void_p()
+    assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0
+    return context.value
+
+
+def test_the_current_context_stays(taken):
+    """Another than the device's own too, as a green context is, where tensor maps are made."""
+    case = case_of(True, 130, d=64, b=1)
+    tensors = verify.random_tensors(case, DEVICE)
+    function = verify.implementation(softmax=True)
+    expected, _ = function(**tensors, **case.options)
+    try:
+        green = torch.cuda.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
+        green.set_context()
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"no green contexts here: {error}")
+    try:
+        before = current_context()
+        moved = {name: x.clone() for name, x in tensors.items()}  # of which there are no maps yet
+        o, _ = function(**moved, **case.options)
+        torch.cuda.synchronize()
+        assert current_context() == before
+    finally:
+        green.pop_context()
+    assert torch.equal(o, expected)
+    assert set(taken()) == {"flash_forward: flash_sm90"}
 
 
 # ---- what they leave to the portable kernels

@@ -235,8 +235,9 @@ def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
 
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
-    """One head is cut into segments; many long ones run in pieces that hand on sums: against the portable kernels, in fp32."""
-    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480)):
+    """One head is cut into segments; many long ones run in pieces that hand on sums; a dozen at head dim 64 in pieces of three
+    segments: against the portable kernels, in fp32."""
+    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480), (1, 12, 12, 80_000)):
         q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(b, hk, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         rates = torch.logspace(-5, -1, hk, device=DEVICE)[:, None]
@@ -277,6 +278,35 @@ def test_graphs_that_fade(taken):  # noqa: F811
     calls = [of_fastmax("bf16", "linear", 700, first=bounds(order, True)[0].contiguous()) for order in orders]
     check_replayed(*((list(call.arguments.values()), *call.grads) for call in calls))
     assert set(taken()) == EXPECTED
+
+
+# ---- algorithm="auto"
+
+
+@pytest.mark.parametrize(
+    "tokens, forward, backward, d, dtype, options",
+    [
+        (4900, "quadratic_sm90", "quadratic_sm90", 64, torch.bfloat16, ()),
+        (5400, "linear2_sm90", "linear2_sm90", 64, torch.bfloat16, ()),
+        (17_500, "quadratic_sm90", "quadratic_sm90", 128, torch.bfloat16, ()),
+        (19_500, "linear2_sm90", "linear2_sm90", 128, torch.bfloat16, ()),
+        (10_800, "quadratic_fading_sm90", "quadratic_bounded_sm80", 128, torch.bfloat16, ("decay",)),
+        (11_800, "linear2_sm90", "linear2_sm90", 128, torch.bfloat16, ("decay",)),
+        (4600, "quadratic_sm80", "quadratic_sm80", 64, torch.float16, ()),
+        (4900, "linear2_sm80", "linear2_sm80", 64, torch.float16, ()),
+        (4600, "quadratic_sm80", "quadratic_sm80", 64, torch.bfloat16, ("expanded",)),
+        (4900, "linear2_sm80", "linear2_sm80", 64, torch.bfloat16, ("expanded",)),
+    ],
+)
+def test_auto_counts_the_kernels_that_run(tokens, forward, backward, d, dtype, options, taken):  # noqa: F811
+    q, k, v, grad_o = (torch.randn(1, 2, tokens, d, device=DEVICE, dtype=dtype) for _ in range(4))
+    if "expanded" in options:  # not for tensor maps
+        k = k[:, :1].expand(1, 2, tokens, d)
+    log_decay = -torch.rand(1, 2, tokens, device=DEVICE) / 100 if "decay" in options else None
+    variables = [x.detach().requires_grad_() for x in (q, k, v)]
+    o = fastmax.fastmax_attention(*variables, causal=True, temperature=d**0.5, log_decay=log_decay)
+    torch.autograd.grad(o, variables, grad_o)
+    assert kernels_of_attention(taken) == {f"forward: {forward}", f"backward: {backward}"}
 
 
 # ---- the operators

@@ -62,10 +62,14 @@ void check_options(const Tensor& q, const Tensor& v, const OptionalTensor& drop_
 const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool causal, int64_t order) {
   if (name == "quadratic") return kQuadraticAlgorithm;
   if (name == "linear") return kLinearAlgorithm;
-  Problem p{};
+  AttentionParams p{};
   fill_problem(p, x.q, x.k, x.v, /*scale=*/1.0, causal, kNoWindow, /*allow_tf32=*/false);
   p.order = static_cast<int>(order);
-  return linear_is_faster(p, x.log_decay.has_value() || x.first_key.has_value()) ? kLinearAlgorithm : kQuadraticAlgorithm;
+  // What newer kernels cover is a matter of strides and of what is there. Tensors that would be copied first count as not covered.
+  p.q_stride = stride_of(x.q), p.k_stride = stride_of(x.k), p.v_stride = stride_of(x.v);
+  p.first_key = Operands::bounds(x.first_key), p.end_key = Operands::bounds(x.end_key);
+  p.log_decay = x.log_decay.has_value() ? static_cast<const float*>(x.log_decay->data_ptr()) : nullptr;
+  return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,

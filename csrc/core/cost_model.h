@@ -1,28 +1,50 @@
 // algorithm="auto": which algorithm is faster, in one place for both directions.
 #pragma once
 
-#include "core/params.h"
+#include <string_view>
+
 #include "linear/algorithm.h"
+#include "quadratic/algorithm.h"
 
 namespace fastmax {
 
-// Work per (batch, head) of each algorithm in units of one head_dim-long multiply-add of a query with a key. Fitted to forward +
-// backward on one H200, bf16, causal, h = hk (python -m benchmarks.run crossover; benchmarks/results/crossover.csv has what was
-// measured). With n = m the algorithms cross at 1.85 (features + overhead) tokens, measured / here:
-//   order 2: head_dim 32: 2550 / 2600   64: 4570 / 4750   128: 15900 / 15900   256: - / 61500
-//   order 1: head_dim 32: < 256 / 150   64: < 256 / 210   128:   260 / 330     256: - / 1800
-//
-// fades: keys fade, or sequences begin anew, which the kernels of order 1 alone do not know.
-inline bool linear_is_faster(const Problem& p, bool fades) {
-  const double d = p.head_dim, n = p.n, m = p.m;
-  const double quadratic = p.causal ? n * (m - 0.5 * n) : n * m;
+// What an architecture's kernels take, forward + backward, in units of one query with one key in the portable quadratic kernels.
+// A newer architecture's row of a table (core/algorithm.h) has rates here, or counts as portable.
+struct Rates {
+  double pair;      // quadratic: a query with a key
+  double feature;   // linear: a feature of a key in the state, and of a query that reads it
+  double overhead;  // order 2: what does not grow with the features (the part within a chunk, snapshots, low occupancy at small head
+                    // dims, launches), in features times head_dim
+};
 
-  // The state takes every key once for each key/value head, and every query reads it. What does not grow with the features (the part
-  // within a chunk, snapshots, low occupancy at small head dims, launches) counts as so many features more.
+// Fitted on one H200, bf16, causal, h = hk. With n = m the algorithms cross at 2 feature / pair (features + overhead) tokens; measured,
+// and here:
+//                                    head_dim 32    64            128             256
+//   order 2: portable                2550 / 2600    4570 / 4750   15900 / 15900   - / 61500
+//            sm_90                                  5100 / 5150   18400 / 18500
+//   order 1: portable                < 256 / 150    < 256 / 210   260 / 330       - / 1800
+//            and sm_90, quadratic                   - / 350       - / 540
+// Portable: python -m benchmarks.run crossover (benchmarks/results/crossover.csv). sm_90: a line through the times of the quadratic
+// kernels at n = 1024 and 4096 (head_dim 128: at 4096, with as much beside its pairs) and the linear ones' at 65536.
+inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
+inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
+
+inline const Rates& rates_of(const Kernels& kernels) {
+  return std::string_view(kernels.name).find("_sm90") != std::string_view::npos ? kSm90Rates : kPortableRates;
+}
+
+// By the kernels that would compute the gradients, which are most of the time.
+inline bool linear_is_faster(const AttentionParams& p) {
+  const Rates& quadratic_rates = rates_of(select(kQuadraticAlgorithm, p, Direction::kBackward));
+  const Rates& linear_rates = rates_of(select(kLinearAlgorithm, p, Direction::kBackward));
+  const double d = p.head_dim, n = p.n, m = p.m;
+  const double quadratic = quadratic_rates.pair * (p.causal ? n * (m - 0.5 * n) : n * m);
+
+  // The state takes every key once for each key/value head, and every query reads it. The kernels of order 1 alone know nothing that
+  // fades, nor sequences that begin anew.
   const double features = p.order == 2 ? d * (d + 1) / 2 + d + 1 : d + 1;
-  const double overhead = p.order == 2 ? 2.7e4 / d : uses_linear1(p) && !fades ? 50 : 700;
-  constexpr double kRate = 0.925;  // speed of the quadratic kernels over that of the linear ones
-  const double linear = kRate * (features + overhead) * 0.5 * (n + m * p.hk / p.h);
+  const double overhead = p.order == 2 ? linear_rates.overhead / d : uses_linear1(p) && !fades(p) ? 50 : 700;
+  const double linear = linear_rates.feature * (features + overhead) * 0.5 * (n + m * p.hk / p.h);
   return linear < quadratic;
 }
 

@@ -87,8 +87,8 @@ struct StateWeights {
 };
 
 // Order 2 walks y from virtual row `begin` to the last boundary. Where one walk per state would leave multiprocessors idle, it is cut
-// into segments that run side by side: one launch sums the rows of every segment but the last, a scan makes of the sums what each
-// segment starts from, a second launch walks them all and writes the snapshots.
+// into segments that run side by side: one launch walks the first, and writes its snapshots, while it sums the rows of all others but
+// the last; a scan makes of the sums what each segment starts from; a second launch walks all but the first.
 struct StateArgs : LinearProblem {
   View y, w;
   View zeroed_y;     // FadeArgs, for groups of rows that `kept` says are not whole; without data where nothing fades, or it is not wanted

@@ -30,7 +30,8 @@ struct WorkOrder {
 
   // stream_bytes: what the items of a head read beside their own rows.
   static WorkOrder of(int row_blocks, int64_t heads, int64_t stream_bytes, bool last_rows_first) {
-    if (row_blocks * heads > INT_MAX) throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(row_blocks * heads));
+    constexpr int kMostItems = INT_MAX / 2;  // the last round's numbers go beyond
+    if (row_blocks * heads > kMostItems) throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(row_blocks * heads));
     const int64_t fitting = std::max<int64_t>(1, kBytesInL2 / std::max<int64_t>(1, stream_bytes));
     return {row_blocks, static_cast<int>(heads), static_cast<int>(std::min(heads, fitting)), last_rows_first};
   }

@@ -16,12 +16,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
 // [fence] Makes initialised barriers visible to the copy engine and to other blocks of a cluster.
 __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// [mbarrier.arrive]
-__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Predicated: a branch between wgmmas would make the compiler serialise them (C7513).
+// [mbarrier.arrive] Predicated: a branch between wgmmas would make the compiler serialise them (C7513).
 __device__ __forceinline__ void mbarrier_arrive_if(uint32_t barrier, bool condition) {
   asm volatile("{.reg .pred p; setp.ne.u32 p, %1, 0; @p mbarrier.arrive.shared::cta.b64 _, [%0];}" ::"r"(barrier),
                "r"(static_cast<uint32_t>(condition))
@@ -73,11 +68,6 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, 
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(src),
                "r"(column), "r"(token), "r"(head), "r"(batch)
                : "memory");
-}
-
-// [prefetch.tensormap]
-__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap& map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // [cp.async.bulk] Contiguous bytes, a multiple of 16 at multiples of 16, to shared memory.

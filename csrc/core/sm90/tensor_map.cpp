@@ -13,23 +13,24 @@
 namespace fastmax {
 namespace {
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// Through the runtime: the library does not link to libcuda, which machines without a GPU do not have.
-Encode find_encode() {
+// Null where the driver does not have it. Through the runtime: the library does not link to libcuda, which machines without a GPU do
+// not have.
+template <class Function>
+Function driver_function(const char* name) {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
 #else
-  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
 #endif
   if (error != cudaSuccess) (void)cudaGetLastError();
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(function) : nullptr;
 }
 
+using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode encode() {
-  static const Encode function = find_encode();
+  static const Encode function = driver_function<Encode>("cuTensorMapEncodeTiled");
   return function;
 }
 
@@ -78,8 +79,12 @@ size_t slot_of(const Key& key, size_t slots) {
   return (hash >> 32) % slots;
 }
 
-// The driver asks for a current context, which a thread has once it has used the runtime; launches alone would come too late.
+// The driver asks for a current context, which a thread has once it has used the runtime; launches alone would come too late. One
+// that is there stays: it may be another than the device's own, as a green context is.
 void make_context_current() {
+  static const auto get_current = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
+  CUcontext context = nullptr;
+  if (get_current != nullptr && get_current(&context) == CUDA_SUCCESS && context != nullptr) return;
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaSetDevice(device), "cudaSetDevice");

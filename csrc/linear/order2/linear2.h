@@ -37,7 +37,7 @@ extern const StatePasses kStatePassesSm80;  // for every architecture
 extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 64 and 128
 bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
 
-// From the totals of a walk's segments to what each starts from: the earlier walk's accumulators and all totals before it.
+// From what the first segment of a walk ends with, and the totals of the others, to what each of the others starts from.
 // slot_floats: of a slot of StateArgs::accumulators.
 void linear_scan_segments(const StateArgs& a, int64_t slot_floats, cudaStream_t stream);
 

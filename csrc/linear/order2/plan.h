@@ -169,13 +169,14 @@ struct StatePlan {
   }
 
   // Segments of a walk that have rows. With one snapshot, at its end, the totals of all are summed and one more, without rows, writes
-  // it; else the last needs no total, and the rows of all others are added twice.
+  // it; else the rows of all but the first and the last are added twice.
   int segments_with_rows(int segments) const { return segments > 1 && whole.chunks == 1 ? segments - 1 : segments; }
 
   // How many segments a walk is cut into at most: the fewest rows for one multiprocessor, which holds one block at a time.
   int segment_limit(int sm_count, int rows) const {
     if (whole.order == 1) return 1;
-    constexpr int64_t kLaunchRows = 256;  // the time of a launch and of accumulators through memory, in rows
+    // In rows: the time of a launch, and of accumulators of a block on every multiprocessor, written and read twice.
+    constexpr int64_t kLaunchRows = 128, kAccumulatorRows = 768;
     const int64_t blocks = int64_t{whole.states()} * sizes.blocks;
     const auto waves = [&](int64_t segments) { return (segments * blocks + sm_count - 1) / sm_count; };
     const int largest = static_cast<int>(std::min<int64_t>(3 * sm_count / blocks, rows / kBoundary));
@@ -183,7 +184,8 @@ struct StatePlan {
     int64_t best_cost = waves(1) * rows * whole.y_group;
     for (int segments = 2; segments <= largest; ++segments) {
       const int64_t each = kLaunchRows + int64_t{rows} / segments_with_rows(segments) * whole.y_group;
-      const int64_t cost = waves(segments - 1) * each + (whole.chunks == 1 ? kLaunchRows : waves(segments) * each);
+      const int64_t launch = waves(segments - 1) * each, last = whole.chunks == 1 ? kLaunchRows : launch;
+      const int64_t cost = launch + last + kAccumulatorRows * (segments - 1) * blocks / sm_count;
       if (cost < best_cost) best = segments, best_cost = cost;
     }
     return best;

@@ -14,7 +14,7 @@ struct Work {
 };
 
 // A segment of a state's walk; index: of all segments of all states, states side by side. What is left for the last segments may be
-// fewer rows, or none.
+// fewer rows, or none. Blocks of a launch take the segments from first_segment on.
 __device__ __forceinline__ Work locate_segment(const StateArgs& a, int index) {
   const int begin = min(a.begin + index / a.states() * a.segment_rows, a.end());
   return {index % a.states(), begin, min(begin + a.segment_rows, a.end())};

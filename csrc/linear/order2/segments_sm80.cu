@@ -16,10 +16,10 @@ __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a,
     const Work work = locate_segment(a, segment * a.states());
     return FadeFactor::of(a.fading.passing(a, state, a.fading.edge_after(a, work.begin), a.fading.edge_after(a, work.end)))(sum);
   };
-  float sum = a.begin > 0 ? a.accumulators[index] : 0.f;
   float* slots = a.accumulators + slot_floats + index;
+  float sum = slots[0];
   constexpr int kAhead = 8;  // loads in flight
-  for (int first = 0; first < a.segments; first += kAhead) {
+  for (int first = 1; first < a.segments; first += kAhead) {
     float totals[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) totals[i] = first + i < a.segments - 1 ? slots[(first + i) * slot_floats] : 0.f;

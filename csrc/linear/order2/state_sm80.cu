@@ -196,10 +196,12 @@ __device__ __forceinline__ void add_stage(StateWarp<Math, kHeadDim>& s, Loader& 
   }
 }
 
-// totals: sum the rows of every segment but the last. Else: walk every segment, with snapshots at the boundaries in [begin, end) and
-// at the last one, the end of the last segment.
+// A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
+// at its end. Of several segments the first is walked beside sums of the rows of those behind it (but for the last), which are walked
+// in a launch of their own (linear.h).
 template <class Math, int kHeadDim>
-__global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear_state_kernel(const StateArgs a, const bool totals) {
+__global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
+    linear_state_kernel(const StateArgs a, const int first_segment) {
   using Tile = StateTile<Math, kHeadDim>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
@@ -210,12 +212,14 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
 
   // Where the accumulators go is worked out again where it is needed: the loop needs the registers.
   const auto block_again = [] { return static_cast<int>(ptx::keep_in_register(blockIdx.x)); };
-  const auto segment_again = [&] { return block_again() / (a.states() * Tile::kBlocks); };
+  const auto segment_again = [&] { return first_segment + block_again() / (a.states() * Tile::kBlocks); };
+  const auto work_again = [&] { return locate_segment(a, first_segment * a.states() + block_again() / Tile::kBlocks); };
+  const auto sums_alone = [&] { return first_segment == 0 && block_again() >= a.states() * Tile::kBlocks; };
 
-  const Work work = locate_segment(a, blockIdx.x / Tile::kBlocks);
+  const Work work = work_again();
   const int until_boundary = a.chunk_begin(a.first_snapshot(work.begin)) - work.begin;
-  if (!totals && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
-  int until_snapshot = totals && !a.fading ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages; or until the state fades
+  if (first_segment > 0 && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
+  int until_snapshot = sums_alone() && !a.fading ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages; or until the state fades
 
   StateWarp<Math, kHeadDim> s(a, blockIdx.x % Tile::kBlocks);
   RowWalk<Tile, Math, kHeadDim> loader(a, work, s.first_value, ring);
@@ -260,9 +264,10 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
       f(s.count);
     });
   };
-  bool stores = !totals;
-  if (!totals && work.begin > 0) {
-    for_each_accumulator(a.segments == 1 ? 0 : 1 + segment_again(), [](float& accumulator, const float& saved) { accumulator = saved; });
+  bool stores = !sums_alone();
+  if (stores && work.begin > 0) {
+    const int segment = segment_again();
+    for_each_accumulator(segment == 0 ? 0 : 1 + segment, [](float& accumulator, const float& saved) { accumulator = saved; });
     // Between phases a walk goes on at a chunk that has its snapshot already, but is not faded.
     if (a.fading && until_snapshot > 0 && a.fading.begins_chunk(a, work.begin)) until_snapshot = 0, stores = false;
   }
@@ -324,9 +329,9 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
 #pragma unroll 1
   while (loader.stages > -2) {  // two stages ahead
     if (until_snapshot-- == 0) {
-      const int row = locate_segment(a, block_again() / Tile::kBlocks).end - (loader.stages + 2) / a.y_group * Tile::kTokens;
+      const int row = work_again().end - (loader.stages + 2) / a.y_group * Tile::kTokens;
       if (stores) store_snapshot(a.chunk_of(row));
-      stores = !totals;
+      stores = !sums_alone();
       if (a.fading) fade(row);
       until_snapshot = a.chunk / Tile::kTokens * a.y_group - 1;
     }
@@ -335,9 +340,9 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1) linear
     loader.finish();
   }
   const int segment = segment_again();
-  const bool is_last = segment == a.segments - 1;  // of which no totals are wanted
+  const bool is_last = segment == a.segments - 1;
   if (is_last) store_snapshot(a.chunks - 1);
-  if (totals || (is_last && a.hands_on)) {
+  if (is_last ? a.hands_on : first_segment == 0) {
     for_each_accumulator(is_last ? 0 : 1 + segment, [](float& accumulator, float& saved) { saved = accumulator; });
   }
 }
@@ -348,15 +353,14 @@ struct LaunchState {
     if (a.end() == 0) return;  // nothing before the last chunk
     using Tile = StateTile<Math, kHeadDim>;
     const int64_t blocks = int64_t{a.states()} * Tile::kBlocks, slot_floats = blocks * Tile::kAccumulators * Tile::kThreads;
-    const auto launch = [&](int segments, bool totals) {
+    const auto launch = [&](int first_segment, int segments) {
       launch_kernel("linear_state", linear_state_kernel<Math, kHeadDim>, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes,
-                    stream, a, totals);
+                    stream, a, first_segment);
     };
-    if (a.segments > 1) {
-      launch(a.segments - 1, true);
-      linear_scan_segments(a, slot_floats, stream);
-    }
-    launch(a.segments, false);
+    if (a.segments == 1) return launch(0, 1);
+    launch(0, a.segments - 1);
+    linear_scan_segments(a, slot_floats, stream);
+    launch(1, a.segments - 1);
   }
 };
 

@@ -37,12 +37,13 @@ struct StateTileSm90 : HopperState<kHeadDim> {
 // What the rows are: as they are; with moments and sums of e y; or such that fade, e too.
 enum class Rows { kPlain, kScaled, kFading };
 
-// totals: sum the rows of every segment but the last. Else: walk every segment, with
-// snapshots at the boundaries in [begin, end) and at the last one, the end of the last segment.
+// A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
+// at its end. Of several segments the first is walked beside sums of the rows of those behind it (but for the last), which are walked
+// in a launch of their own (linear.h).
 template <int kHeadDim, Rows kRows>
 __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
-                             const __grid_constant__ CUtensorMap w_map, const StateArgs a, const bool totals) {
+                             const __grid_constant__ CUtensorMap w_map, const StateArgs a, const int first_segment) {
   using Tile = StateTileSm90<kHeadDim>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
@@ -54,12 +55,12 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
 
-  const Work work = locate_segment(a, blockIdx.x / Tile::kStateBlocks);
+  const Work work = locate_segment(a, first_segment * a.states() + blockIdx.x / Tile::kStateBlocks);
   const int state = work.state, begin = work.begin, end = work.end;
-  const int blocks = a.states() * Tile::kStateBlocks, segment = blockIdx.x / blocks, state_block = blockIdx.x % blocks;
-  const bool is_last = segment == a.segments - 1;
+  const int blocks = a.states() * Tile::kStateBlocks, segment = first_segment + blockIdx.x / blocks, state_block = blockIdx.x % blocks;
+  const bool is_last = segment == a.segments - 1, totals = first_segment == 0 && segment > 0;
   int chunk = a.first_snapshot(begin);
-  if (!totals && !is_last && a.chunk_begin(chunk) >= end) return;  // no snapshot in it
+  if (first_segment > 0 && !is_last && a.chunk_begin(chunk) >= end) return;  // no snapshot in it
   const int y_group = kScaled ? a.y_group : 1;  // keys are not shared by heads of y
   const int stages = (end - begin) / kTileRows * y_group;
 
@@ -121,7 +122,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   };
   // Without a branch around it, behind which the compiler would serialise products (C7515).
   const bool goes_on = !totals && begin > 0;
-  for_each_accumulator(a.segments == 1 ? 0 : 1 + segment, [&](float& sum, const float& saved) { sum = goes_on ? saved : 0.f; });
+  for_each_accumulator(segment == 0 ? 0 : 1 + segment, [&](float& sum, const float& saved) { sum = goes_on ? saved : 0.f; });
 
   // Of 16 rows: y^T of the tiles' blocks, two tiles each, of a tile two registers of 8 rows; the last tile may have two blocks.
   constexpr int kPairs = (kOwn + 1) / 2;
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
   }
-  if (totals || (is_last && a.hands_on)) {
+  if (is_last ? a.hands_on : first_segment == 0) {
     for_each_accumulator(is_last ? 0 : 1 + segment, [](float& sum, float& saved) { saved = sum; });
   }
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
@@ -271,20 +272,19 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const int y_heads = a.state_heads * a.y_group;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
   const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map(a.zeroed_y, a, y_heads, a.ny, a.d);
-  const auto launch = [&](int segments, bool totals) {
+  const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
-                    zeroed_y_map, w_map, a, totals);
+                    zeroed_y_map, w_map, a, first_segment);
     };
     if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading>);
     else if (a.y_scale.data != nullptr) run(linear_state_sm90_kernel<kHeadDim, Rows::kScaled>);
     else run(linear_state_sm90_kernel<kHeadDim, Rows::kPlain>);
   };
-  if (a.segments > 1) {
-    launch(a.segments - 1, true);
-    linear_scan_segments(a, blocks * Tile::kAccumulators * Tile::kThreads, stream);
-  }
-  launch(a.segments, false);
+  if (a.segments == 1) return launch(0, 1);
+  launch(0, a.segments - 1);
+  linear_scan_segments(a, blocks * Tile::kAccumulators * Tile::kThreads, stream);
+  launch(1, a.segments - 1);
 }
 
 }  // namespace

@@ -1,0 +1,121 @@
+"""csrc/core/cost_model.h: from how many tokens on algorithm="auto" is the linear one, by architectures."""
+
+import subprocess
+from typing import NamedTuple
+
+import pytest
+from common import compile_probe
+
+PROBE = """
+#include <cstdio>
+#include "core/cost_model.h"
+
+namespace fastmax {
+constexpr int kFadingHeadDim = 64;  // the widest with gradients of decays on sm_90
+
+bool is_hopper(const AttentionParams& p) {
+  return p.sm_arch == 90 && p.math == MathMode::kBF16 && (p.head_dim == 64 || p.head_dim == 128) && p.q_stride.head != 0;
+}
+bool covers_all(const AttentionParams&, Direction) { return true; }
+constexpr Kernels kQuadratic[] = {
+    {"quadratic_fading_sm90",
+     [](const AttentionParams& p, Direction direction) {
+       const bool runs = !fades(p) || direction == Direction::kForward || p.head_dim <= kFadingHeadDim;
+       return runs && is_hopper(p);
+     }},
+    {"quadratic_sm80", covers_all},
+};
+constexpr Kernels kLinear[] = {
+    {"linear2_sm90", [](const AttentionParams& p, Direction) { return p.order == 2 && is_hopper(p); }},
+    {"linear2_sm80", covers_all},
+};
+constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
+constexpr Algorithm kLinearAlgorithm("linear", kLinear);
+}  // namespace fastmax
+using namespace fastmax;
+
+int main() {
+  AttentionParams p{};
+  p.b = p.h = p.hk = 1;
+  const float decay = -1.f;
+  int math, causal, fades, expanded, group;
+  while (std::scanf("%d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &p.order, &math, &causal, &fades, &expanded,
+                    &group) == 8) {
+    p.math = static_cast<MathMode>(math), p.causal = causal, p.log_decay = fades ? &decay : nullptr;
+    p.q_stride.head = expanded ? 0 : 64, p.h = group;
+    int n = 1;
+    while (p.n = p.m = n, !linear_is_faster(p)) ++n;
+    std::printf("%d\\n", n);
+  }
+}
+"""
+BF16, FP16 = 0, 1
+
+
+class Call(NamedTuple):
+    """As the probe reads it. fades: with decays. expanded: a stride that tensor maps do not have. group: heads a key/value
+    head."""
+
+    sm_arch: int
+    head_dim: int
+    order: int = 2
+    math: int = BF16
+    causal: int = 1
+    fades: int = 0
+    expanded: int = 0
+    group: int = 1
+
+
+@pytest.fixture(scope="module")
+def crossing(tmp_path_factory):
+    """The first n for which the linear algorithm is taken, of a call."""
+    probe = compile_probe(tmp_path_factory.mktemp("cost"), PROBE)
+
+    def run(call):
+        line = " ".join(map(str, call))
+        return int(subprocess.run([probe], input=line, check=True, capture_output=True, text=True).stdout)
+
+    return run
+
+
+MEASURED = {  # between n of which one algorithm and the other was measured to be faster
+    Call(80, 32): (2048, 4096),
+    Call(80, 64): (4096, 8192),
+    Call(80, 128): (8192, 32768),
+    Call(80, 64, order=1): (1, 256),
+    Call(80, 128, order=1): (256, 512),
+    Call(90, 64): (4096, 8192),
+    Call(90, 128): (16384, 32768),
+}
+
+
+@pytest.mark.parametrize("call", MEASURED)
+def test_choices_are_as_measured(crossing, call):
+    quadratic, linear = MEASURED[call]
+    assert quadratic < crossing(call) <= linear
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call(90, 32),
+        Call(90, 96),
+        Call(90, 256),
+        Call(90, 64, math=FP16),
+        Call(90, 128, expanded=1),
+        Call(100, 64),
+        Call(120, 128),
+    ],
+)
+def test_what_the_hopper_kernels_leave_is_chosen_as_everywhere(crossing, call):
+    assert crossing(call) == crossing(call._replace(sm_arch=80))
+
+
+def test_rates_are_of_the_kernels_that_run(crossing):
+    portable, hopper = crossing(Call(80, 128)), crossing(Call(90, 128))
+    assert hopper > 1.1 * portable, "the quadratic kernels gained more"
+    assert crossing(Call(90, 128, fades=1)) < 0.8 * portable, "whose gradients are portable, beside linear ones that are not"
+    assert crossing(Call(90, 64, fades=1)) == crossing(Call(90, 64))
+    assert crossing(Call(90, 64, order=1)) > 1.5 * crossing(Call(80, 64, order=1)), "linear kernels of order 1 are portable"
+    assert crossing(Call(90, 64, group=4)) < crossing(Call(90, 64)), "a state serves a group"
+    assert crossing(Call(90, 64, causal=0)) < crossing(Call(90, 64))
