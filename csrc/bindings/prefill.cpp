@@ -76,6 +76,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   return {results.o.result(), z, new_values, new_weights};
 }
 
+// With copies of expanded tensors, which some kernels leave to others: those that go on with kept states must be those that kept them, as
+// nobody else reads their format, whatever the tensors look like then.
+Operands unexpanded(const AttentionInputs& inputs) {
+  Operands x(inputs);
+  for (Tensor* tensor : {&x.q, &x.k, &x.v}) {
+    bool is_expanded = false;
+    for (int i = 0; i < 3; ++i) is_expanded = is_expanded || (tensor->stride(i) == 0 && tensor->size(i) > 1);
+    if (!is_expanded) continue;
+    Tensor copy = empty_like_layout(*tensor, tensor->size(3));
+    torch::stable::copy_(copy, *tensor);
+    *tensor = copy;
+  }
+  return x;
+}
+
 // For states on the way, so many bytes in all: (b, hk, bytes of each).
 Tensor empty_kept(const Tensor& k, size_t bytes) {
   const int64_t b = k.size(0), hk = k.size(1);
@@ -137,7 +152,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tenso
   if (is_empty(k_in)) return {values, weights, empty_kept(k_in, 0)};
 
   const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
-  const Operands x(inputs);
+  const Operands x = unexpanded(inputs);
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   p.state = {floats(values),
@@ -262,7 +277,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, con
   if (is_empty(q_in)) return {values, weights, empty_kept(k_in, 0)};
 
   const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
-  const Operands x(inputs);
+  const Operands x = unexpanded(inputs);
   const Tensor o = readable(o_in), grad_o = readable(grad_o_in), dense_z = dense(z);
   OptionalTensor dense_grad_z;
   if (grad_z.has_value()) dense_grad_z = dense(*grad_z);
@@ -307,7 +322,7 @@ std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, 
   if (is_empty(q_in)) return {empty_like_layout(q_in, v_in.size(3)), z};
 
   const Tensor values = dense(values_in), weights = dense(weights_in);
-  const Operands x(inputs);
+  const Operands x = unexpanded(inputs);
   const Results results(q_in, v_in, x, z);
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
@@ -344,7 +359,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_kept_backward(
 
   const Tensor values = dense(values_in), weights = dense(weights_in);
   const Tensor grad_new_values = dense(grad_new_values_in), grad_new_weights = dense(grad_new_weights_in);
-  const Operands x(inputs);
+  const Operands x = unexpanded(inputs);
   const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);

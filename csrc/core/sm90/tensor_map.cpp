@@ -8,29 +8,15 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/driver.h"
 #include "core/launch.h"
 
 namespace fastmax {
 namespace {
 
-// Null where the driver does not have it. Through the runtime: the library does not link to libcuda, which machines without a GPU do
-// not have.
-template <class Function>
-Function driver_function(const char* name) {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
-#else
-  const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
-#endif
-  if (error != cudaSuccess) (void)cudaGetLastError();
-  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(function) : nullptr;
-}
-
 using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode encode() {
-  static const Encode function = driver_function<Encode>("cuTensorMapEncodeTiled");
+  static const auto function = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
   return function;
 }
 
@@ -79,12 +65,9 @@ size_t slot_of(const Key& key, size_t slots) {
   return (hash >> 32) % slots;
 }
 
-// The driver asks for a current context, which a thread has once it has used the runtime; launches alone would come too late. One
-// that is there stays: it may be another than the device's own, as a green context is.
+// The driver asks for a current context, which a thread has once it has used the runtime; launches alone would come too late.
 void make_context_current() {
-  static const auto get_current = driver_function<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
-  CUcontext context = nullptr;
-  if (get_current != nullptr && get_current(&context) == CUDA_SUCCESS && context != nullptr) return;
+  if (current_context() != nullptr) return;  // cudaSetDevice would put the device's own in the place of a green one
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
   check_cuda(cudaSetDevice(device), "cudaSetDevice");
