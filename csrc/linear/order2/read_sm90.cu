@@ -104,7 +104,7 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
         ptx::fence_proxy_async();
         ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
       }
-      if (thread == 0) ptx::mbarrier_arrive(ring.full(at));
+      ptx::mbarrier_arrive_if(ring.full(at), thread == 0);
     }
   }
 }
