@@ -124,7 +124,7 @@ void store(const Problem&, const CarriedArgs& a, cudaStream_t) {
 const StatePasses kPasses = [] {
   StatePasses passes{};
   passes.sizes = sizes, passes.sum = sum, passes.load = load, passes.store = store, passes.add = add;
-  passes.keeps = [](const Problem&) { return true; };
+  passes.keeps = [](const Problem&, Time) { return true; };
   passes.read = [](const Problem&, const ReadArgs& a, cudaStream_t) { read(a, a.w, a.c1); };
   passes.grad = [](const Problem&, const GradArgs& a, cudaStream_t) { read(a, a.y2, a.g0); };
   passes.adds_while_reading = [](const Problem&, Time) { return adds_while_reading; };

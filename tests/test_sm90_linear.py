@@ -473,7 +473,7 @@ def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
 def test_states_alone(d, decay, taken):  # noqa: F811
     """Of keys, and of queries: all tokens are one chunk."""
     for n in (1, 65, 1300):
-        given = prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16")
+        given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, decay=decay), "bf16"))
         q, k, v, _, log_decay, first, values, weights, *options = given
         given[6:8] = values, weights = torch.zeros_like(values), torch.zeros_like(weights)
         o, z, *expected = prefill.in_float64(given)
@@ -490,6 +490,22 @@ def test_states_alone(d, decay, taken):  # noqa: F811
         for x, y in zip(found, exact, strict=True):
             assert (x - y).norm() <= 4 * prefill.rounding("bf16") * max(y.norm(), 1e-2 * exact[0].norm()), n
     assert set(taken()) == {"state_of_keys: linear2_sm90", "state_of_queries: linear2_sm90"}
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["", "sequences"])
+@pytest.mark.parametrize("n, d", [(1, 64), (300, 64), (1300, 64), (2500, 128)])
+def test_kept_states(n, d, first, taken):  # noqa: F811
+    """Added while they are read at head dim 64, where no sequence begins, and else in memory (tests/test_kept_states.py)."""
+    given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, mask=True), "bf16"))
+    q, k, v, mask, *_, values, weights = given[:8]
+    if first:
+        given[5] = torch.where(torch.arange(n, device=DEVICE) >= n // 2, n // 2, -1).int().expand(2, 2, n)
+    *_, kept = torch.ops.fastmax.state_of_keys(k, v, mask, None, given[5], *given[8:], True)
+    assert kept.numel() > 0
+    actual = torch.ops.fastmax.prefill_kept_(q, k, v, mask, given[5], values, weights, kept, *given[8:])
+    for x, y in zip(actual, prefill.in_float64(given)[:2], strict=True):
+        assert relative(x, y) <= 1.5 * prefill.rounding("bf16")
+    assert set(taken()) == {"prefill_kept_: linear2_sm90"}
 
 
 @pytest.mark.parametrize("b, h, n, d", [(1, 32, 33_000, 64), (1, 8, 47_000, 128)], ids=["d64", "d128"])

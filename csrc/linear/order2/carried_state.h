@@ -66,18 +66,22 @@ struct StatePlaces {
   }
 };
 
-// By the threads of a block, one for each block of the state kernel. Places: a thread's accumulators, kGroups times kTogether of them. The
+// Blocks for each block of the state kernel, of as many threads: few states have few of those, and each number waits for memory.
+inline constexpr int kCarryShares = 4;
+
+// By the threads of a block. Places: a thread's accumulators, kGroups times kTogether of them. The
 // last is its part of the sum of ones.
 template <bool kLoads, class Places>
 __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
-  const int state = static_cast<int>(blockIdx.x) / Places::kBlocks;
-  const Places places(a, static_cast<int>(blockIdx.x) % Places::kBlocks);
+  const int share = static_cast<int>(blockIdx.x) % kCarryShares, block = static_cast<int>(blockIdx.x) / kCarryShares;
+  const int state = block / Places::kBlocks;
+  const Places places(a, block % Places::kBlocks);
   const int64_t first_row = static_cast<int64_t>(state) * decode_rows(a.state.d, 2), first_value = first_row * a.state.dv;
   constexpr int kSums = Places::kGroups * Places::kTogether;
-  float* accumulators = a.accumulators + static_cast<int64_t>(blockIdx.x) * (kSums + 1) * Places::kThreads + threadIdx.x;
+  float* accumulators = a.accumulators + static_cast<int64_t>(block) * (kSums + 1) * Places::kThreads + threadIdx.x;
 
 #pragma unroll 1
-  for (int group = 0; group < Places::kGroups; ++group) {
+  for (int group = share; group < Places::kGroups; group += kCarryShares) {
 #pragma unroll
     for (int i = 0; i < Places::kTogether; ++i) {
       const Place place = places(group, i);
@@ -87,6 +91,7 @@ __device__ __forceinline__ void carry_state(const CarriedArgs& a) {
     }
   }
 
+  if (share != 0) return;
   float& count = accumulators[kSums * Places::kThreads];
   const bool is_first = threadIdx.x % 32 == 0;
   if constexpr (kLoads) {

@@ -135,6 +135,7 @@ struct ItemSource {
     y_head = item.state_head * p.y_group, batch = item.batch;
     snapshot = static_cast<const char*>(snapshots) + item.slot * snapshot_bytes;
   }
+  __device__ __forceinline__ int64_t state(const LinearProblem& p) const { return int64_t{batch} * p.state_heads + y_head / p.y_group; }
 };
 
 // Sources of the next items of a warp, in shared memory: where loads are issued by warps that also compute, registers are short.

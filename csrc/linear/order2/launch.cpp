@@ -419,7 +419,7 @@ namespace {
 
 // Of a walk between two states. With decays the gradient takes states that a later call does not make.
 size_t kept_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& walk) {
-  if (!kernels.keeps(p) || p.order != 2 || p.log_decay != nullptr) return 0;
+  if (!kernels.keeps(p, walk.time) || p.order != 2 || p.log_decay != nullptr) return 0;
   const StatePlan plan(walk, kernels.sizes(p), p.sm_count, /*carries=*/true, /*keeps=*/true);
   return plan.kept_bytes() <= kKeptBytes ? static_cast<size_t>(plan.kept_bytes()) : 0;
 }
@@ -556,7 +556,7 @@ constexpr StatePasses kStatePassesSm80 = {
       if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
     },
-    /*keeps=*/[](const Problem&) { return true; },
+    /*keeps=*/[](const Problem&, Time) { return true; },
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },

@@ -7,6 +7,10 @@
 
 namespace fastmax {
 
+// Whether reads of a forward add ReadArgs::added: at head dim 128 two stages would be left of the ring.
+template <int kHeadDim>
+inline constexpr bool kReadsAddSm90 = kHeadDim == 64;
+
 // head_dim: 64 or 128.
 void linear_state_sm90(const StateArgs& a, int head_dim, cudaStream_t stream);
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream);

@@ -23,7 +23,7 @@
 namespace fastmax {
 namespace {
 
-template <int kHeadDim, bool kFades>
+template <int kHeadDim, bool kFades, bool kAdds>
 struct ReadTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
@@ -31,8 +31,10 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first; so do factors.
   static constexpr bool kMovesRegisters = kHeadDim == 128 || kFades;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
-  static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
-  static constexpr int kStageBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
+  static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
+  // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
+  static constexpr int kStages = kHeadDim == 64 && !kAdds ? 8 : 4, kStageBytes = (kAdds ? 2 : 1) * kPartBytes;
+  static constexpr int kAdders = 96;  // the threads beside the warp that issues loads
   static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1;
   static constexpr int kXBytes = kItemTiles * State::kTileBytes;
 
@@ -41,8 +43,10 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   static constexpr int kXSums = kX + kXBuffers * kXBytes;  // WalkSum of rows: registers are short
   static constexpr int kXFull = kXSums + (kFades ? kRows * 8 : 0);
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static constexpr int kCopied = kBarriers + Ring<kStages>::kBarrierBytes;  // barriers of what is not yet added
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kCopied + (kAdds ? Ring<kStages>::kBarrierBytes : 0);
   static_assert(kBarriers % 8 == 0, "barriers are aligned");
+  static_assert(!kAdds || !kMovesRegisters, "adding takes registers");
   static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
 };
 
@@ -77,13 +81,42 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
   }
 }
 
+// What is added to the snapshots of a block's items, stage by stage as they come, by Tile::kAdders threads.
+template <class Tile>
+__device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows& items, uint32_t stages_at, const Ring<Tile::kStages>& copied,
+                                           const Ring<Tile::kStages>& ring) {
+  const int thread = static_cast<int>(threadIdx.x) - (Tile::kThreads - Tile::kAdders);
+  RingPosition at;
+  for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+    const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+    for (int i = 0; i < source.state_stages + source.own_stages; ++i, at.template advance<Tile::kStages>()) {
+      copied.wait_until_full(at);
+      if (i < source.state_stages) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+#pragma unroll 4
+        for (int j = 16 * thread; j < Tile::kPartBytes; j += 16 * Tile::kAdders) {
+          uint32_t x[4], y[4];
+          ptx::load_shared_u32x4(x, stage + j), ptx::load_shared_u32x4(y, stage + Tile::kPartBytes + j);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[e] = add_bf16x2(x[e], y[e]);
+          ptx::store_shared_u32x4(stage + j, x);
+        }
+        ptx::fence_proxy_async();
+        ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
+      }
+      ptx::mbarrier_arrive_if(ring.full(at), thread == 0);
+    }
+  }
+}
+
 // kValues: grad_v, of a walk back in time, without denominators; else a forward.
-template <int kHeadDim, bool kValues, bool kFades>
-__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
+// kAdds: a snapshot comes without the state a.added, in a walk that does not fade.
+template <int kHeadDim, bool kValues, bool kFades, bool kAdds>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
                             const ItemsOfRows items) {
-  using Tile = ReadTileSm90<kHeadDim, kFades>;
+  using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
   using Scores = Wgmma<Bf16, 64>;
@@ -92,10 +125,11 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
   constexpr int kSteps = kHeadDim / 16;  // of 16 columns
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
-  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const Ring<kStages> ring(stages_at + Tile::kBarriers), copied(stages_at + (kAdds ? Tile::kCopied : Tile::kBarriers));
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
   if (threadIdx.x == 0) {
     ring.init(4 * kWarpgroups);
+    if constexpr (kAdds) copied.init(1);
     for (int i = 0; i < kWarpgroups * kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
     ptx::fence_mbarrier_init();
   }
@@ -106,23 +140,31 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
 
   if (warpgroup == kWarpgroups) {
     if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<24>();
+    if constexpr (kAdds) {
+      if (warp > 4 * kWarpgroups) return add_states<Tile>(a, items, stages_at, copied, ring);
+    }
     if (warp != 4 * kWarpgroups || lane != 0) return;
     RingPosition at;
     for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
       const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
       for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
         ring.wait_until_empty(at);
-        ring.expect(at, Tile::kStageBytes);
-        ptx::bulk_load(stages_at + at.stage * Tile::kStageBytes, source.snapshot + i * Tile::kStageBytes, Tile::kStageBytes, ring.full(at));
+        copied.expect(at, Tile::kStageBytes);
+        ptx::bulk_load(stage, source.snapshot + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+        if constexpr (kAdds) {
+          const char* added = static_cast<const char*>(a.added) + source.state(a) * Tile::kSnapshotBytes;
+          ptx::bulk_load(stage + Tile::kPartBytes, added + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+        }
       }
       for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
         const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
         const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
         const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
         ring.wait_until_empty(at);
-        ring.expect(at, Tile::kStageBytes);
-        RowTile::load(stage, y_map, ring.full(at), token, y_head, source.batch);
-        RowTile::load(stage + kTileBytes, w_map, ring.full(at), token, y_head, source.batch);
+        copied.expect(at, Tile::kPartBytes);
+        RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
+        RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
       }
     }
     return;
@@ -525,21 +567,24 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades>::kThreads, 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, bool kValues, bool kFades>
+template <int kHeadDim, bool kValues, bool kFades, bool kAdds>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  using Tile = ReadTileSm90<kHeadDim, kFades>;
+  using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
-  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFades>,
+  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFades, kAdds>,
                 std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
 
 template <int kHeadDim, bool kValues>
 void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  if (a.fading) launch_read<kHeadDim, kValues, true>(a, sm_count, stream);
-  else launch_read<kHeadDim, kValues, false>(a, sm_count, stream);
+  if (a.fading) return launch_read<kHeadDim, kValues, true, false>(a, sm_count, stream);
+  if constexpr (kReadsAddSm90<kHeadDim>) {
+    if (a.added != nullptr) return launch_read<kHeadDim, kValues, false, true>(a, sm_count, stream);
+  }
+  launch_read<kHeadDim, kValues, false, false>(a, sm_count, stream);
 }
 
 }  // namespace

@@ -54,7 +54,7 @@ struct LaunchCarriedState {
   static void run(const CarriedArgs& a, cudaStream_t stream) {
     using Tile = StateTile<Math, kHeadDim>;
     launch_kernel(kLoads ? "linear_load_state" : "linear_store_state", linear_carried_state_kernel<Math, kHeadDim, kLoads>,
-                  grid_1d(int64_t{a.states} * Tile::kBlocks), Tile::kThreads, 0, stream, a);
+                  grid_1d(int64_t{a.states} * Tile::kBlocks * kCarryShares), Tile::kThreads, 0, stream, a);
   }
 };
 

@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kStateThreads) linear_carried_state_sm90_kerne
 template <int kHeadDim, bool kLoads>
 void launch(const CarriedArgs& a, cudaStream_t stream) {
   launch_kernel(kLoads ? "linear_load_state_sm90" : "linear_store_state_sm90", linear_carried_state_sm90_kernel<kHeadDim, kLoads>,
-                grid_1d(int64_t{a.states} * HopperState<kHeadDim>::kStateBlocks), kStateThreads, 0, stream, a);
+                grid_1d(int64_t{a.states} * HopperState<kHeadDim>::kStateBlocks * kCarryShares), kStateThreads, 0, stream, a);
 }
 
 }  // namespace
