@@ -36,7 +36,7 @@ from fastmax.distributed import (
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` of every rank."""
+    """`tokens` of every rank; of all together where memory is measured."""
 
     tokens: int
     head_dim: int
@@ -50,7 +50,8 @@ class Case:
 
     def label(self) -> str:
         options = [*(["decay"] if self.decay else []), *([f"window {self.exact_window}"] if self.exact_window else [])]
-        return " ".join([self.algorithm, self.dtype, f"(1,{self.heads},{self.tokens} a GPU,{self.head_dim})", *options])
+        where = "in all" if self.mode == "memory" else "a GPU"
+        return " ".join([self.algorithm, self.dtype, f"(1,{self.heads},{self.tokens} {where},{self.head_dim})", *options])
 
     def layout(self, world: int) -> Layout:
         """That in which causal ranks have the same work."""

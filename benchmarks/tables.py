@@ -454,6 +454,30 @@ def options(results: Results) -> str:
     return table(["option", "", "with, ms", "without, ms", "ratio", "at most"], lines)
 
 
+@block
+def distributed(results: Results) -> str:
+    """One GPU's tokens on it alone, and as many on each of two."""
+    lines = []
+    for row in results.rows("distributed", provider="2 GPUs", mode="fwd+bwd"):
+        one = results.row("distributed", case=row["case"], provider="one GPU")
+        work = 1 if row["algorithm"] == "linear" else 2  # of a rank, in that of one GPU's tokens
+        received = int(row["note"].split(" bytes received")[0])
+        asked = f"{work / row['target']:.0%}" + ("" if row["met"] == "yes" else ", missed") if "target" in row else ""
+        times = (f"{x['median']:.3g}" for x in (one, row))
+        lines.append([row["case"], *times, f"{work / row['of_peer']:.1%}", asked, f"{received / 1e6:.1f}"])
+    return table(
+        ["(b, h, n, d)", "one GPU, ms", "two GPUs, ms", "of one GPU's rate", "at least", "MB received by a GPU"], lines
+    )
+
+
+@block
+def distributed_memory(results: Results) -> str:
+    """Peak bytes of forward + backward."""
+    rows = sorted(results.rows("distributed", mode="memory"), key=lambda row: row["provider"])
+    named = {"1 GPUs": "on one", "2 GPUs": "a GPU on two"}
+    return ", ".join(f"{row['median'] / 1024:.1f} GiB {named[row['provider']]}" for row in rows)
+
+
 # Bytes a second that a GPU receives: one 400 Gb/s link; NVLink inside a machine, of 450 GB/s each way, as messages reach it.
 _LINKS = {"50 GB/s": 50e9, "300 GB/s": 300e9}
 
