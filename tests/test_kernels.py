@@ -232,6 +232,17 @@ def denominators(q, k, v, mask, noise, rpe, decay, first, end, scale, a0, a1, a2
     return torch.where(visible, f, 0.0).sum(-1)
 
 
+def with_gradient_of_the_denominators(arguments, grad_o):
+    """A gradient of z, NaN where a query sees no key, and the gradients of q, k and v in float64 by it and by grad_o."""
+    _, exact_z, *exact = both(widened(arguments), grad_o.double())
+    grad_z = torch.where(exact_z == 0, torch.nan, torch.randn_like(exact_z) / exact_z)
+    q, k = (x.double().requires_grad_() for x in arguments[:2])
+    z = denominators(q, k, *widened(arguments[2:]))
+    of_z = torch.autograd.grad(z, (q, k), torch.where(exact_z == 0, 0.0, grad_z))
+    exact[:2] = [x + y for x, y in zip(exact[:2], of_z, strict=True)]
+    return grad_z, exact
+
+
 def test_the_library_registers_every_operator():
     steps = ("decode_step", "decode_step_", "gathered_step_")
     kept = ("prefill_kept_", "prefill_kept_backward_")
@@ -268,12 +279,7 @@ def test_gradient_of_the_denominators(d, p, algorithm, mode, precision):
         size("", 130, 90, d=d - 1, h=2, p=p, causal=False, layout="unaligned"),
     ):
         arguments, grad_o = operands(case, mode, algorithm)
-        _, exact_z, *exact = both(widened(arguments), grad_o.double())
-        grad_z = torch.where(exact_z == 0, torch.nan, torch.randn_like(exact_z) / exact_z)
-        q, k = (x.double().requires_grad_() for x in arguments[:2])
-        z = denominators(q, k, *widened(arguments[2:]))
-        of_z = torch.autograd.grad(z, (q, k), torch.where(exact_z == 0, 0.0, grad_z))
-        exact[:2] = [x + y for x, y in zip(exact[:2], of_z, strict=True)]
+        grad_z, exact = with_gradient_of_the_denominators(arguments, grad_o)
         strided = grad_z.float().transpose(1, 2).contiguous().transpose(1, 2)
         for given in (grad_z.float(), strided):
             verify.poison_free_memory(DEVICE)

@@ -10,7 +10,18 @@ import test_prefill_kernels as prefill
 import torch
 from common import relative
 from test_decay_kernels import of_fastmax
-from test_kernels import DEVICE, NOTHING, WHY_NOT, both, capture, denominators, operands, size, widened
+from test_kernels import (
+    DEVICE,
+    NOTHING,
+    WHY_NOT,
+    both,
+    capture,
+    denominators,
+    operands,
+    size,
+    widened,
+    with_gradient_of_the_denominators,
+)
 from test_packed_kernels import bounds
 from test_sm90 import row_id, taken  # noqa: F401
 
@@ -346,12 +357,7 @@ def test_dropped_keys_are_not_read(taken):  # noqa: F811
 def test_gradient_of_the_denominators(taken):  # noqa: F811
     case = size("", 600, 700, h=4, hk=2, mask=True, noise=True)
     arguments, grad_o = operands(case, "bf16", "linear")
-    _, exact_z, *exact = both(widened(arguments), grad_o.double())
-    grad_z = torch.where(exact_z == 0, torch.nan, torch.randn_like(exact_z) / exact_z)
-    q, k = (x.double().requires_grad_() for x in arguments[:2])
-    z = denominators(q, k, *widened(arguments[2:]))
-    of_z = torch.autograd.grad(z, (q, k), torch.where(exact_z == 0, 0.0, grad_z))
-    exact[:2] = [x + y for x, y in zip(exact[:2], of_z, strict=True)]
+    grad_z, exact = with_gradient_of_the_denominators(arguments, grad_o)
     taken()
     for name, x, y in zip("qkv", both(arguments, grad_o, grad_z.float())[2:], exact, strict=True):
         assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], name
