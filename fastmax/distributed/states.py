@@ -13,6 +13,7 @@ From a handful of ranks on no rank receives all states. Each scans its share of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -47,7 +48,8 @@ class Exchange:
         self._carries = carries
         self._elements = like.shape[1]
         missing = [torch.zeros_like(like)] * (layout.most_parts - len(own))
-        states = torch.stack([*own, *missing])
+        all_own = [*own, *missing]
+        states = all_own[0].unsqueeze(0) if len(all_own) == 1 else torch.stack(all_own)
         self._shares = by_shares(layout.world, states.numel() * states.element_size())
         what = "gradients of states" if backward else "states"
         if not self._shares:
@@ -74,23 +76,27 @@ class Exchange:
         return self._layout.of(part.rank).index(part)
 
     def _scan(self, states: Tensor, wanted: tuple[Part, ...]):
-        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum, made in float64."""
-        log_factors = None if self._carries is None else self._carries.log_factors()
-        total = torch.zeros_like(states[0, 0], dtype=torch.float64)
+        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum."""
+        total = None
         left = set(wanted)
         parts = list(enumerate(self._layout.parts))
         for i, part in reversed(parts) if self._backward else parts:
             if part in left:
                 left.remove(part)
-                yield part, total.to(states.dtype)
+                yield part, torch.zeros_like(states[0, 0]) if total is None else total.to(states.dtype)
             if not left:
                 return
-            state = states[part.rank, self._slot(part)]
-            if log_factors is None:
-                total = total + state
-            else:
-                factor = log_factors[i].exp().unsqueeze(-1)
-                total = state + torch.where(factor == 0.0, 0.0, total * factor)
+            total = self._joined(total, states[part.rank, self._slot(part)], i)
+
+    def _joined(self, before: Tensor | None, own: Tensor, place: int) -> Tensor:
+        """In float64, but a single state, which is as it is."""
+        if before is None:
+            return own
+        before = before.double()
+        if self._carries is None:
+            return before + own
+        factor = self._carries.log_factors()[place].exp().unsqueeze(-1)
+        return own + torch.where(factor == 0.0, 0.0, before * factor)
 
 
 class Job(NamedTuple):
@@ -207,17 +213,17 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         ctx.call, job = call, call.job
-        before, call.states = call.states.wait(), None
+        before, call.states = [_unpack(x, v) for x in call.states.wait()], None
         pieces, after = [], []
         for i, (part, state) in enumerate(zip(job.spread.parts, before, strict=True)):
-            given = *_of(part, q, k, v), job.call(i, log_decay), *_unpack(state, v)
+            given = *_of(part, q, k, v), job.call(i, log_decay), *state
             o, z, *new = ops.prefill_kept_(*given, call.kept[i]) if job.keeps else ops.prefill(*given)
             pieces.append((o, z))
-            after.append(_pack(new) if log_decay is not None else None)  # for its gradient alone
+            after.append(new if log_decay is not None else (None, None))  # for its gradient alone
         call.kept = []
         z = q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), z))
-        ctx.save_for_backward(q, k, v, log_decay, o, z, *before, *after)
+        ctx.save_for_backward(q, k, v, log_decay, o, z, *chain(*before, *after))
         ctx.set_materialize_grads(False)
         return o, z
 
@@ -237,16 +243,16 @@ class _Finish(torch.autograd.Function):
         exchange = Exchange(own, like, job.carries, job.spread, backward=True)
 
         def gradients() -> tuple[Tensor, ...]:
-            before, after = states[: len(parts)], states[len(parts) :]
+            pairs = list(zip(states[::2], states[1::2], strict=True))
+            before, after = pairs[: len(parts)], pairs[len(parts) :]
             pieces = []
             for i, (part, grad_new) in enumerate(zip(parts, exchange.wait(), strict=True)):
                 grads = *_of(part, grad_o, grad_z), *_unpack(grad_new, v)
-                tokens, results, state = _of(part, q, k, v), _of(part, o, z), _unpack(before[i], v)
+                tokens, results = _of(part, q, k, v), _of(part, o, z)
                 if job.keeps:
-                    of_part = ops.prefill_kept_backward_(grads, *tokens, results, calls[i], *state, kept[i])
+                    of_part = ops.prefill_kept_backward_(grads, *tokens, results, calls[i], *before[i], kept[i])
                 else:
-                    new = (None, None) if after[i] is None else _unpack(after[i], v)
-                    of_part = ops.prefill_backward(grads, *tokens, (*results, *new), calls[i], *state)
+                    of_part = ops.prefill_backward(grads, *tokens, (*results, *after[i]), calls[i], *before[i])
                 pieces.append(of_part[: 3 if log_decay is None else 4])
             kept.clear()
             return _joined(pieces, tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
