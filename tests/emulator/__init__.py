@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,6 +57,7 @@ def build(folder: Path, pattern: str = "", edits: dict[str, tuple[str, str]] | N
     path, a text and what replaces it, to see that what breaks a kernel is found.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder / "csrc", ignore_errors=True)
     include = []
     for path, (old, new) in (edits or {}).items():
         text = (csrc / path).read_text()

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "machine.h"
 
@@ -170,12 +171,12 @@ inline T emulator_atomic(T* p, const Change& change) {
   return old;
 }
 template <class T>
-inline T atomicAdd(T* p, T x) { return emulator_atomic(p, [x](T old) { return static_cast<T>(old + x); }); }
+inline T atomicAdd(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T old) { return static_cast<T>(old + x); }); }
 template <class T>
-inline T atomicMin(T* p, T x) { return emulator_atomic(p, [x](T old) { return old < x ? old : x; }); }
+inline T atomicMin(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T old) { return old < x ? old : x; }); }
 template <class T>
-inline T atomicMax(T* p, T x) { return emulator_atomic(p, [x](T old) { return old > x ? old : x; }); }
+inline T atomicMax(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T old) { return old > x ? old : x; }); }
 template <class T>
-inline T atomicExch(T* p, T x) { return emulator_atomic(p, [x](T) { return x; }); }
+inline T atomicExch(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T) { return x; }); }
 template <class T>
-inline T atomicCAS(T* p, T expected, T x) { return emulator_atomic(p, [=](T old) { return old == expected ? x : old; }); }
+inline T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x) { return emulator_atomic(p, [=](T old) { return old == expected ? x : old; }); }

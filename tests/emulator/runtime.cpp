@@ -57,6 +57,14 @@ cudaError_t cudaMemset2DAsync(void* p, size_t pitch, int value, size_t width, si
   for (size_t i = 0; i < height; ++i) std::memset(static_cast<char*>(p) + i * pitch, value, width);
   return cudaSuccess;
 }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind,
+                              cudaStream_t) {
+  for (size_t i = 0; i < height; ++i) std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
+  return cudaSuccess;
+}
 // Kernels of the portable rows of the tables: build.py makes their symbols jump to here.
 void emulator_not_compiled() { throw std::runtime_error("emulator: this call takes kernels that are not compiled for it"); }
 }
