@@ -29,6 +29,7 @@ PORTABLE = (
     "quadratic/bounds_sm80.cu",
     "linear/prepare_sm80.cu",
     "linear/tile_inputs_sm80.cu",
+    "linear/order1/sums_sm80.cu",
     "linear/order2/add_state_sm80.cu",
     "linear/order2/part_state_sm80.cu",
     "linear/order2/part_state_io_sm80.cu",
@@ -109,11 +110,12 @@ def link(folder: Path, objects: list[Path]) -> Path:
         if found := re.search(r" ([A-Za-z]) (_Z\S+)$", line):
             symbols["U" if found[1] == "U" else "T"].add(found[2])
     missing = sorted(name for name in symbols["U"] - symbols["T"] if re.match(r"_ZNK?7fastmax", name) and "shared" not in name)
-    stubs = folder / "stubs.s"
-    lines = [f".globl {name}\n{name}: jmp emulator_not_compiled@PLT" for name in missing]
-    stubs.write_text("\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""]))
+    stubs = folder / "stubs.cpp"
+    lines = [f'extern "C" void missing_{i}() asm("{name}"); void missing_{i}() {{ emulator_not_compiled("{name}"); }}'
+             for i, name in enumerate(missing)]  # fmt: skip
+    stubs.write_text("\n".join(['extern "C" void emulator_not_compiled(const char*);', *lines, ""]))
     out = folder / "libemulator.so"
-    subprocess.run(["c++", "-shared", "-o", out, *objects, stubs, "-lpthread", "-Wl,-z,defs", "-Wl,-Bsymbolic"], check=True)
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", out, *objects, stubs, "-lpthread", "-Wl,-z,defs", "-Wl,-Bsymbolic"], check=True)
     return out
 
 
