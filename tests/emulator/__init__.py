@@ -63,7 +63,7 @@ def build(folder: Path, pattern: str = "", csrc: Path = CSRC, jobs: int = 2) -> 
 
 
 def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[str, str]) -> Library:
-    """The library with other text in a file of csrc/, for the kernels whose path matches: to see what it takes to break them."""
+    """The library with other text in a file of csrc/, for the kernels whose path matches: to see that faults are found."""
     text = (library.csrc / path).read_text()
     for old, new in edits.items():
         assert text.count(old) == 1, f"{path} has {old!r} {text.count(old)} times"
