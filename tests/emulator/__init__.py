@@ -71,12 +71,14 @@ def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[
     changed = folder / "csrc" / path
     changed.parent.mkdir(parents=True)
     changed.write_text(text)
-    made = dict(library.made)
-    for source in made:
+    made = {}
+    for source in library.made:
         name = str(source.relative_to(library.csrc))
         if re.search(pattern, name):
-            made[source] = compile_source(changed if name == path else source, folder / object_name(source, library.csrc),
-                                          folder / "csrc", "-O1", "-I", library.csrc)  # fmt: skip
+            out = folder / object_name(source, library.csrc)
+            made[source] = compile_source(changed if name == path else source, out, folder / "csrc", "-O1", "-I", library.csrc)
+    # These first: of an inline function that several objects have, the linker takes the first.
+    made |= {source: out for source, out in library.made.items() if source not in made}
     return Library(folder, library.csrc, made, library.own)
 
 
