@@ -249,7 +249,7 @@ def test_carried_state(library, decay):
 
 # ---- what the emulator is for: kernels that are wrong
 
-FORWARD, RING, TILES = "quadratic/fwd_sm90.h", "core/sm90/pipeline.h", "core/sm90/tiles.h"
+FORWARD, RING = "quadratic/fwd_sm90.h", "core/sm90/pipeline.h"
 # By name: a file, what is written there in place of what, and a part of what the emulator says.
 MISTAKES = {
     "accumulators read before they are there": (FORWARD, {"wgmma_wait<1>();": ""}, "wrong results {'o': nan"),
@@ -269,7 +269,7 @@ MISTAKES = {
     "another parity": (RING, {"mbarrier_wait(empty(at), at.parity ^ 1)": "mbarrier_wait(empty(at), at.parity)"}, "deadlock"),
     "a result that copies may not see": (FORWARD, {"      ptx::fence_proxy_async();\n": ""}, "without fence.proxy.async"),
     "a result written over before it is copied": (FORWARD, {"        ptx::bulk_wait_read<0>();\n": ""}, "in flight reads"),
-    "another swizzle": (TILES, {"((chunk ^ row) & 7)": "((chunk ^ (row >> 1)) & 7)"}, "wrong results {'o'"),
+    "another operand": (FORWARD, {"q.k_major(kk), k.k_major(kk))": "q.k_major(kk), k.k_major(0))"}, "wrong results {'o'"),
     "too little shared memory": (FORWARD, {"kSwizzledTileAlignment + kEnd": "kEnd - 1024"}, "shared memory: bytes"),
 }
 
