@@ -55,8 +55,6 @@ const dim3& grid_size();
 
 // Others may run here.
 void touch();
-// Nothing that this thread waits for will come before others ran.
-void spin();
 int64_t clock();
 
 // ---- shared memory, by its 32-bit addresses
@@ -139,7 +137,6 @@ struct TensorMap {
   uint32_t extents[4];
   uint16_t box[4];
   uint16_t element_bytes, swizzle_bytes;
-  bool is_bf16;
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
@@ -147,12 +144,10 @@ struct Box {
   int at[4];  // column, token, head, batch
 };
 
-enum class Combine { kReplace, kAddFloat, kAdd16 };
-
 void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box);
 void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier);
-void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine combine);
-void store_bulk(void* dst, uint32_t src, uint32_t bytes, Combine combine);
+void store_box(const CUtensorMap& map, uint32_t src, const Box& box);
+void store_bulk(void* dst, uint32_t src, uint32_t bytes);
 void bulk_commit();
 void bulk_wait(int pending, bool only_read);
 

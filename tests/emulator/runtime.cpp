@@ -21,7 +21,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
     return CUDA_ERROR_INVALID_VALUE;
   }
   emulator::TensorMap m{};
-  m.magic = emulator::TensorMap::kMagic, m.base = static_cast<unsigned char*>(base), m.element_bytes = 2, m.is_bf16 = is_bf16;
+  m.magic = emulator::TensorMap::kMagic, m.base = static_cast<unsigned char*>(base), m.element_bytes = 2;
   static_assert(CU_TENSOR_MAP_SWIZZLE_NONE == 0 && CU_TENSOR_MAP_SWIZZLE_128B == 3, "by their logarithms");
   if (swizzle > CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_INVALID_VALUE;
   m.swizzle_bytes = static_cast<uint16_t>(16 << swizzle);
