@@ -19,7 +19,7 @@ constexpr int kMinSegment = 256;
 static_assert(kMinSegment % (2 * kBoundary) == 0, "halves of a segment end at a boundary");
 
 // x rows looking at y rows; x_heads and y_heads are per batch entry.
-Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, int ny, int boundary_offset, Time time,
+Linear1Problem make_problem(const Problem& p, const Linear1Walks& kernels, int x_heads, int y_heads, int nx, int ny, int boundary_offset, Time time,
                             int y_columns, int w_columns) {
   Linear1Problem r{};
   static_cast<Sequence&>(r) = Sequence::dense(nx, ny, p.causal, boundary_offset, time);
@@ -29,13 +29,14 @@ Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, 
   r.y_columns = y_columns, r.w_columns = w_columns;
   r.sm_arch = p.sm_arch;
 
+  const int64_t walks = int64_t{r.states()} * r.x_group;
+  r.group = kernels.group(p, walks);
+
   // Rows of a piece when `rows` of them, for every head of `heads`, are cut so that the pieces fill the device once.
   const auto piece = [&](int rows, int64_t heads) {
-    const int64_t slots = int64_t{p.sm_count} * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16, p.sm_arch);
-    const int64_t pieces = std::max<int64_t>(1, slots / heads);
+    const int64_t pieces = std::max<int64_t>(1, kernels.blocks(p) / (heads * r.group));
     return std::max(kMinSegment, round_up(static_cast<int>((rows + pieces - 1) / pieces), 2 * kBoundary));
   };
-  const int64_t walks = int64_t{r.states()} * r.x_group;
   if (p.causal) {
     r.segment = piece(r.boundary + nx, walks);
     r.part = r.segment;
@@ -62,23 +63,25 @@ struct FwdPlan {
   float* prefixes;
   size_t bytes;
 
-  FwdPlan(const FwdParams& p, Workspace w)
-      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.d, p.dv)), inputs(p, w) {
+  FwdPlan(const FwdParams& p, const Linear1Walks& walks, Workspace w)
+      : problem(make_problem(p, walks, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.d, p.dv)), inputs(p, w) {
     prefixes = w.take<float>(state_floats(p, problem));
     bytes = w.used();
   }
 };
 
 struct BwdPlan {
+  const Linear1Walks& kv_walks;
   Linear1Problem q_problem;   // grad_q: queries looking at keys
   Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, back in time
   PreparedInputs inputs;
   float* prefixes;  // of one problem, then of the other
   size_t bytes;
 
-  BwdPlan(const BwdParams& p, Workspace w)
-      : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.dv, p.d)),
-        kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0, Time::kBackward, p.d, p.dv)),
+  BwdPlan(const BwdParams& p, const Linear1Walks& walks, Workspace w)
+      : kv_walks(p.h == p.hk || walks.sums_heads ? walks : kLinear1WalksSm80),
+        q_problem(make_problem(p, walks, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.dv, p.d)),
+        kv_problem(make_problem(p, kv_walks, p.hk, p.h, p.m, p.n, 0, Time::kBackward, p.d, p.dv)),
         inputs(p, w) {
     prefixes = w.take<float>(std::max(state_floats(p, q_problem), state_floats(p, kv_problem)));
     bytes = w.used();
@@ -86,23 +89,33 @@ struct BwdPlan {
 };
 
 // A walk, after the sums that it starts from.
-void run_walk(const Problem& p, Linear1WalkArgs walk, float* prefixes, cudaStream_t stream) {
+void run_walk(const Problem& p, const Linear1Walks& walks, Linear1WalkArgs walk, float* prefixes, cudaStream_t stream) {
   Linear1SumArgs sums{walk};
   sums.y = walk.y, sums.w = walk.w;
   sums.y_mask = walk.y_mask;
   sums.prefixes = prefixes;
   run_pass(p, sums, stream);
   walk.prefixes = prefixes;
-  run_pass(p, walk, stream);
+  walks.walk(p, walk, stream);
 }
 
 }  // namespace
 
-size_t linear1_fwd_workspace_bytes(const FwdParams& p) { return FwdPlan(p, Workspace(nullptr)).bytes; }
-size_t linear1_bwd_workspace_bytes(const BwdParams& p) { return BwdPlan(p, Workspace(nullptr)).bytes; }
+const Linear1Walks kLinear1WalksSm80 = {
+    [](const Problem& p) {
+      return p.sm_count * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16, p.sm_arch);
+    },
+    [](const Problem&, int64_t) { return 1; },
+    [](const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    [](const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    /*sums_heads=*/true,
+};
 
-void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream) {
-  const FwdPlan plan(p, Workspace(p.workspace));
+size_t linear1_fwd_workspace_bytes(const FwdParams& p, const Linear1Walks& walks) { return FwdPlan(p, walks, Workspace(nullptr)).bytes; }
+size_t linear1_bwd_workspace_bytes(const BwdParams& p, const Linear1Walks& walks) { return BwdPlan(p, walks, Workspace(nullptr)).bytes; }
+
+void launch_linear1_fwd(const FwdParams& p, const Linear1Walks& walks, cudaStream_t stream) {
+  const FwdPlan plan(p, walks, Workspace(p.workspace));
   const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
@@ -115,11 +128,11 @@ void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream) {
   walk.z = p.z;
   walk.noise = view(p.noise, p.noise_stride);
   walk.dropout = p.dropout;
-  run_walk(p, walk, plan.prefixes, stream);
+  run_walk(p, walks, walk, plan.prefixes, stream);
 }
 
-void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
-  const BwdPlan plan(p, Workspace(p.workspace));
+void launch_linear1_bwd(const BwdParams& p, const Linear1Walks& walks, cudaStream_t stream) {
+  const BwdPlan plan(p, walks, Workspace(p.workspace));
   const BwdInputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
@@ -131,7 +144,7 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   grad_q.c1 = f.c1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
-  run_walk(p, grad_q, plan.prefixes, stream);
+  run_walk(p, walks, grad_q, plan.prefixes, stream);
 
   // grad_k and grad_v: suffixes of q^T g, as prefixes of a walk back in time.
   Linear1SumArgs suffix{plan.kv_problem};
@@ -150,7 +163,7 @@ void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
   grad_kv.grad_w = view(p.grad_v, p.grad_v_stride);
   grad_kv.grad_y = view(p.grad_k, p.grad_k_stride);
   grad_kv.half_out = runs_as_tf32(p);
-  run_pass(p, grad_kv, stream);
+  plan.kv_walks.pair_walk(p, grad_kv, stream);
 }
 
 }  // namespace fastmax

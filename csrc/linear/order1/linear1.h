@@ -10,6 +10,7 @@
 // once where the states alone fill the device and there is a single segment.
 #pragma once
 
+#include "core/algorithm.h"
 #include "core/device.h"
 #include "linear/linear.h"
 
@@ -21,7 +22,8 @@ struct Linear1Problem : Sequence {
   int x_group, y_group;      // x heads per state, y heads summed into one state
   int y_columns, w_columns;  // columns in memory of y (and of the x that meets it), and of w
   int sm_arch;
-  int segment, segments;     // x rows that a block walks, and how many of those
+  int segment, segments;     // x rows that a group of blocks walks, and how many of those
+  int group;                 // blocks that take turns at the tiles of a segment
   int part;                  // y rows that are summed on their own; causal, a divisor of the segment
   int lead_parts, parts;     // parts before the boundary, and all: causal, also those of every segment but the last
 
@@ -77,9 +79,21 @@ constexpr int linear1_blocks(int head_dim, bool is_bf16, int sm_arch) {
 // Likewise of the sums.
 constexpr int linear1_sum_blocks(int head_dim, bool is_bf16) { return !is_bf16 ? 1 : head_dim <= 64 ? 4 : 2; }
 
-void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream);
-void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream);
-size_t linear1_fwd_workspace_bytes(const FwdParams& p);
-size_t linear1_bwd_workspace_bytes(const BwdParams& p);
+// An architecture's walks, which start from the portable sums.
+struct Linear1Walks {
+  int (*blocks)(const Problem& p);  // that fill the device
+  int (*group)(const Problem& p, int64_t walks);
+  void (*walk)(const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream);
+  void (*pair_walk)(const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream);
+  bool sums_heads;  // whether pair walks know a y_group; else the portable ones do them
+};
+extern const Linear1Walks kLinear1WalksSm80;  // for every architecture
+extern const Linear1Walks kLinear1WalksSm90;  // Hopper: linear1_sm90_covers
+bool linear1_sm90_covers(const AttentionParams& p, Direction direction);
+
+void launch_linear1_fwd(const FwdParams& p, const Linear1Walks& walks, cudaStream_t stream);
+void launch_linear1_bwd(const BwdParams& p, const Linear1Walks& walks, cudaStream_t stream);
+size_t linear1_fwd_workspace_bytes(const FwdParams& p, const Linear1Walks& walks);
+size_t linear1_bwd_workspace_bytes(const BwdParams& p, const Linear1Walks& walks);
 
 }  // namespace fastmax
