@@ -1,13 +1,14 @@
 """The Hopper kernels of the linear algorithm of order 1: which calls take them, and what these compute.
 
-Tiles of 64 rows, which the two blocks of a group take turns at, and in them two warpgroups. Few heads cut the walk into segments of
-at least 256 rows, which start from the portable sums; more heads than half of the multiprocessors have one block each.
+Tiles of 64 rows, which the two blocks of a group take turns at, and in them two warpgroups. Few heads cut the walk into
+segments of at least 256 rows, which start from sums over parts; more heads than half of the multiprocessors have one block
+each. A backward reads grad_o as it is; where that cannot be, g and e are made first.
 """
 
 import pytest
 import torch
 from common import relative
-from test_kernels import DEVICE, WHY_NOT, both, operands, size, with_gradient_of_the_denominators
+from test_kernels import DEVICE, WHY_NOT, both, operands, size, widened, with_gradient_of_the_denominators
 from test_sm90 import row_id, taken  # noqa: F401
 from test_sm90_linear import check_replayed
 
@@ -37,7 +38,7 @@ HEADS = [  # one block a head; two, in one segment; in several
     dict(n=3000, b=1, h=13),
 ]
 OFFSETS = [dict(n=n, m=m) for n, m in ((1, 300), (17, 64), (64, 129), (300, 301), (129, 1000), (255, 1023), (700, 777))]
-SHARED_HEADS = [  # whose grad_k and grad_v the portable kernels compute
+SHARED_HEADS = [  # which are stages of a tile, one after the other
     dict(n=300, h=4, hk=2),
     dict(n=700, m=777, h=6, hk=1),
     dict(n=1025, h=12, hk=3, b=3),
@@ -76,6 +77,20 @@ def test_a_gradient_of_the_denominators(d, taken):  # noqa: F811
         for x, y in zip(both(arguments, grad_o, grad_z.float())[2:], exact, strict=True):
             assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], (n, m)
     assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("n, m, h, hk", [(1, 1, 1, 1), (300, 333, 4, 2), (1100, 1100, 2, 2)])
+def test_prepared_gradients(n, m, h, hk, d, taken):  # noqa: F811
+    """Of a grad_o that the copy engine cannot read, and of noise."""
+    for noise in (False, True):
+        arguments, grad_o = operands(size("", n, m, d=d, h=h, hk=hk, p=1, noise=noise), "bf16", "linear")
+        if not noise:
+            grad_o = grad_o[:, :, :1].expand(grad_o.shape)
+        exact = both(widened(arguments), grad_o.double())
+        for x, y in zip(both(arguments, grad_o), exact, strict=True):
+            assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], noise
+    assert set(taken()) == {*EXPECTED, "forward: linear1_sm80"}
 
 
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")

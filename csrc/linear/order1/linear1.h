@@ -41,6 +41,7 @@ struct Linear1SumArgs : Linear1Problem {
   View y, w;
   RowMask y_mask;
   RowScale y_scale;  // e, in sum e y; null: sum y
+  RowScale w_scale;  // 1 / z where w is grad_o (Linear1Walks::divides)
   float* prefixes;   // [state][part][linear1_state_floats()]
 };
 
@@ -56,13 +57,19 @@ struct Linear1WalkArgs : Linear1Problem {
   float* z;       // null: no division; else [batch][x head][nx]
   View noise;
   float dropout;
+
+  // Where x is grad_o (Linear1Walks::divides): out is divided by z, and e and 1 / z of its rows are written, heads e_head apart.
+  View o;
+  const float *given_z, *grad_z;  // [batch][x head][nx]; grad_z may be null
+  float *e, *inverse_z;
+  int64_t e_head;
 };
 
 // grad_w = sum (c0 + c1 x.y) w, grad_y = sum c1 (x2.w + e_y) y
 struct Linear1PairWalkArgs : Linear1Problem {
   View x, x2, y, w;
   RowMask x_mask;  // masked x rows are written as zeros
-  RowScale y_scale;
+  RowScale y_scale, w_scale;
   const float* prefixes;
   float c0, c1;
   View grad_w, grad_y;
@@ -79,17 +86,24 @@ constexpr int linear1_blocks(int head_dim, bool is_bf16, int sm_arch) {
 // Likewise of the sums.
 constexpr int linear1_sum_blocks(int head_dim, bool is_bf16) { return !is_bf16 ? 1 : head_dim <= 64 ? 4 : 2; }
 
-// An architecture's walks, which start from the portable sums.
+// An architecture's kernels.
 struct Linear1Walks {
-  int (*blocks)(const Problem& p);  // that fill the device
+  int (*blocks)(const Problem& p);  // of walks, and of sums, that fill the device
   int (*group)(const Problem& p, int64_t walks);
+  int (*sum_blocks)(const Problem& p);
+  void (*sum)(const Problem& p, const Linear1SumArgs& a, cudaStream_t stream);
   void (*walk)(const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream);
   void (*pair_walk)(const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream);
-  bool sums_heads;  // whether pair walks know a y_group; else the portable ones do them
+  // Whether grad_o, o and z may come in the place of g and e. Null: no.
+  bool (*divides)(const BwdParams& p);
 };
 extern const Linear1Walks kLinear1WalksSm80;  // for every architecture
 extern const Linear1Walks kLinear1WalksSm90;  // Hopper: linear1_sm90_covers
 bool linear1_sm90_covers(const AttentionParams& p, Direction direction);
+
+// Inclusive prefixes of the states of parts, in place.
+template <class Math>
+void linear1_scan(const Linear1SumArgs& a, int head_dim, cudaStream_t stream);
 
 void launch_linear1_fwd(const FwdParams& p, const Linear1Walks& walks, cudaStream_t stream);
 void launch_linear1_bwd(const BwdParams& p, const Linear1Walks& walks, cudaStream_t stream);

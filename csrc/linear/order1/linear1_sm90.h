@@ -1,4 +1,4 @@
-// The Hopper kernels of order 1: walks (linear1.h) of bf16, causal, without masks or dropout.
+// The Hopper kernels of order 1, each the pass that its arguments say (linear1.h): bf16, causal, without masks or dropout.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,8 @@
 namespace fastmax {
 
 // head_dim: 64 or 128.
+void linear1_sums_sm90(const Linear1SumArgs& a, int head_dim, cudaStream_t stream);
 void linear1_walk_sm90(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream);
-void linear1_pair_walk_sm90(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream);  // y_group: 1
+void linear1_pair_walk_sm90(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream);
 
 }  // namespace fastmax
