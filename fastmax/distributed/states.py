@@ -145,7 +145,9 @@ def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
 
 
 def _joined(pieces: list[tuple[Tensor, ...]], empty: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tensors (b, heads, n, ...) of all parts from those of each."""
+    """Tensors (b, heads, n, ...) of all parts from those of each; of a single part the same."""
+    if len(pieces) == 1:
+        return tuple(pieces[0])
     return tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True)) if pieces else empty
 
 
