@@ -236,7 +236,7 @@ def sums_dtype(dtype: torch.dtype) -> torch.dtype:
 def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """See `fastmax.ops.gradients_of_sums`. e is made of g as that is rounded: where o is close to v both cancel in g.v + e."""
     inverse = tiles.reciprocal(z).unsqueeze(-1)
-    g = (grad_o * inverse).to(sums_dtype(o.dtype), memory_format=torch.contiguous_format)
+    g = (grad_o * inverse).to(sums_dtype(o.dtype)).contiguous()
     e = -(g.to(z.dtype) * o).sum(-1)
     return g, e if grad_z is None else e + torch.where(z == tiles.NO_KEYS, 0.0, grad_z)
 
