@@ -325,8 +325,9 @@ Snapshots origin(const Params& p) {
 }
 
 // Queries looking at keys, and keys looking at queries, back in time. keeps: as the plan of the walk.
-LinearProblem forward_in_time(const FwdParams& p, const StateSizes& sizes, bool keeps) {
+LinearProblem forward_in_time(const FwdParams& p, StateSizes sizes, bool keeps) {
   const bool is_read = keeps || !wants_state_alone(p);
+  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
   return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
@@ -334,8 +335,9 @@ LinearProblem forward_in_time(const BwdParams& p, const StateSizes& sizes) {
   return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, p.grad_q == nullptr)
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
-LinearProblem back_in_time(const BwdParams& p, const StateSizes& sizes, bool keeps) {
+LinearProblem back_in_time(const BwdParams& p, StateSizes sizes, bool keeps) {
   const bool is_read = keeps || p.grad_k != nullptr;
+  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
   return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
 }
@@ -423,7 +425,7 @@ namespace {
 
 // Of a walk between two states.
 size_t kept_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& walk) {
-  if (!kernels.keeps(p, walk.time) || p.order != 2) return 0;
+  if (p.order != 2) return 0;
   const StatePlan plan(walk, kernels.sizes(p), p.sm_count, /*carries=*/true, /*keeps=*/true);
   return plan.kept_bytes() <= kKeptBytes ? static_cast<size_t>(plan.kept_bytes()) : 0;
 }
@@ -562,7 +564,6 @@ constexpr StatePasses kStatePassesSm80 = {
       if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
     },
-    /*keeps=*/[](const Problem&, Time) { return true; },
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },

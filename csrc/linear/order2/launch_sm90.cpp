@@ -32,7 +32,6 @@ constexpr StatePasses kStatePassesSm90 = {
     },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, stream); },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, stream); },
-    /*keeps=*/[](const Problem&, Time) { return true; },
     [](const Problem&, const AddArgs& a, cudaStream_t stream) { linear_add_state<Bf16>(a, stream); },
     // Gradients have neither registers nor threads left for it.
     /*adds_while_reading=*/
