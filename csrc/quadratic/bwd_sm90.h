@@ -551,25 +551,23 @@ struct LaunchQuadraticBwdSm90 {
       grad_o.data = grad_o_copy;
       grad_o.stride = {int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
     }
-    const int64_t column_bytes = int64_t{p.d + p.dv} * 2;
     run_kernel<Math, kHeadDim, true>("quadratic_bwd_kv_sm90", p, k, v, q, grad_o, grad_k, grad_v, kept, row_scores, p.m, p.hk,
-                                     column_bytes * p.n * (p.h / p.hk), sums, stream);
+                                     sums, stream);
     run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, grad_q, grad_q, kept, row_scores, p.n, p.h,
-                                      column_bytes * p.m / (p.h / p.hk), sums, stream);
+                                      sums, stream);
     if (kFades<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
 
-  // rows: of a head that blocks own; stream_bytes: what its items read beside them.
+  // rows: of a head that blocks own.
   template <class Math, int kHeadDim, bool kOwnsKeys>
   static void run_kernel(const char* name, const BwdParams& p, const TokenTensor& x, const TokenTensor& y, const TokenTensor& a,
                          const TokenTensor& b, const TokenTensor& dx, const TokenTensor& dy, const KeptWords& kept,
-                         const float4* row_scores, int rows, int heads, int64_t stream_bytes, const PairSums& sums,
-                         cudaStream_t stream) {
+                         const float4* row_scores, int rows, int heads, const PairSums& sums, cudaStream_t stream) {
     using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
     const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows),   tensor_map(y, Tile::kRows),  tensor_map(a, Tile::kStream),
                                 tensor_map(b, Tile::kStream), tensor_map(dx, Tile::kRows), tensor_map(dy, Tile::kRows)};
-    const WorkOrder order =
-        WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, stream_bytes, !kOwnsKeys);
+    const WorkOrder order = WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, p.sm_count,
+                                          p.causal && !p.window, !kOwnsKeys);
     launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>, grid_1d(std::min(order.items(), p.sm_count)),
                   Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk, order,
                   sums);

@@ -432,8 +432,8 @@ struct LaunchQuadraticFwdSm90 {
     const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, o{p.o, p.o_stride, p.b, p.h, p.n, p.dv, p.math};
     const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys),
                                 tensor_map(o, Tile::kRows)};
-    const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h,
-                                          int64_t{p.m} * (p.d + p.dv) * 2 / (p.h / p.hk), true);
+    const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h, p.sm_count,
+                                          p.causal && !p.window, true);
     launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
                   grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order);
   }
