@@ -211,8 +211,17 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   const auto tiles_of = [&](const HeadIndex& head, int row, int rows) {
     return walk_over_keys<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1);
   };
+  // Consumers that a head lacks are those of its first block: those of the last one, which see most, wait for nobody in vain. They take
+  // rows behind the last one, which there are not.
+  const int rows_of_blocks = order.row_blocks * Tile::kBlockRows;
+  const int lacking = rows_of_blocks - (p.n + Tile::kRows - 1) / Tile::kRows * Tile::kRows;
+  const auto row_of = [&](const WorkItem& item, int consumer) {
+    const int row = item.row_block * Tile::kBlockRows - lacking + consumer * Tile::kRows;
+    return row < 0 ? row + rows_of_blocks : row;
+  };
   const auto tiles_of_block = [&](const WorkItem& item, const HeadIndex& head) {
-    return tiles_of(head, item.row_block * Tile::kBlockRows, Tile::kBlockRows).seen;
+    const int end = (item.row_block + 1) * Tile::kBlockRows - lacking, rows = min(end, Tile::kBlockRows);
+    return tiles_of(head, end - rows, rows).seen;
   };
 
   if (consumer == Tile::kConsumers) {
@@ -241,8 +250,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           const Ring<Tile::kQueryBuffers> buffers = query_ring(i);
           buffers.wait_until_empty(at);
           buffers.expect(at, QueryTile::kBytes);
-          QueryTile::load(query_tile(i, at), maps.q, buffers.full(at), item.row_block * Tile::kBlockRows + i * Tile::kRows, head.head,
-                          head.batch);
+          QueryTile::load(query_tile(i, at), maps.q, buffers.full(at), row_of(item, i), head.head, head.batch);
         }
       }
     }
@@ -257,8 +265,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
       const WorkItem item = walk.item();
       const HeadIndex head = head_index(p, item.head);
       const Range block_tiles = tiles_of_block(item, head);
-      const int row = item.row_block * Tile::kBlockRows + consumer * Tile::kRows;  // of the warpgroup
-      const int lane_row = row + warp_in_group * 16 + lane / 4;                    // and the row 8 further
+      const int row = row_of(item, consumer);                    // of the warpgroup
+      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
       TileRanges tiles{{0, 0}, {0, 0}};
       if (row < p.n) tiles = tiles_of(head, row, Tile::kRows);
       if (tiles.seen.end <= tiles.seen.begin) tiles = {{block_tiles.begin, block_tiles.begin}, {block_tiles.begin, block_tiles.begin}};
