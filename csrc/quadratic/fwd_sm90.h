@@ -55,7 +55,9 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueries = kStages * kStageBytes;  // offsets in shared memory
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kEnd = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
+  static constexpr int kFactorBytes = kFades<Visibility> ? kFadingTileBytes<float, kKeys> : 0;  // of a stage
+  static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
+  static constexpr int kEnd = kFactors + kStages * kFactorBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
   static_assert(kSharedBytes <= shared_limit(90), "the stages do not fit in shared memory");
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * ptx::registers_at_launch(kThreads),
@@ -109,21 +111,31 @@ struct QuadraticFwdRows {
     for (int i = 0; i < Tile::kKeys / 4; ++i) w[i] = pack_16bit<Math>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. shrink: what sums so far are to be
-  // multiplied by.
+  // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. factors: of keys that fade, in shared memory.
+  // shrink: what sums so far are to be multiplied by.
   template <bool kMasked, class Fading>
-  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Fading& fading, int key_begin,
-                                        float (&shrink)[2]) {
+  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Fading& fading, uint32_t factors,
+                                        int key_begin, float (&shrink)[2]) {
     if constexpr (kFades<Visibility>) {
-      fading.template start<kMasked>(key_begin);
+      fading.template start<kMasked>(factors);
+      if (kMasked && fading.takes_pairs) {
 #pragma unroll
-      for (int j = 0; j < Tile::kKeys / 8; ++j) {
-        const auto keys = fading.template columns<kMasked>(key_begin + 8 * j + lane_index() % 4 * 2);
+        for (int i = 0; i < Tile::kKeys / 4; ++i) {
+          const float2 key = fading.sum_of_column(key_begin + i / 2 * 8 + lane_index() % 4 * 2 + i % 2);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = s[4 * j + e];
-          if constexpr (!Score::kFollowsRowMax) x = score.weight(x);
-          x = score.fade(x, fading.template factor<kMasked>(keys, e % 2, e / 2));
+          for (int half = 0; half < 2; ++half) {
+            float& x = s[i / 2 * 4 + half * 2 + i % 2];
+            if constexpr (!Score::kFollowsRowMax) x = score.weight(x);
+            x = score.fade(x, fading.factor(key, half));
+          }
+        }
+      } else {
+        const typename Score::FadedRow rows[2] = {score.faded_row(fading.of_rows[0]), score.faded_row(fading.of_rows[1])};
+#pragma unroll
+        for (int j = 0; j < Tile::kKeys / 8; ++j) {
+          const float2 keys = fading.columns(factors, 8 * j + lane_index() % 4 * 2);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[4 * j + e] = rows[e / 2].at(s[4 * j + e], e % 2 == 0 ? keys.x : keys.y);
         }
       }
       score = score.of_faded();
@@ -183,7 +195,7 @@ struct Turns {
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>::kThreads, 1)
     quadratic_fwd_sm90_kernel(const __grid_constant__ QuadraticFwdMaps maps, const FwdParams p, const KeptWords kept,
-                              const WorkOrder order) {
+                              const WorkOrder order, const uint8_t* key_factors) {
   using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
   using KeyTile = typename Tile::KeyTile;
   using QueryTile = typename Tile::QueryTile;
@@ -199,6 +211,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   const auto query_tile = [&](int i, RingPosition at) {
     return base + Tile::kQueries + (i * Tile::kQueryBuffers + at.stage) * QueryTile::kBytes;
   };
+
+  const auto factors = [&](RingPosition at) { return base + Tile::kFactors + at.stage * Tile::kFactorBytes; };
 
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
@@ -235,7 +249,12 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const uint32_t stage = base + at.stage * Tile::kStageBytes;
           ring.wait_until_empty(at);
-          ring.expect(at, Tile::kStageBytes);
+          ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
+          if constexpr (kFades<Visibility>) {
+            const int64_t tiles = (p.m + Tile::kKeys - 1) / Tile::kKeys;
+            ptx::bulk_load(factors(at), key_factors + ((head.batch * p.hk + head.kv_head) * tiles + tile) * Tile::kFactorBytes,
+                           Tile::kFactorBytes, ring.full(at));
+          }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           at.advance<Tile::kStages>();
@@ -310,7 +329,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         wgmma_wait<0>();
         keep(rows.s);
         visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-        rows.template weigh<true>(score, visible, fading, tile * Tile::kKeys, shrink);
+        rows.template weigh<true>(score, visible, fading, factors(at), tile * Tile::kKeys, shrink);
 
         // From weights of this tile to those of the one below.
         const auto step = [&](auto masked) {
@@ -331,7 +350,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           wgmma_wait<1>();
           keep(rows.s);
           if constexpr (kMasked) visible_keys(visible, sees, kept, head.batch, tile - 1, lane_row, t);
-          rows.template weigh<kMasked>(score, visible, fading, (tile - 1) * Tile::kKeys, shrink);
+          rows.template weigh<kMasked>(score, visible, fading, factors(below), (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
           rows.shrink_output(shrink);
@@ -403,13 +422,14 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   }
 }
 
-// In the workspace: the kept keys, running sums of decays, tables of bounds.
+// In the workspace: the kept keys, running sums of decays, tables of bounds, factors of keys.
 struct QuadraticFwdSm90Workspace {
-  size_t decay_sums, tables, bytes;
+  size_t decay_sums, tables, key_factors, bytes;
 
   explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
     tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
-    bytes = tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kForward) : 0);
+    key_factors = (tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kForward) : 0) + 255) / 256 * 256;
+    bytes = key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
   }
 };
 
@@ -430,10 +450,15 @@ struct LaunchQuadraticFwdSm90 {
     using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
     FwdParams p = call;
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
+    uint8_t* key_factors = nullptr;
     if constexpr (Visibility::kBoundsBothSides) {
       const QuadraticFwdSm90Workspace at(p);
       char* workspace = static_cast<char*>(p.workspace);
-      if constexpr (kFades<Visibility>) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+      if constexpr (kFades<Visibility>) {
+        fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+        key_factors = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
+        fill_key_factors<Score, Tile::kKeys>(p, key_factors, stream);
+      }
       fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kForward, stream);
     }
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
@@ -443,7 +468,8 @@ struct LaunchQuadraticFwdSm90 {
     const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h, p.sm_count,
                                           p.causal && !p.window, true);
     launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
-                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order);
+                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order,
+                  key_factors);
   }
 };
 
