@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
           }
           if constexpr (kFades) {
             const float2 left = ptx::load_shared_f32x2(factors + row);
-            scalars[h] = ptx::pack_bf16x2(low_bf16(scalars[h]) * left.x, high_bf16(scalars[h]) * left.y);
+            scalars[h] = ptx::multiply_bf16x2(scalars[h], ptx::pack_bf16x2(left.x, left.y));
           }
         }
         if constexpr (kScaled) keep(scale);
