@@ -50,6 +50,8 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading;
   constexpr int kOwn = Tile::kOwnTiles, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
+  // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
+  constexpr int kFirst = (kOwn + 1) / 2;
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared);
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
@@ -135,6 +137,15 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     else ptx::ldmatrix_x2_trans(scalars, y + star_offset);
   };
 
+  const auto make_features = [&](uint32_t(&f)[kOwn][4], const uint32_t(&m)[2][2], int first, int end) {
+#pragma unroll
+    for (int j = first; j < end; ++j) {
+      const uint32_t* x = b[j / 2] + j % 2 * 2;
+      f[j][0] = ptx::multiply_bf16x2(x[0], m[0][0]), f[j][1] = ptx::multiply_bf16x2(x[0], m[1][0]);
+      f[j][2] = ptx::multiply_bf16x2(x[1], m[0][1]), f[j][3] = ptx::multiply_bf16x2(x[1], m[1][1]);
+    }
+  };
+
   const auto store_snapshot = [&](int c) {
     const bool is_leader = w4 == 0 && lane == 0;
     const uint32_t staging = stages_at + Tile::kStaging + warpgroup * Tile::kStagingBytes;
@@ -218,14 +229,16 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
         uint32_t m[2][2], f[kOwn][4];
 #pragma unroll
         for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
-        wgmma_wait<0>();
-        if (k == 1) ring.release(before, lane, !is_first);
+        const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
+        wgmma_wait<1>();
+        make_features(f, m, 0, kFirst);
+        wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < kOwn - 1; ++j) {
-          const uint32_t* x = b[j / 2] + j % 2 * 2;
-          f[j][0] = ptx::multiply_bf16x2(x[0], m[0][0]), f[j][1] = ptx::multiply_bf16x2(x[0], m[1][0]);
-          f[j][2] = ptx::multiply_bf16x2(x[1], m[0][1]), f[j][3] = ptx::multiply_bf16x2(x[1], m[1][1]);
-        }
+        for (int j = 0; j < kFirst; ++j) Products::template rs<Major::kMN>(acc[j], f[j], rows);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (k == 0) ring.release(before, lane, !is_first);
+        make_features(f, m, kFirst, kOwn - 1);
         {
           uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]}, scale[2] = {one, one};
           if (of_ones) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
@@ -244,10 +257,9 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
         }
         // Behind the last rows of a run: not used, and read again.
         load_rows(k < 3 ? y + (k + 1) * 2048 : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
-        const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < kOwn - 1; ++j) Products::template rs<Major::kMN>(acc[j], f[j], rows);
+        for (int j = kFirst; j < kOwn - 1; ++j) Products::template rs<Major::kMN>(acc[j], f[j], rows);
         Products::template rs<Major::kMN>(acc[kOwn - 1], f[kOwn - 1], last_rows);
         wgmma_commit();
       }
