@@ -17,7 +17,7 @@ extern "C" const char* cudaGetErrorString(cudaError_t) { std::abort(); }
 
 namespace fastmax {
 
-void linear_fade_pairs(const FadePairsArgs&, cudaStream_t) { std::abort(); }
+void linear_fade_tiles(const FadeTilesArgs&, cudaStream_t) { std::abort(); }
 void linear_zero_masked(const ZeroArgs&, cudaStream_t) { std::abort(); }
 template <class Math, class Args>
 void linear_pass(const Args&, int, cudaStream_t) { std::abort(); }

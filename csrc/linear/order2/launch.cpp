@@ -75,7 +75,8 @@ PerRow of_phase(PerRow s, const Phase& phase, int heads, int token) {
 }
 KeptRows of_phase(KeptRows kept, const Phase& phase) {
   const int64_t first_head = int64_t{phase.first_state} * phase.problem.y_group;
-  if (kept.data != nullptr) kept.data += first_head * kept.head, kept.whole += first_head * kept.groups;
+  if (kept.data != nullptr) kept.data += first_head * kept.head;
+  if (kept.whole != nullptr) kept.whole += first_head * kept.groups;
   return kept;
 }
 CarriedState of_phase(CarriedState state, const Phase& phase) {
@@ -99,7 +100,7 @@ Fading of_phase(Fading fading, const Phase& phase) {
   if (fading) {
     fading.sums += int64_t{phase.first_state} * fading.tokens;
     fading.carries += int64_t{phase.first_state} * fading.chunks;
-    if (fading.y_sums != nullptr) fading.y_sums += phase.first_state * fading.y_rows, fading.y_factors += phase.first_state * fading.y_rows;
+    if (fading.tiles != nullptr) fading.tiles += int64_t{phase.first_state} * fading.tile_count;
     fading.first_chunk = phase.first_row / phase.problem.chunk;
   }
   return fading;
@@ -190,9 +191,11 @@ struct Passes {
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.zeroed_y = of_phase(a.zeroed_y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.zeroed_w = of_phase(a.zeroed_w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.mask = of_phase(a.mask, phase, 0);
     a.kept = of_phase(a.kept, phase);
     a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
+    a.y_factors = of_phase(a.y_factors, phase, 1, 0);
     a.snapshots = to.snapshots, a.sums = to.sums, a.parts_sum = buffers.parts;
     a.accumulators = buffers.accumulators;
     a.begin = phase.begin;
@@ -242,10 +245,9 @@ struct Passes {
 // Rows that fade, as states and the rows of their own chunk take them, and what says how. Serves one walk after the other.
 struct FadedRows {
   char *w = nullptr, *y = nullptr;
-  float *e = nullptr, *carries = nullptr;
+  float *e = nullptr, *factors = nullptr, *carries = nullptr;
   uint8_t *kept = nullptr, *whole = nullptr;
-  float2* y_sums = nullptr;
-  float* y_factors = nullptr;
+  FadingTile* tiles = nullptr;  // null: rows are copied as they fade
   char* sums = nullptr;
 
   FadedRows(const AttentionParams& p, bool takes_zeros, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
@@ -255,47 +257,61 @@ struct FadedRows {
       const int64_t heads = int64_t{walk->states()} * walk->y_group;
       rows = std::max(rows, heads * walk->ny), groups = std::max(groups, heads * walk->groups());
       chunks = std::max(chunks, int64_t{walk->states()} * walk->chunks);
-      state_groups = std::max(state_groups, int64_t{walk->states()} * walk->groups());
+      state_groups = std::max(state_groups, int64_t{walk->states()} * walk->groups_of_all());
     }
     w = workspace.take<char>(rows * p.dv * element_bytes(p));
     e = workspace.take<float>(groups * kBoundary), carries = workspace.take<float>(chunks);
-    kept = workspace.take<uint8_t>(rows), whole = workspace.take<uint8_t>(groups);
+    whole = workspace.take<uint8_t>(groups);
     sums = workspace.take<char>(static_cast<int64_t>(decay_sum_bytes(p)));
-    if (!takes_zeros) return;
-    y = workspace.take<char>(rows * p.d * element_bytes(p));
-    y_sums = workspace.take<float2>(state_groups * kBoundary), y_factors = workspace.take<float>(state_groups * kBoundary);
+    if (takes_zeros) {
+      y = workspace.take<char>(rows * p.d * element_bytes(p));
+      factors = workspace.take<float>(state_groups * kBoundary);
+      tiles = workspace.take<FadingTile>(state_groups * kBoundary / kFadingTile);
+    } else {
+      kept = workspace.take<uint8_t>(rows);
+    }
   }
 
-  // How a walk fades; nothing where the call has nothing that does. mask: of the rows of y.
-  Fading fading(const AttentionParams& p, const LinearProblem& walk, const RowMask& mask, cudaStream_t stream) const {
+  // How a walk fades; nothing where the call has nothing that does. With `sums_rows`, rows of a state are from here on as they fade.
+  Fading fill(const AttentionParams& p, const StatePlan& plan, bool sums_rows, StateArgs& a, cudaStream_t stream) const {
     if (!fades(p)) return {};
-    Fading fading{p.decay_sums, p.m, walk.boundary, carries, walk.chunks, 0};
-    if (y_sums == nullptr) return fading;
-    fading.y_rows = int64_t{walk.groups()} * kBoundary;
-    FadePairsArgs pairs{};
-    static_cast<LinearProblem&>(pairs) = walk;
-    pairs.fading = fading;
-    pairs.mask = mask;
-    pairs.y_sums = y_sums + walk.first_token_at(), pairs.y_factors = y_factors + walk.first_token_at();
-    linear_fade_pairs(pairs, stream);
-    fading.y_sums = pairs.y_sums, fading.y_factors = pairs.y_factors;
+    sums_rows = sums_rows && plan.needs_states();
+    Fading fading{p.decay_sums, p.m, plan.whole.boundary, carries, plan.whole.chunks, 0};
+    if (tiles != nullptr) fill_tiles(plan.whole, sums_rows, fading, a, stream);
+    else if (sums_rows) copy_rows(p, plan.whole, fading, a, stream);
     return fading;
   }
 
-  // Puts faded rows in the place of a state's w and e.
-  void fill(const Problem& p, const StatePlan& plan, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
-    if (!fading || !plan.needs_states()) return;
-    const LinearProblem& walk = plan.whole;
+ private:
+  void fill_tiles(const LinearProblem& walk, bool sums_rows, Fading& fading, StateArgs& a, cudaStream_t stream) const {
     const int heads = walk.state_heads * walk.y_group;
+    fading.tiles = tiles, fading.tile_count = walk.groups_of_all() * (kBoundary / kFadingTile);
+    FadeTilesArgs fade{};
+    static_cast<LinearProblem&>(fade) = walk;
+    fade.fading = fading;
+    fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
+    fade.tiles = tiles;
+    if (sums_rows) {
+      fade.factors = factors + walk.first_token_at(), fade.e_head = int64_t{walk.groups()} * kBoundary;
+      fade.faded_e = a.y_scale.data == nullptr ? fade.factors : e + walk.first_token_at();
+      fade.zeroed_y = y, fade.zeroed_w = w, fade.whole = whole, fade.carries = carries;
+    }
+    linear_fade_tiles(fade, stream);
+    if (!sums_rows) return;
+    a.zeroed_y = contiguous(y, heads, walk.ny, walk.d), a.zeroed_w = contiguous(w, heads, walk.ny, walk.dv);
+    a.y_scale = {fade.faded_e, fade.e_head, 1}, a.y_factors = {fade.factors, fade.e_head, 1};
+    a.kept = {nullptr, 0, 0, whole, walk.groups()};
+  }
+
+  void copy_rows(const Problem& p, const LinearProblem& walk, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
     FadeArgs fade{};
     static_cast<LinearProblem&>(fade) = walk;
     fade.fading = fading;
     fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
-    fade.faded_w = w, fade.zeroed_y = y, fade.kept = kept, fade.whole = whole, fade.carries = carries;
+    fade.faded_w = w, fade.kept = kept, fade.whole = whole, fade.carries = carries;
     fade.faded_e = e + walk.first_token_at(), fade.e_head = int64_t{walk.groups()} * kBoundary;
     linear_fade(p, fade, stream);
-    a.w = contiguous(w, heads, walk.ny, walk.dv);
-    if (y != nullptr) a.zeroed_y = contiguous(y, heads, walk.ny, walk.d);
+    a.w = contiguous(w, walk.state_heads * walk.y_group, walk.ny, walk.dv);
     a.y_scale = {fade.faded_e, fade.e_head, 1};
     a.kept = {kept, walk.ny, 1, whole, walk.groups()};
   }
@@ -445,8 +461,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
-  const Fading fading = plan.faded.fading(p, plan.states.whole, state.mask, stream);
-  if (!resumes(p)) plan.faded.fill(p, plan.states, fading, state, stream);
+  const Fading fading = plan.faded.fill(p, plan.states, !resumes(p), state, stream);
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
@@ -483,8 +498,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Fading prefix_fading = plan.faded.fading(p, plan.prefixes.whole, prefix.mask, stream);
-  if (!wants_state_alone(p)) plan.faded.fill(p, plan.prefixes, prefix_fading, prefix, stream);
+  const Fading prefix_fading = plan.faded.fill(p, plan.prefixes, !wants_state_alone(p), prefix, stream);
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -509,8 +523,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
-  const Fading suffix_fading = plan.faded.fading(p, plan.suffixes.whole, suffix.mask, stream);
-  if (!resumes(p)) plan.faded.fill(p, plan.suffixes, suffix_fading, suffix, stream);
+  const Fading suffix_fading = plan.faded.fill(p, plan.suffixes, !resumes(p), suffix, stream);
 
   ReadArgs grad_v{};
   grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;

@@ -31,12 +31,14 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   static constexpr int kStaging = kStages * kStageBytes;  // a snapshot's tiles, of each warpgroup
   static constexpr int kStagingBytes = State::kOwnTiles * State::kTileBytes;
   static constexpr int kScales = kStaging + 2 * kStagingBytes;  // e of the rows of each stage
-  static constexpr int kBarriers = kScales + kStages * kScaleBytes;
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static constexpr int kFactors = kScales + kStages * kScaleBytes;  // what is left of them at their chunk's end
+  static constexpr int kBarriers = kFactors + kStages * kScaleBytes;
+  static constexpr int kAlignment = 128;  // of dynamic shared memory
+  static constexpr int kSharedBytes = kSwizzledTileAlignment - kAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
   static_assert(kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
 };
 
-// What the rows are: as they are; with moments and sums of e y; or such that fade, e too.
+// What the rows are: as they are; with moments and sums of e y; or such that fade, e too. What is left of a row goes into its features.
 enum class Rows { kPlain, kScaled, kFading };
 
 // A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
@@ -44,8 +46,9 @@ enum class Rows { kPlain, kScaled, kFading };
 // in a launch of their own (linear.h).
 // This is a warpgroup's walk, with kOwn tiles.
 template <int kHeadDim, Rows kRows, bool kFine, int kOwn>
-__device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap& zeroed_y_map, const CUtensorMap& w_map, const StateArgs& a,
-                                     const int first_segment, const uint32_t stages_at, const int lag) {
+__device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap& zeroed_y_map, const CUtensorMap& w_map,
+                                     const CUtensorMap& zeroed_w_map, const StateArgs& a, const int first_segment, const uint32_t stages_at,
+                                     const int lag) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
@@ -78,10 +81,18 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       is_whole = a.kept.whole[(int64_t{batch} * a.state_heads * y_group + head) * a.kept.groups + group] != 0;
     }
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kScaled ? kScaleBytes : 0));
-    RowTile::load(w, w_map, ring.full(at), token, head, batch);
-    if (is_whole) RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
-    else RowTile::load(w + kTileBytes, zeroed_y_map, ring.full(at), token, head, batch);
+    ring.expect(at, Tile::kStageBytes + (kFades ? 2 : kScaled ? 1 : 0) * kScaleBytes);
+    if (is_whole) {
+      RowTile::load(w, w_map, ring.full(at), token, head, batch);
+      RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
+    } else {
+      RowTile::load(w, zeroed_w_map, ring.full(at), token, head, batch);
+      RowTile::load(w + kTileBytes, zeroed_y_map, ring.full(at), token, head, batch);
+    }
+    if (kFades) {
+      ptx::bulk_load(stages_at + Tile::kFactors + at.stage * kScaleBytes, tile_scales(a.y_factors, a.ny, state, token), kScaleBytes,
+                     ring.full(at));
+    }
     if (kScaled) {
       ptx::bulk_load(stages_at + Tile::kScales + at.stage * kScaleBytes,
                      tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * y_group + head, token), kScaleBytes, ring.full(at));
@@ -194,12 +205,14 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       ++chunk;
     }
     if (row == end) break;
+    [[maybe_unused]] bool goes_on = true;  // something is left of the sums
     if constexpr (kFades) {
       const float factor = carry.factor();
+      goes_on = factor != 0.f;
 #pragma unroll
       for (int j = 0; j < kOwn; ++j) {
 #pragma unroll
-        for (int i = 0; i < kRegs; ++i) acc[j][i] = faded(acc[j][i], factor);
+        for (int i = 0; i < kRegs; ++i) acc[j][i] *= factor;
       }
       count = faded(count, factor);
     }
@@ -215,6 +228,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
       const uint32_t e = stages_at + Tile::kScales + own.stage * kScaleBytes;
+      const uint32_t factors = stages_at + Tile::kFactors + own.stage * kScaleBytes;
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
       at.template advance<kStages>();
       ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
@@ -224,29 +238,42 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        uint32_t m[2][2], f[kOwn][4];
+        // What is loaded is, before a wait, beside products.
+        uint32_t m[2][2], f[kOwn][4], scale[2] = {one, one};
+        if constexpr (kFades) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 left = ptx::load_shared_f32x2(factors + (16 * k + 8 * h + 2 * t) * 4);
+            scalars[h] = ptx::pack_bf16x2(low_bf16(scalars[h]) * left.x, high_bf16(scalars[h]) * left.y);
+          }
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
         const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
+        const auto add = [&](int j, uint64_t w) {
+          if (kFades && k == 0) Products::template rs_if<Major::kMN>(goes_on, acc[j], f[j], w);
+          else Products::template rs<Major::kMN>(acc[j], f[j], w);
+        };
         wgmma_wait<1>();
         make_features(f, m, 0, kFirst);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < kFirst; ++j) Products::template rs<Major::kMN>(acc[j], f[j], rows);
+        for (int j = 0; j < kFirst; ++j) add(j, rows);
         wgmma_commit();
+        if constexpr (kScaled) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 pair = ptx::load_shared_f32x2((kFades && !share.of_y ? factors : e) + (16 * k + 8 * h + 2 * t) * 4);
+            scale[h] = kFades || share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
+          }
+          keep(scale);
+        }
         wgmma_wait<1>();
         if (k == 0) ring.release(before, lane, !is_first);
         make_features(f, m, kFirst, kOwn - 1);
         {
-          uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]}, scale[2] = {one, one};
+          uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]};
           if (of_ones) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
-          if (kScaled) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
-              scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
-            }
-          }
           const bool plain = of_columns || of_ones;
           f[kOwn - 1][0] = ptx::multiply_bf16x2(x[0], plain ? scale[0] : m[0][0]);
           f[kOwn - 1][1] = ptx::multiply_bf16x2(x[2], plain ? scale[0] : m[1][0]);
@@ -257,8 +284,9 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         load_rows(k < 3 ? y + (k + 1) * 2048 : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
         wgmma_fence();
 #pragma unroll
-        for (int j = kFirst; j < kOwn - 1; ++j) Products::template rs<Major::kMN>(acc[j], f[j], rows);
-        Products::template rs<Major::kMN>(acc[kOwn - 1], f[kOwn - 1], last_rows);
+        for (int j = kFirst; j < kOwn - 1; ++j) add(j, rows);
+        add(kOwn - 1, last_rows);
+        goes_on = true;
         wgmma_commit();
       }
       before = own;
@@ -277,10 +305,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 template <int kHeadDim, Rows kRows, bool kFine>
 __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, 1)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
-                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ StateArgs a, const int first_segment,
-                             const int lag) {
+                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap zeroed_w_map,
+                             const __grid_constant__ StateArgs a, const int first_segment, const int lag) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(Tile::kAlignment) uint8_t shared[];
   const uint32_t stages_at = first_tile(shared);
   if (threadIdx.x == 0) {
     Ring<Tile::kStages>(stages_at + Tile::kBarriers).init(Tile::kThreads / 32);
@@ -289,10 +317,10 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, 1)
   __syncthreads();
   if constexpr (kFine) {
     if (__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) == 1) {
-      return walk<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, a, first_segment, stages_at, lag);
+      return walk<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag);
     }
   }
-  walk<kHeadDim, kRows, kFine, Tile::kOwnTiles>(y_map, zeroed_y_map, w_map, a, first_segment, stages_at, lag);
+  walk<kHeadDim, kRows, kFine, Tile::kOwnTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag);
 }
 
 template <int kHeadDim, bool kFine>
@@ -303,11 +331,12 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const int y_heads = a.state_heads * a.y_group;
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
   const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map(a.zeroed_y, a, y_heads, a.ny, a.d);
+  const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map(a.zeroed_w, a, y_heads, a.ny, a.dv);
   static const int lag = std::getenv("FASTMAX_TRIAL_LAG") == nullptr ? 0 : std::atoi(std::getenv("FASTMAX_TRIAL_LAG"));
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
-                    zeroed_y_map, w_map, a, first_segment, lag);
+                    zeroed_y_map, w_map, zeroed_w_map, a, first_segment, lag);
     };
     if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading, kFine>);
     else if (a.y_scale.data != nullptr) run(linear_state_sm90_kernel<kHeadDim, Rows::kScaled, kFine>);
