@@ -332,7 +332,7 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
   const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map(a.zeroed_y, a, y_heads, a.ny, a.d);
   const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map(a.zeroed_w, a, y_heads, a.ny, a.dv);
-  static const int lag = std::getenv("FASTMAX_TRIAL_LAG") == nullptr ? 0 : std::atoi(std::getenv("FASTMAX_TRIAL_LAG"));
+  const int lag = std::getenv("FASTMAX_TRIAL_LAG") == nullptr ? 0 : std::atoi(std::getenv("FASTMAX_TRIAL_LAG"));
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
