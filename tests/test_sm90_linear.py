@@ -94,6 +94,14 @@ CHUNKS = [  # few heads cut the walk into segments from two chunks on, many walk
     *(dict(n=n, b=1, h=40) for n in (257, 512, 513, 700)),
     dict(n=3000, b=1, h=1),
 ]
+FINE = [  # as many states as are shared by twice the blocks, with room for one segment or, of 8, three
+    *(dict(n=n, b=1, h=12) for n in (1, 65, 257, 512, 513, 700, 1025)),
+    dict(n=3000, b=1, h=8),
+    dict(n=700, m=801, b=2, h=16, hk=8, mask=True, noise=True, layout="packed"),
+    dict(n=1, m=1300, b=2, h=7),
+    dict(n=300, m=700, b=2, h=8, causal=False, mask=True),
+    dict(n=700, b=2, h=17),
+]
 OFFSETS = [dict(n=n, m=m) for n, m in ((1, 300), (17, 64), (64, 129), (300, 301), (129, 1000), (255, 1023), (700, 777))]
 SHARED_HEADS = [
     dict(n=300, h=4, hk=2),
@@ -114,7 +122,7 @@ OPTIONS = [
     dict(n=700, magnitude=30.0, temperature=1.0),
     dict(n=1300, b=4, h=40, hk=20),
 ]
-ROWS = [*OWN_CHUNK, *ONE_SNAPSHOT, *BACK_IN_TIME, *CHUNKS, *OFFSETS, *SHARED_HEADS, *OPTIONS]
+ROWS = [*OWN_CHUNK, *ONE_SNAPSHOT, *BACK_IN_TIME, *CHUNKS, *FINE, *OFFSETS, *SHARED_HEADS, *OPTIONS]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=row_id)
@@ -196,6 +204,12 @@ def test_decays(n, m, decay, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize("decay", decays.KINDS)
+@pytest.mark.parametrize("n, m", [(65, 65), (257, 257), (700, 777)])
+def test_decays_of_finely_shared_states(n, m, decay, taken):  # noqa: F811
+    check_decay(taken, n, m, decay=decay, b=2, h=12, hk=6)
+
+
+@pytest.mark.parametrize("decay", decays.KINDS)
 def test_decays_at_head_dim_128(decay, taken):  # noqa: F811
     for n, m in ((1, 1), (65, 65), (300, 300), (1024, 1024), (1025, 1025), (2100, 2100), (70, 1300), (1100, 1333)):
         check_decay(taken, n, m, d=128, decay=decay, h=2, hk=1)
@@ -246,9 +260,9 @@ def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
 
 @pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
 def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
-    """One head is cut into segments; many long ones run in pieces that hand on sums; a dozen at head dim 64 in pieces of three
+    """One head is cut into segments; many long ones run in pieces that hand on sums; nine at head dim 64 in pieces of four
     segments: against the portable kernels, in fp32."""
-    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480), (1, 12, 12, 80_000)):
+    for b, h, hk, n in ((1, 1, 1, 20_000), (2, 40, 20, 20480), (1, 12, 12, 80_000), (1, 9, 9, 100_000)):
         q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         k, v = (torch.randn(b, hk, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
         rates = torch.logspace(-5, -1, hk, device=DEVICE)[:, None]
@@ -433,6 +447,7 @@ CARRIED = {
     **{f"head dims {d}, {dv}": prefill.Case(300, d, dv) for d, dv in ((40, 24), (37, 51), (64, 8), (72, 100), (128, 16))},
     **{f"one head, {n}, head dim {d}": prefill.Case(n, d, b=1, h=1, hk=1) for n, d in ((700, 64), (5000, 64), (4500, 128))},
     "GQA": prefill.Case(700, h=8, hk=2),
+    **{f"finely shared states, {n}": prefill.Case(n, b=2, h=12, hk=6, mask=n == 700) for n in (1, 257, 700)},
     "GQA, head dim 128": prefill.Case(1300, 128, h=8, hk=2, mask=True),
     "mask": prefill.Case(700, h=8, hk=2, mask=True),
     "token-major": prefill.Case(700, layout="token-major", mask=True),
