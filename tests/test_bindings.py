@@ -514,6 +514,6 @@ def test_info_names_the_kernels():
     assert [name for name in found if name.endswith("_sm80")] == [f"{name}_sm80" for name in kernels]
     of_quadratic = [f"{name}_{kind}" for name in ("quadratic", "flash") for kind in ("bounded_sm90", "fading_sm90")]
     assert all((name in found) == has_sm90 for name in of_quadratic)
-    for name in ("quadratic", "linear2", "flash"):
+    for name in ("quadratic", "linear1", "linear2", "flash"):
         assert (f"{name}_sm90" in found) == has_sm90
         assert not has_sm90 or found.index(f"{name}_sm90") < found.index(f"{name}_sm80"), "it is asked first"

@@ -559,7 +559,7 @@ def test_what_is_not_covered(taken):  # noqa: F811
         call(lambda *x, **options: fastmax.fastmax_attention(*x, causal=True, algorithm="linear", **options))
         assert taken() == ["forward: linear2_sm80"], name
     fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear", p=1, a0=2.0)
-    assert taken() == ["forward: linear1_sm80"]
+    assert taken() == ["forward: linear1_sm90"]
     for name in ("fp16", "head dim 32", "expanded keys"):
         calls[name](lambda *x: fastmax.prefill(*x, fastmax.init_state(1, 4, x[1].shape[3], dtype=x[1].dtype, device=DEVICE)))
         assert taken() == ["prefill: linear2_sm80"], name

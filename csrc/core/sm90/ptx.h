@@ -28,6 +28,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// [mbarrier.arrive] In the place of so many threads.
+__device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
 // [mbarrier.try_wait] Whether the phase of this parity has ended; waits for a time that the system chooses. Not `.acquire.cluster`,
 // which empties L1 at every wait.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
