@@ -87,6 +87,7 @@ struct Wgmma;
     FASTMAX_WGMMA_SS(ss_first, n, type, count, FASTMAX_OUT, 0, o0, o1, o2, o3)                    \
   };
 #define FASTMAX_WGMMA_TYPE(Math, type)                                               \
+  FASTMAX_WGMMA(Math, type, 32, 16, "%16", "%17", "%18", "%19", "%20", "%21")        \
   FASTMAX_WGMMA(Math, type, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37")        \
   FASTMAX_WGMMA(Math, type, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 
