@@ -570,10 +570,11 @@ struct LaunchQuadraticBwdSm90 {
                          const float4* row_scores, int rows, int heads, int64_t stream_bytes, const PairSums& sums,
                          cudaStream_t stream) {
     using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
-    constexpr int kColumns = Tile::RowTile::kPanelCols;
-    const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows, kColumns),   tensor_map(y, Tile::kRows, kColumns),
-                                tensor_map(a, Tile::kStream, kColumns), tensor_map(b, Tile::kStream, kColumns),
-                                tensor_map(dx, Tile::kRows, kColumns),  tensor_map(dy, Tile::kRows, kColumns)};
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
+    const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows),   tensor_map(y, Tile::kRows),  tensor_map(a, Tile::kStream),
+                                tensor_map(b, Tile::kStream), tensor_map(dx, Tile::kRows), tensor_map(dy, Tile::kRows)};
     const WorkOrder order =
         WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, stream_bytes, !kOwnsKeys);
     launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>, grid_1d(std::min(order.items(), p.sm_count)),

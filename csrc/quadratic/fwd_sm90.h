@@ -421,6 +421,9 @@ struct LaunchQuadraticFwdSm90 {
   static void run(const FwdParams& call, cudaStream_t stream) {
     using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
     FwdParams p = call;
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
     if constexpr (Visibility::kBoundsBothSides) {
       const QuadraticFwdSm90Workspace at(p);
@@ -430,9 +433,8 @@ struct LaunchQuadraticFwdSm90 {
     }
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
     const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, o{p.o, p.o_stride, p.b, p.h, p.n, p.dv, p.math};
-    constexpr int kColumns = Tile::KeyTile::kPanelCols;
-    const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows, kColumns), tensor_map(k, Tile::kKeys, kColumns),
-                                tensor_map(v, Tile::kKeys, kColumns), tensor_map(o, Tile::kRows, kColumns)};
+    const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys),
+                                tensor_map(o, Tile::kRows)};
     const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h,
                                           int64_t{p.m} * (p.d + p.dv) * 2 / (p.h / p.hk), true);
     launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
