@@ -5,8 +5,9 @@
 // Backward: row() packs what all pairs of a query share into a float4 (prepared once by row_score_kernel); then, for a pair with
 // x = q.k and dp = grad_o.v, p = weight(row, x) is its normalised weight and ds = slope(row, x) * centred(row, dp) the derivative
 // by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
-// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. A row of zeros, as behind the
-// last query, has ds = 0 where q, grad_o and v are zeros too.
+// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. derivative(row, x, dp) is ds
+// alone, for loops that look at many x of a row. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are
+// zeros too.
 //
 // Keys that fade: a pair has the factor 2^(e1 + e2), as query_factor(e1) and key_factor(e2). A key factor joins: in the forward the
 // weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there; faded_row(), of a query factor,
@@ -63,6 +64,9 @@ struct PolynomialScore {
   __device__ __forceinline__ static WeightAndDerivative weight_and_derivative(const float4& row, float x, float dp) {
     const float slope = fmaf(row.z, x, row.y);
     return {fmaf(slope, x, row.x), fmaf(row.z, x, slope) * (dp - row.w)};
+  }
+  __device__ __forceinline__ static float derivative(const float4& row, float x, float dp) {
+    return slope_line(row).at(x) * (dp - row.w);
   }
 
   // log2 of what a weight has faded to when nothing is left of it, and of a row's sum when it sees nothing: less is no more than
@@ -122,6 +126,9 @@ struct SoftmaxScore {
   __device__ __forceinline__ static WeightAndDerivative weight_and_derivative(const float4& row, float x, float dp) {
     const float weight = SoftmaxScore::weight(row, x);
     return {weight, weight * fmaf(row.z, dp, -row.w)};
+  }
+  __device__ __forceinline__ static float derivative(const float4& row, float x, float dp) {
+    return weight_and_derivative(row, x, dp).ds;
   }
 
   // However much a weight has faded, its score may be larger by more.

@@ -38,18 +38,23 @@ inline int row_scores_per_head(const Problem& p) { return (p.n + 127) / 128 * 12
 
 template <class Visibility, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdSm90Tile {
-  static constexpr int kConsumers = 2;
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+  // Queries of head_dim 32 take so few registers that three consumers fit, which hide each other's waits better than two with larger
+  // tiles; keys take a few too many.
+  static constexpr bool kNarrow = kHeadDim <= 32 && !kFades<Visibility>;
+  static constexpr int kConsumers = kNarrow && !kOwnsKeys ? 3 : 2;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kBlockRows = kConsumers * kRows;
   // Registers: sums take kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
   // kHeadDim / 4 each where they are kept in registers. 64 x 64 products of two operands in shared memory take all of its bandwidth.
   // What fades takes registers as well.
-  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kFades<Visibility> ? 128 : 64;
+  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kFades<Visibility> ? 128 : 64;
   static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kFades<Visibility>;
-  static constexpr bool kYInRegisters = kXInRegisters && !kOwnsKeys;
+  static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
+  static constexpr bool kDerivativeAlone = kNarrow && !kOwnsKeys;
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
-  static constexpr int kStages = kOwnsKeys && kHeadDim <= 64 ? 6 : 4;
+  static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
   static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's rows come early
 
   using RowTile = SwizzledTile<kRows, kHeadDim>;
@@ -211,6 +216,8 @@ struct QuadraticBwdRows {
           const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
           flow[e / 2] += counts && !itself ? faded.flow : 0.f;
           pair = faded;
+        } else if constexpr (Tile::kDerivativeAlone) {
+          pair.ds = Score::derivative(row, s[i], d[i]);
         } else {
           pair = Score::weight_and_derivative(row, s[i], d[i]);
         }
@@ -625,6 +632,9 @@ struct LaunchQuadraticBwdSm90 {
                          const float4* row_scores, int rows, int heads, const PairSums& sums, const uint8_t* fading_columns,
                          cudaStream_t stream) {
     using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
     const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows),   tensor_map(y, Tile::kRows),  tensor_map(a, Tile::kStream),
                                 tensor_map(b, Tile::kStream), tensor_map(dx, Tile::kRows), tensor_map(dy, Tile::kRows)};
     const WorkOrder order = WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, p.sm_count,

@@ -449,6 +449,9 @@ struct LaunchQuadraticFwdSm90 {
   static void run(const FwdParams& call, cudaStream_t stream) {
     using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
     FwdParams p = call;
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
     uint8_t* key_factors = nullptr;
     if constexpr (Visibility::kBoundsBothSides) {
