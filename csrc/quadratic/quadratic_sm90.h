@@ -25,9 +25,13 @@ bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
 size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
+size_t quadratic_dense_bwd_sm90_workspace_bytes(const BwdParams& p);
 
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+bool takes_five_products(const BwdParams& p);
+size_t quadratic_bwd_five_sm90_workspace_bytes(const BwdParams& p);
+void quadratic_bwd_five_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
