@@ -26,15 +26,19 @@ struct QuadraticBwdFiveTile {
   using Bwd = QuadraticBwdSm90Tile<DenseVisibility, kHeadDim, true>;
   static constexpr int kConsumers = Bwd::kConsumers, kRows = Bwd::kRows, kBlockRows = Bwd::kBlockRows, kStream = Bwd::kStream;
   static constexpr int kThreads = Bwd::kThreads;
-  static_assert(kHeadDim == kConsumers * kPanelCols, "a consumer has a panel of grad_q");
+  // Tiles of a step: as many as there are parts of grad_q, 64 queries x 64 columns, for all consumers.
+  static constexpr int kPartCols = 64;
+  static constexpr int kTilesPerStep = kConsumers * kPartCols / kHeadDim;
+  static constexpr int kQueries = kTilesPerStep * kStream;
+  static_assert(kTilesPerStep * kHeadDim == kConsumers * kPartCols, "a consumer has a part of grad_q");
   using RowTile = typename Bwd::RowTile;
   using StreamTile = typename Bwd::StreamTile;
-  using DerivativeTile = SwizzledTile<kBlockRows, kStream>;  // dS, a row per key
+  using DerivativeTile = SwizzledTile<kBlockRows, kQueries>;  // dS, a row per key
 
-  static constexpr int kStages = 2;
+  static constexpr int kStages = kHeadDim <= 64 ? 4 : 2;
   static constexpr int kDerivatives = 2;  // tiles of dS
   static constexpr int kItems = 2;
-  static constexpr int kPartFloats = kStream * kPanelCols;  // of grad_q: a tile's panel
+  static constexpr int kPartFloats = kStream * kPartCols;  // of grad_q: a tile's panel
   static constexpr int kPartBytes = kPartFloats * static_cast<int>(sizeof(float));
 
   static constexpr int kStageBytes = Bwd::kStageBytes;
@@ -75,7 +79,7 @@ struct PartialGradQ {
   uint32_t* taken;
   uint32_t* added;
   float* sums;  // parts, in the order of a consumer's accumulators
-  int tiles;    // of a head
+  int steps;    // of a head
 };
 
 template <class Score, class Math, int kHeadDim>
@@ -123,7 +127,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
   };
   const DenseVisibility sees(p, 0);
   const auto tiles_of = [&](const Item& item) {
-    return walk_over_queries<Tile::kStream>(sees, item.row, min(item.row + Tile::kBlockRows, p.m) - 1);
+    return walk_over_queries<Tile::kQueries>(sees, item.row, min(item.row + Tile::kBlockRows, p.m) - 1);
   };
   const auto number_of_item = [&](RingPosition at) {
     item_ring.wait_until_full(at);
@@ -152,7 +156,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         const Range tiles = tiles_of(item).seen;
         for (int i = 0; i < group; ++i) {
           const int head = item.first_head + i;
-          for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+          for (int tile = tiles.end * Tile::kTilesPerStep - 1; tile >= tiles.begin * Tile::kTilesPerStep; --tile) {
             const int token = tile * Tile::kStream;
             const uint32_t stage = base + at.stage * Tile::kStageBytes;
             ring.wait_until_empty(at);
@@ -190,9 +194,9 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         const Item item = place(number);
         const Range tiles = tiles_of(item).seen;
         for (int i = 0; i < group; ++i) {
-          const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + item.first_head + i) * partial.tiles;
-          for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
-            const int64_t part = (of_head + tile) * Tile::kConsumers + writes;
+          const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + item.first_head + i) * partial.steps;
+          for (int step = tiles.end - 1; step >= tiles.begin; --step) {
+            const int64_t part = (of_head + step) * Tile::kConsumers + writes;
             float* sums = partial.sums + part * Tile::kPartFloats;
             while (ptx::load_acquire(partial.added + part) != static_cast<uint32_t>(item.block)) {
             }
@@ -247,21 +251,32 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
       sums.reset();
       float dq[Tile::kPartFloats / 128];
       for (int i = 0; i < Tile::kConsumers; ++i) row_ring(i).wait_until_full(rows);
+      sums.load_operands(x_tile, warp_in_group, lane);
 
       const auto stage_of = [&](RingPosition at) { return base + at.stage * Tile::kStageBytes; };
+      const auto before = [](RingPosition at) {
+        return RingPosition{at.stage ^ 1, at.parity ^ static_cast<uint32_t>(at.stage == 0)};
+      };
       const auto derivatives_of = [&](RingPosition at) { return base + Tile::kDerivativesAt + at.stage * DerivativeTile::kBytes; };
       NoTileFading fading;
       uint32_t visible[2][Tile::kStream / 32];
-      const auto start_dq = [&](RingPosition at) {
-        const Operand<DerivativeTile> ds(derivatives_of(at));
+      const auto start_dq = [&] {  // of the step before this one
+        const Operand<DerivativeTile> ds(derivatives_of(before(derivatives)));
         const Operand<RowTile> keys(row_tile(0));
-        Wgmma<Math, kPanelCols>::template ss_first<Major::kMN, Major::kMN>(dq, ds.mn_major(0), keys.mn_major(0, consumer));
+        const int ds_panel = Tile::kTilesPerStep > 1 ? consumer : 0, key_panel = Tile::kTilesPerStep > 1 ? 0 : consumer;
+        Wgmma<Math, Tile::kPartCols>::template ss_first<Major::kMN, Major::kMN>(dq, ds.mn_major(0, ds_panel), keys.mn_major(0, key_panel));
 #pragma unroll
         for (int kk = 1; kk < Tile::kBlockRows / 16; ++kk) {
           const Operand<RowTile> of_consumer = keys.behind(kk / 4 * 2 * RowTile::kBytes);
-          Wgmma<Math, kPanelCols>::template ss<Major::kMN, Major::kMN>(dq, ds.mn_major(kk), of_consumer.mn_major(kk % 4, consumer));
+          Wgmma<Math, Tile::kPartCols>::template ss<Major::kMN, Major::kMN>(dq, ds.mn_major(kk, ds_panel),
+                                                                       of_consumer.mn_major(kk % 4, key_panel));
         }
         wgmma_commit();
+      };
+      // Until dS of the step before this one is there, of both consumers, who have then read that before it; and room for dQ.
+      const auto wait_for_dq = [&] {
+        ptx::mbarrier_wait(derivatives_ready(before(derivatives)), before(derivatives).parity);
+        part_ring(consumer).wait_until_empty(part);
       };
       const auto stage_dq = [&] {
 #pragma unroll
@@ -273,18 +288,25 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         ptx::mbarrier_arrive_if(part_ring(consumer).full(part), lane == 0);
         part.template advance<1>();
       };
-      const auto other = [](RingPosition at) {  // the tile of dS before this one
-        return RingPosition{at.stage ^ 1, at.parity ^ static_cast<uint32_t>(at.stage == 0)};
+      // dS of a tile of this step.
+      const auto store_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4], int i) {
+        const int matrix = lane >> 3;
+        const int in_tile = consumer * Tile::kRows + 16 * warp_in_group + (matrix & 1) * 8 + (lane & 7);
+#pragma unroll
+        for (int j = 0; j < Tile::kStream / 8; j += 2) {
+          const uint32_t* x = packed_ds + 2 * j;
+          ptx::stmatrix_x4(derivatives_of(derivatives) + DerivativeTile::chunk_offset(in_tile, Tile::kStream / 8 * i + j + (matrix >> 1)),
+                           x[0], x[1], x[2], x[3]);
+        }
+        ptx::fence_proxy_async();
       };
-
-      const auto step = [&](auto is_masked, auto is_first, int tile) {
-        constexpr bool kMasked = decltype(is_masked)::value, kFirst = decltype(is_first)::value;
-        ring.wait_until_full(at);
-        wgmma_fence();
-        sums.start_scores(x_tile, stage_of(at));
-        wgmma_wait<0>();
-        keep(sums.s);
-        keep(sums.d);
+      const auto tell_derivatives = [&] {
+        __syncwarp();
+        ptx::mbarrier_arrive_if(derivatives_ready(derivatives), lane == 0);
+        derivatives.template advance<Tile::kDerivatives>();
+      };
+      const auto differentiate = [&](auto is_masked, int tile, RingPosition at) {
+        constexpr bool kMasked = decltype(is_masked)::value;
         if constexpr (kMasked) {
           visible_queries(visible, sees, tile, lane_row, t);
 #pragma unroll
@@ -294,57 +316,133 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
           }
         }
         sums.template differentiate<kMasked>(stage_of(at), visible, fading, tile * Tile::kStream, lane_row, p.causal_offset);
+      };
+      const auto visit = [&](auto is_masked, int tile) {
+        ring.wait_until_full(at);
+        wgmma_fence();
+        sums.start_scores(x_tile, stage_of(at));
+        wgmma_wait<0>();
+        keep(sums.s);
+        keep(sums.d);
+        differentiate(is_masked, tile, at);
+      };
+      // From P and dS of the i-th tile of a step to the sums. has_next: and to S and D of the next tile, with which `then` goes on, next to
+      // the sums; where there is dQ beside these, registers hold no more. is_first: no step of the item was before, for dQ.
+      const auto add_tile = [&](auto is_first, auto index, auto has_next, RingPosition next, const auto& then) {
+        constexpr bool kHasNext = decltype(has_next)::value;
+        constexpr bool kIsLast = decltype(index)::value == Tile::kTilesPerStep - 1, kDq = kIsLast && !decltype(is_first)::value;
         uint32_t packed_p[Tile::kStream / 4], packed_ds[Tile::kStream / 4];
         sums.pack(packed_p, packed_ds);
         keep(packed_p);
         keep(packed_ds);
-        if constexpr (!kFirst) {  // then both consumers have read the tile of dS before that, too
-          ptx::mbarrier_wait(derivatives_ready(other(derivatives)), other(derivatives).parity);
-          part_ring(consumer).wait_until_empty(part);
-        }
+        if constexpr (kDq) wait_for_dq();
+        if constexpr (kHasNext) ring.wait_until_full(next);
         wgmma_fence();
-        if constexpr (!kFirst) start_dq(other(derivatives));
+        if constexpr (kHasNext && !kDq) sums.start_scores(x_tile, stage_of(next));
+        if constexpr (kDq) start_dq();
         sums.start_sums(packed_p, packed_ds, stage_of(at));
-        {
-          const int matrix = lane >> 3;
-          const int in_tile = consumer * Tile::kRows + 16 * warp_in_group + (matrix & 1) * 8 + (lane & 7);
-#pragma unroll
-          for (int j = 0; j < Tile::kStream / 8; j += 2) {
-            const uint32_t* x = packed_ds + 2 * j;
-            ptx::stmatrix_x4(derivatives_of(derivatives) + DerivativeTile::chunk_offset(in_tile, j + (matrix >> 1)), x[0], x[1], x[2], x[3]);
-          }
-        }
-        ptx::fence_proxy_async();
-        if constexpr (!kFirst) {
+        store_derivatives(packed_ds, decltype(index)::value);
+        if constexpr (kDq) {
           wgmma_wait<1>();
           keep(dq);
         }
-        __syncwarp();
-        ptx::mbarrier_arrive_if(derivatives_ready(derivatives), lane == 0);
-        derivatives.template advance<Tile::kDerivatives>();
-        if constexpr (!kFirst) stage_dq();
+        if constexpr (kIsLast) tell_derivatives();
+        if constexpr (kDq) stage_dq();
+        if constexpr (kHasNext && !kDq) {
+          wgmma_wait<1>();
+          keep(sums.s);
+          keep(sums.d);
+          then();
+        }
+        if constexpr (kHasNext && kDq) {
+          wgmma_fence();
+          sums.start_scores(x_tile, stage_of(next));
+        }
         wgmma_wait<0>();
         sums.keep_sums();
         ring.release(at, lane);
         at.template advance<Tile::kStages>();
+        if constexpr (kHasNext && kDq) {
+          keep(sums.s);
+          keep(sums.d);
+          then();
+        }
       };
+      using True = std::true_type;
+      using False = std::false_type;
+      using Zero = std::integral_constant<int, 0>;
+      using Last = std::integral_constant<int, Tile::kTilesPerStep - 1>;
       // Whole tiles come before partly visible ones, of each head.
-      int tile = end - 1;
-      if (tile >= whole) {
-        step(std::false_type(), std::true_type(), tile);
+      int step = end - 1;
+      if constexpr (Tile::kTilesPerStep == 1) {
+        const auto nothing = [] {};
+        const auto take = [&](auto is_masked, auto is_first) {
+          visit(is_masked, step);
+          add_tile(is_first, Zero(), False(), at, nothing);
+          --step;
+        };
+        if (step >= whole) {
+          take(False(), True());
+        } else {
+          take(True(), True());
+        }
+        for (int head = 0; head < group; ++head) {
+          while (step >= whole) take(False(), False());
+          while (step >= first) take(True(), False());
+          step = end - 1;
+        }
       } else {
-        step(std::true_type(), std::true_type(), tile);
+        const auto after = [](RingPosition at) {
+          at.template advance<Tile::kStages>();
+          return at;
+        };
+        // From the first tile of a step to the second, and from that to the first one of another step.
+        const auto to_second = [&](auto is_masked) {
+          const RingPosition next = after(at);
+          add_tile(False(), Zero(), True(), next, [&] { differentiate(is_masked, 2 * step + 1, next); });
+        };
+        const auto to_first = [&](auto is_masked, auto is_first) {
+          const RingPosition next = after(at);
+          add_tile(is_first, Last(), True(), next, [&] { differentiate(is_masked, 2 * step, next); });
+        };
+        if (step >= whole) {
+          visit(False(), 2 * step);
+          to_second(False());
+        } else {
+          visit(True(), 2 * step);
+          to_second(True());
+        }
+        if (group * (end - first) == 1) {
+          add_tile(True(), Last(), False(), at, [] {});
+        } else {
+          int head = 0;
+          const auto back = [&] {  // to the step before, or the last one of the next head
+            if (--step < first) step = end - 1, ++head;
+          };
+          back();
+          if (step >= whole) {
+            to_first(False(), True());
+            to_second(False());
+          } else {
+            to_first(True(), True());
+            to_second(True());
+          }
+          for (back(); head < group;) {
+            for (; head < group && step >= whole; back()) {
+              to_first(False(), False());
+              to_second(False());
+            }
+            for (; head < group && step < whole; back()) {
+              to_first(True(), False());
+              to_second(True());
+            }
+          }
+          add_tile(False(), Last(), False(), at, [] {});
+        }
       }
-      --tile;
-      for (int head = 0; head < group; ++head) {
-        for (; tile >= whole; --tile) step(std::false_type(), std::false_type(), tile);
-        for (; tile >= first; --tile) step(std::true_type(), std::false_type(), tile);
-        tile = end - 1;
-      }
-      ptx::mbarrier_wait(derivatives_ready(other(derivatives)), other(derivatives).parity);
-      part_ring(consumer).wait_until_empty(part);
+      wait_for_dq();
       wgmma_fence();
-      start_dq(other(derivatives));
+      start_dq();
       wgmma_wait<0>();
       keep(dq);
       stage_dq();
@@ -370,14 +468,16 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
 // grad_q from its parts: a block each.
 template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(128)
-    quadratic_bwd_round_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const PartialGradQ partial) {
+    quadratic_bwd_round_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const int tokens, const PartialGradQ partial) {
   using Tile = QuadraticBwdFiveTile<kHeadDim>;
-  using PartTile = SwizzledTile<Tile::kStream, kPanelCols>;
+  using PartTile = SwizzledTile<Tile::kStream, Tile::kPartCols>;
   __shared__ __align__(kSwizzledTileAlignment) uint8_t shared[PartTile::kBytes];
   const uint32_t tile = ptx::smem_address(shared);
   const int64_t part = blockIdx.x;
-  const int panel = static_cast<int>(part % Tile::kConsumers), head = static_cast<int>(part / Tile::kConsumers / partial.tiles);
-  const int token = static_cast<int>(part / Tile::kConsumers % partial.tiles) * Tile::kStream;
+  constexpr int kPanels = kHeadDim / Tile::kPartCols;
+  const int parts_of_head = partial.steps * Tile::kConsumers, head = static_cast<int>(part / parts_of_head);
+  const int in_head = static_cast<int>(part % parts_of_head), panel = in_head % kPanels, token = in_head / kPanels * Tile::kStream;
+  if (token >= tokens) return;
   const float4* sums = reinterpret_cast<const float4*>(partial.sums + part * Tile::kPartFloats) + threadIdx.x;
   float dq[Tile::kPartFloats / 128];
 #pragma unroll
@@ -389,24 +489,25 @@ __global__ void __launch_bounds__(128)
   ptx::fence_proxy_async();
   __syncthreads();
   if (threadIdx.x == 0) {
-    ptx::tma_store(grad_q, tile, panel * kPanelCols, token, head % heads, head / heads);
+    ptx::tma_store(grad_q, tile, panel * Tile::kPartCols, token, head % heads, head / heads);
     ptx::bulk_commit();
     ptx::bulk_wait<0>();
   }
 }
 
 struct QuadraticBwdFiveWorkspace : QuadraticBwdSm90Workspace {
-  int tiles;
+  int steps;
   int64_t parts;
   size_t counters, sums;
 
   explicit QuadraticBwdFiveWorkspace(const BwdParams& p) : QuadraticBwdSm90Workspace(p) {
     const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
-    tiles = (p.n + 63) / 64;
-    parts = int64_t{p.b} * p.h * tiles * (p.head_dim / kPanelCols);
+    const int queries = 2 * 64 * 64 / p.head_dim;  // of a step
+    steps = (p.n + queries - 1) / queries;
+    parts = int64_t{p.b} * p.h * steps * 2;
     counters = align(bytes);
     sums = align(counters + (1 + static_cast<size_t>(parts)) * sizeof(uint32_t));
-    bytes = sums + static_cast<size_t>(parts) * 64 * kPanelCols * sizeof(float);
+    bytes = sums + static_cast<size_t>(parts) * 64 * 64 * sizeof(float);
   }
 };
 
@@ -424,7 +525,7 @@ struct LaunchQuadraticBwdFiveSm90 {
     const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
     uint32_t* counters = reinterpret_cast<uint32_t*>(workspace + at.counters);
     check_cuda(cudaMemsetAsync(counters, 0, at.sums - at.counters, stream), "cudaMemsetAsync");
-    const PartialGradQ partial{counters, counters + 1, reinterpret_cast<float*>(workspace + at.sums), at.tiles};
+    const PartialGradQ partial{counters, counters + 1, reinterpret_cast<float*>(workspace + at.sums), at.steps};
 
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
     const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
@@ -445,7 +546,7 @@ struct LaunchQuadraticBwdFiveSm90 {
                   grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,
                   row_scores_per_head(p), p.h / p.hk, order, partial);
     launch_kernel("quadratic_bwd_round_q_sm90", quadratic_bwd_round_q_sm90_kernel<Math, kHeadDim>, grid_1d(at.parts), 128, 0, stream,
-                  tensor_map(grad_q, Tile::kStream), p.h, partial);
+                  tensor_map(grad_q, Tile::kStream), p.h, p.n, partial);
   }
 };
 
