@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
 
       QuadraticBwdRows<Score, DenseVisibility, Math, kHeadDim, true> sums;
       sums.reset();
+      sums.keep_sums();
       float dq[Tile::kPartFloats / 128];
       for (int i = 0; i < Tile::kConsumers; ++i) row_ring(i).wait_until_full(rows);
       sums.load_operands(x_tile, warp_in_group, lane);
@@ -273,10 +274,9 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         }
         wgmma_commit();
       };
-      // Until dS of the step before this one is there, of both consumers, who have then read that before it; and room for dQ.
-      const auto wait_for_dq = [&] {
+      // Until dS of the step before this one is there, of both consumers; then both have read the one before that, too.
+      const auto wait_for_derivatives = [&] {
         ptx::mbarrier_wait(derivatives_ready(before(derivatives)), before(derivatives).parity);
-        part_ring(consumer).wait_until_empty(part);
       };
       const auto stage_dq = [&] {
 #pragma unroll
@@ -335,7 +335,8 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         sums.pack(packed_p, packed_ds);
         keep(packed_p);
         keep(packed_ds);
-        if constexpr (kDq) wait_for_dq();
+        if constexpr (decltype(index)::value == 0) wait_for_derivatives();
+        if constexpr (kDq) part_ring(consumer).wait_until_empty(part);
         if constexpr (kHasNext) ring.wait_until_full(next);
         wgmma_fence();
         if constexpr (kHasNext && !kDq) sums.start_scores(x_tile, stage_of(next));
@@ -440,7 +441,8 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
           add_tile(False(), Last(), False(), at, [] {});
         }
       }
-      wait_for_dq();
+      wait_for_derivatives();
+      part_ring(consumer).wait_until_empty(part);
       wgmma_fence();
       start_dq();
       wgmma_wait<0>();
