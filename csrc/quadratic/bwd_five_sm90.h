@@ -516,7 +516,7 @@ struct QuadraticBwdFiveWorkspace : QuadraticBwdSm90Workspace {
 template <class Score>
 struct LaunchQuadraticBwdFiveSm90 {
   template <class Math, int kHeadDim>
-  static void run(const BwdParams& p, cudaStream_t stream) {
+  static void run(const BwdParams& p, int heads_at_once, cudaStream_t stream) {
     using Element = typename Math::Element;
     using Tile = QuadraticBwdFiveTile<kHeadDim>;
     const QuadraticBwdFiveWorkspace at(p);
@@ -539,10 +539,7 @@ struct LaunchQuadraticBwdFiveSm90 {
     }
     const QuadraticBwdMaps maps{tensor_map(k, Tile::kRows),        tensor_map(v, Tile::kRows),      tensor_map(q, Tile::kStream),
                                 tensor_map(grad_o, Tile::kStream), tensor_map(grad_k, Tile::kRows), tensor_map(grad_v, Tile::kRows)};
-    // What the items of a head read and add to, beside their own rows, stays in L2.
-    const int64_t stream_bytes = int64_t{p.n} * (p.h / p.hk) * ((p.d + p.dv) * 2 + kHeadDim * 4);
-    const int heads = p.b * p.hk;
-    const int fitting = static_cast<int>(std::clamp<int64_t>(WorkOrder::kBytesInL2 / std::max<int64_t>(1, stream_bytes), 1, heads));
+    const int heads = p.b * p.hk, groups = (heads + heads_at_once - 1) / heads_at_once, fitting = (heads + groups - 1) / groups;
     const KeyBlockOrder order{(p.m + Tile::kBlockRows - 1) / Tile::kBlockRows, heads, fitting};
     launch_kernel("quadratic_bwd_five_sm90", quadratic_bwd_five_sm90_kernel<Score, Math, kHeadDim>,
                   grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,

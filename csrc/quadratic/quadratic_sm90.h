@@ -31,6 +31,7 @@ size_t quadratic_dense_bwd_sm90_workspace_bytes(const BwdParams& p);
 
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+int heads_at_once_of_trial();
 bool takes_five_products(const BwdParams& p);
 size_t quadratic_bwd_five_sm90_workspace_bytes(const BwdParams& p);
 void quadratic_bwd_five_sm90(const BwdParams& p, cudaStream_t stream);
