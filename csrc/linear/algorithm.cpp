@@ -15,7 +15,7 @@ constexpr Kernels kLinear[] = {
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); },
      [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm90); },
-     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }},
+     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }, /*joins_parts=*/true},
 #endif
     {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); }, linear1_fwd_workspace_bytes,
      linear1_bwd_workspace_bytes, launch_linear1_fwd, launch_linear1_bwd},
