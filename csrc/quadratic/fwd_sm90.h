@@ -69,6 +69,10 @@ inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax;
 template <class Math>
 inline constexpr float kLog2OfLargestWeight = Math::kMode == MathMode::kFP16 ? 14.f : 0.f;
 
+// Whether a window's bits, which take registers to make, are used row by row.
+template <class Score, class Visibility>
+inline constexpr bool kHidesKeys = Score::kFollowsRowMax && Visibility::kBoundsBothSides && !Visibility::kHasTables;
+
 struct QuadraticFwdMaps {
   CUtensorMap q, k, v, o;
 };
@@ -294,6 +298,16 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }();
 
+        const auto weigh_masked = [&](int tile) {
+          if constexpr (kHidesKeys<Score, Visibility>) {
+            hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<false>(score, visible, fading, tile * Tile::kKeys, shrink);
+          } else {
+            visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<true>(score, visible, fading, tile * Tile::kKeys, shrink);
+          }
+        };
+
         ring.wait_until_full(at);
         turns.wait();
         wgmma_fence();
@@ -301,8 +315,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         turns.pass();
         wgmma_wait<0>();
         keep(rows.s);
-        visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-        rows.template weigh<true>(score, visible, fading, tile * Tile::kKeys, shrink);
+        weigh_masked(tile);
 
         // From weights of this tile to those of the one below.
         const auto step = [&](auto masked) {
@@ -322,8 +335,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           turns.pass();
           wgmma_wait<1>();
           keep(rows.s);
-          if constexpr (kMasked) visible_keys(visible, sees, kept, head.batch, tile - 1, lane_row, t);
-          rows.template weigh<kMasked>(score, visible, fading, (tile - 1) * Tile::kKeys, shrink);
+          if constexpr (kMasked) weigh_masked(tile - 1);
+          else rows.template weigh<false>(score, visible, fading, (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
           rows.shrink_output(shrink);
@@ -401,7 +414,7 @@ struct QuadraticFwdSm90Workspace {
 
   explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
     tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
-    bytes = tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kForward) : 0);
+    bytes = tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kForward) : 0);
   }
 };
 
@@ -422,7 +435,7 @@ struct LaunchQuadraticFwdSm90 {
     using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
     FwdParams p = call;
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
-    if constexpr (Visibility::kBoundsBothSides) {
+    if constexpr (Visibility::kHasTables) {
       const QuadraticFwdSm90Workspace at(p);
       char* workspace = static_cast<char*>(p.workspace);
       if constexpr (kFades<Visibility>) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
