@@ -72,8 +72,8 @@ SPILL_EXCEPTIONS = {
     "that architecture alone",
     r"sm_(100|120) .*gathered_kernel<float4, [148]>": "up to 24 bytes, so that two to four blocks share a multiprocessor; none "
     "on sm_80 and sm_90",
-    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window)Visibility, fastmax::(Bf16|Fp16), 64>": "three words, "
-    "with a window eight, once per tile, so that three warpgroups share a multiprocessor",
+    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window)Visibility, fastmax::(Bf16|Fp16), 64>": "three "
+    "words, with a window eight, once per tile, so that three warpgroups share a multiprocessor",
     r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), 128>": "up to a dozen words: what fades "
     "beside what fills the registers",
     r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (64|128), false>": "two words of what "

@@ -81,7 +81,9 @@ int main() {
       }
       if (window) {
         const WindowVisibility computed(n, m, a, b, c);
-        const auto differ = [](Range x, Range y) { return x.begin < x.end ? x.begin != y.begin || x.end != y.end : y.begin < y.end; };
+        const auto differ = [](Range x, Range y) {
+          return x.begin < x.end ? x.begin != y.begin || x.end != y.end : y.begin < y.end;
+        };
         for (int i = 0; i < n; ++i) if (differ(keys[i], computed.keys_of(i))) return 1;
         for (int j = 0; j < m; ++j) if (differ(queries[j], computed.queries_of(j))) return 1;
         ranges(computed, tile, rows_are_keys, first, last);
