@@ -62,7 +62,7 @@ SPILL_EXCEPTIONS = {
     "or three words beside what fills the registers, read once per block",
     r"linear_state_sm90_kernel<128, ": "192 sums, and what makes the next operands: a word once per stage, a few "
     "once per chunk",
-    r"linear_read_sm90_kernel<128, false, false, false>": "six words once per 256 rows",
+    r"linear_read_sm90_kernel<128, false, false, false>": "eight words once per 256 rows",
     r"linear_read_sm90_kernel<128, (true|false), true, false>": "up to 74 words of what fades beside 128 sums, a few a tile of "
     "the own chunk, none while there are tiles of the state",
     r"linear_grad_sm90_kernel<(64|128), .*, true>": "up to seven words, likewise; most once per item, one or two once "
@@ -73,8 +73,8 @@ SPILL_EXCEPTIONS = {
     "that architecture alone",
     r"sm_(100|120) .*gathered_kernel<float4, [148]>": "up to 24 bytes, so that two to four blocks share a multiprocessor; none "
     "on sm_80 and sm_90",
-    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::DenseVisibility, fastmax::(Bf16|Fp16), 64>": "three words once "
-    "per tile, so that three warpgroups share a multiprocessor",
+    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window)Visibility, fastmax::(Bf16|Fp16), 64>": "three "
+    "words, with a window eight, once per tile, so that three warpgroups share a multiprocessor",
     r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), 128>": "up to a dozen words: what fades "
     "beside what fills the registers",
     r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (32|64|128), false>": "two words of what "

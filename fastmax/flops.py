@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FAR, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import algorithm_of, state_rows
 from fastmax.exact_window import Forward, far_keys, near_call
 from fastmax.score import Softmax
@@ -81,6 +81,14 @@ def _forward(q, k, v, *arguments, signature: Signature = FASTMAX, out_val=None) 
 
 def _backward(grad_o, grad_z, q, k, v, o, z, *arguments, signature: Signature = FASTMAX, out_val=None) -> int:
     return _attention(q, k, v, signature.call(arguments), backward=True)
+
+
+def _far_forward(o, lse, q, k, v, *arguments, out_val=None) -> int:
+    return _attention(q, k, v, FAR.call(arguments)._replace(causal=True), backward=False)
+
+
+def _far_backward(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments, out_val=None) -> int:
+    return _attention(q, k, v, FAR.call(arguments)._replace(causal=True), backward=True)
 
 
 def _flash_forward(*arguments, out_val=None) -> int:
@@ -175,6 +183,8 @@ def _state_of_queries(g, e, q, k, v, *arguments, out_val=None) -> int:
 FORMULAS = {
     "forward": _forward,
     "backward": _backward,
+    "far_forward_": _far_forward,
+    "far_backward_": _far_backward,
     "flash_forward": _flash_forward,
     "flash_backward": _flash_backward,
     "exact_window_forward": _exact_window_forward,

@@ -71,6 +71,12 @@ def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -
         _check_tensor("z_far", results.z_far, (b, h, before), dtype, q)
 
 
+def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
+    """What a call writes over, with its shape."""
+    for name, (x, shape) in written.items():
+        _check_tensor(name, x, tuple(shape), q.dtype, q)
+
+
 def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor | None) -> None:
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")

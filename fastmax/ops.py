@@ -1,8 +1,8 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
-`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `prefill_kept_`, `gradients_of_sums`,
-`state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`, `finite_decay`, `normalize_tokens`,
-`normalize_tokens_backward` and `softmax`.
+`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `far_forward_`,
+`far_backward_`, `decode_step`, `decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `prefill_kept_`,
+`gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`, `finite_decay`,
+`normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmax import eager, exact_window, extension, flops, operator_checks
-from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FAR, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
@@ -99,6 +99,11 @@ for _prefix in ("", "eager_"):
     )
     library.define(f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
     library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
+    library.define(f"{_prefix}far_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {FAR.schema}) -> Tensor")
+    library.define(
+        f"{_prefix}far_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad_o, Tensor? grad_z, "
+        f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FAR.schema}) -> Tensor"
+    )
     library.define(
         f"{_prefix}normalize_tokens(Tensor q, Tensor k, float lim) -> (Tensor, Tensor, Tensor q_factor, Tensor k_factor)"
     )
@@ -411,8 +416,13 @@ def _exact_window_forward(q, k, v, *arguments):
         tensors, options = operator.signature.flatten(call, arguments[-1])
         return extension.call(operator.forward, q, k, v, *tensors, *options)
 
+    def attend_far_(o, lse, q, k, v, call):
+        tensors, options = FAR.flatten(call, arguments[-1])
+        return extension.call(torch.ops.fastmax.far_forward_.default, o, lse, q, k, v, *tensors, *options)
+
+    merge = partial(extension.call, torch.ops.fastmax.merge_.default)
     with without_autocast(q):
-        return exact_window.forward(q, k, v, call, attend, partial(extension.call, torch.ops.fastmax.merge_.default))
+        return exact_window.forward(q, k, v, call, attend, attend_far_, merge)
 
 
 def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
@@ -428,14 +438,45 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
         grads = extension.call(operator.backward, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
         return *grads[:3], grads[-1]
 
+    def differentiate_far_(into, grad_o, grad_z, q, k, v, o, z, call):
+        tensors, options = FAR.flatten(call, arguments[-1])
+        operator = torch.ops.fastmax.far_backward_.default
+        return extension.call(operator, *into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+
     with without_autocast(q):
-        return exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate)
+        return exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_far_)
 
 
 def _merge_(o, lse, o_far, z_far, shift):
     operator_checks.check_merge(o, lse, o_far, z_far, shift)
     with without_autocast(o):
         return eager.merge_(o, lse, o_far, z_far, shift)
+
+
+def _far_call(q, k, v, arguments):
+    call = FAR.call(arguments)._replace(causal=True)
+    operator_checks.check_call(q, k, v, call)
+    return call
+
+
+def _far_forward_(o, lse, q, k, v, *arguments):
+    """Joins attention over far keys to o and lse of near ones: the sums of weights of both, as `merge_` returns them."""
+    tensors, options = FASTMAX.flatten(_far_call(q, k, v, arguments), arguments[-1])
+    operator_checks.check_joined(q, o=(o, (*q.shape[:3], v.shape[3])))
+    operator_checks.check_results(q, v, lse=lse)
+    o_far, z_far = extension.call(torch.ops.fastmax.forward.default, q, k, v, *tensors, *options)
+    return extension.call(torch.ops.fastmax.merge_.default, o, lse, o_far, z_far, None)
+
+
+def _far_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
+    """Adds to gradients of q, k and v those by far keys, o and z being of all keys; that of log_decay, or no elements."""
+    tensors, options = FASTMAX.flatten(_far_call(q, k, v, arguments), arguments[-1])
+    operator_checks.check_joined(q, grad_q=(grad_q, q.shape), grad_k=(grad_k, k.shape), grad_v=(grad_v, v.shape))
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
+    grads = extension.call(torch.ops.fastmax.backward.default, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+    for whole, x in zip((grad_q, grad_k, grad_v), grads, strict=False):
+        whole.add_(x)
+    return grads[-1]
 
 
 def _decode_step(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
@@ -617,6 +658,10 @@ for _name, _implementation in {
     "exact_tiles_backward": _exact_tiles_backward,
     "merge_": _merge_,
     "eager_merge_": _merge_,
+    "far_forward_": _far_forward_,
+    "eager_far_forward_": _far_forward_,
+    "far_backward_": _far_backward_,
+    "eager_far_backward_": _far_backward_,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
     "decode_step_": _decode_step_,
@@ -696,6 +741,16 @@ def _exact_window_backward_fake(grad_o, grad_lse, q, k, v, *arguments):
 @torch.library.register_fake("fastmax::merge_", lib=library)
 def _merge_fake_(o, lse, o_far, z_far, shift):
     return z_far.new_empty(z_far.shape)
+
+
+@torch.library.register_fake("fastmax::far_forward_", lib=library)
+def _far_forward_fake_(o, lse, *arguments):
+    return lse.new_empty(lse.shape)
+
+
+@torch.library.register_fake("fastmax::far_backward_", lib=library)
+def _far_backward_fake_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
+    return _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FAR)[3]
 
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
@@ -976,23 +1031,32 @@ def _gathered_step_version(keyset, *args):
     return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
-def _merge_autograd(keyset, *args):
-    if eager.differentiating(*args):
-        raise RuntimeError("torch.ops.fastmax.merge_ has no gradient: use fastmax.merge_attention")
-    return torch.ops.fastmax.merge_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
-def _merge_version(keyset, *args):
-    torch.autograd.graph.increment_version(args[:2])
-    return torch.ops.fastmax.merge_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-
-
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 library.impl("gathered_step_", _gathered_step_autograd, "Autograd", with_keyset=True)
 library.impl("gathered_step_", _gathered_step_version, "ADInplaceOrView", with_keyset=True)
-library.impl("merge_", _merge_autograd, "Autograd", with_keyset=True)
-library.impl("merge_", _merge_version, "ADInplaceOrView", with_keyset=True)
+
+
+def _joins_in_place(name: str, written: int, instead: str) -> None:
+    """An operator that writes over its first arguments, so many, and has no gradient."""
+    operator = getattr(_OPERATORS, name).default
+
+    def refuse(keyset, *args):
+        if eager.differentiating(*[x for x in args if x is None or isinstance(x, Tensor)]):
+            raise RuntimeError(f"torch.ops.fastmax.{name} has no gradient: use {instead}")
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def count_versions(keyset, *args):
+        torch.autograd.graph.increment_version(args[:written])
+        return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    library.impl(name, refuse, "Autograd", with_keyset=True)
+    library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)
+
+
+_joins_in_place("merge_", 2, "fastmax.merge_attention")
+_joins_in_place("far_forward_", 2, "fastmax.fastmax_attention with exact_window")
+_joins_in_place("far_backward_", 3, "fastmax.fastmax_attention with exact_window")
 
 
 def _save_finite_decay(ctx, inputs, output):

@@ -495,7 +495,7 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
             assert forward.startswith(f"fastmax::forward: linear, linear2_{dense}" + problem)
             assert backward.startswith(f"fastmax::backward: linear, linear2_{dense}" + problem)
             assert "linear1_sm80" in first_order and "order 1, sm_" in first_order
-            assert f"flash_bounded_{dense}" in window and "causal, window, sm_" in window
+            assert ("flash_window_sm90" if hopper else "flash_bounded_sm80") in window and "causal, window, sm_" in window
             assert f"flash_{dense}" in wide_window and "window" not in wide_window, "there is nothing that it hides"
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
                 assert f"{name}, {name}_bounded_{dense}" in line and "bounds of keys, sm_" in line
@@ -513,6 +513,7 @@ def test_info_names_the_kernels():
     found = info.rsplit("; kernels ", 1)[1].split()
     assert [name for name in found if name.endswith("_sm80")] == [f"{name}_sm80" for name in kernels]
     of_quadratic = [f"{name}_{kind}" for name in ("quadratic", "flash") for kind in ("bounded_sm90", "fading_sm90")]
+    of_quadratic.append("flash_window_sm90")
     assert all((name in found) == has_sm90 for name in of_quadratic)
     for name in ("quadratic", "linear1", "linear2", "flash"):
         assert (f"{name}_sm90" in found) == has_sm90

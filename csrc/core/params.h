@@ -93,6 +93,10 @@ struct FwdParams : AttentionParams {
   void* o;  // (b, h, n, dv); null: of a call from a state, the state alone is wanted
   Stride o_stride;
   float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
+  // Of calls for kernels that join parts (algorithm.h), (b, h, n), heads near_lse_head apart, or null: o and near_lse hold attention over
+  // near keys and the logs of its sums of weights, and become those of near and far keys, z the sums of both; 0 where there are no far keys.
+  float* near_lse;
+  int64_t near_lse_head;
 
   CarriedState state;  // of calls through kLinearFromState (linear/algorithm.h)
   // Of those, states on the way, Kernels::fwd_kept_bytes (algorithm.h) of them, or null. Of a call that wants the state alone: it begins
@@ -142,6 +146,7 @@ struct BwdParams : AttentionParams {
   // (b, hk, 2), of grad_k and grad_v alone with log_decay: what the pairs with the state that the call ended in sum to, and those with
   // the one that it continued from; null: `state` has what they are made of.
   const double* pairs_of_states;
+  bool adds;  // of calls for kernels that join parts (algorithm.h): grad_q, grad_k and grad_v are added to what is there
 
   void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
   CarriedGradients state;  // of calls through kLinearFromState (linear/algorithm.h)

@@ -16,7 +16,7 @@ constexpr Kernels kLinear[] = {
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); },
      [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm90); },
-     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }},
+     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }, /*joins_parts=*/true},
     {"linear1_sm90", linear1_sm90_covers, [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm90); },
      [](const BwdParams& p) { return linear1_bwd_workspace_bytes(p, kLinear1WalksSm90); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear1_fwd(p, kLinear1WalksSm90, stream); },

@@ -127,6 +127,8 @@ struct ReadArgs : LinearProblem {
   bool half_out;           // out (and noise) are fp16 while the inputs were widened to fp32
   float* z;                // null: no division; else [batch][x head][z_head]
   int64_t z_head;
+  bool adds;               // to what is in out; where there is no division
+  RowOutput near_lse;      // FwdParams
   KeyBounds first_key;     // in a walk that fades: a query whose first key comes after its own token sees nothing
   View noise;
   float dropout;
@@ -143,6 +145,7 @@ struct GradArgs : LinearProblem {
   float g0, g1;
   View out;
   bool half_out;
+  bool adds;               // to what is in out
   float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
   RowOutput pair_sums;     // sum f(x.y) (x2.y2 + e) but of a row with its own token; in a walk that fades
 };

@@ -577,7 +577,7 @@ struct QuadraticBwdSm90Workspace {
     grad_o = align(static_cast<size_t>(p.b) * p.h * row_scores_per_head(p) * sizeof(float4));
     kept = align(grad_o + (copies_grad_o ? static_cast<size_t>(p.b) * p.h * p.n * p.dv * 2 : 0));
     tables = kept + kept_words_bytes(p);
-    decay_sums = align(tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
+    decay_sums = align(tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
     pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
     decay_gradient = align(pair_sums + (p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p)));
     key_factors = align(decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)));
@@ -608,7 +608,7 @@ struct LaunchQuadraticBwdSm90 {
       fade_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
       if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
     }
-    if constexpr (Visibility::kBoundsBothSides) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
+    if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
 
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
     const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};

@@ -71,6 +71,10 @@ inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax;
 template <class Math>
 inline constexpr float kLog2OfLargestWeight = Math::kMode == MathMode::kFP16 ? 14.f : 0.f;
 
+// Whether a window's bits, which take registers to make, are used row by row.
+template <class Score, class Visibility>
+inline constexpr bool kHidesKeys = Score::kFollowsRowMax && Visibility::kBoundsBothSides && !Visibility::kHasTables;
+
 struct QuadraticFwdMaps {
   CUtensorMap q, k, v, o;
 };
@@ -321,6 +325,16 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }();
 
+        const auto weigh_masked = [&](int tile, uint32_t key_factors) {
+          if constexpr (kHidesKeys<Score, Visibility>) {
+            hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<false>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+          } else {
+            visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<true>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+          }
+        };
+
         ring.wait_until_full(at);
         turns.wait();
         wgmma_fence();
@@ -328,8 +342,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         turns.pass();
         wgmma_wait<0>();
         keep(rows.s);
-        visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-        rows.template weigh<true>(score, visible, fading, factors(at), tile * Tile::kKeys, shrink);
+        weigh_masked(tile, factors(at));
 
         // From weights of this tile to those of the one below.
         const auto step = [&](auto masked) {
@@ -349,8 +362,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           turns.pass();
           wgmma_wait<1>();
           keep(rows.s);
-          if constexpr (kMasked) visible_keys(visible, sees, kept, head.batch, tile - 1, lane_row, t);
-          rows.template weigh<kMasked>(score, visible, fading, factors(below), (tile - 1) * Tile::kKeys, shrink);
+          if constexpr (kMasked) weigh_masked(tile - 1, factors(below));
+          else rows.template weigh<false>(score, visible, fading, factors(below), (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
           rows.shrink_output(shrink);
@@ -428,7 +441,7 @@ struct QuadraticFwdSm90Workspace {
 
   explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
     tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
-    key_factors = (tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kForward) : 0) + 255) / 256 * 256;
+    key_factors = (tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kForward) : 0) + 255) / 256 * 256;
     bytes = key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
   }
 };
@@ -454,7 +467,7 @@ struct LaunchQuadraticFwdSm90 {
     };
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
     uint8_t* key_factors = nullptr;
-    if constexpr (Visibility::kBoundsBothSides) {
+    if constexpr (Visibility::kHasTables) {
       const QuadraticFwdSm90Workspace at(p);
       char* workspace = static_cast<char*>(p.workspace);
       if constexpr (kFades<Visibility>) {

@@ -17,10 +17,12 @@ using QuadraticFadingBwdSm90HeadDims = HeadDims<32, 64>;
 // One kernel of five products, in place of two of seven.
 using QuadraticBwdFiveSm90HeadDims = HeadDims<64, 128>;
 
-// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade.
+// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade; and of softmax
+// with a window and nothing else, which takes no tables.
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_window_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
@@ -40,6 +42,8 @@ void flash_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void flash_window_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+void flash_window_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_fading_fwd_sm90(const FwdParams& p, cudaStream_t stream);

@@ -55,6 +55,8 @@ _RESULTS = {
     "exact_tiles_forward": ("o", "lse"),
     "exact_tiles_backward": (*_OF_TOKENS, "grad_log_decay"),
     "merge_": ("z_far",),
+    "far_forward_": ("z",),
+    "far_backward_": ("grad_log_decay",),
     "decode_step": ("o", "new_values", "new_weights"),
     "decode_step_": ("o",),
     "gathered_step_": ("o",),
@@ -108,7 +110,8 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
     Args:
         tensors: by their names in a schema, 4-d q, k and v or (b * heads, n, d).
         written: the names of those that an operator writes over, which stay where they are and go before the others.
-        keys_summed: whether gradients of a key/value head may be summed over ranks: not where one is of a state, too.
+        keys_summed: whether gradients of a key/value head may be summed over ranks: not where one is of a state, too, or is
+            added to what is there.
 
     Raises:
         ValueError: naming a tensor on another mesh, or a written one that lies otherwise.
@@ -180,7 +183,8 @@ def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple =
     # What has no elements stands for a tensor that the call does not have, and has neither batch nor heads.
     with_axes = {name: x for name, x in tensors.items() if tuple(x.shape) != (0,)}
     with torch.no_grad():  # autograd has recorded the operator itself
-        division = divide(with_axes, written, keys_summed="grad_new_values" not in names)
+        keys_summed = "grad_new_values" not in names and "grad_k" not in written
+        division = divide(with_axes, written, keys_summed)
         everywhere = (Replicate(),) * division.mesh.ndim
         local = []
         for name, x in zip(names, args, strict=True):

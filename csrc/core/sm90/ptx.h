@@ -75,6 +75,13 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, 
                : "memory");
 }
 
+// [cp.reduce.async.bulk.tensor] As tma_store, but adds to what is there, each number rounded once to the tensor's type.
+__device__ __forceinline__ void tma_add(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(src),
+               "r"(column), "r"(token), "r"(head), "r"(batch)
+               : "memory");
+}
+
 // [cp.async.bulk] Contiguous bytes, a multiple of 16 at multiples of 16, to shared memory.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),

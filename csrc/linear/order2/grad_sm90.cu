@@ -749,14 +749,14 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     ptx::barrier_wait<128>(1 + warpgroup);
     const bool begins_before = kBack && token < 0;
     if (begins_before) {
-      store_rows<kHeadDim>(x, a.out, here.batch, here.x_head, token, a.nx, a.d);
-      if (kValues) store_rows<kHeadDim>(x2, values_out, here.batch, here.x_head, token, a.nx, a.dv);
+      store_rows<kHeadDim>(x, a.out, here.batch, here.x_head, token, a.nx, a.d, a.adds);
+      if (kValues) store_rows<kHeadDim>(x2, values_out, here.batch, here.x_head, token, a.nx, a.dv, a.adds);
       ptx::barrier_wait<128>(1 + warpgroup);
     }
     if (w4 == 0 && lane == 0) {
       if (!begins_before) {
-        RowTile::store(x, maps.grad, token, here.x_head, here.batch);
-        if (kValues) RowTile::store(x2, maps.values, token, here.x_head, here.batch);
+        store_tile<RowTile>(x, maps.grad, token, here.x_head, here.batch, a.adds);
+        if (kValues) store_tile<RowTile>(x2, maps.values, token, here.x_head, here.batch, a.adds);
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();

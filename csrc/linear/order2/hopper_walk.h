@@ -13,6 +13,7 @@
 #include "linear/linear.h"
 #include "linear/order2/snapshot_sm90.h"
 #ifdef __CUDACC__
+#include "linear/order2/features.h"
 #include "linear/ptx.h"
 #endif
 
@@ -219,10 +220,18 @@ __device__ __forceinline__ const float* tile_scales(const RowScale& e, int token
   return e.data + head * e.head + max(token, tokens - static_cast<int>(e.head));
 }
 
-// A tile of results to the rows of a head from `token` on, by the threads of a warpgroup. The copy engine writes none that begins before
-// the first token.
+// A tile of results to a tensor, by one thread; `adds`: to what is there.
+template <class Tile>
+__device__ __forceinline__ void store_tile(uint32_t tile, const CUtensorMap& map, int token, int head, int batch, bool adds) {
+  if (adds) Tile::add(tile, map, token, head, batch);
+  else Tile::store(tile, map, token, head, batch);
+}
+
+// The same to the rows of a head from `token` on, by the threads of a warpgroup. The copy engine writes no tile that begins before the
+// first token.
 template <int kHeadDim>
-__device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int batch, int head, int token, int tokens, int columns) {
+__device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int batch, int head, int token, int tokens, int columns,
+                                           bool adds) {
   constexpr int kChunks = kHeadDim / 8;
   auto* rows = reinterpret_cast<__nv_bfloat16*>(const_cast<void*>(out.data)) + batch * out.batch + head * out.head;
   for (int i = threadIdx.x % 128; i < kTileRows * kChunks; i += 128) {
@@ -230,7 +239,13 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int b
     if (token + row < 0 || token + row >= tokens || 8 * chunk >= columns) continue;
     uint32_t x[4];
     ptx::load_shared_u32x4(x, tile + RowTileSm90<kHeadDim>::chunk_offset(row, chunk));
-    *reinterpret_cast<uint4*>(rows + (token + row) * out.token + 8 * chunk) = make_uint4(x[0], x[1], x[2], x[3]);
+    uint4* result = reinterpret_cast<uint4*>(rows + (token + row) * out.token + 8 * chunk);
+    if (adds) {
+      const uint4 before = *result;
+      x[0] = add_bf16x2(before.x, x[0]), x[1] = add_bf16x2(before.y, x[1]);
+      x[2] = add_bf16x2(before.z, x[2]), x[3] = add_bf16x2(before.w, x[3]);
+    }
+    *result = make_uint4(x[0], x[1], x[2], x[3]);
   }
 }
 #endif

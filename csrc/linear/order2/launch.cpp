@@ -160,6 +160,7 @@ struct Passes {
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.noise = of_phase(a.noise, phase, heads, phase.first_token, output_bytes(p));
     if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + phase.first_token;
+    a.near_lse = of_phase(a.near_lse, phase, heads, phase.first_token);
     a.first_key = of_phase(a.first_key, phase);
     if (a.y_counts.data != nullptr) a.y_counts.data += phase.first_batch * a.y_counts.batch;
     return a;
@@ -477,6 +478,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.half_out = runs_as_tf32(p);
   read.z = p.z;
   read.z_head = p.n;
+  read.near_lse = {p.near_lse, p.near_lse_head, 1};
   read.first_key = p.first_key;
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
@@ -514,6 +516,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_q.g0 = f.g0, grad_q.g1 = f.g1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
+  grad_q.adds = p.adds;
   grad_q.c0 = f.c0;
   grad_q.pair_sums = {pairs.by_query, p.n, 1};
 
@@ -539,6 +542,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_v.c0 = f.c0, grad_v.c1 = f.c1, grad_v.c2 = f.c2;
   grad_v.out = view(p.grad_v, p.grad_v_stride);
   grad_v.half_out = runs_as_tf32(p);
+  grad_v.adds = p.adds;
 
   GradArgs grad_k{};
   grad_k.x = in.k, grad_k.x2 = in.v, grad_k.y = in.q, grad_k.y2 = in.g;
@@ -547,6 +551,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.g0 = f.g0, grad_k.g1 = f.g1;
   grad_k.out = view(p.grad_k, p.grad_k_stride);
   grad_k.half_out = runs_as_tf32(p);
+  grad_k.adds = p.adds;
   grad_k.c0 = f.c0;
   grad_k.pair_sums = {pairs.by_key, p.m, 1};
 

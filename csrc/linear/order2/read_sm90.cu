@@ -82,6 +82,38 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
   }
 }
 
+// Near keys of a row (ReadArgs::near_lse) joined to the far ones, as merge/merge_sm80.cu does it: of its sums of values and weights, z and
+// what the former are still to be multiplied by, those of both. r: which half of the accumulator the row is.
+template <int kCount>
+__device__ __forceinline__ void join_near(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, float& z, float& factor,
+                                          float (&acc)[kCount], int r) {
+  const int t = static_cast<int>(ptx::keep_in_register(threadIdx.x)) % 4;
+  float* lse = a.near_lse.data + item.x_head_index * a.near_lse.head + x_row;
+  float near = t == 0 && x_row < a.nx ? *lse : 0.f;
+  near = __shfl_sync(0xffffffffu, near, 0, 4);  // from the lane that writes over it
+  if (x_row >= a.nx) return;
+  float of_near = 1.f;
+  if (z != 0.f) {
+    const float far = logf(z), base = fmaxf(near, far), near_weight = expf(near - base), far_weight = expf(far - base);
+    const float total = near_weight + far_weight;
+    of_near = near_weight / total, factor *= far_weight / total;
+    z = isnan(total) ? total : z + expf(near);
+    if (t == 0) *lse = base + logf(total);
+  }
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int column = 8 * j + 2 * t;
+    if (column >= a.dv) break;
+    const float2 o = load_row_pair<__nv_bfloat16>(a.out, false, item.batch, item.x_head, x_row, column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& x = acc[4 * j + 2 * r + i];
+      x = fmaf(of_near, i == 0 ? o.x : o.y, x * factor);
+    }
+  }
+  factor = 1.f;
+}
+
 // What is added to the snapshots of a block's items, stage by stage as they come, by Tile::kAdders threads.
 template <class Tile>
 __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows& items, uint32_t stages_at, const Ring<Tile::kStages>& copied,
@@ -540,6 +572,9 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
           if constexpr (!kFades) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
           else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
           factor[r] = z == 0.f ? 0.f : 1.f / z;
+          if constexpr (!kFades) {
+            if (a.near_lse.data != nullptr) join_near(a, here, x_row, z, factor[r], acc[m], r);
+          }
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
         }
       }
@@ -556,14 +591,16 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
     if constexpr (kValues) {
       for (int m = 0; m < kRowTiles; ++m) {
         const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
-        if (token < 0) store_rows<kHeadDim>(x + m * kTileBytes, a.out, here.batch, here.x_head, token, a.nx, a.dv);
+        if (token < 0) store_rows<kHeadDim>(x + m * kTileBytes, a.out, here.batch, here.x_head, token, a.nx, a.dv, a.adds);
       }
       ptx::barrier_wait<128>(1 + warpgroup);
     }
     if (w4 == 0 && lane == 0) {
       for (int m = 0; m < kRowTiles; ++m) {
         const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
-        if (!kValues || token >= 0) RowTile::store(x + m * kTileBytes, out_map, token, here.x_head, here.batch);
+        if (!kValues || token >= 0) {
+          store_tile<RowTile>(x + m * kTileBytes, out_map, token, here.x_head, here.batch, kValues && a.adds);
+        }
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
