@@ -106,6 +106,9 @@ struct Wgmma;
 FASTMAX_WGMMA_TYPE(Bf16, "bf16")
 FASTMAX_WGMMA_TYPE(Fp16, "f16")
 
+FASTMAX_WGMMA(Bf16, "bf16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+FASTMAX_WGMMA(Fp16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+
 #undef FASTMAX_WGMMA_TYPE
 #undef FASTMAX_WGMMA
 #undef FASTMAX_WGMMA_SS

@@ -185,6 +185,9 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     for (int i = 0; i < Tile::kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
   }
 
+  if (warpgroup == 1) {
+    for (const int64_t start = clock64(); clock64() - start < items.lag;) {}
+  }
   const int w4 = warp % 4, t = lane % 4, g = lane / 4, row = 16 * w4 + g;
   RingPosition at;
   const auto stage = [&] { return stages_at + at.stage * Tile::kStageBytes; };
@@ -465,9 +468,9 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         rotate();
         if constexpr (kValues) keep(values);
       };
+      constexpr auto kLong = std::integral_constant<int, Tile::star_tiles(0)>{};  // the lower stars have one tile more
+      constexpr auto kShort = std::integral_constant<int, Tile::star_tiles(kBlocks - 1)>{};
       if constexpr (!Tile::kSumsInShared) {
-        constexpr auto kLong = std::integral_constant<int, Tile::star_tiles(0)>{};  // the lower stars have one tile more
-        constexpr auto kShort = std::integral_constant<int, Tile::star_tiles(kBlocks - 1)>{};
         const auto run = [&](auto tiles, int star) {
           if constexpr (kValues) pass_with_values(tiles, star);
           else pass(tiles, star);
@@ -488,36 +491,39 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           add(sum);
           ptx::store_shared_f32x4(sum_of(block), make_float4(sum[0], sum[1], sum[2], sum[3]));
         };
-        int star = 0, offset = 0;
-        load_star(0);
-        for (int i = 0; i < Tile::kPairTiles / 2; ++i) {
+        int half = 0;  // of the stage
+        const auto pass_in_shared = [&](auto tiles, int star) {  // of a star; W of a tile is made beside the products of the one before
+          constexpr int kTiles = decltype(tiles)::value;
           float w[2][32];
-          ring.wait_until_full(at);
-          const Rows features(stage()), next_features = features.behind(kTileBytes);
-          wgmma_fence();
-          Scores::template ss_first<Major::kK, Major::kK>(w[0], x2_operand.k_major(0), features.k_major(0));
+          const auto issue = [&](float(&w)[32]) {
+            ring.wait_until_full(at);
+            const Rows features(stage() + half * kTileBytes);
+            wgmma_fence();
+            Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[0], x2_operand.k_major(k), features.k_major(k));
-          Scores::template ss_first<Major::kK, Major::kK>(w[1], x2_operand.k_major(0), next_features.k_major(0));
+            for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+            wgmma_commit();
+          };
+          load_star(star);
+          issue(w[0]);
 #pragma unroll
-          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[1], x2_operand.k_major(k), next_features.k_major(k));
-          wgmma_commit();
-          wgmma_wait<0>();
-          keep(w[0]), keep(w[1]);
-          ring.release(at, lane);
-          at.template advance<kStages>();
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
+          for (int offset = 0; offset < kTiles; ++offset) {
+            const RingPosition own = at;
+            const bool releases = half == 1;
+            if (releases) at.template advance<kStages>();
+            half ^= 1;
+            if (offset + 1 < kTiles) issue(w[(offset + 1) % 2]), wgmma_wait<1>();
+            else wgmma_wait<0>();
+            keep(w[offset % 2]);
+            ring.release(own, lane, releases);
             uint32_t base[2];
             load_base(base, star, offset);
-            add_to((star + offset) % kBlocks, [&](float* sum) { add_products(w[j], sum, base); });
-            if (++offset == Tile::star_tiles(star)) {
-              add_to(star, add_star);
-              offset = 0, ++star;
-              if (star < kBlocks) load_star(star);
-            }
+            add_to((star + offset) % kBlocks, [&](float* sum) { add_products(w[offset % 2], sum, base); });
           }
-        }
+          add_to(star, add_star);
+        };
+        for (int star = 0; star < kBlocks / 2; ++star) pass_in_shared(kLong, star);
+        for (int star = kBlocks / 2; star < kBlocks; ++star) pass_in_shared(kShort, star);
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
           const float4 sum = ptx::load_shared_f32x4(sum_of(j));
