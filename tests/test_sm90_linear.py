@@ -4,6 +4,8 @@ State kernel: stages of 64 rows; chunks of 256 rows at head dim 64, 1024 at 128.
 high tile of 64 for each warpgroup. Gradients: items of 128 rows; at head dim 128 grad_v is read by the read kernel.
 """
 
+import math
+
 import pytest
 import test_decay_kernels as decays
 import test_prefill_kernels as prefill
@@ -190,6 +192,12 @@ def check_decay(taken, *args, **options):  # noqa: F811
     assert set(taken()) == EXPECTED
 
 
+def check_bounds(taken, *args, **options):  # noqa: F811
+    """Packed sequences without a decay, which have kernels of their own."""
+    decays.check(of_fastmax("bf16", "linear", *args, decay="none", **options), "bf16", bounds_alone=True)
+    assert set(taken()) == EXPECTED
+
+
 @pytest.mark.parametrize("decay", decays.KINDS)
 @pytest.mark.parametrize(
     "n, m",
@@ -215,6 +223,17 @@ def test_decays_at_head_dim_128(decay, taken):  # noqa: F811
         check_decay(taken, n, m, d=128, decay=decay, h=2, hk=1)
 
 
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("bits", [30, 60, 63, 64, 65, 70, 140])
+def test_decays_about_the_range_of_a_tile(bits, d, taken):  # noqa: F811
+    """Of 64 tokens, on the diagonal: numbers of rows and of columns to 2^-64, of pairs beyond."""
+    problem = of_fastmax("bf16", "linear", 600, d=d, h=2, hk=1)
+    decay = torch.full_like(problem.arguments["log_decay"], -bits / 63 * math.log(2))
+    decay[1] *= 0.9 + 0.2 * torch.rand_like(decay[1])
+    decays.check(problem.replace(log_decay=decay), "bf16")
+    assert set(taken()) == EXPECTED
+
+
 @pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (40, 24), (33, 8), (8, 64), (72, 100), (128, 16)])
 def test_decays_with_everything(d, dv, taken):  # noqa: F811
     first = torch.arange(600, device=DEVICE)
@@ -226,6 +245,8 @@ def test_decays_with_everything(d, dv, taken):  # noqa: F811
         dict(first=first),
     ):
         check_decay(taken, 600, 733, d=d, dv=dv, h=4, hk=2, **options)
+    for options in (dict(mask=True, noise=True), dict(layout="token-major")):
+        check_bounds(taken, 600, 733, d=d, dv=dv, h=4, hk=2, first=first, **options)
 
 
 @pytest.mark.parametrize("d, chunk", [(64, 256), (128, 1024)])
@@ -243,6 +264,7 @@ def test_sequences_that_begin_at_chunks_and_tiles(d, chunk, taken):  # noqa: F81
         first, _ = bounds(lengths, True)
         for decay in ("none", "ordinary"):
             check_decay(taken, sum(lengths), d=d, decay=decay, first=first)
+        check_bounds(taken, sum(lengths), d=d, first=first)
 
 
 @pytest.mark.parametrize("kind", ["strong", "millionth", "none"])
@@ -278,21 +300,27 @@ def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
         taken()
 
 
-def test_a_sequence_of_no_numbers(taken):  # noqa: F811
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("alone", [False, True], ids=["decay", "bounds"])
+def test_a_sequence_of_no_numbers(d, alone, taken):  # noqa: F811
     """It leaves nothing in chunks that have none of its tokens: not in states, nor in sums that go on behind it."""
-    lengths = [256, 344, 800]
+    chunk = 256 if d == 64 else 1024
+    spoils, end = slice(chunk, 2 * chunk + 88), 3 * chunk + 132
+    lengths = [chunk, chunk + 88, 3 * chunk + 32]
     first, _ = bounds(lengths, True)
-    clean = of_fastmax("bf16", "linear", sum(lengths), decay="none", first=first)
+    clean = of_fastmax("bf16", "linear", sum(lengths), decay="none", d=d, first=first)
+    if alone:
+        clean = clean.replace(log_decay=None)
     spoilt = {name: clean.arguments[name].clone() for name in "qkv"}
     for x in spoilt.values():
-        x[:, :, 256:600] = torch.nan
+        x[:, :, spoils] = torch.nan
     expected, actual = decays.run(clean), decays.run(clean.replace(**spoilt))
     for name, x in actual.items():
-        if name != "log_decay":  # all of a head's pairs
-            assert x[:, :, 256:600].isnan().any()
-        for tokens in (slice(0, 100), slice(900, None)):
-            if name != "log_decay":
-                assert torch.equal(x[:, :, tokens], expected[name][:, :, tokens]), name
+        if name == "log_decay":  # all of a head's pairs
+            continue
+        assert x[:, :, spoils].isnan().any()
+        for tokens in (slice(0, 100), slice(end, None)):
+            assert torch.equal(x[:, :, tokens], expected[name][:, :, tokens]), name
     assert set(taken()) == EXPECTED
 
 
