@@ -505,9 +505,8 @@ def test_states_alone(d, decay, taken):  # noqa: F811
         wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
         leaves = [x.double().requires_grad_() for x in (values, weights)]
         exact = torch.autograd.grad(prefill.in_float64([*wide[:6], *leaves, *wide[8:]])[0], leaves, grad_o.double())
-        found = torch.ops.fastmax.state_of_queries(
-            grad_o, None, q, k, v, o.to(q.dtype), z.float(), log_decay, first, *options, False
-        )[:2]
+        g, e = torch.ops.fastmax.gradients_of_sums(grad_o, None, o.to(q.dtype), z.float())
+        found = torch.ops.fastmax.state_of_queries(g, e, q, k, v, log_decay, first, *options, False)[:2]
         for x, y in zip(found, exact, strict=True):
             assert (x - y).norm() <= 4 * prefill.rounding("bf16") * max(y.norm(), 1e-2 * exact[0].norm()), n
     assert set(taken()) == {"state_of_keys: linear2_sm90", "state_of_queries: linear2_sm90"}
@@ -523,7 +522,7 @@ def test_kept_states(n, d, first, taken):  # noqa: F811
         given[5] = torch.where(torch.arange(n, device=DEVICE) >= n // 2, n // 2, -1).int().expand(2, 2, n)
     *_, kept = torch.ops.fastmax.state_of_keys(k, v, mask, None, given[5], *given[8:], True)
     assert kept.numel() > 0
-    actual = torch.ops.fastmax.prefill_kept_(q, k, v, mask, given[5], values, weights, kept, *given[8:])
+    actual = torch.ops.fastmax.prefill_kept_(q, k, v, mask, None, given[5], values, weights, kept, *given[8:])
     for x, y in zip(actual, prefill.in_float64(given)[:2], strict=True):
         assert relative(x, y) <= 1.5 * prefill.rounding("bf16")
     assert set(taken()) == {"prefill_kept_: linear2_sm90"}

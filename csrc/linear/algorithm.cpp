@@ -2,6 +2,7 @@
 
 #include <iterator>
 
+#include "linear/launch.h"
 #include "linear/order1/linear1.h"
 #include "linear/order2/linear2.h"
 
@@ -37,6 +38,10 @@ constexpr Kernels kFromState[] = {
 };
 
 }  // namespace
+
+void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_t stream) {
+  PreparedInputs::prepare(p, g, e, p.n, stream);
+}
 
 constexpr Algorithm kLinearAlgorithm("linear", kLinear);
 constexpr Algorithm kLinearFromState("linear from a state", kFromState);

@@ -108,6 +108,9 @@ Fading of_phase(Fading fading, const Phase& phase) {
 
 inline constexpr StateFactors kAsTheyAre{1.f, 1.f, 1.f, 1.f};
 
+// Where the snapshots of a walk come from: its rows; or an earlier call kept them, and the carried state is added to them, or is of zeros.
+enum class Snapshots { kSummed, kAddedTo, kReady };
+
 // A call's passes over the states of one plan, in the workspace.
 struct Passes {
   const Problem& p;
@@ -118,9 +121,8 @@ struct Passes {
   cudaStream_t stream;
   CarriedState carried{};  // new_values may be null: what comes out is not wanted
   StateFactors loads = kAsTheyAre, stores = kAsTheyAre;
-  // Where the plan keeps snapshots. adds: they are there, without the carried state.
-  void* kept = nullptr;
-  bool adds = false;
+  void* kept = nullptr;  // where the plan keeps snapshots
+  Snapshots origin = Snapshots::kSummed;
   UncountedRows uncounted{};
 
   // Runs the phases: the states, then whoever reads them.
@@ -128,9 +130,10 @@ struct Passes {
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
-      if (phase.loads) kernels.load(p, carry(phase, loads), stream);
-      if (adds) add(phase, a);
-      else sum(phase, a, snapshots_of(phase));
+      const bool are_ready = origin == Snapshots::kReady;
+      if (phase.loads && !are_ready) kernels.load(p, carry(phase, loads), stream);
+      if (origin == Snapshots::kAddedTo) add(phase, a);
+      else if (!are_ready) sum(phase, a, snapshots_of(phase));
       if (phase.problem.nx > 0) consume(phase);
       if (phase.stores && carried.new_values != nullptr) kernels.store(p, carry(phase, stores), stream);
     }
@@ -224,7 +227,7 @@ struct Passes {
 
   // What fades is not the same for all chunks.
   bool adds_while_reading() const {
-    return adds && !fading && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
+    return origin == Snapshots::kAddedTo && !fading && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
   }
 
   // What reads and gradients share.
@@ -328,26 +331,29 @@ Resets resets(const Params& p) {
 }
 
 bool wants_state_alone(const FwdParams& p) { return p.o == nullptr; }
-bool wants_state_alone(const BwdParams& p) { return p.grad_q == nullptr; }
+bool wants_state_alone(const BwdParams& p) { return p.grad_q == nullptr && p.grad_k == nullptr; }
 
-// Whether a walk has its snapshots from an earlier call.
+// Where the snapshots of a walk that keeps them come from.
 template <class Params>
-bool resumes(const Params& p) {
-  return p.kept != nullptr && !wants_state_alone(p);
+Snapshots origin(const Params& p) {
+  if (p.kept == nullptr || wants_state_alone(p)) return Snapshots::kSummed;
+  return p.from_nothing ? Snapshots::kReady : Snapshots::kAddedTo;
 }
 
 // Queries looking at keys, and keys looking at queries, back in time. keeps: as the plan of the walk.
-LinearProblem forward_in_time(const FwdParams& p, const StateSizes& sizes, bool keeps) {
+LinearProblem forward_in_time(const FwdParams& p, StateSizes sizes, bool keeps) {
   const bool is_read = keeps || !wants_state_alone(p);
+  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
   return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
 LinearProblem forward_in_time(const BwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, wants_state_alone(p))
+  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, p.grad_q == nullptr)
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
-LinearProblem back_in_time(const BwdParams& p, const StateSizes& sizes, bool keeps) {
-  const bool is_read = keeps || !wants_state_alone(p);
+LinearProblem back_in_time(const BwdParams& p, StateSizes sizes, bool keeps) {
+  const bool is_read = keeps || p.grad_k != nullptr;
+  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
   return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
 }
@@ -433,9 +439,9 @@ size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernel
 
 namespace {
 
-// Of a walk between two states. With decays the gradient takes states that a later call does not make.
+// Of a walk between two states.
 size_t kept_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& walk) {
-  if (!kernels.keeps(p, walk.time) || p.order != 2 || p.log_decay != nullptr) return 0;
+  if (p.order != 2) return 0;
   const StatePlan plan(walk, kernels.sizes(p), p.sm_count, /*carries=*/true, /*keeps=*/true);
   return plan.kept_bytes() <= kKeptBytes ? static_cast<size_t>(plan.kept_bytes()) : 0;
 }
@@ -461,7 +467,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
-  const Fading fading = plan.faded.fill(p, plan.states, !resumes(p), state, stream);
+  const Fading fading = plan.faded.fill(p, plan.states, origin(p) == Snapshots::kSummed, state, stream);
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
@@ -478,7 +484,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   // Kernels that are given counts of rows count those that fade alone.
   const UncountedRows uncounted = kernels.takes_zeros && !fading ? UncountedRows{p.m, plan.zeroed.row_counts(p)} : UncountedRows{};
   const Passes passes{p,       kernels,    plan.states, plan.buffers, fading,      stream,
-                      p.state, kAsTheyAre, kAsTheyAre,  p.kept,       resumes(p), uncounted};
+                      p.state, kAsTheyAre, kAsTheyAre,  p.kept,       origin(p),   uncounted};
   passes.run(state, [&](const Phase& phase) {
     if (!wants_state_alone(p)) passes.read(phase, read);
   });
@@ -488,7 +494,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   BwdParams p = call;
   const BwdPlan plan(p, kernels, Workspace(p.workspace));
   if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
-  const PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
+  PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
+  if (p.pairs_by_query != nullptr) pairs.by_query = p.pairs_by_query;
   BwdInputs in = plan.inputs.fill(p, stream);
   plan.zeroed.fill(p, in, stream);
   Coefficients f(p);
@@ -498,7 +505,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Fading prefix_fading = plan.faded.fill(p, plan.prefixes, !wants_state_alone(p), prefix, stream);
+  const Fading prefix_fading = p.grad_q == nullptr ? Fading{} : plan.faded.fill(p, plan.prefixes, true, prefix, stream);
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -513,7 +520,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   const CarriedGradients& c = p.state;
   const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
   const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
-  if (!wants_state_alone(p)) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
+  if (p.grad_q != nullptr) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
+  if (p.grad_q != nullptr && p.grad_k == nullptr) return;
 
   // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time. It begins with the gradient of the state that the
   // call ended in, and ends with that of the state that it continued from.
@@ -523,7 +531,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
-  const Fading suffix_fading = plan.faded.fill(p, plan.suffixes, !resumes(p), suffix, stream);
+  const Fading suffix_fading = plan.faded.fill(p, plan.suffixes, origin(p) == Snapshots::kSummed, suffix, stream);
 
   ReadArgs grad_v{};
   grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;
@@ -544,9 +552,9 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
 
   const CarriedState behind{c.grad_new_values, c.grad_new_weights, c.grad_values, c.grad_weights, c.d, c.dv};
   const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,       suffix_fading, stream,
-                             behind, divisors.inverses(), divisors.factors(), p.kept, resumes(p)};
+                             behind, divisors.inverses(), divisors.factors(), p.kept, origin(p)};
   over_suffixes.run(suffix, [&](const Phase& phase) {
-    if (!wants_state_alone(p)) over_suffixes.grads(phase, grad_v, grad_k);
+    if (p.grad_k != nullptr) over_suffixes.grads(phase, grad_v, grad_k);
   });
   if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
@@ -569,7 +577,6 @@ constexpr StatePasses kStatePassesSm80 = {
       if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
     },
-    /*keeps=*/[](const Problem&, Time) { return true; },
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },

@@ -35,8 +35,6 @@ constexpr StatePasses kStatePassesSm90 = {
     },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
     [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
-    // At head dim 64 snapshots are of 256 rows, and moving them twice takes longer than adding up the rows.
-    /*keeps=*/[](const Problem& p, Time time) { return p.head_dim == 128 || time == Time::kForward; },
     [](const Problem&, const AddArgs& a, cudaStream_t stream) { linear_add_state<Bf16>(a, stream); },
     // Gradients have neither registers nor threads left for it.
     /*adds_while_reading=*/

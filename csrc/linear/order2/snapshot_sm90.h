@@ -94,11 +94,14 @@ struct StateShare {
 #endif
 
 // Chunks: snapshots written and read against the quadratic part of a chunk; a prototype took 2.65 ms at (1, 32, 65536, 64) with 256
-// rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024.
+// rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024. What is kept takes the place of
+// other tensors, and is written over where a state is added to it: half of it is worth the difference.
 template <int kHeadDim, bool kFine>
 inline StateSizes hopper_state_sizes() {
   using State = HopperShares<kHeadDim, kFine>;
-  return {kHeadDim == 64 ? 256 : 1024, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, int64_t{State::kAccumulators} * 256};
+  constexpr int64_t kAccumulatorFloats = int64_t{State::kAccumulators} * 256;
+  if (kHeadDim == 64) return {256, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, kAccumulatorFloats, 512};
+  return {1024, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, kAccumulatorFloats};
 }
 
 // Whether a call's states are shared finely: a walk then takes a little more than half of the time, but twice the multiprocessors, which
