@@ -43,6 +43,7 @@ struct Fading {
 
   const FadingTile* tiles;  // [state][tile_count], of all virtual rows (linear_fade_tiles); null: not wanted
   int tile_count;
+  bool bounds_alone;  // there are no decays: of a row everything is left or nothing
 
   __host__ __device__ explicit operator bool() const { return sums != nullptr; }
 

@@ -71,7 +71,7 @@ struct GradMaps {
   CUtensorMap x, x2, y, y2, grad, values;
 };
 
-template <int kHeadDim, Grads kGrads, bool kFades>
+template <int kHeadDim, Grads kGrads, Fade kFade>
 __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
                             const ItemsOfRows items) {
@@ -83,6 +83,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
   constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
+  constexpr bool kFades = kFade != Fade::kNone, kDecays = kFade == Fade::kDecays;
   constexpr int kFadingBytes = kFades ? Tile::kFadingBytes : 0;
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
@@ -268,7 +269,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         at.template advance<kStages>();
         const float* state_sums = a.sums + item.slot * Tile::kSums;
         // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings (add_gradient).
-        if (kFades && a.pair_sums.data != nullptr) {
+        if constexpr (kDecays) {
           const auto columns = lane_columns();
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
@@ -559,23 +560,24 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto fading = x_fading(item_again());
       x_sums[0] = fading.sum(row), x_sums[1] = fading.sum(row + 8);
       if (has_state) {
-        const auto columns = lane_columns();
+        [[maybe_unused]] const auto columns = lane_columns();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float factor = fading.since_chunk(row + 8 * r);
           float of_gradient = 0.f;
 #pragma unroll
           for (int j = 0; j < kBlocks; ++j) {
-            const float2 x_pair = columns(r, j);
+            float2 x_pair;
+            if constexpr (kDecays) x_pair = columns(r, j);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float& of_column = grad[4 * j + 2 * r + i];
-              of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
+              if (kDecays) of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
               of_column = faded(of_column, factor);
               if constexpr (kValues) values[4 * j + 2 * r + i] = faded(values[4 * j + 2 * r + i], factor);
             }
           }
-          pairs[r] = faded(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
+          if (kDecays) pairs[r] = faded(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
         }
       }
     }
@@ -588,7 +590,6 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       uint32_t slopes[16], weights[kValues ? 16 : 1];
       RingPosition before;  // the stage before, not yet released
       bool releases = false;
-      constexpr bool kAlwaysOfPairs = kGrads == Grads::kQueries && kHeadDim == 64;  // a branch takes registers from tiles of pairs
       const auto y_fading = [&]([[maybe_unused]] int tile) {  // of the stage's tile of y
         if constexpr (kFadingBytes != 0) {
           return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kYFading + at.stage * kFadingBytes)};
@@ -597,8 +598,9 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           return GlobalFadingTile{fading_tile(a, state, a.chunk_begin(item.chunk)) + tile};
         }
       };
-      const auto add_tile = [&](auto is_diagonal, auto fades_by_pairs, [[maybe_unused]] int tile) {
-        constexpr bool kDiagonal = decltype(is_diagonal)::value, kOfPairs = decltype(fades_by_pairs)::value;
+      const auto add_tile = [&](auto is_diagonal, auto pair_factors, [[maybe_unused]] int tile) {
+        constexpr bool kDiagonal = decltype(is_diagonal)::value;
+        constexpr PairFactors kFactors = decltype(pair_factors)::value;
         ring.wait_until_full(at), load_stage();
         const Rows y(stage()), y2 = y.behind(kTileBytes);
         const uint32_t y_e = scales_at + at.stage * kScaleBytes;
@@ -611,7 +613,6 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
 #pragma unroll
         for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
         wgmma_commit();
-        // Of the tiles of y. Before the wait: where they are in memory, beside the products.
         const auto weigh = [&](int j, [[maybe_unused]] const float(&factors)[2][2]) {
           float2 column_e = make_float2(0.f, 0.f);
           if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * t) * 4);
@@ -625,11 +626,11 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
               const int column = 8 * j + 2 * t + i, x_row = row + 8 * r;
               const bool seen = !kDiagonal || (kBack ? column >= x_row : column <= x_row);
               float centred = p[4 * j + 2 * r + i] + e, f = 0.f;
-              if (kValues || kFades) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
+              if (kValues || kDecays) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
               if constexpr (kFades) {
                 centred *= factors[r][i];
                 // A row's pair with its own token does not fade, and does not count.
-                pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
+                if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
                 f *= factors[r][i];
               }
               slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;
@@ -639,20 +640,12 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
             if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
           }
         };
-        if constexpr (kFades) {
-          const PairFading<kBack, decltype(y_fading(0))> fading(y_fading(tile), x_sums[0], x_sums[1]);
-          wgmma_wait<0>();
-          keep(s), keep(p);
-          ring.release(before, lane, releases);
-          fading.template for_each_block<kOfPairs>(weigh);
-        } else {
-          wgmma_wait<0>();
-          keep(s), keep(p);
-          ring.release(before, lane, releases);
-          constexpr float kNone[2][2] = {};
-#pragma unroll
-          for (int j = 0; j < 8; ++j) weigh(j, kNone);
-        }
+        // Before the wait: what is in memory comes beside the products.
+        const PairFading<kBack, kFactors, decltype(y_fading(0))> fading(y_fading(tile), x_sums[0], x_sums[1]);
+        wgmma_wait<0>();
+        keep(s), keep(p);
+        ring.release(before, lane, releases);
+        fading.for_each_block(weigh);
         keep(slopes);
         if constexpr (kValues) keep(weights);
         wgmma_fence();
@@ -681,29 +674,37 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const int diagonal_end = min(diagonal + y_group, own_stages);
       int own = 0;
       const auto tile_at = [&](int own) { return kBack ? own / y_group : own; };
+      // Which factors a tile has is known before its products.
+      constexpr OfPairFactors<PairFactors::kOne> kOne;
+      constexpr OfPairFactors<PairFactors::kRowsAndColumns> kRowsAndColumns;
+      constexpr OfPairFactors<PairFactors::kPairs> kPairs;
       [[maybe_unused]] WalkSum first_x{};
       if constexpr (kFades) first_x = x_fading(item).sum(kFirstOfTile<kBack>);
       for (; own < diagonal && own < own_stages; ++own) {
-        if constexpr (kFades) {
+        const int tile = tile_at(own);
+        if constexpr (!kFades) {
+          add_tile(std::false_type{}, kOne, tile);
+        } else {
           if constexpr (kFadingBytes != 0) ring.wait_until_full(at);
-          if (is_gone(first_x, y_fading(tile_at(own)).sum(kLastOfTile<kBack>))) {
-            skip_tile();
-            continue;
-          }
+          if (is_gone(first_x, y_fading(tile).sum(kLastOfTile<kBack>))) skip_tile();
+          else if constexpr (kDecays) add_tile(std::false_type{}, kRowsAndColumns, tile);
+          else if (is_whole<kBack>(x_fading(item), y_fading(tile))) add_tile(std::false_type{}, kOne, tile);
+          else add_tile(std::false_type{}, kPairs, tile);
         }
-        add_tile(std::false_type{}, std::false_type{}, tile_at(own));
       }
       wgmma_wait<0>();
       for (; own < diagonal_end; ++own) {
-        // Which it is, is known before there are products.
-        if constexpr (kFades && !kAlwaysOfPairs) {
+        const int tile = tile_at(own);
+        if constexpr (!kFades) {
+          add_tile(std::true_type{}, kOne, tile);
+        } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {
+          add_tile(std::true_type{}, kPairs, tile);  // of two kinds the compiler would take registers from tiles of the state
+        } else {
           if constexpr (kFadingBytes != 0) ring.wait_until_full(at);
-          if (is_far<kBack>(y_fading(tile_at(own)))) {
-            add_tile(std::true_type{}, std::true_type{}, tile_at(own));
-            continue;
-          }
+          const bool is_plain = kDecays ? !is_far<kBack>(y_fading(tile)) : is_whole<kBack>(x_fading(item), y_fading(tile));
+          if (is_plain) add_tile(std::true_type{}, std::conditional_t<kDecays, decltype(kRowsAndColumns), decltype(kOne)>{}, tile);
+          else add_tile(std::true_type{}, kPairs, tile);
         }
-        add_tile(std::true_type{}, std::bool_constant<kAlwaysOfPairs>{}, tile_at(own));
       }
       wgmma_wait<0>();
       for (; own < own_stages; ++own) skip_tile();  // of the other warpgroup alone
@@ -732,7 +733,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         }
       }
     }
-    if (kFades && a.pair_sums.data != nullptr) {
+    if (kDecays && a.pair_sums.data != nullptr) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int x_token = token + row + 8 * r;
@@ -766,7 +767,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, Grads kGrads, bool kFades>
+template <int kHeadDim, Grads kGrads, Fade kFade>
 void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
   using Tile = GradTileSm90<kHeadDim>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
@@ -776,14 +777,15 @@ void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream
   maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
   if (kGrads == Grads::kKeysAndValues) maps.values = rows_map(values, a, x_heads, a.nx, a.dv);
-  launch_kernel(kFades ? "linear_grad_fading_sm90" : "linear_grad_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kFades>,
+  launch_kernel(kFade == Fade::kNone ? "linear_grad_sm90" : "linear_grad_fading_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kFade>,
                 std::min(sm_count, items.count), Tile::threads(kGrads), Tile::kSharedBytes, stream, maps, a, values, items);
 }
 
 template <int kHeadDim, Grads kGrads>
 void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
-  if (a.fading) launch_grad<kHeadDim, kGrads, true>(a, values, sm_count, stream);
-  else launch_grad<kHeadDim, kGrads, false>(a, values, sm_count, stream);
+  if (!a.fading) launch_grad<kHeadDim, kGrads, Fade::kNone>(a, values, sm_count, stream);
+  else if (a.fading.bounds_alone) launch_grad<kHeadDim, kGrads, Fade::kBounds>(a, values, sm_count, stream);
+  else launch_grad<kHeadDim, kGrads, Fade::kDecays>(a, values, sm_count, stream);
 }
 
 }  // namespace

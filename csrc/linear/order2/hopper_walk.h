@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdlib>
+#include <type_traits>
 
 #include "core/sm90/tensor_map.h"
 #include "core/sm90/tiles.h"
@@ -69,6 +70,9 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
   return s.time == Time::kForward ? row : rows - row - kTileRows;
 }
 
+// What fades in a call: nothing; rows of sequences that ended; or all rows.
+enum class Fade { kNone, kBounds, kDecays };
+
 // How the 64 rows from a virtual row on fade.
 __device__ __forceinline__ const FadingTile* fading_tile(const LinearProblem& p, int64_t state, int virtual_row) {
   static_assert(kTileRows == kFadingTile, "the same tiles");
@@ -117,44 +121,61 @@ template <bool kBack, class Tile>
 __device__ __forceinline__ bool is_far(const Tile& y) {
   return !(y.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) > -64.f);
 }
+// Whether nothing fades between a tile of y and one of x, or within them.
+template <bool kBack, class XTile, class YTile>
+__device__ __forceinline__ bool is_whole(const XTile& x, const YTile& y) {
+  return x.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) == 0.f;
+}
 
-// How a lane's pairs of rows of x with columns 8 j + 2 t and the next of a tile of y fade: a number a row times one a column, with the
-// tile's end between them. Rows among those of the tile come before its end: their numbers are above 1, and in range where no pair of
-// the tile fades by more than 2^-64. Where they do, each pair has a number of its own.
-template <bool kBack, class Tile>
+// What a lane's pairs of rows of x with columns 8 j + 2 t and the next of a tile of y are multiplied by.
+//   kOne
+//   kRowsAndColumns   a number a row times one a column, with the tile's end between them. Rows among those of the tile come before its
+//                     end: their numbers are above 1, and in range where no pair of the tile fades by more than 2^-64 (is_far)
+//   kPairs            each pair has a number of its own
+enum class PairFactors { kOne, kRowsAndColumns, kPairs };
+
+template <bool kBack, PairFactors kFactors, class Tile>
 struct PairFading {
+  static constexpr bool kOfRows = kFactors == PairFactors::kRowsAndColumns, kOfPairs = kFactors == PairFactors::kPairs;
+  static constexpr bool kLoadsEarly = Tile::kLoadsEarly && kOfRows;
   Tile y;
-  WalkSum x[2], end;
+  WalkSum x[2];
   float left[2];
-  float2 loaded[Tile::kLoadsEarly ? 8 : 1];
+  float2 loaded[kLoadsEarly ? 8 : 1];
 
-  __device__ __forceinline__ PairFading(const Tile& y, const WalkSum& x0, const WalkSum& x1) : y(y), x{x0, x1}, end(y.sum(kLastOfTile<kBack>)) {
-    left[0] = ptx::exp2_approx(x0.since(end)), left[1] = ptx::exp2_approx(x1.since(end));
-    if constexpr (Tile::kLoadsEarly) {
+  __device__ __forceinline__ PairFading(const Tile& y, const WalkSum& x0, const WalkSum& x1) : y(y), x{x0, x1} {
+    if constexpr (kOfRows) {
+      const WalkSum end = y.sum(kLastOfTile<kBack>);
+      left[0] = ptx::exp2_approx(x0.since(end)), left[1] = ptx::exp2_approx(x1.since(end));
+    }
+    if constexpr (kLoadsEarly) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) loaded[j] = y.until_end(8 * j + 2 * (threadIdx.x % 4));
     }
   }
 
-  // kOfPairs: of a tile on the diagonal that is_far. Calls f(j, factors), factors[r][i].
-  template <bool kOfPairs, class F>
+  // Calls f(j, factors), factors[r][i].
+  template <class F>
   __device__ __forceinline__ void for_each_block(const F& f) const {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      float2 until;
-      if constexpr (Tile::kLoadsEarly) until = loaded[j];
-      else until = y.until_end(8 * j + 2 * t);
-      float factors[2][2];
-      if constexpr (kOfPairs) {
-        const float4 sums = y.sums(8 * j + 2 * t);
+      float factors[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
+      if constexpr (kOfRows || kOfPairs) {
+        float2 until;
+        if constexpr (kLoadsEarly) until = loaded[j];
+        else until = y.until_end(8 * j + 2 * t);
+        float4 sums;
+        if constexpr (kOfPairs) sums = y.sums(8 * j + 2 * t);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          factors[r][0] = of_pair(x[r], make_float2(sums.x, sums.y), until.x), factors[r][1] = of_pair(x[r], make_float2(sums.z, sums.w), until.y);
+          if constexpr (kOfRows) {
+            factors[r][0] = left[r] * until.x, factors[r][1] = left[r] * until.y;
+          } else {
+            factors[r][0] = of_pair(x[r], make_float2(sums.x, sums.y), until.x);
+            factors[r][1] = of_pair(x[r], make_float2(sums.z, sums.w), until.y);
+          }
         }
-      } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) factors[r][0] = left[r] * until.x, factors[r][1] = left[r] * until.y;
       }
       f(j, factors);
     }
@@ -165,6 +186,8 @@ struct PairFading {
     return __float_as_int(until_end) < 0 ? 0.f : ptx::exp2_approx(fminf(x.since({y}), 0.f));
   }
 };
+template <PairFactors kFactors>
+using OfPairFactors = std::integral_constant<PairFactors, kFactors>;
 
 // Where the stages of an item come from: first those of its snapshot, then tiles of y and of its values from its own chunk.
 struct ItemSource {

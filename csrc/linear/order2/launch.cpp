@@ -280,6 +280,7 @@ struct FadedRows {
     if (!fades(p)) return {};
     sums_rows = sums_rows && plan.needs_states();
     Fading fading{p.decay_sums, p.m, plan.whole.boundary, carries, plan.whole.chunks, 0};
+    fading.bounds_alone = p.log_decay == nullptr;
     if (tiles != nullptr) fill_tiles(plan.whole, sums_rows, fading, a, stream);
     else if (sums_rows) copy_rows(p, plan.whole, fading, a, stream);
     return fading;

@@ -112,11 +112,12 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
 
 // kValues: grad_v, of a walk back in time, without denominators; else a forward.
 // kAdds: a snapshot comes without the state a.added, in a walk that does not fade.
-template <int kHeadDim, bool kValues, bool kFades, bool kAdds>
-__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThreads, 1)
+template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
                             const ItemsOfRows items) {
+  constexpr bool kFades = kFade != Fade::kNone;
   using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
@@ -396,8 +397,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
       // In memory a walk back in time goes from later rows to earlier ones.
       const auto is_seen = [&](int r, int column) { return !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r); };
       if constexpr (kFades) {
-        const SharedFadingTile x = x_fading(buffer, m);
-        const PairFading<kValues, SharedFadingTile> fading(y_fading(), x.sum(row), x.sum(row + 8));
+        const SharedFadingTile x = x_fading(buffer, m), y = y_fading();
         const auto fade_block = [&](int j, const float(&factors)[2][2]) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
@@ -407,8 +407,16 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
             if (!kValues) sums[m][i / 2] += score;
           }
         };
-        if (kDiagonal && is_far<kValues>(fading.y)) fading.template for_each_block<true>(fade_block);
-        else fading.template for_each_block<false>(fade_block);
+        const auto fade = [&](auto factors) {
+          PairFading<kValues, decltype(factors)::value, SharedFadingTile>(y, x.sum(row), x.sum(row + 8)).for_each_block(fade_block);
+        };
+        if constexpr (kFade == Fade::kDecays) {
+          if (kDiagonal && is_far<kValues>(y)) fade(OfPairFactors<PairFactors::kPairs>());
+          else fade(OfPairFactors<PairFactors::kRowsAndColumns>());
+        } else {
+          if (a.y_mask.data == nullptr && is_whole<kValues>(x, y)) fade(OfPairFactors<PairFactors::kOne>());
+          else fade(OfPairFactors<PairFactors::kPairs>());
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
@@ -573,24 +581,26 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, bool kValues, bool kFades, bool kAdds>
+template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
+  constexpr bool kFades = kFade != Fade::kNone;
   using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
-  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFades, kAdds>,
+  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFade, kAdds>,
                 std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
 
 template <int kHeadDim, bool kValues>
 void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  if (a.fading) return launch_read<kHeadDim, kValues, true, false>(a, sm_count, stream);
+  if (a.fading && a.fading.bounds_alone) return launch_read<kHeadDim, kValues, Fade::kBounds, false>(a, sm_count, stream);
+  if (a.fading) return launch_read<kHeadDim, kValues, Fade::kDecays, false>(a, sm_count, stream);
   if constexpr (kReadsAddSm90<kHeadDim>) {
-    if (a.added != nullptr) return launch_read<kHeadDim, kValues, false, true>(a, sm_count, stream);
+    if (a.added != nullptr) return launch_read<kHeadDim, kValues, Fade::kNone, true>(a, sm_count, stream);
   }
-  launch_read<kHeadDim, kValues, false, false>(a, sm_count, stream);
+  launch_read<kHeadDim, kValues, Fade::kNone, false>(a, sm_count, stream);
 }
 
 }  // namespace

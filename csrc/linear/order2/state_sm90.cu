@@ -38,8 +38,9 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   static_assert(kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
 };
 
-// What the rows are: as they are; with moments and sums of e y; or such that fade, e too. What is left of a row goes into its features.
-enum class Rows { kPlain, kScaled, kFading };
+// What the rows are: as they are; with moments and sums of e y; such of which all is left or nothing, e too; or such that fade, whose
+// features have what is left of them.
+enum class Rows { kPlain, kScaled, kBounded, kFading };
 
 // A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
 // at its end. Of several segments the first is walked beside sums of the rows of those behind it (but for the last), which are walked
@@ -52,7 +53,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   using Tile = StateTileSm90<kHeadDim, kFine>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
-  constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading;
+  constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading, kBounded = kRows == Rows::kBounded || kFades;
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
   constexpr bool kHasStar = kHeadDim == 64 && kOwn == Tile::kOwnTiles;  // its first tile is (s, s)
@@ -76,7 +77,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     const int token = tile_token(a, a.ny, a.y_row(begin + i / y_group * kTileRows));
     const int head = state % a.state_heads * y_group + i % y_group, batch = state / a.state_heads;
     bool is_whole = true;
-    if constexpr (kFades) {
+    if constexpr (kBounded) {
       const int group = (begin + i / y_group * kTileRows) / kBoundary;
       is_whole = a.kept.whole[(int64_t{batch} * a.state_heads * y_group + head) * a.kept.groups + group] != 0;
     }
@@ -197,7 +198,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
     FadeFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
-    if (kFades && row < end && a.fading.begins_chunk(a, row)) {
+    if (kBounded && row < end && a.fading.begins_chunk(a, row)) {
       carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row));
     }
     if (row == a.chunk_begin(chunk) && (row < end || is_last)) {
@@ -206,17 +207,17 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     }
     if (row == end) break;
     [[maybe_unused]] bool goes_on = true;  // something is left of the sums
-    if constexpr (kFades) {
+    if constexpr (kBounded) {
       const float factor = carry.factor();
       goes_on = factor != 0.f;
 #pragma unroll
-      for (int j = 0; j < kOwn; ++j) {
+      for (int j = 0; kFades && j < kOwn; ++j) {
 #pragma unroll
         for (int i = 0; i < kRegs; ++i) acc[j][i] *= factor;
       }
       count = faded(count, factor);
     }
-    const int next = totals && !kFades ? end : min(a.chunk_begin(chunk), end);
+    const int next = totals && !kBounded ? end : min(a.chunk_begin(chunk), end);
     int run = (next - row) / kTileRows * y_group;
     row = next;
     ring.wait_until_full(at);
@@ -244,14 +245,14 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
             const float2 left = ptx::load_shared_f32x2(factors + (16 * k + 8 * h + 2 * t) * 4);
-            scalars[h] = ptx::pack_bf16x2(low_bf16(scalars[h]) * left.x, high_bf16(scalars[h]) * left.y);
+            scalars[h] = ptx::multiply_bf16x2(scalars[h], ptx::pack_bf16x2(left.x, left.y));
           }
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
         const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
         const auto add = [&](int j, uint64_t w) {
-          if (kFades && k == 0) Products::template rs_if<Major::kMN>(goes_on, acc[j], f[j], w);
+          if (kBounded && k == 0) Products::template rs_if<Major::kMN>(goes_on, acc[j], f[j], w);
           else Products::template rs<Major::kMN>(acc[j], f[j], w);
         };
         wgmma_wait<1>();
@@ -338,7 +339,8 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
                     zeroed_y_map, w_map, zeroed_w_map, a, first_segment, lag);
     };
-    if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading, kFine>);
+    if (a.fading && a.fading.bounds_alone) run(linear_state_sm90_kernel<kHeadDim, Rows::kBounded, kFine>);
+    else if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading, kFine>);
     else if (a.y_scale.data != nullptr) run(linear_state_sm90_kernel<kHeadDim, Rows::kScaled, kFine>);
     else run(linear_state_sm90_kernel<kHeadDim, Rows::kPlain, kFine>);
   };
