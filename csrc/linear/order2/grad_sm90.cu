@@ -268,42 +268,38 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         ring.release(at, lane);
         at.template advance<kStages>();
         const float* state_sums = a.sums + item.slot * Tile::kSums;
-        // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings (add_gradient).
-        if constexpr (kDecays) {
-          const auto columns = lane_columns();
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float e = kBack ? 1.f : x_e[r];
-            float order0 = t == 0 ? e * state_sums[Tile::kSumOne] : 0.f, order1 = 0.f;
-#pragma unroll
-            for (int j = 0; j < kBlocks; ++j) {
-              const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
-              const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-              const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
-              order0 = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0));
-              order1 = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad[4 * j + 2 * r]), order1);
-              order1 = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad[4 * j + 2 * r + 1]), order1);
-            }
-            const float sum = quad_sum(fmaf(a.c0, order0, 0.5f * order1));
-            if (t == 0) ptx::store_shared_f32(pair_sum_at(r), sum);
-          }
-        }
+        // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings further down.
+        [[maybe_unused]] const auto columns = lane_columns();
+        [[maybe_unused]] float order0[2] = {0.f, 0.f}, order1[2] = {0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
           const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
+          [[maybe_unused]] float2 w;
+          if constexpr (kValues || kDecays) w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float e = kBack ? 1.f : x_e[r];
-            grad[4 * j + 2 * r] += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
-            grad[4 * j + 2 * r + 1] += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
-          }
-          if constexpr (kValues) {
-            const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
+            float &grad0 = grad[4 * j + 2 * r], &grad1 = grad[4 * j + 2 * r + 1];
+            if constexpr (kDecays) {
+              const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
+              order0[r] = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0[r]));
+              order1[r] = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad0), order1[r]);
+              order1[r] = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad1), order1[r]);
+            }
+            grad0 += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
+            grad1 += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
+            if constexpr (kValues) {
               values[4 * j + 2 * r] = fmaf(a.c0, w.x, values[4 * j + 2 * r]);
               values[4 * j + 2 * r + 1] = fmaf(a.c0, w.y, values[4 * j + 2 * r + 1]);
             }
+          }
+        }
+        if constexpr (kDecays) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (t == 0) order0[r] += (kBack ? 1.f : x_e[r]) * state_sums[Tile::kSumOne];
+            const float sum = quad_sum(fmaf(a.c0, order0[r], 0.5f * order1[r]));
+            if (t == 0) ptx::store_shared_f32(pair_sum_at(r), sum);
           }
         }
       }
