@@ -1,6 +1,6 @@
 """The Hopper kernels of the quadratic algorithm and of softmax attention: which calls take them, and what these compute.
 
-Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 from 96 on) and walks over 128 keys at a time. In
+Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In
 the backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128
 keys, over 64 at head dims other than 64.
 test_padding.py has the masks.
