@@ -51,7 +51,7 @@ ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 f
 CANCELLATION = 16.0
 # Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
 ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim ", re.MULTILINE)
-# What is left to the portable kernels of configurations that are brought to Hopper: keys that fade, at head dim 128.
+# What is left to the portable kernels of configurations that are brought to Hopper: keys that fade, at head dims from 65 on.
 LEFT_TO_PORTABLE = {"backward: quadratic_bounded_sm80"}
 # From this error on the plain formula is no standard: sums or weights left the range of float16. Then so many roundings are.
 PLAIN_FAILED = 0.1

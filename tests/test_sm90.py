@@ -65,7 +65,7 @@ def expected_kernels(softmax, bounded=False):
 
 def expected_fading_kernels(softmax, d):
     name, operator = ("flash", "flash_{}") if softmax else ("quadratic", "{}")
-    fades_there = softmax or d <= 96
+    fades_there = softmax or d <= 64
     return {
         f"{operator.format('forward')}: {name}_fading_sm90",
         f"{operator.format('backward')}: {name}_{'fading_sm90' if fades_there else 'bounded_sm80'}",
@@ -139,7 +139,7 @@ def test_narrower_heads(d, dv, softmax, taken):
 @by_attention
 @pytest.mark.parametrize("d", [24, 80, 100])
 def test_options_of_narrower_heads(d, softmax, taken):
-    """Bounds, windows and decays; the gradients of the latter, of Fastmax, at head dims up to 96."""
+    """Bounds, windows and decays; the gradients of the latter, of Fastmax, at head dims up to 64."""
     case = case_of(softmax, 500, d=d, b=1, h=4, hk=2)
     assert verify.check(case._replace(sequences=5), DEVICE, 13).wrong == []
     assert set(taken()) == expected_kernels(softmax, bounded=True)

@@ -13,7 +13,7 @@ namespace fastmax {
 
 using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
 // At 128 registers hold no more: it would spill a hundred words.
-using QuadraticFadingBwdSm90HeadDims = HeadDims<32, 64, 96>;
+using QuadraticFadingBwdSm90HeadDims = HeadDims<32, 64>;
 
 // Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade.
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
