@@ -1,8 +1,8 @@
 """The Hopper kernels of the quadratic algorithm and of softmax attention: which calls take them, and what these compute.
 
-Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 at 128) and walks over 128 keys at a time. In
+Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In
 the backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128
-keys, at head dims 32 and 128 over 64.
+keys, over 64 at head dims other than 64.
 test_padding.py has the masks.
 """
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 by_attention = pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
-by_head_dim = pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
+by_head_dim = pytest.mark.parametrize("d", [32, 64, 96, 128], ids=lambda d: f"d{d}")
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_against_float64(row, d, softmax, taken):
     ],
 )
 def test_narrower_heads(d, dv, softmax, taken):
-    """Columns that there are not are zeros of the copy engine, and are not written. Heads of 65 to 96 run as 128."""
+    """Columns that there are not are zeros of the copy engine, and are not written."""
     for n, m, causal in ((200, 333, True), (200, 333, False), (385, 385, True)):
         case = case_of(softmax, n, m, d=d, dv=dv, h=4, hk=2, mask=n < m, noise=True, causal=causal)
         assert verify.check(case, DEVICE, 5).wrong == []
@@ -137,7 +137,7 @@ def test_narrower_heads(d, dv, softmax, taken):
 
 
 @by_attention
-@pytest.mark.parametrize("d", [24, 80, 96])
+@pytest.mark.parametrize("d", [24, 80, 100])
 def test_options_of_narrower_heads(d, softmax, taken):
     """Bounds, windows and decays; the gradients of the latter, of Fastmax, at head dims up to 64."""
     case = case_of(softmax, 500, d=d, b=1, h=4, hk=2)

@@ -1,4 +1,4 @@
-// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, and softmax's forward fp16 too; head dims 64 and 128.
+// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, and softmax's forward fp16 too; head dims up to 128.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace fastmax {
 
-using QuadraticSm90HeadDims = HeadDims<32, 64, 128>;
+using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
 // At 128 registers hold no more: it would spill a hundred words.
 using QuadraticFadingBwdSm90HeadDims = HeadDims<32, 64>;
 // One kernel of five products, in place of two of seven.

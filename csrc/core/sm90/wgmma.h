@@ -53,9 +53,11 @@ struct Wgmma;
 #define FASTMAX_LIST_8(io, d, i) io(d[i]), io(d[i + 1]), io(d[i + 2]), io(d[i + 3]), io(d[i + 4]), io(d[i + 5]), io(d[i + 6]), io(d[i + 7])
 #define FASTMAX_LIST_16(io, d, i) FASTMAX_LIST_8(io, d, i), FASTMAX_LIST_8(io, d, i + 8)
 #define FASTMAX_LIST_32(io, d, i) FASTMAX_LIST_16(io, d, i), FASTMAX_LIST_16(io, d, i + 16)
+#define FASTMAX_LIST_48(io, d, i) FASTMAX_LIST_32(io, d, i), FASTMAX_LIST_16(io, d, i + 32)
 #define FASTMAX_LIST_64(io, d, i) FASTMAX_LIST_32(io, d, i), FASTMAX_LIST_32(io, d, i + 32)
 #define FASTMAX_TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FASTMAX_TEXT_32 FASTMAX_TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FASTMAX_TEXT_48 FASTMAX_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define FASTMAX_TEXT_64                                                                                                 \
   FASTMAX_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "   \
                   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -107,7 +109,9 @@ FASTMAX_WGMMA_TYPE(Bf16, "bf16")
 FASTMAX_WGMMA_TYPE(Fp16, "f16")
 
 FASTMAX_WGMMA(Bf16, "bf16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+FASTMAX_WGMMA(Bf16, "bf16", 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 FASTMAX_WGMMA(Fp16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+FASTMAX_WGMMA(Fp16, "f16", 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
 
 #undef FASTMAX_WGMMA_TYPE
 #undef FASTMAX_WGMMA
@@ -115,9 +119,11 @@ FASTMAX_WGMMA(Fp16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%2
 #undef FASTMAX_WGMMA_RS_IF
 #undef FASTMAX_WGMMA_RS
 #undef FASTMAX_TEXT_64
+#undef FASTMAX_TEXT_48
 #undef FASTMAX_TEXT_32
 #undef FASTMAX_TEXT_16
 #undef FASTMAX_LIST_64
+#undef FASTMAX_LIST_48
 #undef FASTMAX_LIST_32
 #undef FASTMAX_LIST_16
 #undef FASTMAX_LIST_8
