@@ -65,7 +65,8 @@ SPILL_EXCEPTIONS = {
     r"linear_read_sm90_kernel<128, false, false, false>": "eight words once per 256 rows",
     r"linear_read_sm90_kernel<128, (true|false), true, false>": "up to 74 words of what fades beside 128 sums, a few a tile of "
     "the own chunk, none while there are tiles of the state",
-    r"linear_grad_sm90_kernel<64, .*, true>": "up to seven words, likewise; most once per item, one or two once per two stars",
+    r"linear_grad_sm90_kernel<(64|128), .*, true>": "up to seven words, likewise; most once per item, one or two once "
+    "per two stars",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"sm_120 .*linear_carried_state_kernel<fastmax::Bf16, (32|64|96), false>": "four words, once per number of a state, on "
@@ -76,9 +77,9 @@ SPILL_EXCEPTIONS = {
     "words, with a window eight, once per tile, so that three warpgroups share a multiprocessor",
     r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), 128>": "up to a dozen words: what fades "
     "beside what fills the registers",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (64|128), false>": "two words of what "
+    r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (32|64|128), false>": "two words of what "
     "fades, likewise",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
+    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|64|128), true>": "up to five words of the thread that fills the ring, which "
     "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",

@@ -35,11 +35,12 @@ class Axes(NamedTuple):
 _QUERIES, _KEYS, _MASK, _SHARED = Axes(0, 1), Axes(0, 1, of_keys=True), Axes(0, None), Axes(None, None)
 _AXES = {
     **dict.fromkeys(("q", "q_factor", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
+    **dict.fromkeys(("g", "e", "pairs"), _QUERIES),
     **dict.fromkeys(
         ("k", "k_factor", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS
     ),
     **dict.fromkeys(("near_mask", "near_decays", "gathered", "kept", "log_decay", "finite", "shift"), _KEYS),
-    **dict.fromkeys(("first_key", "end_key"), _KEYS),
+    **dict.fromkeys(("first_key", "end_key", "pairs_of_states"), _KEYS),
     "key_padding_mask": _MASK,
     **dict.fromkeys(("rpe_matrix", "cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }
@@ -62,9 +63,11 @@ _RESULTS = {
     "prefill": ("o", "z", "new_values", "new_weights"),
     "prefill_backward": (*_OF_TOKENS, "grad_log_decay", "grad_values", "grad_weights"),
     "state_of_keys": ("values", "weights", "kept"),
-    "state_of_queries": ("grad_values", "grad_weights", "kept"),
     "prefill_kept_": ("o", "z"),
-    "prefill_kept_backward_": _OF_TOKENS,
+    "gradients_of_sums": ("g", "e"),
+    "state_of_queries": ("grad_values", "grad_weights", "kept"),
+    "prefill_backward_of_queries": ("grad_q", "pairs"),
+    "prefill_backward_of_keys_": ("grad_k", "grad_v", "grad_log_decay"),
     "finite_decay": ("finite", "first_key"),
     "normalize_tokens": ("q", "k", "q_factor", "k_factor"),
     "normalize_tokens_backward": ("q", "k"),  # where these lie: rows of their own, and no sums over ranks

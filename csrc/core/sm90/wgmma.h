@@ -3,6 +3,7 @@
 //   Wgmma<Math, kN>::rs<kB>(d, a, b)         A from registers, B from shared memory
 //   Wgmma<Math, kN>::ss<kA, kB>(d, a, b)     both from shared memory, by their descriptors (tiles.h)
 //   ... ::rs_first, ::ss_first               D = A B: outputs only, so that no zeros are written before
+//   ... ::rs_if<kB>(goes_on, d, a, b)        D += A B or D = A B, as is known at run time
 //
 // D: warp w of the warpgroup holds rows 16 w .. 16 w + 15. With g = lane / 4 and t = lane % 4, of columns 8j .. 8j + 7:
 //   d[4j], d[4j + 1]: row g, columns 8j + 2t and the next;   d[4j + 2], d[4j + 3]: row g + 8
@@ -69,6 +70,17 @@ struct Wgmma;
                  : FASTMAX_LIST_##count(io, d, 0)                                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kB)));                                \
   }
+// goes_on: D += A B; else D = A B, whatever was in D.
+#define FASTMAX_WGMMA_RS_IF(n, type, count, o0, o1, o2, o3, o4, o5, o6)                                                           \
+  template <Major kB>                                                                                                             \
+  static __device__ __forceinline__ void rs_if(bool goes_on, float (&d)[count], const uint32_t* a, uint64_t b) {                  \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " o6 ", 0;\n"                                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FASTMAX_TEXT_##count "}, {" o0 ", " o1      \
+                 ", " o2 ", " o3 "}, " o4 ", p, 1, 1, " o5 ";}\n"                                                                 \
+                 : FASTMAX_LIST_##count(FASTMAX_INOUT, d, 0)                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kB)),                                 \
+                   "r"(static_cast<uint32_t>(goes_on)));                                                                          \
+  }
 #define FASTMAX_WGMMA_SS(name, n, type, count, io, first, o0, o1, o2, o3)                                                         \
   template <Major kA, Major kB>                                                                                                   \
   static __device__ __forceinline__ void name(float (&d)[count], uint64_t a, uint64_t b) {                                        \
@@ -78,24 +90,29 @@ struct Wgmma;
                  : FASTMAX_LIST_##count(io, d, 0)                                                                                 \
                  : "l"(a), "l"(b), "n"(static_cast<int>(kA)), "n"(static_cast<int>(kB)));                                         \
   }
-#define FASTMAX_WGMMA(Math, type, n, count, o0, o1, o2, o3, o4, o5)                               \
+#define FASTMAX_WGMMA(Math, type, n, count, o0, o1, o2, o3, o4, o5, o6)                           \
   template <>                                                                                     \
   struct Wgmma<Math, n> {                                                                         \
     FASTMAX_WGMMA_RS(rs, n, type, count, FASTMAX_INOUT, 1, o0, o1, o2, o3, o4, o5)                \
     FASTMAX_WGMMA_RS(rs_first, n, type, count, FASTMAX_OUT, 0, o0, o1, o2, o3, o4, o5)            \
+    FASTMAX_WGMMA_RS_IF(n, type, count, o0, o1, o2, o3, o4, o5, o6)                               \
     FASTMAX_WGMMA_SS(ss, n, type, count, FASTMAX_INOUT, 1, o0, o1, o2, o3)                        \
     FASTMAX_WGMMA_SS(ss_first, n, type, count, FASTMAX_OUT, 0, o0, o1, o2, o3)                    \
   };
-#define FASTMAX_WGMMA_TYPE(Math, type)                                               \
-  FASTMAX_WGMMA(Math, type, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37")        \
-  FASTMAX_WGMMA(Math, type, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+#define FASTMAX_WGMMA_TYPE(Math, type)                                                      \
+  FASTMAX_WGMMA(Math, type, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")        \
+  FASTMAX_WGMMA(Math, type, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 
 FASTMAX_WGMMA_TYPE(Bf16, "bf16")
 FASTMAX_WGMMA_TYPE(Fp16, "f16")
 
+FASTMAX_WGMMA(Bf16, "bf16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+FASTMAX_WGMMA(Fp16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+
 #undef FASTMAX_WGMMA_TYPE
 #undef FASTMAX_WGMMA
 #undef FASTMAX_WGMMA_SS
+#undef FASTMAX_WGMMA_RS_IF
 #undef FASTMAX_WGMMA_RS
 #undef FASTMAX_TEXT_64
 #undef FASTMAX_TEXT_32

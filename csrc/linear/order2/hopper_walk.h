@@ -5,6 +5,9 @@
 // token or behind the last one arrive as zeros, and are not written.
 #pragma once
 
+#include <cstddef>
+#include <cstdlib>
+
 #include "core/sm90/tensor_map.h"
 #include "core/sm90/tiles.h"
 #include "linear/linear.h"
@@ -25,6 +28,7 @@ inline constexpr int kScaleBytes = kTileRows * 4;  // e of a tile's rows
 // heads side by side. Made by the launcher: as an argument it takes no registers.
 struct ItemsOfRows {
   int rows, pieces, heads, count;
+  int lag = std::getenv("FASTMAX_TRIAL_LAG") == nullptr ? 0 : std::atoi(std::getenv("FASTMAX_TRIAL_LAG"));
 
   ItemsOfRows(const LinearProblem& p, int rows)
       : rows(rows), pieces((p.nx + rows - 1) / rows), heads(p.states() * p.x_group), count(pieces * heads) {}
@@ -66,58 +70,100 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
   return s.time == Time::kForward ? row : rows - row - kTileRows;
 }
 
-// How what an item's rows see fades, and tiles of y of their own chunk.
-struct FadingItem {
-  const LinearProblem& p;
-  int64_t state;
-  int chunk;
+// How the 64 rows from a virtual row on fade.
+__device__ __forceinline__ const FadingTile* fading_tile(const LinearProblem& p, int64_t state, int virtual_row) {
+  static_assert(kTileRows == kFadingTile, "the same tiles");
+  return p.fading.tiles + state * p.fading.tile_count + virtual_row / kFadingTile;
+}
+// Of a tile of y that begins at a token.
+__device__ __forceinline__ const FadingTile* fading_tile_at(const LinearProblem& p, int64_t state, int token) {
+  return fading_tile(p, state, p.pad + (p.time == Time::kForward ? token : p.ny - kTileRows - token));
+}
 
-  __device__ __forceinline__ FadingItem(const LinearProblem& p, const ItemsOfRows::Item& item)
-      : p(p), state(static_cast<int64_t>(item.batch) * p.state_heads + item.state_head), chunk(item.chunk) {}
+// The same to read, in shared memory or in global.
+struct SharedFadingTile {
+  static constexpr bool kLoadsEarly = false;
+  uint32_t address;
 
-  // A row of a tile of x, in the order of tokens; the tile begins at row `first` of the walk.
-  __device__ __forceinline__ WalkSum of_x(int first, int row) const {
-    return of_y_row(p.y_row(p.seen_end(p.time == Time::kForward ? first + row : first + kTileRows - 1 - row)));
+  __device__ __forceinline__ WalkSum sum(int row) const { return {ptx::load_shared_f32x2(address + offsetof(FadingTile, sums) + 8 * row)}; }
+  __device__ __forceinline__ float4 sums(int row) const { return ptx::load_shared_f32x4(address + offsetof(FadingTile, sums) + 8 * row); }
+  __device__ __forceinline__ float2 until_end(int row) const {
+    return ptx::load_shared_f32x2(address + offsetof(FadingTile, until_end) + 4 * row);
   }
-  // What is left of the state before the chunk.
-  __device__ __forceinline__ float of_state(const WalkSum& x) const {
-    return exp2f(x.since(WalkSum::of(p, p.fading.at_edge(p, state, p.fading.first_chunk + chunk))));
+  __device__ __forceinline__ float since_chunk(int row) const {
+    return ptx::load_shared_f32(address + offsetof(FadingTile, since_chunk) + 4 * row);
   }
-  // A tile's last row in the walk.
-  __device__ __forceinline__ WalkSum end_of(int tile) const { return of_y_row(row_of(tile) + kTileRows - 1); }
-  // Whether nothing is left of a tile where it ends, for rows of x of which `x` is the first.
-  __device__ __forceinline__ static bool is_gone(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
-  // Of a tile's rows in the order of tokens: what is left at its end, and their sums.
-  __device__ __forceinline__ const float* factors(int tile) const { return p.fading.y_factors + place_of(tile); }
-  __device__ __forceinline__ const float2* sums(int tile) const { return p.fading.y_sums + place_of(tile); }
+};
+struct GlobalFadingTile {
+  static constexpr bool kLoadsEarly = true;
+  const FadingTile* tile;
+
+  __device__ __forceinline__ WalkSum sum(int row) const { return {__ldg(tile->sums + row)}; }
+  __device__ __forceinline__ float4 sums(int row) const { return __ldg(reinterpret_cast<const float4*>(tile->sums + row)); }
+  __device__ __forceinline__ float2 until_end(int row) const { return __ldg(reinterpret_cast<const float2*>(tile->until_end + row)); }
+  __device__ __forceinline__ float since_chunk(int row) const { return __ldg(tile->since_chunk + row); }
+};
+
+// A tile's first and last row in the walk.
+template <bool kBack>
+inline constexpr int kFirstOfTile = kBack ? kTileRows - 1 : 0;
+template <bool kBack>
+inline constexpr int kLastOfTile = kTileRows - 1 - kFirstOfTile<kBack>;
+
+// Whether nothing is left of a tile that ends at `end`, for rows of x of which `x` are the first.
+__device__ __forceinline__ bool is_gone(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
+
+// Whether a tile fades so much that numbers of its rows alone would not be in range (PairFading).
+template <bool kBack, class Tile>
+__device__ __forceinline__ bool is_far(const Tile& y) {
+  return !(y.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) > -64.f);
+}
+
+// How a lane's pairs of rows of x with columns 8 j + 2 t and the next of a tile of y fade: a number a row times one a column, with the
+// tile's end between them. Rows among those of the tile come before its end: their numbers are above 1, and in range where no pair of
+// the tile fades by more than 2^-64. Where they do, each pair has a number of its own.
+template <bool kBack, class Tile>
+struct PairFading {
+  Tile y;
+  WalkSum x[2], end;
+  float left[2];
+  float2 loaded[Tile::kLoadsEarly ? 8 : 1];
+
+  __device__ __forceinline__ PairFading(const Tile& y, const WalkSum& x0, const WalkSum& x1) : y(y), x{x0, x1}, end(y.sum(kLastOfTile<kBack>)) {
+    left[0] = ptx::exp2_approx(x0.since(end)), left[1] = ptx::exp2_approx(x1.since(end));
+    if constexpr (Tile::kLoadsEarly) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) loaded[j] = y.until_end(8 * j + 2 * (threadIdx.x % 4));
+    }
+  }
+
+  // kOfPairs: of a tile on the diagonal that is_far. Calls f(j, factors), factors[r][i].
+  template <bool kOfPairs, class F>
+  __device__ __forceinline__ void for_each_block(const F& f) const {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float2 until;
+      if constexpr (Tile::kLoadsEarly) until = loaded[j];
+      else until = y.until_end(8 * j + 2 * t);
+      float factors[2][2];
+      if constexpr (kOfPairs) {
+        const float4 sums = y.sums(8 * j + 2 * t);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          factors[r][0] = of_pair(x[r], make_float2(sums.x, sums.y), until.x), factors[r][1] = of_pair(x[r], make_float2(sums.z, sums.w), until.y);
+        }
+      } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) factors[r][0] = left[r] * until.x, factors[r][1] = left[r] * until.y;
+      }
+      f(j, factors);
+    }
+  }
 
  private:
-  static_assert(kTileRows == kFadingTile, "factors are of tiles");
-  __device__ __forceinline__ WalkSum of_y_row(int row) const { return WalkSum::of(p, p.fading.at_row(p, state, row)); }
-  __device__ __forceinline__ int row_of(int tile) const { return p.y_row(p.chunk_begin(chunk) + tile * kTileRows); }
-  __device__ __forceinline__ int64_t place_of(int tile) const { return state * p.fading.y_rows + tile_token(p, p.ny, row_of(tile)); }
-};
-
-// Factors of a lane's columns 8 j + 2 t and the next of a tile that is before rows of x, one number a column; or among them, by row.
-struct ColumnFactors {
-  float2 left[8];
-
-  __device__ __forceinline__ void load(const float* factors) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) left[j] = __ldg(reinterpret_cast<const float2*>(factors + 8 * j + 2 * (threadIdx.x % 4)));
-  }
-  __device__ __forceinline__ float factor(int j, int i) const { return i == 0 ? left[j].x : left[j].y; }
-};
-struct ColumnSums {
-  float4 sums[8];
-
-  __device__ __forceinline__ void load(const float2* g) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sums[j] = __ldg(reinterpret_cast<const float4*>(g + 8 * j + 2 * (threadIdx.x % 4)));
-  }
-  __device__ __forceinline__ float factor(const WalkSum& x, int j, int i) const {
-    const float2 y = i == 0 ? make_float2(sums[j].x, sums[j].y) : make_float2(sums[j].z, sums[j].w);
-    return ptx::exp2_approx(fminf(x.since({y}), 0.f));
+  __device__ __forceinline__ static float of_pair(const WalkSum& x, const float2& y, float until_end) {
+    return __float_as_int(until_end) < 0 ? 0.f : ptx::exp2_approx(fminf(x.since({y}), 0.f));
   }
 };
 

@@ -40,8 +40,9 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kX = kStages * kStageBytes;
-  static constexpr int kXSums = kX + kXBuffers * kXBytes;  // WalkSum of rows: registers are short
-  static constexpr int kXFull = kXSums + (kFades ? kRows * 8 : 0);
+  static constexpr int kFadingBytes = kFades ? static_cast<int>(sizeof(FadingTile)) : 0;  // of a tile of x, and of y of each stage
+  static constexpr int kXFading = kX + kXBuffers * kXBytes, kYFading = kXFading + kXBuffers * kItemTiles * kFadingBytes;
+  static constexpr int kXFull = kYFading + kStages * kFadingBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kCopied = kBarriers + Ring<kStages>::kBarrierBytes;  // barriers of what is not yet added
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kCopied + (kAdds ? Ring<kStages>::kBarrierBytes : 0);
@@ -194,7 +195,11 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
         const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
         const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
         ring.wait_until_empty(at);
-        copied.expect(at, Tile::kPartBytes);
+        copied.expect(at, Tile::kPartBytes + Tile::kFadingBytes);
+        if constexpr (kFades) {
+          ptx::bulk_load(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes, fading_tile_at(a, source.state(a), token),
+                         Tile::kFadingBytes, copied.full(at));
+        }
         RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
         RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
       }
@@ -203,21 +208,33 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
   }
   if constexpr (Tile::kMovesRegisters) ptx::more_registers<240>();
 
+  [[maybe_unused]] const auto x_fading = [&](int buffer, int m) {
+    const int tile = buffer * Tile::kItemTiles + warpgroup * kRowTiles + m;
+    return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kXFading + tile * Tile::kFadingBytes)};
+  };
   const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
     if (index >= items.count) return;
     const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % kXBuffers;
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
-    ptx::mbarrier_arrive_expect(barrier, kRowTiles * kTileBytes);
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kFadingBytes));
     for (int m = 0; m < kRowTiles; ++m) {
       const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
-      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, item.row + tile_of(m) * kTileRows), item.x_head, item.batch);
+      const int row = item.row + tile_of(m) * kTileRows;
+      if constexpr (kFades) {
+        const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+        ptx::bulk_load(x_fading(buffer, m).address, fading_tile(a, state, a.seen_end(row)), Tile::kFadingBytes, barrier);
+      }
+      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
     }
   };
   if (threadIdx.x % 128 == 0) {
     for (int i = 0; i < kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
   }
 
+  if (warpgroup == 1) {
+    for (const int64_t start = clock64(); clock64() - start < items.lag;) {}
+  }
   const int w4 = warp % 4, t = lane % 4, g = lane / 4;
   const int row = 16 * w4 + g;  // of a tile, and row + 8
   RingPosition at;
@@ -364,41 +381,35 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
     for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
 
     const ItemsOfRows::Item own_item = item_again();
-    const FadingItem fading(a, own_item);
-    const auto x_sum_at = [&](int m, int r) { return stages_at + Tile::kXSums + ((warpgroup * kRowTiles + m) * kTileRows + row + 8 * r) * 8; };
-    const auto x_sum = [&](int m, int r) { return WalkSum{ptx::load_shared_f32x2(x_sum_at(m, r))}; };
-    if constexpr (kFades) {
-      __syncwarp();
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const WalkSum sum = fading.of_x(own_item.row + tile_of(m) * kTileRows, row + 8 * r);
-          if (t == 0) ptx::store_shared_f32x2(x_sum_at(m, r), sum.g);
-        }
-      }
-      __syncwarp();
-    }
     if (kFades && a.has_state(own_item.chunk)) {
       const float* state_sums = a.sums + own_item.slot * Tile::kSums;
+      float factor[kRowTiles][2];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float factor = fading.of_state(x_sum(m, r));
-          if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor);
+          factor[m][r] = x_fading(buffer, m).since_chunk(row + 8 * r);
+          if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor[m][r]);
+        }
+      }
 #pragma unroll
-          for (int j = 0; j < kHeadDim / 8; ++j) {
-            const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-            acc[m][4 * j + 2 * r] = faded(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor);
-            acc[m][4 * j + 2 * r + 1] = faded(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor);
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            acc[m][4 * j + 2 * r] = faded(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor[m][r]);
+            acc[m][4 * j + 2 * r + 1] = faded(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor[m][r]);
           }
         }
       }
     }
 
     // The own chunk.
-    [[maybe_unused]] WalkSum end;  // of the tile of y that is next
+    [[maybe_unused]] const auto y_fading = [&] {
+      return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes)};
+    };
     float s[32];
     uint32_t weights[16];
     const auto make_scores = [&](int m, const Operand<RowTile>& y) {
@@ -411,30 +422,31 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
       }
       wgmma_commit();
     };
-    const auto make_weights = [&](int m, auto is_diagonal, int tile) {
+    const auto make_weights = [&](int m, auto is_diagonal) {
       constexpr bool kDiagonal = decltype(is_diagonal)::value;
       keep(s);
-      [[maybe_unused]] ColumnFactors columns;
-      [[maybe_unused]] ColumnSums column_sums;
-      [[maybe_unused]] float left[2];  // at the end of the tile, of what a row sees
-      [[maybe_unused]] WalkSum x_sums[2];
-      if constexpr (kFades) x_sums[0] = x_sum(m, 0), x_sums[1] = x_sum(m, 1);
-      if constexpr (kFades && kDiagonal) column_sums.load(fading.sums(tile));
-      if constexpr (kFades && !kDiagonal) {
-        columns.load(fading.factors(tile));
-        left[0] = ptx::exp2_approx(x_sums[0].since(end)), left[1] = ptx::exp2_approx(x_sums[1].since(end));
-      }
+      // In memory a walk back in time goes from later rows to earlier ones.
+      const auto is_seen = [&](int r, int column) { return !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r); };
+      if constexpr (kFades) {
+        const SharedFadingTile x = x_fading(buffer, m);
+        const PairFading<kValues, SharedFadingTile> fading(y_fading(), x.sum(row), x.sum(row + 8));
+        const auto fade_block = [&](int j, const float(&factors)[2][2]) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
-        const float u = fmaf(s[i], a.c2, a.c1);
-        // In memory a walk back in time goes from later rows to earlier ones.
-        const bool seen = !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r);
-        if constexpr (kFades) {
-          const float factor = kDiagonal ? column_sums.factor(x_sums[r], i / 4, i % 2) : left[r] * columns.factor(i / 4, i % 2);
-          s[i] = seen ? fmaf(s[i], u, a.c0) * factor : 0.f;
-          if (!kValues) sums[m][r] += s[i];
-        } else {
+          for (int i = 0; i < 4; ++i) {
+            float& score = s[4 * j + i];
+            const float weight = fmaf(score, fmaf(score, a.c2, a.c1), a.c0) * factors[i / 2][i % 2];
+            score = is_seen(i / 2, 8 * j + 2 * t + i % 2) ? weight : 0.f;
+            if (!kValues) sums[m][i / 2] += score;
+          }
+        };
+        if (kDiagonal && is_far<kValues>(fading.y)) fading.template for_each_block<true>(fade_block);
+        else fading.template for_each_block<false>(fade_block);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int r = i / 2 % 2;
+          const bool seen = is_seen(r, 8 * (i / 4) + 2 * t + i % 2);
+          const float u = fmaf(s[i], a.c2, a.c1);
           if (!kValues) sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
           s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
         }
@@ -451,29 +463,28 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
       wgmma_wait<0>();  // registers for one group at a time
     };
     const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
-    const auto tile_at = [&](int own) { return kValues ? own / y_group : own; };
-    const auto for_both = [&](auto is_diagonal, int tile) {  // a tile of y that both tiles of x see; diagonal: that of the low one
+    const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(0, y);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
-      make_weights(0, is_diagonal, tile);
+      make_weights(0, is_diagonal);
       add_values(0, w);
       make_scores(1, y);
       wgmma_wait<0>();
-      make_weights(1, std::false_type{}, tile);
+      make_weights(1, std::false_type{});
       add_values(1, w);
       before = at, releases = true;
       at.template advance<kStages>();
     };
-    const auto for_high = [&](auto is_diagonal, int tile) {
+    const auto for_high = [&](auto is_diagonal) {
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(1, y);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
-      make_weights(1, is_diagonal, tile);
+      make_weights(1, is_diagonal);
       add_values(1, w);
       before = at, releases = true;
       at.template advance<kStages>();
@@ -491,30 +502,25 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
     int own = 0;
     // Tiles before all rows of x of tile m; those of which nothing is left for them are skipped.
     const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
-      [[maybe_unused]] WalkSum first_x, next_end;
-      if constexpr (kFades) {
-        first_x = fading.of_x(own_item.row + tile_of(m) * kTileRows, a.time == Time::kForward ? 0 : kTileRows - 1);
-        next_end = fading.end_of(tile_at(own));
-      }
+      [[maybe_unused]] WalkSum first_x;
+      if constexpr (kFades) first_x = x_fading(buffer, m).sum(kFirstOfTile<kValues>);
       for (; own < end_own && own < tiles; ++own) {
         if constexpr (kFades) {
-          end = next_end;
-          next_end = fading.end_of(tile_at(own + 1));
-          if (FadingItem::is_gone(first_x, end)) {
+          ring.wait_until_full(at);
+          if (is_gone(first_x, y_fading().sum(kLastOfTile<kValues>))) {
             skip_tile();
             continue;
           }
         }
-        add_tile(std::false_type{}, tile_at(own));
+        add_tile(std::false_type{});
       }
       wgmma_wait<0>();
     };
     const auto diagonal = [&](int first, const auto& add_tile) {
-      if constexpr (kFades) end = fading.end_of(tile_at(own));
       if constexpr (kValues) {
-        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{}, tile_at(own));
+        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{});
       } else if (own < tiles) {
-        add_tile(std::true_type{}, own), ++own;
+        add_tile(std::true_type{}), ++own;
       }
       wgmma_wait<0>();
     };
