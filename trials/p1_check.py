@@ -1,15 +1,19 @@
 """Linear attention of order 1 (p = 1) on Hopper: errors of its kernels beside those of the portable ones.
 
-Run on a GPU: `python trials/p1_check.py`, with a library built for sm_90. o, z and the gradients in bf16 against the same call in fp32,
-on the Hopper kernels (sm90) and, with a mask of ones, which they do not cover, on the portable ones (sm80). "prepared": with a grad_o
-that the copy engine cannot read, so that g and e are made first. A line that ends in WRONG says where. From the smallest shapes up,
-so that the first one that fails says which part: one tile; two blocks; two segments; several heads. Both must be about equal; the
+Run on a GPU: `python trials/p1_check.py`, with a library built for sm_90. o, z and the gradients in bf16 against the
+same call in fp32,
+on the Hopper kernels (sm90) and, with a mask of ones, which they do not cover, on the portable ones (sm80).
+"prepared": with a grad_o
+that the copy engine cannot read, so that g and e are made first. A line that ends in WRONG says where. From the
+smallest shapes up,
+so that the first one that fails says which part: one tile; two blocks; two segments; several heads. Both must be
+about equal; the
 tests proper are tests/test_sm90_linear1.py.
 """
 
 import torch
 
-import fastmax
+import fastmax  # noqa: F401 (registers the operators)
 
 torch.manual_seed(0)
 

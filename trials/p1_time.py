@@ -1,7 +1,9 @@
 """Linear attention of order 1 (p = 1) on Hopper: times of a call and of its kernels, not measured so far.
 
-Run on one GPU of the machine, alone: `python trials/p1_time.py`, with a library built for sm_90 (linear1_sm90 in its info). For each
-shape: forward and forward + backward on the Hopper kernels and, with a mask of ones, which they do not cover, on the portable ones,
+Run on one GPU of the machine, alone: `python trials/p1_time.py`, with a library built for sm_90 (linear1_sm90 in its
+info). For each
+shape: forward and forward + backward on the Hopper kernels and, with a mask of ones, which they do not cover, on the
+portable ones,
 in turn; then every kernel's time by the profiler.
 
 What is expected, ms (T: the bytes of one tensor at 4.25 TB/s; portable, measured earlier: 0.255 / 0.993 and 0.831 / 2.76):
@@ -12,12 +14,16 @@ What is expected, ms (T: the bytes of one tensor at 4.25 TB/s; portable, measure
                                       so 0.37 / 1.33; the aim was 0.45 / 1.7
 
 What hangs on it:
-  - group (csrc/linear/order1/launch_sm90.cpp): blocks that share a segment. 2 where walks fill half the device at most. A kernel that is
-    above 1.3 times its bytes at group 2 waits for the L2 cache (blocks of a group read y and w twice) or for latency: compare 1 (more
+  - group (csrc/linear/order1/launch_sm90.cpp): blocks that share a segment. 2 where walks fill half the device at
+    most. A kernel that is
+    above 1.3 times its bytes at group 2 waits for the L2 cache (blocks of a group read y and w twice) or for latency:
+    compare 1 (more
     segments, more sums) and 4.
-  - kStages and kXStages (walk_sm90.cu): if a kernel is slow with more blocks than multiprocessors too, latency of its roles is the
+  - kStages and kXStages (walk_sm90.cu): if a kernel is slow with more blocks than multiprocessors too, latency of its
+    roles is the
     limit, not memory: the state's (products, then rounding into shared memory) or the results' (two tiles at a time).
-  - Rates in csrc/core/cost_model.h: for order 1 now those of order 2 on Hopper, from which algorithm="auto" takes crossings of 251
+  - Rates in csrc/core/cost_model.h: for order 1 now those of order 2 on Hopper, from which algorithm="auto" takes
+    crossings of 251
     and 390 tokens at head dims 64 and 128.
 """
 
@@ -77,7 +83,8 @@ def measure(b, h, n, d):
             both()
         torch.cuda.synchronize()
     rows = [
-        (e.self_device_time_total / 3e3, e.count / 3, name_of(e.key)) for e in p.key_averages() if e.self_device_time_total > 0
+        (e.self_device_time_total / 3e3, e.count / 3, name_of(e.key)) for e in p.key_averages() if
+        e.self_device_time_total > 0
     ]
     for ms, count, name in sorted(rows, reverse=True):
         print(f"   {ms:8.4f} ms  {count:5.1f} x  {name}")
