@@ -43,9 +43,11 @@ struct WalkTileSm90 {
   static constexpr int kThreads = 512;
   static constexpr int kStages = kHeadDim == 64 ? 8 : kPair ? 3 : 4;
   static constexpr bool kTwoX = kPair || kDivides;
-  static constexpr int kXStages = kHeadDim == 64 ? (kTwoX ? 3 : 4) : kTwoX ? 2 : 3;
-  static constexpr int kStates = kHeadDim == 64 ? 2 : 1;
-  static constexpr int kVectors = 2;
+  // Even: of two warpgroups that take turns each has stages of its own. Of a stage that both read, one would take the parity of the
+  // phase before last for its own.
+  static constexpr int kXStages = kHeadDim == 64 ? 4 : 2;
+  static constexpr int kVectors = 2, kStateBarriers = 2;
+  static constexpr int kStates = kHeadDim == 64 ? 2 : 1;  // copies of the state, announced at those barriers in turn
   static constexpr int kResultWarps = kPair ? 8 : 4;  // that read a tile
   // At head dim 128 warpgroups have as many registers as their accumulators ask for.
   static constexpr int kProducerRegisters = 64, kStateRegisters = kPair && kDivides ? 176 : 160;
@@ -64,8 +66,8 @@ struct WalkTileSm90 {
   static constexpr int kScaleTiles = kVector + kVectors * kVectorBytes;  // of the rows of each stage
   static constexpr int kBarriers = kScaleTiles + kStages * kScalesBytes<kScales>;
   static constexpr int kXBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kStateBarriers = kXBarriers + Ring<kXStages>::kBarrierBytes;
-  static constexpr int kVectorBarriers = kStateBarriers + Ring<kStates>::kBarrierBytes;
+  static constexpr int kStateRing = kXBarriers + Ring<kXStages>::kBarrierBytes;
+  static constexpr int kVectorBarriers = kStateRing + Ring<kStateBarriers>::kBarrierBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kVectorBarriers + Ring<kVectors>::kBarrierBytes;
   static_assert(kSharedBytes <= shared_limit(90), "rings, states and barriers do not fit");
 };
@@ -122,6 +124,7 @@ struct StateSm90 {
         for (int m = 0; m < kBlocks; ++m) Products::template ss<Major::kMN, Major::kMN>(acc[m], y.mn_major(k, m), w.mn_major(k));
       }
       wgmma_commit();
+      wgmma_wait<0>();
     } else {
       const int lane = lane_index(), t = lane % 4;
       uint32_t f[2][kBlocks][4];
@@ -146,8 +149,8 @@ struct StateSm90 {
         for (int m = 0; m < kBlocks; ++m) Products::template rs<Major::kMN>(acc[m], f[k % 2][m], w.mn_major(k));
         wgmma_commit();
       }
+      wgmma_wait<0>();
     }
-    wgmma_wait<0>();
 #pragma unroll
     for (int m = 0; m < kBlocks; ++m) keep(acc[m]);
   }
@@ -248,13 +251,14 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
   constexpr bool kPair = Tile::kPair, kNormalises = kWalk == Walk::kForward;
   constexpr Scales kScales = Tile::kScales;
   constexpr int kStages = Tile::kStages, kXStages = Tile::kXStages, kStates = Tile::kStates, kVectors = Tile::kVectors;
+  constexpr int kStateBarriers = Tile::kStateBarriers;
   constexpr int kTileBytes = Tile::kTileBytes, kDepth = kHeadDim / 16;
   extern __shared__ char shared[];
   const uint32_t stages_at = first_tile(shared);
   const char* shared_tiles = shared + (stages_at - ptx::smem_address(shared));
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
   const Ring<kXStages> x_ring(stages_at + Tile::kXBarriers);
-  const Ring<kStates> states(stages_at + Tile::kStateBarriers);
+  const Ring<kStateBarriers> states(stages_at + Tile::kStateRing);
   const Ring<kVectors> vectors(stages_at + Tile::kVectorBarriers);
   const int warp = warp_index(), lane = lane_index(), warpgroup = warp / 4, w4 = warp % 4;
 
@@ -340,9 +344,13 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
     state.load(before, w4);
     for (int j = 0; j < count; ++j) {
       if (j % group == rank) {
-        const RingPosition at = RingPosition::of<kStates>(j / group);
-        const uint32_t tile = stages_at + Tile::kState + at.stage * StateTile::kBytes;
-        states.wait_until_empty(at);
+        const int i = j / group;
+        const RingPosition at = RingPosition::of<kStateBarriers>(i);
+        const uint32_t tile = stages_at + Tile::kState + i % kStates * StateTile::kBytes;
+        if (i >= kStates) {  // until the results have read the copy that was here
+          const RingPosition last = RingPosition::of<kStateBarriers>(i - kStates);
+          ptx::mbarrier_wait(states.empty(last), last.parity);
+        }
 #pragma unroll
         for (int m = 0; m < state.kBlocks; ++m) store_accumulator<Bf16, StateTile>(tile, 64 * m, state.acc[m], a.c1, a.c1, w4, lane);
         ptx::fence_proxy_async();
@@ -365,11 +373,11 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
         const int row = first_row + (rank + i * group) * kTileRows;
         const int first_stage = (rank + i * group) * y_group;
         const RingPosition x_at = RingPosition::of<kXStages>(i);
-        const RingPosition state_at = RingPosition::of<kStates>(i), vector_at = RingPosition::of<kVectors>(i);
+        const RingPosition state_at = RingPosition::of<kStateBarriers>(i), vector_at = RingPosition::of<kVectors>(i);
         const uint32_t x_tile = stages_at + Tile::kX + x_at.stage * Tile::kXBytes + (kSecond ? kTileBytes : 0);
         const uint32_t vector = stages_at + Tile::kVector + vector_at.stage * Tile::kVectorBytes;
         const Operand<RowTile> x(x_tile);
-        const Operand<StateTile> state(stages_at + Tile::kState + state_at.stage * StateTile::kBytes);
+        const Operand<StateTile> state(stages_at + Tile::kState + i % kStates * StateTile::kBytes);
 
         float constant[2];             // of the vector, and but for a second gradient of scores; of rows g and g + 8
         float factor[2] = {1.f, 1.f};  // of the result
@@ -403,6 +411,8 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
             }
           }
         }
+        // Before the ring: a state has all rows before the tile, so what was in its stages before had come, and the parity is right though
+        // a warpgroup that takes turns did not look at it.
         states.wait_until_full(state_at);
         vectors.wait_until_full(vector_at);
 
