@@ -1,7 +1,8 @@
 """The Hopper kernels of the quadratic algorithm and of softmax attention: which calls take them, and what these compute.
 
-Tiles: a warpgroup owns 64 queries (blocks of 192 at head dim 64, of 128 at 128) and walks over 128 keys at a time; in the
-backward it owns 64 keys and walks over 64 queries, or owns 64 queries and walks over 128 keys (64 at head dim 128).
+Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In
+the backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128
+keys, over 64 at head dims other than 64.
 test_padding.py has the masks.
 """
 
@@ -25,7 +26,7 @@ pytestmark = [
 ]
 
 by_attention = pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
-by_head_dim = pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+by_head_dim = pytest.mark.parametrize("d", [32, 64, 96, 128], ids=lambda d: f"d{d}")
 
 
 @pytest.fixture
@@ -60,6 +61,15 @@ def expected_kernels(softmax, bounded=False):
             "backward: quadratic_sm90",
         }
     )
+
+
+def expected_fading_kernels(softmax, d):
+    name, operator = ("flash", "flash_{}") if softmax else ("quadratic", "{}")
+    fades_there = softmax or d <= 64
+    return {
+        f"{operator.format('forward')}: {name}_fading_sm90",
+        f"{operator.format('backward')}: {name}_{'fading_sm90' if fades_there else 'bounded_sm80'}",
+    }
 
 
 # ---- against float64, on poisoned memory, bit by bit repeatable
@@ -112,14 +122,34 @@ def test_against_float64(row, d, softmax, taken):
 
 @by_attention
 @pytest.mark.parametrize(
-    "d, dv", [(40, 24), (37, 51), (33, 8), (48, 128), (128, 16), (72, 100), (1, 100), (127, 127), (128, 64)]
+    "d, dv",
+    [
+        *((24, 24), (16, 32), (32, 8), (1, 1), (17, 24), (24, 7), (40, 24), (32, 40), (37, 51), (33, 8)),
+        *((96, 96), (80, 80), (65, 65), (88, 32), (24, 96), (48, 128), (128, 16), (72, 100), (1, 100), (127, 127), (128, 64)),
+    ],
 )
 def test_narrower_heads(d, dv, softmax, taken):
     """Columns that there are not are zeros of the copy engine, and are not written."""
-    for causal in (True, False):
-        case = case_of(softmax, 200, 333, d=d, dv=dv, h=4, hk=2, mask=True, noise=True, causal=causal)
+    for n, m, causal in ((200, 333, True), (200, 333, False), (385, 385, True)):
+        case = case_of(softmax, n, m, d=d, dv=dv, h=4, hk=2, mask=n < m, noise=True, causal=causal)
         assert verify.check(case, DEVICE, 5).wrong == []
     assert set(taken()) == expected_kernels(softmax)
+
+
+@by_attention
+@pytest.mark.parametrize("d", [24, 80, 100])
+def test_options_of_narrower_heads(d, softmax, taken):
+    """Bounds, windows and decays; the gradients of the latter, of Fastmax, at head dims up to 64."""
+    case = case_of(softmax, 500, d=d, b=1, h=4, hk=2)
+    assert verify.check(case._replace(sequences=5), DEVICE, 13).wrong == []
+    assert set(taken()) == expected_kernels(softmax, bounded=True)
+    if softmax:
+        assert verify.check(case._replace(options=case.options | {"window": 100}), DEVICE, 14).wrong == []
+        assert set(taken()) == expected_kernels(softmax, bounded=True)
+        assert verify.check(case._replace(dtype=torch.float16), DEVICE, 15).wrong == []
+        assert set(taken()) == {"flash_forward: flash_sm90", "flash_backward: flash_sm80"}
+    assert verify.check(case._replace(decay=True), DEVICE, 16).wrong == []
+    assert set(taken()) == expected_fading_kernels(softmax, d)
 
 
 @by_head_dim
@@ -203,7 +233,7 @@ def test_windows(window, causal, d, taken):
         case = case_of(True, n, m, d=d, h=4, hk=2, mask=n == 333, causal=causal)
         case = case._replace(options=case.options | {"window": window})
         assert verify.check(case, DEVICE, 8).wrong == []
-        assert set(taken()) == expected_kernels(True, bounded=True)
+        assert set(taken()) == {"flash_forward: flash_window_sm90", "flash_backward: flash_window_sm90"}
 
 
 @by_head_dim
@@ -248,11 +278,7 @@ def test_keys_that_fade(row, d, softmax, taken):
             decay=True, sequences=sequences
         )
         assert verify.check(case, DEVICE, 10).wrong == []
-        name = "flash" if softmax else "quadratic"
-        forward, backward = ("flash_forward", "flash_backward") if softmax else ("forward", "backward")
-        fades_there = softmax or d == 64
-        expected = {f"{forward}: {name}_fading_sm90", f"{backward}: {name}_{'fading_sm90' if fades_there else 'bounded_sm80'}"}
-        assert set(taken()) == expected
+        assert set(taken()) == expected_fading_kernels(softmax, d)
 
 
 # ---- the operators
@@ -419,8 +445,7 @@ def test_what_is_not_covered(taken):
     calls = {
         "fp16": lambda f: f(q.half(), q.half(), q.half()),
         "fp32": lambda f: f(q.float(), q.float(), q.float()),
-        "head dim 32": lambda f: f(*(q[..., :32].contiguous(),) * 3),
-        "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
+        "head dim 136": lambda f: f(*(torch.cat((q, q, q[..., :8]), -1),) * 3),
         "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
         "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
         "decay, fp16": lambda f: f(*(q.half(),) * 3, causal=True, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
@@ -438,6 +463,6 @@ def test_what_is_not_covered(taken):
             continue
         assert len(lines) == 1 and lines[0].split(": ")[1] in (f"{algorithm}_sm80", f"{algorithm}_bounded_sm80"), (name, lines)
     fastmax.flash_attention(q, q, q, causal=True, window=20)
-    assert taken() == ["flash_forward: flash_bounded_sm90"]
+    assert taken() == ["flash_forward: flash_window_sm90"]
     fastmax.flash_attention(q, q, q, causal=True, window=200)
     assert taken() == ["flash_forward: flash_sm90"], "there is nothing that it hides"

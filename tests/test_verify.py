@@ -156,11 +156,13 @@ def test_configurations_for_hopper():
     for index in indices:
         drawn = verify.random_case(index, 0, "cuda")
         case = verify.for_hopper(drawn)
-        assert case.mode == "bfloat16" and max(case.head_dim, case.value_dim) in (*range(33, 65), *range(97, 129))
+        width = max(case.head_dim, case.value_dim)
+        assert case.mode == "bfloat16" and width <= 128
         assert not case.softmax or case.options == drawn.options
         kinds[case.operator, "decay" if case.decay else "packed" if case.sequences else ""] += 1
         if case.operator[0] == "linear":
             assert case.magnitude == 1.0 and case.options["p"] == 2 and (case.options["causal"] or not case.sequences)
+            assert width in (*range(33, 65), *range(97, 129))
     operators = ("softmax", ""), ("linear", "p=2"), ("quadratic", "p=2"), ("quadratic", "p=1")
     assert all(kinds[operator, kind] > 20 for operator in operators for kind in ("decay", "packed", ""))
 

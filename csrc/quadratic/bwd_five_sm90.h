@@ -323,7 +323,8 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
             for (uint32_t& word : visible[half]) word = keeps[half] ? word : 0;
           }
         }
-        sums.template differentiate<kMasked>(stage_of(at), visible, fading, tile * Tile::kStream, lane_row, p.causal_offset);
+        sums.template differentiate<kMasked>(stage_of(at), visible, fading, tile * Tile::kStream, lane_row, p.causal_offset,
+                                             /*streamed=*/nullptr);
       };
       const auto visit = [&](auto is_masked, int tile) {
         ring.wait_until_full(at);

@@ -28,6 +28,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// [mbarrier.arrive] In the place of so many threads.
+__device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
 // [mbarrier.try_wait] Whether the phase of this parity has ended; waits for a time that the system chooses. Not `.acquire.cluster`,
 // which empties L1 at every wait.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
@@ -66,6 +71,13 @@ __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, u
 // Joins this thread's bulk group.
 __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(src),
+               "r"(column), "r"(token), "r"(head), "r"(batch)
+               : "memory");
+}
+
+// [cp.reduce.async.bulk.tensor] As tma_store, but adds to what is there, each number rounded once to the tensor's type.
+__device__ __forceinline__ void tma_add(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(src),
                "r"(column), "r"(token), "r"(head), "r"(batch)
                : "memory");
 }
