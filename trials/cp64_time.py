@@ -15,7 +15,7 @@ First the times of variants, ranks 0 and 1, then for three cases every kernel an
 
 - "first rank sums nothing": the first part, whose gradient of a state no part reads, does not add up its queries before the
   exchange, and so has nothing kept to add to afterwards (0.6 less), but waits in a kernel of NCCL, on multiprocessors that the
-  walk over keys (128 blocks, one each) then has not. Expected slower than the default with the number of blocks that NCCL takes,
+  walk over keys (128 blocks, one each) then has not. Expected slower than the default with as many blocks as NCCL takes,
   faster where there are at most four ("4 ctas"). If it is faster with both: `_own_states` of fastmax/distributed/states.py
   should leave out unread parts in the backward.
 - "and comes late": the same, and it goes to the exchange after its gradient of queries: then the last rank waits in NCCL.
