@@ -255,9 +255,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           ring.wait_until_empty(at);
           ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
           if constexpr (kFades<Visibility>) {
-            const int64_t tiles = (p.m + Tile::kKeys - 1) / Tile::kKeys;
-            ptx::bulk_load(factors(at), key_factors + ((head.batch * p.hk + head.kv_head) * tiles + tile) * Tile::kFactorBytes,
-                           Tile::kFactorBytes, ring.full(at));
+            const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
+            ptx::bulk_load(factors(at), key_factors + (of_head + tile) * Tile::kFactorBytes, Tile::kFactorBytes, ring.full(at));
           }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
