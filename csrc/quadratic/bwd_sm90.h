@@ -53,7 +53,6 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kFades<Visibility> ? 128 : 64;
   static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kFades<Visibility>;
   static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
-  static constexpr bool kDerivativeAlone = kNarrow && !kOwnsKeys;
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
   static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's rows come early
@@ -217,10 +216,10 @@ struct QuadraticBwdRows {
           const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
           flow[e / 2] += counts && !itself ? faded.flow : 0.f;
           pair = faded;
-        } else if constexpr (Tile::kDerivativeAlone) {
-          pair.ds = Score::derivative(row, s[i], d[i]);
-        } else {
+        } else if constexpr (kOwnsKeys) {
           pair = Score::weight_and_derivative(row, s[i], d[i]);
+        } else {
+          pair.ds = Score::derivative(row, s[i], d[i]);
         }
         d[i] = counts ? pair.ds : 0.f;
         if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
