@@ -27,7 +27,9 @@ constexpr Kernels kQuadratic[] = {
 };
 constexpr Kernels kLinear[] = {
     {"linear2_sm90",
-     [](const AttentionParams& p, Direction) { return p.order == 2 && (p.head_dim == 64 || p.head_dim == 128) && is_hopper(p); }},
+     [](const AttentionParams& p, Direction) {
+       return p.order == 2 && (p.head_dim == 64 || p.head_dim == 128) && is_hopper(p);
+     }},
     {"linear2_sm80", covers_all},
 };
 constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
