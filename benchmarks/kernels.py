@@ -112,8 +112,12 @@ _LINEAR1: dict[str, _Passes] = {
         lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
         lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
     ),
+    # On Hopper: o (0), grad_q with g made on the way (1), grad_k and grad_v (2). Every block of a group makes the states.
+    r"linear1_walk_sm90_kernel<\d+, [^,]*\)0\b": (lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows), None),
+    r"linear1_walk_sm90_kernel<\d+, [^,]*\)1\b": (None, lambda s: Work(2 * s.state1, 5 * s.tensor + 12 * s.rows)),
+    r"linear1_walk_sm90_kernel<\d+, [^,]*\)2\b": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 8 * s.rows)),
     r"linear1_pair_walk_kernel": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 4 * s.rows)),
-    r"linear1_sums_kernel": (
+    r"linear1_sums(_sm90)?_kernel": (
         lambda s: Work(s.state1, 2 * s.tensor),
         lambda s: Work(2 * s.state1, 4 * s.tensor),
     ),

@@ -60,20 +60,20 @@ SPILL_EXCEPTIONS = {
     "registers; bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
     r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two "
     "or three words beside what fills the registers, read once per block",
+    r"linear_grad_sm90_kernel<128, .*Fade\)[12]>": "up to three words of what fades, once per item or star",
     r"linear_state_sm90_kernel<128, ": "192 sums, and what makes the next operands: a word once per stage, a few "
     "once per chunk",
-    r"linear_read_sm90_kernel<128, false, false, false>": "six words once per 256 rows",
-    r"linear_read_sm90_kernel<128, (true|false), true, false>": "up to 74 words of what fades beside 128 sums, a few a tile of "
-    "the own chunk, none while there are tiles of the state",
-    r"linear_grad_sm90_kernel<64, .*, true>": "up to seven words, likewise; most once per item, one or two once per two stars",
+    r"linear_read_sm90_kernel<128, false, ": "six to eight words once per 256 rows",
+    r"linear_grad_sm90_kernel<64, .*Fade\)[12]>": "up to eight words of what fades beside what fills the registers; most once "
+    "per item, one or two once per two stars",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"sm_120 .*linear_carried_state_kernel<fastmax::Bf16, (32|64|96), false>": "four words, once per number of a state, on "
     "that architecture alone",
     r"sm_(100|120) .*gathered_kernel<float4, [148]>": "up to 24 bytes, so that two to four blocks share a multiprocessor; none "
     "on sm_80 and sm_90",
-    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::DenseVisibility, fastmax::(Bf16|Fp16), 64>": "three words once "
-    "per tile, so that three warpgroups share a multiprocessor",
+    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window)Visibility, fastmax::(Bf16|Fp16), 64>": "three "
+    "words, with a window eight, once per tile, so that three warpgroups share a multiprocessor",
     r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), 128>": "up to a dozen words: what fades "
     "beside what fills the registers",
     r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (64|128), false>": "two words of what "

@@ -10,7 +10,8 @@
 // zeros too.
 //
 // Keys that fade: a pair has the factor 2^(e1 + e2), as query_factor(e1) and key_factor(e2). A key factor joins: in the forward the
-// weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there); in the backward the slope's
+// weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there; faded_row(), of a query factor,
+// has both at once, of x and a key factor); in the backward the slope's
 // line where kSlopeIsWeight is true, else the centred line (fade_line). A query factor joins row() (fade_row). faded() is
 // weight_and_derivative with a key factor, faded_of_centred() of the centred line's value in place of dp (and of the weight in place
 // of x where kSlopeIsWeight is true); flow_scale times flow is p times the derivative by the logarithm of p.
@@ -76,6 +77,11 @@ struct PolynomialScore {
   __device__ __forceinline__ static float key_factor(float e) { return ptx::exp2_approx(e); }
   __device__ __forceinline__ float fade(float weight, float factor) const { return weight * factor; }
   __device__ __forceinline__ PolynomialScore of_faded() const { return *this; }
+  struct FadedRow {
+    float c0, c1, c2;
+    __device__ __forceinline__ float at(float x, float factor) const { return fmaf(x, fmaf(c2, x, c1), c0) * factor; }
+  };
+  __device__ __forceinline__ FadedRow faded_row(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
   __device__ __forceinline__ static float fade_line(float line, float factor) { return line * factor; }
   __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
     return make_float4(row.x * factor, row.y * factor, row.z * factor, row.w);
@@ -135,6 +141,11 @@ struct SoftmaxScore {
     score.c = 1.f;
     return score;
   }
+  struct FadedRow {
+    float c, exponent;
+    __device__ __forceinline__ float at(float x, float factor) const { return fmaf(c, x, factor + exponent); }
+  };
+  __device__ __forceinline__ FadedRow faded_row(float factor) const { return {c, factor}; }
   __device__ __forceinline__ static float fade_line(float line, float factor) { return line + factor; }
   __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
     return make_float4(row.x, row.y + factor, row.z, row.w);

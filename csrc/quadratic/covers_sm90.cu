@@ -34,6 +34,7 @@ bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction)
   return p.log_decay != nullptr && has_head_dim && covers_quadratic(p);
 }
 
+bool covers_flash_window_sm90(const AttentionParams& p, Direction direction) { return has_window_alone(p) && covers_flash(p, direction); }
 bool covers_flash_sm90(const AttentionParams& p, Direction direction) { return !is_bounded(p) && covers_flash(p, direction); }
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction) {
   return has_bounds_alone(p) && covers_flash(p, direction);

@@ -14,24 +14,36 @@ namespace fastmax {
 using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
 // At 128 registers hold no more: it would spill a hundred words.
 using QuadraticFadingBwdSm90HeadDims = HeadDims<32, 64>;
+// One kernel of five products, in place of two of seven.
+using QuadraticBwdFiveSm90HeadDims = HeadDims<64, 128>;
 
-// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade.
+// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade; and of softmax
+// with a window and nothing else, which takes no tables.
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_window_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
 size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
+size_t quadratic_dense_bwd_sm90_workspace_bytes(const BwdParams& p);
 
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+int heads_at_once_of_trial();
+bool takes_five_products(const BwdParams& p);
+size_t quadratic_bwd_five_sm90_workspace_bytes(const BwdParams& p);
+void quadratic_bwd_five_sm90(const BwdParams& p, cudaStream_t stream);
+void flash_bwd_five_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void flash_window_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+void flash_window_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_fading_fwd_sm90(const FwdParams& p, cudaStream_t stream);

@@ -256,6 +256,8 @@ class _Surrounded(NamedTuple):
     log_decay: Tensor | None  # (b, hk, before + n + behind), 0 where there is none
 
     def narrow(self, first: int, count: int) -> _Surrounded:
+        if count == self.k.shape[2]:  # the gradient of a view is written into zeros, though it be of the whole
+            return self
         return self._each(lambda x, dim: x.narrow(dim, first, count))
 
     def flipped(self) -> _Surrounded:
@@ -405,7 +407,7 @@ def _attend(
             return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
         if algorithm == "quadratic":
             return _of_all_keys(q, k, v, asked, spread, score)
-        o, z = states.attend_to_all(q, k, v, states.Job(score, spread, asked.mask, None, None, keeps=False))
+        o, z = states.attend_to_all(q, k, v, states.Job(score, spread, asked.mask, None, None))
         return o, log_of_sums(z)
     behind = 0 if asked.causal else window
     surrounded = _surrounded(k, v, asked, spread, window, behind)
@@ -456,8 +458,7 @@ def _of_earlier_keys(
     first_keys = tuple(first_keys) if bounded else None
     carries = Carries(k, decay, first_keys, *spread) if bounded else None
     if algorithm == "linear":
-        keeps = decay is None and len(spread.layout.parts) > 1
-        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, first_keys, carries, keeps))
+        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, first_keys, carries))
     else:
         job = ring.Job(score, True, spread, mask, first_keys, carries, None)
         attend = partial(ring.attend, q, k, v, decay, job)

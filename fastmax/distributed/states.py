@@ -4,8 +4,9 @@ A part makes the state of its own keys, all states are exchanged once, and the p
 the sum over the parts before it. The gradient goes the other way: the gradient of the state that a part ends in is a sum over
 the queries of the parts behind it. What fades, fades by a factor a part (`Carries`).
 
-Kernels keep what they compute on the way to a part's own state, so that it is added up once. With decays, whose gradient takes
-the state that a part ends in, each part adds it up twice.
+Kernels keep what they compute on the way to a part's own state, so that it is added up once. The first part has no state to add
+to that, and in the backward the last; the first part need not add up its queries before it knows what is behind them. The
+gradient of the queries takes nothing that is behind, and is computed while the gradients of states are exchanged.
 
 From a handful of ranks on no rank receives all states. Each scans its share of them for all ranks, in two messages all to all.
 """
@@ -24,7 +25,7 @@ from fastmax.call import Call
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Pending, all_to_all, gather
 from fastmax.distributed.final import without_second_derivative
-from fastmax.distributed.layout import Part, Spread
+from fastmax.distributed.layout import Layout, Part, Spread
 from fastmax.score import Score
 
 # Bytes in the time that one more message takes: 20 us at 300 GB/s. Gathering receives the states of all other ranks, shares
@@ -38,16 +39,18 @@ def by_shares(world: int, state_bytes: int) -> bool:
 
 
 class Exchange:
-    """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it."""
+    """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it,
+    None where there are none."""
 
     def __init__(self, own: list[Tensor], like: Tensor, carries: Carries | None, spread: Spread, backward: bool):
         """Starts it; `like` (channels, elements), of a rank without parts too."""
-        self._layout, self._own, self._backward = spread.layout, spread.parts, backward
+        self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
         layout, group = spread
         self._carries = carries
         self._elements = like.shape[1]
         missing = [torch.zeros_like(like)] * (layout.most_parts - len(own))
-        states = torch.stack([*own, *missing])
+        all_own = [*own, *missing]
+        states = all_own[0].unsqueeze(0) if len(all_own) == 1 else torch.stack(all_own)
         self._shares = by_shares(layout.world, states.numel() * states.element_size())
         what = "gradients of states" if backward else "states"
         if not self._shares:
@@ -58,39 +61,56 @@ class Exchange:
         came = all_to_all(f"shares of {what}", states, group).wait()
         scanned = torch.zeros_like(came)
         for part, x in self._scan(came, layout.parts):
-            scanned[part.rank, self._slot(part)] = x
+            if x is not None:
+                scanned[part.rank, self._slot(part)] = x
         self._pending = all_to_all(f"shares of {what}", scanned, group)
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> list[Tensor | None]:
         came = self._pending.wait()
-        own = self._own
         if self._shares:
             came = came.permute(1, 2, 0, 3).flatten(2)[..., : self._elements]
-            return [came[i] for i in range(len(own))]
-        found = dict(self._scan(came, own))
-        return [found[part] for part in own]
+            return [None if part in _ends(self._layout, self._backward) else came[i] for i, part in enumerate(self._parts)]
+        found = dict(self._scan(came, self._parts))
+        return [found[part] for part in self._parts]
+
+    def passed_on(self, came: list[Tensor | None]) -> list[Tensor | None]:
+        """Of each part of this rank what came and its own state; None where nobody reads it."""
+        unread = _ends(self._layout, not self._backward)
+        return [
+            None if part in unread else self._joined(before, own, self._layout.index[part]).to(own.dtype)
+            for part, before, own in zip(self._parts, came, self._own, strict=True)
+        ]
 
     def _slot(self, part: Part) -> int:
         return self._layout.of(part.rank).index(part)
 
     def _scan(self, states: Tensor, wanted: tuple[Part, ...]):
-        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum, made in float64."""
-        log_factors = None if self._carries is None else self._carries.log_factors()
-        total = torch.zeros_like(states[0, 0], dtype=torch.float64)
+        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum."""
+        total = None
         left = set(wanted)
         parts = list(enumerate(self._layout.parts))
         for i, part in reversed(parts) if self._backward else parts:
             if part in left:
                 left.remove(part)
-                yield part, total.to(states.dtype)
+                yield part, None if total is None else total.to(states.dtype)
             if not left:
                 return
-            state = states[part.rank, self._slot(part)]
-            if log_factors is None:
-                total = total + state
-            else:
-                factor = log_factors[i].exp().unsqueeze(-1)
-                total = state + torch.where(factor == 0.0, 0.0, total * factor)
+            total = self._joined(total, states[part.rank, self._slot(part)], i)
+
+    def _joined(self, before: Tensor | None, own: Tensor, place: int) -> Tensor:
+        """In float64, but a single state, which is as it is."""
+        if before is None:
+            return own
+        before = before.double()
+        if self._carries is None:
+            return before + own
+        factor = self._carries.log_factors()[place].exp().unsqueeze(-1)
+        return own + torch.where(factor == 0.0, 0.0, before * factor)
+
+
+def _ends(layout: Layout, backward: bool) -> tuple[Part, ...]:
+    """The part, if there is one, before which nothing comes."""
+    return layout.parts[-1:] if backward else layout.parts[:1]
 
 
 class Job(NamedTuple):
@@ -101,7 +121,6 @@ class Job(NamedTuple):
     mask: Tensor | None  # bool (b, n)
     first_keys: tuple[Tensor, ...] | None  # int32 (b, hk, n of the part), of each part; -1: the state is seen
     carries: Carries | None
-    keeps: bool  # what is computed on the way to the state of a part: there are others, and no decays
 
     def call(self, i: int, log_decay: Tensor | None) -> Call:
         local = self.spread.parts[i].local
@@ -145,12 +164,26 @@ def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
 
 
 def _joined(pieces: list[tuple[Tensor, ...]], empty: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tensors (b, heads, n, ...) of all parts from those of each."""
+    """Tensors (b, heads, n, ...) of all parts from those of each; of a single part the same."""
+    if len(pieces) == 1:
+        return tuple(pieces[0])
     return tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True)) if pieces else empty
 
 
 def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x[:, :, part.local] for x in tensors)
+
+
+def _state(packed: Tensor | None, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if packed is None else _unpack(packed, v)
+
+
+def _pairs(state: Tensor | None, grad: Tensor | None, like: Tensor) -> Tensor:
+    """(channels,), float64: the sums of the products of packed states and their gradients; 0 where there are none."""
+    if state is None or grad is None:
+        return like.new_zeros(like.shape[0], dtype=torch.float64)
+    # What has no gradient has no part in it, even if it is not finite.
+    return torch.where(grad == 0.0, 0.0, state.double() * grad).sum(-1)
 
 
 class _Call:
@@ -164,13 +197,13 @@ class _Call:
 
 
 def _own_states(
-    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, unread: tuple[Part, ...], like: Tensor
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The packed state of each part of this rank, and what was kept of it. Those of `unread` parts nobody reads."""
+    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, unread: tuple[Part, ...], like: Tensor, k: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The packed state of each part of this rank, and what was kept of it; but for unread parts zeros and nothing."""
     own, kept = [], []
     for i, part in enumerate(job.spread.parts):
-        if part in unread and not job.keeps:
-            own.append(like), kept.append(None)
+        if part in unread:
+            own.append(like), kept.append(k.new_empty(*k.shape[:2], 0, dtype=torch.uint8))
         else:
             *state, of_part = state_of(i, part)
             own.append(_pack(state)), kept.append(of_part)
@@ -186,9 +219,11 @@ class _Begin(torch.autograd.Function):
         like = _like(k, v, job.score)
 
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
-            return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), job.keeps)
+            return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), keep=True)
 
-        own, call.kept = _own_states(state_of, job, job.spread.layout.parts[-1:], like)
+        # The last part, whose own state nobody reads, has no other work while it waits than what kernels keep of it.
+        unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, backward=True)
+        own, call.kept = _own_states(state_of, job, unread, like, k)
         call.states = Exchange(own, like, job.carries, job.spread, backward=False)
         return q.new_empty(0)
 
@@ -205,14 +240,13 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         ctx.call, job = call, call.job
-        before, call.states = call.states.wait(), None
-        pieces, after = [], []
+        before = call.states.wait()
+        after = [] if log_decay is None else call.states.passed_on(before)  # for its gradient
+        call.states = None
+        pieces = []
         for i, (part, state) in enumerate(zip(job.spread.parts, before, strict=True)):
-            given = *_of(part, q, k, v), job.call(i, log_decay), *_unpack(state, v)
-            o, z, *new = ops.prefill_kept_(*given, call.kept[i]) if job.keeps else ops.prefill(*given)
-            pieces.append((o, z))
-            after.append(_pack(new) if log_decay is not None else None)  # for its gradient alone
-        call.kept = []
+            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), job.call(i, log_decay), *_state(state, v), call.kept[i]))
+            call.kept[i] = None
         z = q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), z))
         ctx.save_for_backward(q, k, v, log_decay, o, z, *before, *after)
@@ -224,29 +258,36 @@ class _Finish(torch.autograd.Function):
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
-        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         parts = job.spread.parts
+        before, after = states[: len(parts)], states[len(parts) :]
         calls = [job.call(i, log_decay) for i in range(len(parts))]
+        g, e = ops.gradients_of_sums(torch.zeros_like(o) if grad_o is None else grad_o, grad_z, o, z)
 
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
-            return ops.state_of_queries(*_of(part, grad_o, grad_z, q, k, v, o, z), calls[i], job.keeps)
+            return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
-        own, kept = _own_states(state_of, job, job.spread.layout.parts[:1], like)
+        own, kept = _own_states(state_of, job, _ends(job.spread.layout, backward=False), like, k)
         exchange = Exchange(own, like, job.carries, job.spread, backward=True)
+        # While gradients of states are on their way:
+        of_queries = [
+            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *_state(before[i], v))
+            for i, part in enumerate(parts)
+        ]
 
         def gradients() -> tuple[Tensor, ...]:
-            before, after = states[: len(parts)], states[len(parts) :]
+            behind = exchange.wait()
+            passed_on = [None] * len(parts) if log_decay is None else exchange.passed_on(behind)
             pieces = []
-            for i, (part, grad_new) in enumerate(zip(parts, exchange.wait(), strict=True)):
-                grads = *_of(part, grad_o, grad_z), *_unpack(grad_new, v)
-                tokens, results, state = _of(part, q, k, v), _of(part, o, z), _unpack(before[i], v)
-                if job.keeps:
-                    of_part = ops.prefill_kept_backward_(grads, *tokens, results, calls[i], *state, kept[i])
-                else:
-                    new = (None, None) if after[i] is None else _unpack(after[i], v)
-                    of_part = ops.prefill_backward(grads, *tokens, (*results, *new), calls[i], *state)
-                pieces.append(of_part[: 3 if log_decay is None else 4])
-            kept.clear()
+            for i, part in enumerate(parts):
+                (grad_q, pairs), of_states = of_queries[i], None
+                if log_decay is not None:
+                    of_states = [_pairs(after[i], behind[i], like), _pairs(before[i], passed_on[i], like)]
+                    of_states = torch.stack(of_states, dim=-1).unflatten(0, k.shape[:2])
+                tokens = _of(part, q, k, v)
+                given = *_of(part, g, e), _state(behind[i], v), *tokens, calls[i], pairs, of_states, kept[i]
+                grad_k, grad_v, of_decay = ops.prefill_backward_of_keys_(*given)
+                pieces.append((grad_q, grad_k, grad_v, of_decay)[: 3 if log_decay is None else 4])
+                of_queries[i] = kept[i] = None
             return _joined(pieces, tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
 
         ctx.call.gradients = gradients

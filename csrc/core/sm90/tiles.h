@@ -60,6 +60,10 @@ struct SwizzledTile {
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) ptx::tma_store(map, tile + i * kPanelBytes, i * kPanelCols, token, head, batch);
   }
+  static __device__ __forceinline__ void add(uint32_t tile, const CUtensorMap& map, int token, int head, int batch) {
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) ptx::tma_add(map, tile + i * kPanelBytes, i * kPanelCols, token, head, batch);
+  }
 };
 
 // A tile as an operand of wgmma: the lower word of its descriptor, which counts addresses by 16 bytes; it also has the distance of

@@ -382,7 +382,7 @@ __device__ __forceinline__ void store_result(const View& out, bool half_out, int
           words[i] = ptx::pack_bf16x2(acc[n + i][2 * half] * factor[half], acc[n + i][2 * half + 1] * factor[half]);
         }
         transpose_quad(words);
-        if (out_row < row_end && first_column + 8 * (n + t) < columns) {
+        if (static_cast<unsigned>(out_row) < static_cast<unsigned>(row_end) && first_column + 8 * (n + t) < columns) {
           *reinterpret_cast<uint4*>(dst + 8 * n) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }

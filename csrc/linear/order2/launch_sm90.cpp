@@ -23,17 +23,18 @@ bool linear2_sm90_covers(const AttentionParams& p, Direction) {
 
 constexpr StatePasses kStatePassesSm90 = {
     /*takes_zeros=*/true,
-    [](const Problem& p) { return p.head_dim == 64 ? hopper_state_sizes<64>() : hopper_state_sizes<128>(); },
-    [](const Problem& p, const StateArgs& a, cudaStream_t stream) { linear_state_sm90(a, p.head_dim, stream); },
+    [](const Problem& p) {
+      if (has_fine_shares(p)) return hopper_state_sizes<64, true>();
+      return p.head_dim == 64 ? hopper_state_sizes<64, false>() : hopper_state_sizes<128, false>();
+    },
+    [](const Problem& p, const StateArgs& a, cudaStream_t stream) { linear_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
     [](const Problem& p, const ReadArgs& a, cudaStream_t stream) { linear_read_sm90(a, p.head_dim, p.sm_count, stream); },
     [](const Problem& p, const GradArgs& a, cudaStream_t stream) { linear_grad_sm90(a, p.head_dim, p.sm_count, stream); },
     [](const Problem& p, const ReadArgs& values, const GradArgs& a, cudaStream_t stream) {
       linear_grads_sm90(values, a, p.head_dim, p.sm_count, stream);
     },
-    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, stream); },
-    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, stream); },
-    // At head dim 64 snapshots are of 256 rows, and moving them twice takes longer than adding up the rows.
-    /*keeps=*/[](const Problem& p, Time time) { return p.head_dim == 128 || time == Time::kForward; },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_load_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
+    [](const Problem& p, const CarriedArgs& a, cudaStream_t stream) { linear_store_state_sm90(a, p.head_dim, has_fine_shares(p), stream); },
     [](const Problem&, const AddArgs& a, cudaStream_t stream) { linear_add_state<Bf16>(a, stream); },
     // Gradients have neither registers nor threads left for it.
     /*adds_while_reading=*/

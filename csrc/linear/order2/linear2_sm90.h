@@ -11,8 +11,8 @@ namespace fastmax {
 template <int kHeadDim>
 inline constexpr bool kReadsAddSm90 = kHeadDim == 64;
 
-// head_dim: 64 or 128.
-void linear_state_sm90(const StateArgs& a, int head_dim, cudaStream_t stream);
+// head_dim: 64 or 128. is_fine: how a state is shared (snapshot_sm90.h).
+void linear_state_sm90(const StateArgs& a, int head_dim, bool is_fine, cudaStream_t stream);
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream);
 
 // grad_q; and grad_v (of `values`) with grad_k, of the same rows.
@@ -20,7 +20,7 @@ void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_
 void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream);
 
 // Carried state -> accumulators, and accumulators -> new carried state
-void linear_load_state_sm90(const CarriedArgs& a, int head_dim, cudaStream_t stream);
-void linear_store_state_sm90(const CarriedArgs& a, int head_dim, cudaStream_t stream);
+void linear_load_state_sm90(const CarriedArgs& a, int head_dim, bool is_fine, cudaStream_t stream);
+void linear_store_state_sm90(const CarriedArgs& a, int head_dim, bool is_fine, cudaStream_t stream);
 
 }  // namespace fastmax
