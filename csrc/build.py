@@ -82,10 +82,10 @@ SPILL_EXCEPTIONS = {
     "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "five words of the thread that fills the ring, once per item; of "
-    "Fastmax with decays at head_dim 96 17 of the others, once per tile or per head",
-    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, 96>|quadratic_bwd_sm90_kernel<fastmax::.*"
-    r"FadingVisibility, fastmax::Bf16, (32|96), false>": "two words of what fades",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>|quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::"
+    r"(Bf16|Fp16), (32|96)>|quadratic_bwd_sm90_kernel<fastmax::.*(Table|Fading)Visibility, fastmax::Bf16, (32|96), false>": (
+        "up to ten words, once per item; most are of the thread that fills the ring"
+    ),
     r"linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; a word on sm_90",
 }
 
