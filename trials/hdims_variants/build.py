@@ -119,10 +119,9 @@ def run(command):
 
 
 def nvcc(root, source, result, *options):
-    return run(
-        ["nvcc", "-std=c++17", "-O1", "-Xcompiler", "-fPIC,-fvisibility=hidden", f"-I{root}", "-Xptxas", "-v", "-DFASTMAX_HAS_SM90",
-         "-DFASTMAX_ARCHS=\"90\"", "-gencode=arch=compute_90a,code=sm_90a", *options, "-c", source, "-o", result]
-    )  # fmt: skip
+    flags = ["-std=c++17", "-O1", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v", f"-I{root}"]
+    defines = ["-DFASTMAX_HAS_SM90", '-DFASTMAX_ARCHS="90"', "-gencode=arch=compute_90a,code=sm_90a"]
+    return run(["nvcc", *flags, *defines, *options, "-c", source, "-o", result])
 
 
 def build(name, work, common):
