@@ -5,9 +5,9 @@
 
 library   forward / forward + backward of the library beside the portable kernels (which take v expanded) and cuDNN. Predicted
           at
-          (8, 64, 4096, 32): Fastmax 1.0 / 4.7 ms (portable 1.76 / 7.72, cuDNN 2.41 / 9.00; to reach: 1.3 / 5.2),
+          (8, 64, 4096, 32): Fastmax 1.1 / 4.8 ms (portable 1.76 / 7.72, cuDNN 2.41 / 9.00; to reach: 1.3 / 5.2),
           flash_attention
-          1.6 / 6.0; at (8, 16, 4096, 96) 0.75 / 3.4. If it is not below the portable kernels, take the head dim out of
+          1.6 / 5.6; at (8, 16, 4096, 96) 0.7 / 3.0. If it is not below the portable kernels, take the head dim out of
           QuadraticSm90HeadDims (csrc/quadratic/quadratic_sm90.h): nothing else says which head dims there are.
 variants  other tiles (hdims_variants/build.py says which, and what hangs on each), errors of the first head against float64
           first,
