@@ -121,7 +121,7 @@ def test_rates_are_of_the_kernels_that_run(crossing):
     assert crossing(Call(90, 64, order=1)) > 1.5 * crossing(Call(80, 64, order=1)), "linear kernels of order 1 are portable"
     for d in (32, 96):
         assert crossing(Call(90, d)) > 1.5 * crossing(Call(80, d)), "linear kernels are portable"
-    assert crossing(Call(90, 96, fades=1)) == crossing(Call(80, 96)), "so are gradients of decays, beside portable linear kernels"
+    assert crossing(Call(90, 96, fades=1)) == crossing(Call(80, 96)), "gradients of decays are, too"
     assert crossing(Call(90, 64, group=4)) < crossing(Call(90, 64)), "a state serves a group"
     assert crossing(Call(90, 64, causal=0)) < crossing(Call(90, 64))
 
