@@ -3,9 +3,9 @@ configurations, all against float64, on memory full of NaN, twice for the same b
 
     python trials/hlin_check.py
 
-What was never run on a GPU before: products of the state kernel in two groups (every row of tests/test_sm90_linear.py), states in
-eight blocks (rows named FINE, `finely`, carried states `finely shared`), gradients at head dim 128 (all rows of 128). New waits can
-hang: everything has a time limit; a build with --trap-deadlocks says where.
+What was never run on a GPU before: products of the state kernel in two groups (every row of tests/test_sm90_linear.py), states
+in eight blocks (rows named FINE, `finely`, carried states `finely shared`), gradients at head dim 128 (all rows of 128). New
+waits can hang: everything has a time limit; a build with --trap-deadlocks says where.
 """
 
 import os

@@ -13,87 +13,85 @@ What is compared, ms forward / forward + backward, with 0fc7420 (build both, run
 
 and which decision hangs on it:
 
-- linear_state_sm90: products of a step in two groups (state_sm90.cu: kFirst). Predicted 0.75 of its time. If it is not faster, one group
-  again: kFirst = 0 in effect, wait<0> before the features.
-- linear_state_sm90 at 16 heads of 64 (eight blocks a state: 3 + 2 tiles) over that at 32 (four: 5 + 5), both with 128 blocks and 65536
-  rows: kFineWalk in snapshot_sm90.h, predicted 0.57. Above 0.67 segments are as good and has_fine_shares should go.
-- linear_grad_sm90<128: W of a tile beside the products of the one before, star by star, fully unrolled. Predicted 0.8 of its time
-  (about 5.5 ms for each of grad_q and grad_k at (1, 16, 65536, 128)).
-- lags: FASTMAX_TRIAL_LAG makes the second warpgroup of a block begin so many cycles later, in all three kernels. Both warpgroups do the
-  same, so they are in their snapshots, own chunks and epilogues at the same time, while the tensor cores wait. A lag is kept by itself:
+- linear_state_sm90: products of a step in two groups (kFirst in state_sm90.cu). Predicted 0.75 of its time. If it is not faster:
+  one group again, with wait<0> before the features.
+- linear_state_sm90 at 16 heads of 64 (eight blocks a state, 3 + 2 tiles) over that at 32 (four, 5 + 5), both with 128 blocks and
+  65536 rows: kFineWalk in snapshot_sm90.h, predicted 0.57. Above 0.67 segments are as good, and has_fine_shares should go.
+- linear_grad_sm90<128: W of a tile beside the products of the one before, star by star, unrolled. Predicted 0.8 of its time
+  (which was about 5.5 ms for each of grad_q and grad_k at (1, 16, 65536, 128)).
+- lags: FASTMAX_TRIAL_LAG makes the second warpgroup of a block begin so many cycles later, in all three kernels. Both do the same,
+  so they are in their snapshots, own chunks and epilogues at the same time, while the tensor cores wait. A lag is kept by itself:
   who is outside its products lets the other have all of the tensor cores. Predicted: up to 8% of the state kernel (900 cycles a
-  snapshot of 7500), up to 10% of reads and gradients at 64. If some lag wins, it becomes a constant of each kernel; else the spin loops
-  (`lag` in state_sm90.cu, read_sm90.cu, grad_sm90.cu, ItemsOfRows) go. kAhead of state_sm90.cu is one stage shorter at 64 to let the
-  warpgroups be two stages apart: back to kStages - 2 if no lag wins.
+  snapshot of 7500), up to 10% of reads and gradients at 64. If some lag wins, it becomes a constant of each kernel; else the spin
+  loops (`lag` in state_sm90.cu, read_sm90.cu, grad_sm90.cu, ItemsOfRows) go. kAhead of state_sm90.cu is a stage shorter at 64, so
+  that warpgroups may be two stages apart: back to kStages - 2 if no lag wins.
 - The walk over keys in the backward (the second linear_state_sm90<64, 0>) is what snapshots kept from the forward would save.
 
-trials/hlin_micro.cu: what an item of the product rule costs on the CUDA cores, by warps of a scheduler, alone and beside wgmma.
+trials/hlin_micro.cu: what the product rule costs on the CUDA cores, by warps of a scheduler, alone and beside wgmma.
 """
 
-"""Forward and forward + backward of the four shapes, and every kernel of them."""
-import os, re, statistics, sys
+import os
+import re
+import statistics
+import sys
+
 import torch
 from torch.profiler import ProfilerActivity, profile
+
 import fastmax
 
 SHAPES = [(2, 32, 16384, 64), (1, 32, 65536, 64), (1, 16, 65536, 64), (1, 16, 65536, 128), (1, 8, 65536, 64), (1, 4, 65536, 64)]
 
 
-def timed(f, n=9):
-    for _ in range(2):
-        f()
-    out = []
-    for _ in range(n):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        f()
-        b.record()
+def median_ms(call, repeats):
+    times = []
+    for i in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
         torch.cuda.synchronize()
-        out.append(a.elapsed_time(b))
-    return statistics.median(out)
+        if i >= 2:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
 
 
-def name_of(s):
-    s = re.sub(r"void |fastmax::|\(anonymous namespace\)::|<unnamed>::", "", s)
-    return s.split("(CUtensorMap")[0].split("(fastmax")[0][:80]
+def name_of(kernel):
+    name = re.sub(r"void |fastmax::|\(anonymous namespace\)::|<unnamed>::", "", kernel)
+    return name.split("(CUtensorMap")[0].split("(fastmax")[0][:80]
 
 
 def run(shape, lags=(0,)):
-    b, h, n, d = shape
-    q, k, v = (torch.randn(b, h, n, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    g = torch.randn_like(q)
+    q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    grad_o = torch.randn_like(q)
 
-    def fwd():
-        with torch.no_grad():
-            return fastmax.fastmax_attention(q, k, v, causal=True, temperature=d**0.5, algorithm="linear")
+    def forward():
+        return fastmax.fastmax_attention(q, k, v, causal=True, temperature=shape[-1] ** 0.5, algorithm="linear")
 
     def both():
-        o = fastmax.fastmax_attention(q, k, v, causal=True, temperature=d**0.5, algorithm="linear")
-        return torch.autograd.grad(o, (q, k, v), g)
+        torch.autograd.grad(forward(), (q, k, v), grad_o)
 
+    repeats = 9 if len(lags) == 1 else 5
     for lag in lags:
         os.environ["FASTMAX_TRIAL_LAG"] = str(lag)
-        n = 9 if len(lags) == 1 else 5
-        f, t = timed(fwd, n), timed(both, n)
-        print(f"{shape} lag {lag}: forward {f:.3f} ms, forward + backward {t:.3f}", flush=True)
-        with profile(activities=[ProfilerActivity.CUDA]) as p:
+        with torch.no_grad():
+            alone = median_ms(forward, repeats)
+        print(f"{shape}, lag {lag}: forward {alone:.3f} ms, forward + backward {median_ms(both, repeats):.3f}", flush=True)
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
             for _ in range(3):
                 both()
             torch.cuda.synchronize()
-        rows = [
-            (e.self_device_time_total / 3e3, e.count / 3, name_of(e.key))
-            for e in p.key_averages()
-            if e.self_device_time_total > 0
-        ]
-        for ms, count, name in sorted(rows, reverse=True):
+        events = [x for x in profiled.key_averages() if x.self_device_time_total > 0]
+        rows = sorted(((x.self_device_time_total / 3e3, x.count / 3, name_of(x.key)) for x in events), reverse=True)
+        for ms, count, name in rows:
             if len(lags) == 1 or "linear" in name:
                 print(f"   {ms:8.3f} ms  {count:5.1f} x  {name}")
-        print(f"   {sum(r[0] for r in rows):8.3f} ms in kernels", flush=True)
+        print(f"   {sum(ms for ms, _, _ in rows):8.3f} ms in kernels", flush=True)
 
 
 if len(sys.argv) == 1:
     for shape in SHAPES:
         run(shape)
 else:
-    for shape in (SHAPES[1], SHAPES[2], SHAPES[3]):
+    for shape in SHAPES[1:4]:
         run(shape, (0, 400, 1000, 2000, 4000))
