@@ -13,19 +13,21 @@ What is compared, ms forward / forward + backward, with 0fc7420 (build both, run
 
 and which decision hangs on it:
 
-- linear_state_sm90: products of a step in two groups (kFirst in state_sm90.cu). Predicted 0.75 of its time. If it is not faster:
-  one group again, with wait<0> before the features.
-- linear_state_sm90 at 16 heads of 64 (eight blocks a state, 3 + 2 tiles) over that at 32 (four, 5 + 5), both with 128 blocks and
-  65536 rows: kFineWalk in snapshot_sm90.h, predicted 0.57. Above 0.67 segments are as good, and has_fine_shares should go.
+- linear_state_sm90: products of a step in two groups (kFirst in state_sm90.cu). Predicted 0.75 of its time. If it is not
+  faster: one group again, with wait<0> before the features.
+- linear_state_sm90 at 16 heads of 64 (eight blocks a state, 3 + 2 tiles) over that at 32 (four, 5 + 5), both with 128 blocks
+  and 65536 rows: kFineWalk in snapshot_sm90.h, predicted 0.57. Above 0.67 segments are as good, and has_fine_shares should
+  go.
 - linear_grad_sm90<128: W of a tile beside the products of the one before, star by star, unrolled. Predicted 0.8 of its time
   (which was about 5.5 ms for each of grad_q and grad_k at (1, 16, 65536, 128)).
-- lags: FASTMAX_TRIAL_LAG makes the second warpgroup of a block begin so many cycles later, in all three kernels. Both do the same,
-  so they are in their snapshots, own chunks and epilogues at the same time, while the tensor cores wait. A lag is kept by itself:
-  who is outside its products lets the other have all of the tensor cores. Predicted: up to 8% of the state kernel (900 cycles a
-  snapshot of 7500), up to 10% of reads and gradients at 64. If some lag wins, it becomes a constant of each kernel; else the spin
-  loops (`lag` in state_sm90.cu, read_sm90.cu, grad_sm90.cu, ItemsOfRows) go. kAhead of state_sm90.cu is a stage shorter at 64, so
-  that warpgroups may be two stages apart: back to kStages - 2 if no lag wins.
-- The walk over keys in the backward (the second linear_state_sm90<64, 0>) is what snapshots kept from the forward would save.
+- lags: FASTMAX_TRIAL_LAG makes the second warpgroup of a block begin so many cycles later, in all three kernels. Both do the
+  same, so they are in their snapshots, own chunks and epilogues at the same time, while the tensor cores wait. A lag is kept
+  by itself: who is outside its products lets the other have all of the tensor cores. Predicted: up to 8% of the state kernel
+  (900 cycles a snapshot of 7500), up to 10% of reads and gradients at 64. If some lag wins, it becomes a constant of each
+  kernel; else the spin loops (`lag` in state_sm90.cu, read_sm90.cu, grad_sm90.cu, ItemsOfRows) go. kAhead of state_sm90.cu
+  is a stage shorter at 64, so that warpgroups may be two stages apart: back to kStages - 2 if no lag wins.
+- The walk over keys in the backward (the second linear_state_sm90<64, 0>) is what snapshots kept from the forward would
+  save.
 
 trials/hlin_micro.cu: what the product rule costs on the CUDA cores, by warps of a scheduler, alone and beside wgmma.
 """
