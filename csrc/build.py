@@ -81,6 +81,9 @@ SPILL_EXCEPTIONS = {
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
     "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head",
+    r"quadratic_bwd_five_sm90_kernel<fastmax::.*Score, fastmax::Bf16, (64|128)>": "up to 18 words of the threads that fill "
+    "the ring and add parts of grad_q, which give their registers to the others; at head_dim 64 up to two dozen of the others, "
+    "at the first and at partly visible tiles",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "five words of the thread that fills the ring, once per item; of "
     "Fastmax with decays at head_dim 96 17 of the others, once per tile or per head",
