@@ -83,8 +83,7 @@ def measure(b, h, n, d):
             both()
         torch.cuda.synchronize()
     rows = [
-        (e.self_device_time_total / 3e3, e.count / 3, name_of(e.key)) for e in p.key_averages() if
-        e.self_device_time_total > 0
+        (e.self_device_time_total / 3e3, e.count / 3, name_of(e.key)) for e in p.key_averages() if e.self_device_time_total > 0
     ]
     for ms, count, name in sorted(rows, reverse=True):
         print(f"   {ms:8.4f} ms  {count:5.1f} x  {name}")
