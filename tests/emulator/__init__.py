@@ -80,7 +80,7 @@ def build(folder: Path, pattern: str = "", edits: dict[str, tuple[str, str]] | N
         source = path if path.exists() else source
         out = folder / ("_".join(source.parts[-3:]) + ".o")
         own = source.is_relative_to(HERE)
-        if is_current(out):
+        if is_current(out, {str(folder / "csrc"), *(str(csrc / path) for path in edits or {})}):
             return out
         command = ["c++", "-O2" if own else "-O1", *flags, "-MD", "-include", HERE / "prefix.h", "-x", "c++", "-c", source, "-o", out]
         subprocess.run(list(map(str, command)), check=True)
@@ -91,12 +91,14 @@ def build(folder: Path, pattern: str = "", edits: dict[str, tuple[str, str]] | N
     return Library(link(folder, objects))
 
 
-def is_current(out: Path) -> bool:
-    """Whether an object is newer than all that it was made of."""
+def is_current(out: Path, changed: set[str]) -> bool:
+    """Whether an object is newer than all that it was made of, none of which lies in what is changed."""
     made_of = out.with_suffix(".d")
     if not out.exists() or not made_of.exists():
         return False
     paths = re.sub(r"\\\n", " ", made_of.read_text()).split()[1:]
+    if any(p.startswith(tuple(changed)) for p in paths):
+        return False
     return all(Path(p).exists() and Path(p).stat().st_mtime < out.stat().st_mtime for p in paths)
 
 

@@ -218,6 +218,8 @@ const TensorMap& tensor_map_of(const CUtensorMap& map) {
 
 void fiber_entry();
 
+struct Failure {};  // outside of a fiber; what failed is in Block::error
+
 class Block {
  public:
   Block(LaunchState& state, uint3 index, uint64_t number, Stacks& stacks)
@@ -228,7 +230,7 @@ class Block {
     first_address = 1024 + (schedule.warps == Schedule::Warps::kRandom ? random() % 64 * 16 : 0);
     if (first_address + state.launch->shared_bytes > kSharedWindow) first_address = 1024;
     std::memset(emulator_shared, 0xff, sizeof(emulator_shared));
-    writers.assign(kSharedWindow / 16, 0);
+    granules.assign(kSharedWindow / 16, {});
     stacks.reserve(dim);
     for (int i = 0; i < dim; ++i) {
       Fiber& f = fibers[i];
@@ -242,6 +244,12 @@ class Block {
 
   // Until all threads ended, or one failed.
   void run() {
+    try {
+      run_threads();
+    } catch (const Failure&) {
+    }
+  }
+  void run_threads() {
     while (live > 0 && error.empty()) {
       if (state.failed.load(std::memory_order_relaxed)) return;
       asynchronous_step();
@@ -265,7 +273,9 @@ class Block {
       const int lane = (first + i) % kWarp;
       if ((warp.can_run >> lane & 1u) == 0) continue;
       current = w * kWarp + lane;
+      in_fiber = true;
       switch_context(scheduler, fibers[current].context);
+      in_fiber = false;
     }
   }
 
@@ -307,15 +317,31 @@ class Block {
     }
     return emulator_shared + offset;
   }
-  void check_fenced(uint32_t address, uint32_t bytes, const char* reader) {
+  template <class Function>
+  void for_each_granule(uint32_t address, uint32_t bytes, const Function& fn) {
     if (!is_dynamic(address)) return;
     const uint32_t offset = address - first_address;
-    for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule) {
-      if (writers[granule] != 0) {
-        fail(std::string(reader) + " reads shared memory at byte " + std::to_string(granule * 16) + " that thread " +
-             std::to_string(writers[granule] - 1) + " wrote without fence.proxy.async");
+    for (uint32_t i = offset / 16; i <= (offset + bytes - 1) / 16; ++i) fn(granules[i], i);
+  }
+  // To be read: by ordinary loads, or (by whom) by copies and products.
+  const unsigned char* shared_to_read(uint32_t address, uint32_t bytes, const char* reader) {
+    unsigned char* p = shared(address, bytes);
+    for_each_granule(address, bytes, [&](const Granule& granule, uint32_t) {
+      if (granule.incoming > 0) fail((reader == nullptr ? "a load" : reader) + (" of " + name_of(address)) + ", to which a copy is on its way");
+      if (reader != nullptr && granule.writer != 0) {
+        fail(std::string(reader) + " of " + name_of(address) + ", which thread " + std::to_string(granule.writer - 1) +
+             " wrote without fence.proxy.async");
       }
-    }
+    });
+    return p;
+  }
+  unsigned char* shared_to_write(uint32_t address, uint32_t bytes, const char* writer) {
+    unsigned char* p = shared(address, bytes);
+    for_each_granule(address, bytes, [&](const Granule& granule, uint32_t) {
+      if (granule.incoming > 0) fail(writer + (" to " + name_of(address)) + ", to which a copy is on its way");
+      if (granule.readers > 0) fail(writer + (" to " + name_of(address)) + ", which a product or a copy in flight reads");
+    });
+    return p;
   }
 
   // ---- mbarriers
@@ -329,7 +355,8 @@ class Block {
     return found->second;
   }
   static uint64_t mbarrier_word(uint32_t address) { return 0x4d42415252494552 ^ address; }
-  std::string name_of(uint32_t address) const { return "byte " + std::to_string(static_cast<int64_t>(address) - first_address); }
+  // From the first multiple of 1024 on, where kernels count from.
+  std::string name_of(uint32_t address) const { return "byte " + std::to_string(static_cast<int64_t>(address) - (first_address + 1023) / 1024 * 1024); }
 
   void end_phase_if_complete(uint32_t address, Mbarrier& barrier) {
     if (barrier.pending > 0 || barrier.bytes != 0) return;
@@ -367,7 +394,8 @@ class Block {
 
   void start_load(Load&& load) {
     touch();
-    std::memset(shared(load.dst, load.bytes), 0xff, load.bytes);
+    std::memset(shared_to_write(load.dst, load.bytes, "a copy"), 0xff, load.bytes);
+    for_each_granule(load.dst, load.bytes, [](Granule& granule, uint32_t) { ++granule.incoming, granule.writer = 0; });
     mbarrier(load.barrier);
     if (schedule.asynchronous == Schedule::Asynchronous::kAtOnce) {
       finish(load);
@@ -385,6 +413,7 @@ class Block {
     } else {
       std::memcpy(shared(load.dst, load.bytes), load.src, load.bytes);
     }
+    for_each_granule(load.dst, load.bytes, [](Granule& granule, uint32_t) { --granule.incoming; });
     Mbarrier& barrier = mbarrier(load.barrier);
     barrier.bytes -= load.bytes;
     if (barrier.bytes < 0) fail("more bytes came to the mbarrier at " + name_of(load.barrier) + " than its phase expects");
@@ -402,13 +431,13 @@ class Block {
   void start_write(std::unique_ptr<Write> write) {
     touch();
     shared(write->src, write->bytes);
+    for_each_granule(write->src, write->bytes, [](Granule& granule, uint32_t) { ++granule.readers; });
     if (schedule.asynchronous == Schedule::Asynchronous::kAtOnce) read(*write), this->write(*write);
     fiber().open_group.push_back(std::move(write));
   }
   void read(Write& w) {
     if (w.is_read) return;
-    check_fenced(w.src, w.bytes, "a copy");
-    const unsigned char* from = shared(w.src, w.bytes);
+    const unsigned char* from = shared_to_read(w.src, w.bytes, "a copy");
     w.data.assign(from, from + w.bytes);
     w.is_read = true;
   }
@@ -456,40 +485,45 @@ class Block {
     constexpr uint32_t kMasks[4] = {0, 7, 3, 1};
     return kMasks[descriptor >> 62];
   }
-  // 16 numbers of the sum by `count` rows (or columns) of an operand, from its row `first` on: out[k * count + i].
-  void decode(uint64_t descriptor, bool transposed, bool is_bf16, int first, int count, float* out) {
+  // fn(address, k, i, is_along_k) for each 16 bytes of 16 numbers of the sum by `count` rows (or columns) of an operand, from its row
+  // `first` on: numbers k .. k + 7 of row i, or number k of rows i .. i + 7.
+  template <class Function>
+  void for_each_operand_chunk(uint64_t descriptor, bool transposed, int first, int count, const Function& fn) {
     const uint32_t mask = swizzle_mask(descriptor), row_bytes = (mask + 1) * 16;
     if (mask == 0) fail("a wgmma operand without a swizzle");
     const uint32_t start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
     const uint32_t leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4, stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
-    const auto chunk = [&](uint32_t address) {
-      address ^= (address >> 7 & mask) << 4;
-      check_fenced(address, 16, "wgmma");
-      return shared(address, 16);
-    };
-    const auto to_float = [&](const unsigned char* p) {
-      uint16_t x;
-      std::memcpy(&x, p, 2);
-      return is_bf16 ? bf16_to_float(x) : fp16_to_float(x);
-    };
-    if (!transposed) {  // rows of the sum's numbers
+    const auto swizzled = [&](uint32_t address) { return address ^ (address >> 7 & mask) << 4; };
+    if (!transposed) {  // a row has the sum's numbers
       for (int i = 0; i < count; ++i) {
-        const uint32_t row = first + i;
-        for (int half = 0; half < 2; ++half) {
-          const unsigned char* p = chunk(start + row / 8 * stride + row % 8 * row_bytes + half * 16);
-          for (int k = 0; k < 8; ++k) out[(8 * half + k) * count + i] = to_float(p + 2 * k);
-        }
+        const uint32_t row = first + i, at = start + row / 8 * stride + row % 8 * row_bytes;
+        fn(swizzled(at), 0, i), fn(swizzled(at + 16), 8, i);
       }
     } else {
-      for (int k = 0; k < 16; ++k) {
-        for (int i = 0; i < count; i += 8) {
-          const uint32_t column_bytes = (first + i) * 2;
-          const unsigned char* p =
-              chunk(start + column_bytes / row_bytes * leading + k / 8 * stride + k % 8 * row_bytes + column_bytes % row_bytes);
-          for (int j = 0; j < 8; ++j) out[k * count + i + j] = to_float(p + 2 * j);
-        }
+      for (int i = 0; i < count; i += 8) {
+        const uint32_t column_bytes = (first + i) * 2, at = start + column_bytes / row_bytes * leading + column_bytes % row_bytes;
+        for (int k = 0; k < 16; ++k) fn(swizzled(at + k / 8 * stride + k % 8 * row_bytes), k, i);
       }
     }
+  }
+  // out[k * count + i]
+  void decode(uint64_t descriptor, bool transposed, bool is_bf16, int first, int count, float* out) {
+    for_each_operand_chunk(descriptor, transposed, first, count, [&](uint32_t address, int k, int i) {
+      uint16_t numbers[8];
+      std::memcpy(numbers, shared_to_read(address, 16, "wgmma"), 16);
+      for (int j = 0; j < 8; ++j) {
+        out[transposed ? k * count + i + j : (k + j) * count + i] = is_bf16 ? bf16_to_float(numbers[j]) : fp16_to_float(numbers[j]);
+      }
+    });
+  }
+  // What a warp's rows of a product read is read from now on, or was.
+  void mark(int w, const Product& p, int readers) {
+    const auto chunk = [&](uint32_t address, int, int) {
+      shared(address, 16);
+      for_each_granule(address, 16, [&](Granule& granule, uint32_t) { granule.readers += readers; });
+    };
+    if (!p.a_in_registers) for_each_operand_chunk(p.a, p.a_transposed, w % 4 * 16, 16, chunk);
+    for_each_operand_chunk(p.b, p.b_transposed, 0, p.n, chunk);
   }
 
   void compute(int w, PendingProduct& pending) {
@@ -556,6 +590,7 @@ class Block {
       fail("a product into some of the accumulators of another one in flight");
     }
     ++accumulators->users;
+    mark(w, product, 1);
     PendingProduct pending{product, accumulators, {}, a};
     if (product.a_in_registers) {
       for (int lane = 0; lane < kWarp; ++lane) std::memcpy(pending.a[lane], a[lane], 16);
@@ -567,6 +602,7 @@ class Block {
   void retire(Warp& warp, int w, std::vector<PendingProduct>& group) {
     for (PendingProduct& p : group) {
       compute(w, p);
+      mark(w, p.product, -1);
       if (p.product.a_in_registers) {
         for (int lane = 0; lane < kWarp; ++lane) {
           if (std::memcmp(p.a[lane], p.a_of_lanes[lane], 16) != 0) fail("registers that a product in flight reads were written");
@@ -697,6 +733,7 @@ class Block {
   std::vector<Warp> warps;
   std::vector<Fiber> fibers;
   int dim, live, current = 0, last_warp = -1;
+  bool in_fiber = false;
   uint32_t first_address = 0;
   uint64_t steps = 0, seen_progress = 0;
   std::chrono::steady_clock::time_point seen_at = std::chrono::steady_clock::now();
@@ -706,7 +743,12 @@ class Block {
   std::array<NamedBarrier, 16> barriers;
   std::unordered_map<uint32_t, Mbarrier> mbarriers;
   std::vector<Load> loads;
-  std::vector<uint16_t> writers;  // of 16 bytes of shared memory each: thread + 1, until it fenced
+  struct Granule {
+    uint16_t writer;    // thread + 1, until it fenced
+    uint16_t incoming;  // copies to it on their way
+    uint16_t readers;   // products and copies that read it at some time until they are waited for
+  };
+  std::vector<Granule> granules;  // of 16 bytes of dynamic shared memory each
   int free_registers = 0;
 };
 
@@ -746,8 +788,9 @@ void configure(uint64_t schedule, int resident) { schedule_number = schedule, re
 void fail(const std::string& message) {
   if (block == nullptr) throw std::runtime_error(message);
   if (block->error.empty()) {
-    block->error = message + " (thread " + std::to_string(block->current) + ")";
+    block->error = message + (block->in_fiber ? " (thread " + std::to_string(block->current) + ")" : "");
   }
+  if (!block->in_fiber) throw Failure();
   for (;;) block->back_to_scheduler();
 }
 
@@ -803,21 +846,19 @@ int64_t clock() {
 uint32_t shared_address(const void* p) {
   return block->first_address + static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emulator_shared);
 }
-unsigned char* shared(uint32_t address, uint32_t bytes) { return block->shared(address, bytes); }
+const unsigned char* shared_to_read(uint32_t address, uint32_t bytes) { return block->shared_to_read(address, bytes, nullptr); }
 unsigned char* shared_to_write(uint32_t address, uint32_t bytes) {
-  unsigned char* p = block->shared(address, bytes);
-  if (block->is_dynamic(address)) {
-    const uint32_t offset = address - block->first_address;
-    for (uint32_t granule = offset / 16; granule <= (offset + bytes - 1) / 16; ++granule) {
-      block->writers[granule] = static_cast<uint16_t>(block->current + 1);
-      block->fiber().unfenced.push_back(granule);
-    }
-  }
+  unsigned char* p = block->shared_to_write(address, bytes, "a store");
+  block->for_each_granule(address, bytes, [](Block::Granule& granule, uint32_t i) {
+    granule.writer = static_cast<uint16_t>(block->current + 1);
+    block->fiber().unfenced.push_back(i);
+  });
   return p;
 }
 void fence_proxy_async() {
-  for (const uint32_t granule : block->fiber().unfenced) {
-    if (block->writers[granule] == block->current + 1) block->writers[granule] = 0;
+  for (const uint32_t i : block->fiber().unfenced) {
+    Block::Granule& granule = block->granules[i];
+    if (granule.writer == block->current + 1) granule.writer = 0;
   }
   block->fiber().unfenced.clear();
 }
@@ -962,6 +1003,9 @@ void bulk_wait(int pending, bool only_read) {
   for (int i = 0; i < over; ++i) {
     for (auto& w : f.groups[i]) {
       block->read(*w);
+      if (!w->may_be_read) {
+        block->for_each_granule(w->src, w->bytes, [](Block::Granule& granule, uint32_t) { --granule.readers; });
+      }
       w->may_be_read = true;
       if (!only_read) block->write(*w);
     }

@@ -62,9 +62,9 @@ int64_t clock();
 // ---- shared memory, by its 32-bit addresses
 
 uint32_t shared_address(const void* p);
-// bytes there; is_read: by ordinary loads.
-unsigned char* shared(uint32_t address, uint32_t bytes);
-// The same, to be written by this thread: until it executed fence.proxy.async, nobody else's copies and products may read it.
+// Bytes there, for ordinary loads.
+const unsigned char* shared_to_read(uint32_t address, uint32_t bytes);
+// For ordinary stores of this thread: until it executed fence.proxy.async, copies and products may not read them.
 unsigned char* shared_to_write(uint32_t address, uint32_t bytes);
 void fence_proxy_async();
 
@@ -73,7 +73,7 @@ T load_shared(uint32_t address) {
   if (address % sizeof(T) != 0) fail("a load of shared memory that is not aligned");
   touch();
   T x;
-  std::memcpy(&x, shared(address, sizeof(T)), sizeof(T));
+  std::memcpy(&x, shared_to_read(address, sizeof(T)), sizeof(T));
   return x;
 }
 template <class T>

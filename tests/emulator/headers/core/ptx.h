@@ -44,12 +44,12 @@ void ldmatrix(uint32_t* r, uint32_t address, bool transposed) {
   const auto rows = emulator::exchange("ldmatrix", address);
   for (int i = 0; i < kMatrices; ++i) {
     if (!transposed) {
-      std::memcpy(r + i, emulator::shared(rows[8 * i + lane / 4] + lane % 4 * 4, 4), 4);
+      std::memcpy(r + i, emulator::shared_to_read(rows[8 * i + lane / 4] + lane % 4 * 4, 4), 4);
       continue;
     }
     uint16_t halves[2];
     for (int half = 0; half < 2; ++half) {
-      std::memcpy(halves + half, emulator::shared(rows[8 * i + lane % 4 * 2 + half] + lane / 4 * 2, 2), 2);
+      std::memcpy(halves + half, emulator::shared_to_read(rows[8 * i + lane % 4 * 2 + half] + lane / 4 * 2, 2), 2);
     }
     std::memcpy(r + i, halves, 4);
   }
