@@ -2,9 +2,10 @@
 
     python trials/window_emulated.py [seconds]
 
-Compared with float64: flash_window_sm90 (every width of window against tiles of 64 and 128, n != m, GQA, masks, not causal, fp16), and
-linear2_sm90 with near_lse (o, lse and z of both parts) and with adds (gradients over what was there, bit by bit the rounded sums of the
-same kernels without it), at sizes around tiles and items, sequential and adversarial schedules, one to three multiprocessors.
+Compared with float64: flash_window_sm90 (every width of window against tiles of 64 and 128, n != m, GQA, masks, not causal,
+fp16), and linear2_sm90 with near_lse (o, lse and z of both parts) and with adds (gradients over what was there, bit by bit
+the rounded sums of the same kernels without it), at sizes around tiles and items, sequential and adversarial schedules, one
+to three multiprocessors.
 """
 
 import itertools
