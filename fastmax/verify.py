@@ -51,8 +51,6 @@ ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 f
 CANCELLATION = 16.0
 # Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
 ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim ", re.MULTILINE)
-# What is left to the portable kernels of configurations that are brought to Hopper: keys that fade, at head dims from 65 on.
-LEFT_TO_PORTABLE = {"backward: quadratic_bounded_sm80"}
 # From this error on the plain formula is no standard: sums or weights left the range of float16. Then so many roundings are.
 PLAIN_FAILED = 0.1
 ROUNDINGS_WHERE_PLAIN_FAILED = 8
@@ -689,7 +687,7 @@ def check_random(index: int, seed: int, device: str, hopper: bool) -> tuple[Case
         raise ValueError(f"configuration {index} of seed {seed} is none for the Hopper kernels")
     with kernels_taken() as taken:
         outcome = check(case, device, seed + index)
-    if not taken or any(not name.endswith("_sm90") for name in taken - LEFT_TO_PORTABLE):
+    if not taken or any(not name.endswith("_sm90") for name in taken):
         outcome.wrong.append(f"not on the Hopper kernels: {', '.join(sorted(taken)) or 'no kernels at all'}")
     return case, outcome, taken
 

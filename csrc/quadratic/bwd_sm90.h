@@ -18,6 +18,7 @@
 #include "core/launch.h"
 #include "core/score.h"
 #include "core/sm90/pipeline.h"
+#include "core/sm90/store.h"
 #include "core/sm90/tensor_map.h"
 #include "core/sm90/tiles.h"
 #include "core/sm90/wgmma.h"
@@ -52,7 +53,6 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kFades<Visibility> ? 128 : 64;
   static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kFades<Visibility>;
   static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
-  static constexpr bool kDerivativeAlone = kNarrow && !kOwnsKeys;
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
   static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's rows come early
@@ -80,7 +80,7 @@ struct QuadraticBwdSm90Tile {
 
 struct QuadraticBwdMaps {
   CUtensorMap x, y, a, b;  // as above
-  CUtensorMap dx, dy;
+  CUtensorMap dx, dy;      // of kernels that store by the copy engine
 };
 
 // The rows of a consumer, as accumulators hold them (wgmma.h).
@@ -216,10 +216,10 @@ struct QuadraticBwdRows {
           const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
           flow[e / 2] += counts && !itself ? faded.flow : 0.f;
           pair = faded;
-        } else if constexpr (Tile::kDerivativeAlone) {
-          pair.ds = Score::derivative(row, s[i], d[i]);
-        } else {
+        } else if constexpr (kOwnsKeys) {
           pair = Score::weight_and_derivative(row, s[i], d[i]);
+        } else {
+          pair.ds = Score::derivative(row, s[i], d[i]);
         }
         d[i] = counts ? pair.ds : 0.f;
         if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
@@ -264,12 +264,13 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
   using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
+  using Element = typename Math::Element;
   extern __shared__ uint8_t shared[];
   const uint32_t base = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
-  // Of a consumer: buffers for X and Y, in which dX and dY take their place. The thread that stored those releases them.
+  // Of a consumer: buffers for X and Y, which are released as soon as no product needs them.
   const auto row_ring = [&](int i) {
     return Ring<Tile::kRowBuffers>(base + Tile::kRowBarriers + i * Ring<Tile::kRowBuffers>::kBarrierBytes);
   };
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
 
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
-    for (int i = 0; i < Tile::kConsumers; ++i) row_ring(i).init(1);
+    for (int i = 0; i < Tile::kConsumers; ++i) row_ring(i).init(4);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -446,7 +447,9 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
         at.template advance<Tile::kStages>();
       };
 
+      const auto release_rows = [&](bool condition = true) { row_ring(consumer).release(buffer, lane, condition); };
       if (seen == 0) {
+        release_rows();
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
         int i = 0;
@@ -488,6 +491,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             while (i < masked) step(std::true_type());
             while (i < whole) step(std::false_type());
             while (i < seen) step(std::true_type());
+            release_rows(head_streamed == heads_streamed - 1);
             add_tile();
             skip_tiles(at, in_block - seen - before);
           }
@@ -499,12 +503,14 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             while (i < whole) step(std::false_type());
             i = 0;
           }
+          release_rows();
           add_tile();
         }
       } else {
         int i = 0;
         const auto step = [&](auto is_masked) {
           visit(is_masked, i);
+          release_rows(i == seen - 1 && head_streamed == heads_streamed - 1);
           add_tile();
           ++i;
         };
@@ -547,21 +553,14 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             }
           }
         }
-        store_accumulator<Math, RowTile>(x_tile + RowTile::kBytes, 0, sums.dy, 1.f, 1.f, warp_in_group, lane);
+        store_accumulator_rows<Math>(head_of<Element>(p.grad_v, p.grad_v_stride, item.batch, item.head), p.grad_v_stride.token, lane_row,
+                                     rows, p.dv, sums.dy, 1.f, 1.f);
       }
-      store_accumulator<Math, RowTile>(x_tile, 0, sums.dx, 1.f, 1.f, warp_in_group, lane);
-      ptx::fence_proxy_async();
-      ptx::barrier_wait<128>(1 + consumer);
-      if (warp_in_group == 0 && lane == 0) {
-        RowTile::store(x_tile, maps.dx, row, item.head, item.batch);
-        if constexpr (kOwnsKeys) RowTile::store(x_tile + RowTile::kBytes, maps.dy, row, item.head, item.batch);
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
-      }
-      row_ring(consumer).release(buffer, lane, warp_in_group == 0);
+      const Stride& stride = kOwnsKeys ? p.grad_k_stride : p.grad_q_stride;
+      store_accumulator_rows<Math>(head_of<Element>(kOwnsKeys ? p.grad_k : p.grad_q, stride, item.batch, item.head), stride.token, lane_row,
+                                   rows, p.d, sums.dx, 1.f, 1.f);
       buffer.template advance<Tile::kRowBuffers>();
     }
-    if (warp_in_group == 0 && lane == 0) ptx::bulk_wait<0>();
   }
 }
 
@@ -610,17 +609,16 @@ struct LaunchQuadraticBwdSm90 {
     }
     if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
 
-    const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
-    const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
-    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, grad_v{p.grad_v, p.grad_v_stride, p.b, p.hk, p.m, p.dv, p.math};
+    const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
+    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
     TokenTensor grad_o{p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math};
     if (at.copies_grad_o) {
       grad_o.data = grad_o_copy;
       grad_o.stride = {int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
     }
-    run_kernel<Math, kHeadDim, true>("quadratic_bwd_kv_sm90", p, k, v, q, grad_o, grad_k, grad_v, kept, row_scores, p.m, p.hk,
+    run_kernel<Math, kHeadDim, true>("quadratic_bwd_kv_sm90", p, k, v, q, grad_o, kept, row_scores, p.m, p.hk,
                                      sums, columns[1], stream);
-    run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, grad_q, grad_q, kept, row_scores, p.n, p.h,
+    run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, kept, row_scores, p.n, p.h,
                                       sums, columns[0], stream);
     if (kFades<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
@@ -628,15 +626,15 @@ struct LaunchQuadraticBwdSm90 {
   // rows: of a head that blocks own.
   template <class Math, int kHeadDim, bool kOwnsKeys>
   static void run_kernel(const char* name, const BwdParams& p, const TokenTensor& x, const TokenTensor& y, const TokenTensor& a,
-                         const TokenTensor& b, const TokenTensor& dx, const TokenTensor& dy, const KeptWords& kept,
+                         const TokenTensor& b, const KeptWords& kept,
                          const float4* row_scores, int rows, int heads, const PairSums& sums, const uint8_t* fading_columns,
                          cudaStream_t stream) {
     using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
     const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
       return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
     };
-    const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows),   tensor_map(y, Tile::kRows),  tensor_map(a, Tile::kStream),
-                                tensor_map(b, Tile::kStream), tensor_map(dx, Tile::kRows), tensor_map(dy, Tile::kRows)};
+    const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows), tensor_map(y, Tile::kRows), tensor_map(a, Tile::kStream),
+                                tensor_map(b, Tile::kStream)};
     const WorkOrder order = WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, p.sm_count,
                                           p.causal && !p.window, !kOwnsKeys);
     launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>,

@@ -29,10 +29,7 @@ bool has_bounds_alone(const AttentionParams& p) { return is_bounded(p) && p.log_
 
 bool covers_quadratic_sm90(const AttentionParams& p, Direction) { return !is_bounded(p) && covers_quadratic(p); }
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction) { return has_bounds_alone(p) && covers_quadratic(p); }
-bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction) {
-  const bool has_head_dim = direction == Direction::kForward || QuadraticFadingBwdSm90HeadDims::at_least(p.head_dim) != 0;
-  return p.log_decay != nullptr && has_head_dim && covers_quadratic(p);
-}
+bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
 
 bool covers_flash_window_sm90(const AttentionParams& p, Direction direction) { return has_window_alone(p) && covers_flash(p, direction); }
 bool covers_flash_sm90(const AttentionParams& p, Direction direction) { return !is_bounded(p) && covers_flash(p, direction); }

@@ -26,7 +26,7 @@ struct FadingVisibility : TableVisibility {
 template <class Visibility>
 inline constexpr bool kFades = std::is_same_v<Visibility, FadingVisibility>;
 
-inline constexpr float kMostSpan = 64.f;
+inline constexpr float kMostSpan = 48.f;
 
 // What all columns of a tile share, behind their numbers.
 struct TileReference {

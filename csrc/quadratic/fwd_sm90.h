@@ -20,6 +20,7 @@
 #include "core/launch.h"
 #include "core/score.h"
 #include "core/sm90/pipeline.h"
+#include "core/sm90/store.h"
 #include "core/sm90/tensor_map.h"
 #include "core/sm90/tiles.h"
 #include "core/sm90/wgmma.h"
@@ -47,7 +48,7 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's queries come early
   static constexpr bool kTakesTurns = Score::kFollowsRowMax;
 
-  using QueryTile = SwizzledTile<kRows, kHeadDim>;  // and of the output, which takes its place
+  using QueryTile = SwizzledTile<kRows, kHeadDim>;
   using KeyTile = SwizzledTile<kKeys, kHeadDim>;    // and of values
 
   static constexpr int kThreads = (kConsumers + 1) * 128;
@@ -76,7 +77,7 @@ template <class Score, class Visibility>
 inline constexpr bool kHidesKeys = Score::kFollowsRowMax && Visibility::kBoundsBothSides && !Visibility::kHasTables;
 
 struct QuadraticFwdMaps {
-  CUtensorMap q, k, v, o;
+  CUtensorMap q, k, v;
 };
 
 // What a consumer knows of its rows: those of a warp, as an accumulator holds them (wgmma.h).
@@ -208,7 +209,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
-  // Of a consumer: buffers for queries, in which the output takes their place. The thread that stored it releases them.
+  // Of a consumer: buffers for queries, which are released as soon as all scores are made.
   const auto query_ring = [&](int i) {
     return Ring<Tile::kQueryBuffers>(base + Tile::kQueryBarriers + i * Ring<Tile::kQueryBuffers>::kBarrierBytes);
   };
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
 
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
-    for (int i = 0; i < Tile::kConsumers; ++i) query_ring(i).init(1);
+    for (int i = 0; i < Tile::kConsumers; ++i) query_ring(i).init(4);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -255,9 +256,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           ring.wait_until_empty(at);
           ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
           if constexpr (kFades<Visibility>) {
-            const int64_t tiles = (p.m + Tile::kKeys - 1) / Tile::kKeys;
-            ptx::bulk_load(factors(at), key_factors + ((head.batch * p.hk + head.kv_head) * tiles + tile) * Tile::kFactorBytes,
-                           Tile::kFactorBytes, ring.full(at));
+            const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
+            ptx::bulk_load(factors(at), key_factors + (of_head + tile) * Tile::kFactorBytes, Tile::kFactorBytes, ring.full(at));
           }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
@@ -377,6 +377,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           while (tile > first_tile) step(std::true_type());
         }
 
+        query_ring(consumer).release(queries, lane);
         const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
         uint32_t w[Tile::kKeys / 4];
         rows.pack_weights(w);
@@ -388,7 +389,10 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         ring.release(at, lane);
         at.template advance<Tile::kStages>();
         --tile;
+      } else {
+        query_ring(consumer).release(queries, lane);
       }
+      queries.template advance<Tile::kQueryBuffers>();
       if constexpr (Visibility::kBoundsBothSides) skip_tiles(block_tiles.begin - 1);
 
       float inverse[2];
@@ -419,19 +423,10 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }
       }
-      const uint32_t result = query_tile(consumer, queries);
-      store_accumulator<Math, QueryTile>(result, 0, rows.o, inverse[0], inverse[1], warp_in_group, lane);
-      ptx::fence_proxy_async();
-      ptx::barrier_wait<128>(1 + consumer);
-      if (warp_in_group == 0 && lane == 0) {
-        QueryTile::store(result, maps.o, row, head.head, head.batch);
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
-      }
-      query_ring(consumer).release(queries, lane, warp_in_group == 0);
-      queries.template advance<Tile::kQueryBuffers>();
+      using Element = typename Math::Element;
+      store_accumulator_rows<Math>(head_of<Element>(p.o, p.o_stride, head.batch, head.head), p.o_stride.token, lane_row, p.n, p.dv, rows.o,
+                                   inverse[0], inverse[1]);
     }
-    if (warp_in_group == 0 && lane == 0) ptx::bulk_wait<0>();
   }
 }
 
@@ -478,9 +473,8 @@ struct LaunchQuadraticFwdSm90 {
       fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kForward, stream);
     }
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
-    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, o{p.o, p.o_stride, p.b, p.h, p.n, p.dv, p.math};
-    const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys),
-                                tensor_map(o, Tile::kRows)};
+    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
+    const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys)};
     const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h, p.sm_count,
                                           p.causal && !p.window, true);
     launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,

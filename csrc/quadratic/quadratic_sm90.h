@@ -12,8 +12,6 @@
 namespace fastmax {
 
 using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
-// At 128 registers hold no more: it would spill a hundred words.
-using QuadraticFadingBwdSm90HeadDims = HeadDims<32, 64>;
 // One kernel of five products, in place of two of seven.
 using QuadraticBwdFiveSm90HeadDims = HeadDims<64, 128>;
 
