@@ -406,7 +406,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto pass_with_values = [&](auto tiles, int star) {
         constexpr int kTiles = decltype(tiles)::value;
         float w[32];
-        uint32_t base[2], next_base[2];
+        uint32_t base[2], next_base[2], f[16];  // f: features, of the tile whose products with them are in flight
         Rows features(stages_at);  // of the tile
         RingPosition used = at;
         const auto issue_w = [&](int u) {
@@ -427,7 +427,6 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         };
         const auto issue_values = [&] {
           if constexpr (kValues) {
-            uint32_t f[16];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
 #pragma unroll

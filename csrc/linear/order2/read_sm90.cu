@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
 
       // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
       int half = 0;  // of the stage
-      uint32_t tile = 0, base[kRowTiles][2];
+      uint32_t tile = 0, base[kRowTiles][2], f[kRowTiles][16];  // f: features
       const auto load_base = [&](int block) {
         const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
 #pragma unroll
@@ -347,20 +347,19 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
           const Operand<RowTile> features(tile);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
-            uint32_t f[16];
             wgmma_wait<kRowTiles - 1>();
             if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              f[4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
-              f[4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k));
-              f[4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
-              f[4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
+              f[m][4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
+              f[m][4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k));
+              f[m][4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
+              f[m][4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
             }
             if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f + 4 * k, features.mn_major(k));
+            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f[m] + 4 * k, features.mn_major(k));
             wgmma_commit();
           }
           if (half == 1) before = at, releases = true, at.template advance<kStages>();

@@ -136,6 +136,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   // Of 16 rows: y^T of the tiles' blocks, two tiles each, of a tile two registers of 8 rows; the last tile may have two blocks.
   constexpr int kPairs = kOwn / 2 + 1;
   uint32_t b[kPairs][4], scalars[2];
+  uint32_t f[kOwn][4];  // features: of one group of products, while those of the other are in flight
   const auto load_rows = [&](uint32_t y) {
 #pragma unroll
     for (int i = 0; i < kPairs - 1; ++i) ptx::ldmatrix_x4_trans(b[i], y + pair_offset[i]);
@@ -144,7 +145,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     else ptx::ldmatrix_x2_trans(scalars, y + star_offset);
   };
 
-  const auto make_features = [&](uint32_t(&f)[kOwn][4], const uint32_t(&m)[2][2], int first, int end) {
+  const auto make_features = [&](const uint32_t(&m)[2][2], int first, int end) {
 #pragma unroll
     for (int j = first; j < end; ++j) {
       const uint32_t* x = b[j / 2] + j % 2 * 2;
@@ -240,7 +241,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         // What is loaded is, before a wait, beside products.
-        uint32_t m[2][2], f[kOwn][4], scale[2] = {one, one};
+        uint32_t m[2][2], scale[2] = {one, one};
         if constexpr (kFades) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
@@ -256,7 +257,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
           else Products::template rs<Major::kMN>(acc[j], f[j], w);
         };
         wgmma_wait<1>();
-        make_features(f, m, 0, kFirst);
+        make_features(m, 0, kFirst);
         wgmma_fence();
 #pragma unroll
         for (int j = 0; j < kFirst; ++j) add(j, rows);
@@ -271,7 +272,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         }
         wgmma_wait<1>();
         if (k == 0) ring.release(before, lane, !is_first);
-        make_features(f, m, kFirst, kOwn - 1);
+        make_features(m, kFirst, kOwn - 1);
         {
           uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]};
           if (of_ones) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
