@@ -74,7 +74,8 @@ SPILL_EXCEPTIONS = {
     "on sm_80 and sm_90",
     r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window|Table)Visibility, fastmax::(Bf16|Fp16), 64>": "two or three "
     "words, with a window eight, once per tile, so that three warpgroups share a multiprocessor",
-    r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word, likewise",
+    r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word, once per "
+    "tile, beside what fills the registers",
     r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), \d+>": "up to four words of what fades, at "
     "head_dim 128 two dozen, once per item",
     r"quadratic_bwd_sm90_kernel<fastmax::.*(Fading|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
