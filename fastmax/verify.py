@@ -547,7 +547,8 @@ def for_hopper(case: Case) -> Case | None:
     if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
         return None
     if not case.softmax:
-        is_linear = options["algorithm"] == "linear" and options["p"] == 2
+        of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
+        is_linear = options["algorithm"] == "linear" and (options["p"] == 2 or of_order1)
         if is_linear and not (32 < width <= 64 or 96 < width <= 128):  # those of the linear kernels
             case = case._replace(head_dim=case.head_dim + 32, value_dim=case.value_dim + 32)
         options = options | {"algorithm": "linear" if is_linear else "quadratic"}

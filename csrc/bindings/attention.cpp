@@ -74,6 +74,7 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
   p.q_stride = stride_of(x.q), p.k_stride = stride_of(x.k), p.v_stride = stride_of(x.v);
   p.first_key = Operands::bounds(x.first_key), p.end_key = Operands::bounds(x.end_key);
   p.log_decay = x.log_decay.has_value() ? static_cast<const float*>(x.log_decay->data_ptr()) : nullptr;
+  p.key_padding_mask = x.key_padding_mask.has_value() ? static_cast<const uint8_t*>(x.key_padding_mask->data_ptr()) : nullptr;
   return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 

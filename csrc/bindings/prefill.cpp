@@ -130,6 +130,7 @@ void check_kept(const Tensor& kept, const Tensor& q, const Tensor& k) {
   FASTMAX_CHECK(kept.scalar_type() == ScalarType::Byte && kept.dim() == 3 && kept.size(0) == k.size(0) && kept.size(1) == k.size(1) &&
                     (is_empty(kept) || kept.is_contiguous()),
                 "kept must be contiguous uint8 (b, hk, bytes)");
+  FASTMAX_CHECK(reinterpret_cast<uintptr_t>(kept.data_ptr()) % 16 == 0, "kept must begin at a multiple of 16 bytes");
 }
 
 // A state of zeros for these keys.
