@@ -1,0 +1,206 @@
+// Calls of kernels from Python (__init__.py, by ctypes): tensors and numbers by name, then the algorithm that runs. Between here and
+// the kernels is what is there on a device too: tables of kernels, workspaces, launches.
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "core/algorithm.h"
+#include "core/dispatch.h"
+#include "linear/algorithm.h"
+#include "machine.h"
+#include "quadratic/algorithm.h"
+
+namespace fastmax {
+namespace {
+
+struct Given {
+  void* data;
+  int64_t sizes[4], strides[4];
+};
+
+std::map<std::string, Given> tensors;
+std::map<std::string, double> numbers;
+std::string error, kernels_name;
+
+bool has(const char* name) { return tensors.count(name) > 0; }
+const Given& tensor(const char* name) {
+  if (!has(name)) throw std::runtime_error(std::string("emulator: no tensor ") + name);
+  return tensors[name];
+}
+template <class T>
+void take(const char* name, T*& pointer) {
+  pointer = has(name) ? static_cast<T*>(tensor(name).data) : nullptr;
+}
+template <class T>
+void take(const char* name, T*& pointer, Stride& stride) {
+  take(name, pointer);
+  if (has(name)) stride = {tensor(name).strides[0], tensor(name).strides[1], tensor(name).strides[2]};
+}
+void take(const char* name, KeyBounds& bounds) { take(name, bounds.data, bounds.stride); }
+double number(const char* name, double otherwise) { return numbers.count(name) > 0 ? numbers[name] : otherwise; }
+int integer(const char* name, int otherwise) { return static_cast<int>(number(name, otherwise)); }
+
+// As bindings/operands.h.
+void fill(AttentionParams& p) {
+  const Given &q = tensor("q"), &k = tensor("k"), &v = tensor("v");
+  p.b = static_cast<int>(q.sizes[0]), p.h = static_cast<int>(q.sizes[1]), p.n = static_cast<int>(q.sizes[2]), p.d = static_cast<int>(q.sizes[3]);
+  p.hk = static_cast<int>(k.sizes[1]), p.m = static_cast<int>(k.sizes[2]), p.dv = static_cast<int>(v.sizes[3]);
+  p.head_dim = NativeHeadDims::at_least(std::max(p.d, p.dv));
+  p.math = static_cast<MathMode>(integer("math", 0));
+  p.scale = static_cast<float>(number("scale", 1));
+  p.order = integer("order", 2);
+  p.a0 = static_cast<float>(number("a0", 1)), p.a1 = static_cast<float>(number("a1", 1));
+  p.a2 = p.order == 2 ? static_cast<float>(number("a2", 0.5)) : 0.f;
+  p.causal = integer("causal", 0) != 0, p.causal_offset = p.m - p.n;
+  p.dropout = static_cast<float>(number("dropout", 0));
+  const int left = integer("left", -1), right = integer("right", -1);
+  p.left = left < 0 ? p.m : std::min(left, p.m);
+  p.right = p.causal ? 0 : right < 0 ? p.n : std::min(right, p.n);
+  p.window = p.left < p.m - 1 || (!p.causal && p.right < p.n - 1);
+  p.sm_arch = 90, p.sm_count = integer("sm_count", 2);
+  take("q", p.q, p.q_stride), take("k", p.k, p.k_stride), take("v", p.v, p.v_stride);
+  take("key_padding_mask", p.key_padding_mask);
+  p.mask_batch_stride = has("key_padding_mask") ? tensor("key_padding_mask").strides[0] : 0;
+  take("noise", p.noise, p.noise_stride);
+  take("first_key", p.first_key), take("end_key", p.end_key);
+  take("log_decay", p.log_decay, p.log_decay_stride);
+}
+
+void fill(FwdParams& p) {
+  take("o", p.o, p.o_stride), take("z", p.z);
+  take("values", p.state.values), take("weights", p.state.weights);
+  take("new_values", p.state.new_values), take("new_weights", p.state.new_weights);
+  p.state.d = integer("state_d", p.d), p.state.dv = integer("state_dv", p.dv);
+  take("kept", p.kept);
+}
+
+void fill(BwdParams& p) {
+  take("o", p.o, p.o_stride), take("grad_o", p.grad_o, p.grad_o_stride), take("z", p.z), take("grad_z", p.grad_z);
+  take("grad_q", p.grad_q, p.grad_q_stride), take("grad_k", p.grad_k, p.grad_k_stride), take("grad_v", p.grad_v, p.grad_v_stride);
+  take("grad_log_decay", p.grad_log_decay);
+  take("values", p.state.values), take("weights", p.state.weights);
+  take("new_values", p.state.new_values), take("new_weights", p.state.new_weights);
+  take("grad_new_values", p.state.grad_new_values), take("grad_new_weights", p.state.grad_new_weights);
+  take("grad_values", p.state.grad_values), take("grad_weights", p.state.grad_weights);
+  p.state.d = integer("state_d", p.d), p.state.dv = integer("state_dv", p.dv);
+  take("kept", p.kept);
+}
+
+// What later versions of the params have beside these.
+template <class Params>
+void fill_more(Params& p) {
+  if constexpr (requires { p.near_lse; }) {
+    take("near_lse", p.near_lse);
+    p.near_lse_head = has("near_lse") ? tensor("near_lse").strides[1] : 0;
+  }
+  if constexpr (requires { p.from_nothing; }) p.from_nothing = integer("from_nothing", 0) != 0;
+  if constexpr (requires { p.adds; }) p.adds = integer("adds", 0) != 0;
+  if constexpr (requires { p.g_stride; }) take("g", p.g, p.g_stride), take("e", p.e);
+  if constexpr (requires { p.pairs_by_query; }) take("pairs_by_query", p.pairs_by_query);
+  if constexpr (requires { p.pairs_of_states; }) take("pairs_of_states", p.pairs_of_states);
+}
+
+const Algorithm& algorithm_of(const std::string& name) {
+  for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kFlashAlgorithm, &kLinearAlgorithm, &kLinearFromState}) {
+    if (name == algorithm->name) return *algorithm;
+  }
+  throw std::runtime_error("emulator: no algorithm " + name);
+}
+
+// A workspace full of NaN, between bytes that nobody may write.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) : bytes_(bytes), data_(static_cast<unsigned char*>(std::aligned_alloc(256, size()))) {
+    std::memset(data_.get(), 0xff, size());
+  }
+  void* get() const { return bytes_ == 0 ? nullptr : data_.get() + kGuard; }
+  void check() const {
+    const size_t end = (size() - kGuard) - kGuard;
+    for (size_t i = 0; i < kGuard; ++i) {
+      if (data_.get()[i] != 0xff) throw std::runtime_error("emulator: a write before the workspace");
+    }
+    for (size_t i = bytes_; i < end + kGuard; ++i) {
+      if (data_.get()[kGuard + i] != 0xff) throw std::runtime_error("emulator: a write behind the workspace");
+    }
+  }
+
+ private:
+  static constexpr size_t kGuard = 4096;
+  size_t size() const { return (bytes_ + 255) / 256 * 256 + 2 * kGuard; }
+  struct Free {
+    void operator()(unsigned char* p) const { std::free(p); }
+  };
+  size_t bytes_;
+  std::unique_ptr<unsigned char, Free> data_;
+};
+
+template <class Params>
+size_t kept_bytes(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*bytes)(const Params&)) {
+  Params p{};
+  fill(static_cast<AttentionParams&>(p)), fill(p), fill_more(p);
+  const auto function = select(algorithm, p, direction).*bytes;
+  return function == nullptr ? 0 : function(p);
+}
+
+template <class Params>
+void run(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*workspace_bytes)(const Params&),
+         void (*Kernels::*launch)(const Params&, cudaStream_t)) {
+  Params p{};
+  fill(static_cast<AttentionParams&>(p)), fill(p), fill_more(p);
+  const Kernels& kernels = select(algorithm, p, direction);
+  kernels_name = kernels.name;
+  const Workspace workspace((kernels.*workspace_bytes)(p));
+  p.workspace = workspace.get();
+  (kernels.*launch)(p, nullptr);
+  workspace.check();
+}
+
+}  // namespace
+}  // namespace fastmax
+
+extern "C" {
+
+void emulator_begin() { fastmax::tensors.clear(), fastmax::numbers.clear(); }
+
+void emulator_tensor(const char* name, void* data, int dims, const int64_t* sizes, const int64_t* strides) {
+  fastmax::Given x{data, {1, 1, 1, 1}, {0, 0, 0, 0}};
+  for (int i = 0; i < std::min(dims, 4); ++i) x.sizes[i] = sizes[i], x.strides[i] = strides[i];
+  fastmax::tensors[name] = x;
+}
+
+void emulator_number(const char* name, double x) { fastmax::numbers[name] = x; }
+
+// What went wrong, or an empty text.
+const char* emulator_run(const char* algorithm, int backward) {
+  using namespace fastmax;
+  error.clear(), kernels_name.clear();
+  try {
+    emulator::configure(static_cast<uint64_t>(number("schedule", 0)), integer("resident", 2));
+    const Algorithm& chosen = algorithm_of(algorithm);
+    if (backward != 0) {
+      run(chosen, Direction::kBackward, &Kernels::bwd_workspace_bytes, &Kernels::bwd);
+    } else {
+      run(chosen, Direction::kForward, &Kernels::fwd_workspace_bytes, &Kernels::fwd);
+    }
+  } catch (const std::exception& exception) {
+    error = exception.what();
+  }
+  return error.c_str();
+}
+
+// The row of the algorithm's table that ran.
+const char* emulator_kernels() { return fastmax::kernels_name.c_str(); }
+
+// Of states that calls leave on the way (Kernels::fwd_kept_bytes).
+int64_t emulator_kept_bytes(const char* algorithm, int backward) {
+  using namespace fastmax;
+  const Algorithm& chosen = algorithm_of(algorithm);
+  return static_cast<int64_t>(backward != 0 ? kept_bytes(chosen, Direction::kBackward, &Kernels::bwd_kept_bytes)
+                                            : kept_bytes(chosen, Direction::kForward, &Kernels::fwd_kept_bytes));
+}
+}

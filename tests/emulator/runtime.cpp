@@ -1,0 +1,70 @@
+// What host code of csrc/ asks of CUDA, for the emulator.
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstring>
+#include <stdexcept>
+
+#include "core/driver.h"
+#include "machine.h"
+
+namespace {
+
+CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* extents,
+                      const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
+                      CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill fill) {
+  const bool is_bf16 = type == CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  if (rank != 4 || (!is_bf16 && type != CU_TENSOR_MAP_DATA_TYPE_FLOAT16) || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
+      fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE || base == nullptr || reinterpret_cast<uintptr_t>(base) % 16 != 0) {
+    return CUDA_ERROR_INVALID_VALUE;
+  }
+  emulator::TensorMap m{};
+  m.magic = 0x46415354544d4150, m.base = static_cast<unsigned char*>(base), m.element_bytes = 2, m.is_bf16 = is_bf16;
+  m.swizzle_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : 16;
+  for (int i = 0; i < 4; ++i) {
+    if (extents[i] == 0 || extents[i] > uint64_t{1} << 32 || box[i] == 0 || box[i] > 256 || element_strides[i] != 1) return CUDA_ERROR_INVALID_VALUE;
+    if (i >= 2 && box[i] != 1) return CUDA_ERROR_INVALID_VALUE;
+    m.extents[i] = static_cast<uint32_t>(extents[i]), m.box[i] = static_cast<uint16_t>(box[i]);
+  }
+  for (int i = 0; i < 3; ++i) {
+    if (strides[i] % 16 != 0 || strides[i] >= uint64_t{1} << 40) return CUDA_ERROR_INVALID_VALUE;
+    m.strides[i] = strides[i];
+  }
+  const uint32_t row_bytes = box[0] * 2;
+  if (row_bytes % 16 != 0 || (m.swizzle_bytes > 16 && row_bytes != m.swizzle_bytes)) return CUDA_ERROR_INVALID_VALUE;
+  std::memset(map, 0, sizeof(*map));
+  std::memcpy(map, &m, sizeof(m));
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+namespace fastmax {
+
+void* driver_function(const char* name) {
+  return std::strcmp(name, "cuTensorMapEncodeTiled") == 0 ? reinterpret_cast<void*>(&encode_tiled) : nullptr;
+}
+CUcontext current_context() { return reinterpret_cast<CUcontext>(1); }
+
+}  // namespace fastmax
+
+extern "C" {
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) { return std::memset(p, value, bytes), cudaSuccess; }
+cudaError_t cudaMemset2DAsync(void* p, size_t pitch, int value, size_t width, size_t height, cudaStream_t) {
+  for (size_t i = 0; i < height; ++i) std::memset(static_cast<char*>(p) + i * pitch, value, width);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind,
+                              cudaStream_t) {
+  for (size_t i = 0; i < height; ++i) std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
+  return cudaSuccess;
+}
+// Kernels of the portable rows of the tables: build.py makes their symbols jump to here.
+void emulator_not_compiled() { throw std::runtime_error("emulator: this call takes kernels that are not compiled for it"); }
+}
