@@ -23,10 +23,10 @@ from benchmarks.registry import PROVIDERS, SUITES, Case
 
 SECONDS = "gpu__time_duration.sum"
 SHARES = {
-    "tensor": "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_elapsed",
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
     "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    "l2": "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
-    "issue": "sm__inst_issued.avg.pct_of_peak_sustained_elapsed",
+    "l2": "lts__throughput.avg.pct_of_peak_sustained_elapsed",
+    "issue": "smsp__issue_active.avg.pct_of_peak_sustained_elapsed",
 }
 CASES = (  # suite, what the label contains, provider
     ("cuda", "quadratic (8,32,4096,64)", "fastmax"),

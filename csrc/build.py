@@ -72,8 +72,9 @@ SPILL_EXCEPTIONS = {
     "that architecture alone",
     r"sm_(100|120) .*gathered_kernel<float4, [148]>": "up to 24 bytes, so that two to four blocks share a multiprocessor; none "
     "on sm_80 and sm_90",
-    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window)Visibility, fastmax::(Bf16|Fp16), 64>": "three "
+    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window|Table)Visibility, fastmax::(Bf16|Fp16), 64>": "two or three "
     "words, with a window eight, once per tile, so that three warpgroups share a multiprocessor",
+    r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word, likewise",
     r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), \d+>": "up to four words of what fades, at "
     "head_dim 128 two dozen, once per item",
     r"quadratic_bwd_sm90_kernel<fastmax::.*(Fading|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
@@ -82,9 +83,13 @@ SPILL_EXCEPTIONS = {
     "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head; of Fastmax with decays at "
     "head_dim 128 up to three dozen, ten of them once per tile",
+    r"quadratic_bwd_five_sm90_kernel<fastmax::.*Score, fastmax::Bf16, (64|128)>": "up to 18 words of the threads that fill "
+    "the ring and add parts of grad_q, which give their registers to the others; at head_dim 64 up to two dozen of the others, "
+    "at the first and at partly visible tiles",
+    r"linear1_walk_sm90_kernel<128, [^,]*0, ": "four words once per tile: what noise needs, beside sums and scores",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "five words of the thread that fills the ring, once per item; of "
-    "Fastmax with decays at head_dim 96 seven of the others, most once per head",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "up to ten words, once per item; most are of the thread that fills "
+    "the ring; of Fastmax with decays at head_dim 96 seven of the others, most once per head",
     r"linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; a word on sm_90",
 }
 

@@ -1,7 +1,7 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
 `exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `far_forward_`,
-`far_backward_`, `decode_step`, `decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `prefill_kept_`,
-`gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`, `finite_decay`,
+`far_backward_`, `decode_step`, `decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
+`prefill_kept_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`, `finite_decay`,
 `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.

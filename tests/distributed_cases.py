@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.received import Received
 from fastmax import ops
@@ -127,6 +128,32 @@ def compiled(group, case: dict) -> list[torch.Tensor]:
         o = function(q, k, v)
         results.append([o.detach(), *torch.autograd.grad(o.square().sum(), (q, k, v))])
     return results
+
+
+class _Copies(TorchDispatchMode):
+    """Notes operations that make a tensor of all tokens of a rank from others, or of a gradient's view of them."""
+
+    def __init__(self, tokens: int):
+        super().__init__()
+        self.tokens, self.seen = tokens, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        moves = function.name() in ("aten::cat", "aten::stack", "aten::slice_backward", "aten::clone")
+        if moves and result.ndim == 4 and result.shape[2] >= self.tokens:
+            self.seen.append(function.name())
+        return result
+
+
+def copied(group, case: dict) -> list[str]:
+    layout = case["layout"]
+    tensors = tokens_of(inputs(case), layout, group.rank())
+    leaves = [tensors[name].clone().requires_grad_() for name in "qkv"]
+    given = {"log_decay": tensors["log_decay"]} if case.get("decay") else {}
+    with _Copies(leaves[0].shape[2]) as copies:
+        o = context_parallel_attention(*leaves, **given, **case["options"], group=group, layout=layout)
+        torch.autograd.grad(o, leaves, tensors["grad_o"])
+    return copies.seen
 
 
 def order_of_events(group, case: dict) -> list[str]:

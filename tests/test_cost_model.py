@@ -108,8 +108,10 @@ def test_what_the_hopper_kernels_leave_is_chosen_as_everywhere(crossing, call):
 def test_rates_are_of_the_kernels_that_run(crossing):
     portable, hopper = crossing(Call(80, 128)), crossing(Call(90, 128))
     assert hopper > 1.1 * portable, "the quadratic kernels gained more"
-    assert all(crossing(Call(90, d, fades=1)) == crossing(Call(90, d)) for d in (64, 128)), "p = 2"
+    assert all(crossing(Call(90, d, fades=1)) == crossing(Call(90, d)) for d in (32, 64, 96, 128)), "p = 2"
     assert crossing(Call(90, 64, order=1)) > 1.5 * crossing(Call(80, 64, order=1)), "linear kernels of order 1 are portable"
+    for d in (32, 96):
+        assert crossing(Call(90, d)) > 1.5 * crossing(Call(80, d)), "linear kernels are portable"
     assert crossing(Call(90, 64, group=4)) < crossing(Call(90, 64)), "a state serves a group"
     assert crossing(Call(90, 64, causal=0)) < crossing(Call(90, 64))
 

@@ -48,6 +48,8 @@ FASTMAX_STAND_IN(quadratic_bounded_fwd, FwdParams)
 FASTMAX_STAND_IN(quadratic_bounded_bwd, BwdParams)
 FASTMAX_STAND_IN(flash_bounded_fwd, FwdParams)
 FASTMAX_STAND_IN(flash_bounded_bwd, BwdParams)
+template <class Math>
+void linear_prepare(const PrepareArgs&, cudaStream_t) {}
 size_t bound_table_bytes(const AttentionParams&, Direction direction) { return direction == Direction::kForward ? 5 : 6; }
 size_t decay_sum_bytes(const AttentionParams&) { return 7; }
 size_t pair_sum_bytes(const BwdParams&) { return 8; }

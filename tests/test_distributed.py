@@ -10,6 +10,7 @@ import torch
 from common import relative
 from distributed_cases import (
     compiled,
+    copied,
     counted,
     differentiated,
     inputs,
@@ -197,6 +198,14 @@ def test_near_keys_are_attended_to_while_states_are_on_their_way(ranks):
     case = {"shape": (1, 2, 2, 20, 4, 4), "layout": Layout([[(0, 9)], [(9, 20)]]), "options": options}
     for events in ranks.run(order_of_events, case, world=2):
         assert events == ["begins", "near", "waits", "begins", "waits"]
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_tokens_that_lie_together_are_not_copied(ranks, decay):
+    case = {"shape": (1, 2, 2, 80, 4, 4), "options": {"causal": True, "algorithm": "linear"}, "decay": decay}
+    assert ranks.run(copied, case | {"layout": Layout([[(0, 39)], [(39, 80)]])}, world=2) == [[], []]
+    joined = ranks.run(copied, case | {"layout": zigzag_layout(80, 2)}, world=2)
+    assert all("aten::cat" in names for names in joined), "what is counted would be seen"
 
 
 @pytest.mark.parametrize(

@@ -180,3 +180,17 @@ def test_repeatable_and_without_pytorch_operations(monkeypatch):
     monkeypatch.setattr(eager, "merge_", lambda *given: calls.append(None) or right(*given))
     joined(*operands("cuda", torch.float64), (None, None, None), 2, "linear")
     assert len(calls) == 1
+
+
+@pytest.mark.cuda
+def test_a_tensor_on_the_cpu_is_named():
+    tensors, near, of_output, grads = operands("cuda")
+    call = (None, None, None, *SCORE, 2, "linear", False)
+    given = {"o": near[0], "lse": near[1], "q": tensors[0], "k": tensors[1], "v": tensors[2]}
+    of_backward = {"grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2], "grad_o": of_output[0], "grad_z": of_output[1]}
+    of_backward |= dict(zip(("q", "k", "v", "o", "z"), (*tensors, *near), strict=True))
+    for operator, arguments in ((far_forward_, given), (far_backward_, of_backward)):
+        for name in arguments:
+            wrong = [x.cpu() if other == name else x for other, x in arguments.items()]
+            with pytest.raises(RuntimeError, match=f"{name} is on cpu, and "):
+                operator(*wrong, *call)

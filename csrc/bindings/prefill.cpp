@@ -78,14 +78,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   return {results.o.result(), z, new_values, new_weights};
 }
 
+// Whether a tensor has several rows in one place.
+bool is_expanded(const Tensor& x) {
+  bool found = false;
+  for (int i = 0; i < 3; ++i) found = found || (x.stride(i) == 0 && x.size(i) > 1);
+  return found;
+}
+
 // With copies of expanded tensors, which some kernels leave to others: those that go on with kept states must be those that kept them, as
 // nobody else reads their format, whatever the tensors look like then.
 Operands unexpanded(const AttentionInputs& inputs) {
   Operands x(inputs);
   for (Tensor* tensor : {&x.q, &x.k, &x.v}) {
-    bool is_expanded = false;
-    for (int i = 0; i < 3; ++i) is_expanded = is_expanded || (tensor->stride(i) == 0 && tensor->size(i) > 1);
-    if (!is_expanded) continue;
+    if (!is_expanded(*tensor)) continue;
     Tensor copy = empty_like_layout(*tensor, tensor->size(3));
     torch::stable::copy_(copy, *tensor);
     *tensor = copy;
@@ -255,7 +260,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
           grad_weights};
 }
 
-// g and e of bindings of the backward in pieces.
+// Of the backward in pieces.
 void check_gradients_of_sums(const Tensor& g, const Tensor& e, const Tensor& q, const Tensor& v) {
   check_device("g", g, q);
   check_shape("g", g, {q.size(0), q.size(1), q.size(2), v.size(3)});
@@ -266,13 +271,13 @@ void check_gradients_of_sums(const Tensor& g, const Tensor& e, const Tensor& q, 
   FASTMAX_CHECK(e.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "e must be ", wide ? "float64" : "float32");
 }
 
-// The same as the kernels read them: g has as many columns as v has there.
+// The same as all kernels read them: g has as many columns as v has there, and is not expanded.
 struct GradientsOfSums {
   Tensor g, e;
 
   GradientsOfSums(const Tensor& g_in, const Tensor& e_in, const Operands& x) : g(g_in), e(dense(e_in)) {
     const int64_t columns = x.v.size(3);
-    if (g.size(3) == columns && is_aligned(g)) return;
+    if (g.size(3) == columns && is_aligned(g) && !is_expanded(g)) return;
     g = zeros_like_layout(g_in, columns);
     Tensor own = torch::stable::narrow(g, 3, 0, g_in.size(3));
     torch::stable::copy_(own, g_in);

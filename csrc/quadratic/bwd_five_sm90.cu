@@ -21,7 +21,8 @@ size_t quadratic_bwd_five_sm90_workspace_bytes(const BwdParams& p) { return Quad
 
 void quadratic_bwd_five_sm90(const BwdParams& p, cudaStream_t stream) {
   using Launch = LaunchQuadraticBwdFiveSm90<PolynomialScore>;
-  dispatch_head_dim(QuadraticBwdFiveSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, heads_at_once_of_trial(), stream); });
+  dispatch_head_dim(QuadraticBwdFiveSm90HeadDims(), p.head_dim,
+                    [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, heads_at_once_of_trial(), stream); });
 }
 
 }  // namespace fastmax

@@ -62,6 +62,14 @@ struct KeyBlockOrder {
   int heads;   // of all batch entries
   int heads_per_group;
 
+  // Groups of about as many heads each, at most heads_at_once: many make the blocks of a head start far enough from each other that none
+  // waits for the one before it, few read what others of the head left in L2.
+  static KeyBlockOrder of(int blocks, int64_t heads, int64_t heads_at_once) {
+    constexpr int kMostItems = INT_MAX / 2;  // blocks that find none left count on
+    if (blocks * heads > kMostItems) throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(blocks * heads));
+    const int64_t groups = (heads + heads_at_once - 1) / heads_at_once;
+    return {blocks, static_cast<int>(heads), static_cast<int>((heads + groups - 1) / groups)};
+  }
   constexpr __host__ __device__ int items() const { return blocks * heads; }
 
 #ifdef __CUDACC__
@@ -471,7 +479,8 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
 // grad_q from its parts: a block each.
 template <class Math, int kHeadDim>
 __global__ void __launch_bounds__(128)
-    quadratic_bwd_round_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const int tokens, const PartialGradQ partial) {
+    quadratic_bwd_round_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const int tokens,
+                                      const PartialGradQ partial) {
   using Tile = QuadraticBwdFiveTile<kHeadDim>;
   using PartTile = SwizzledTile<Tile::kStream, Tile::kPartCols>;
   __shared__ __align__(kSwizzledTileAlignment) uint8_t shared[PartTile::kBytes];
@@ -540,8 +549,7 @@ struct LaunchQuadraticBwdFiveSm90 {
     }
     const QuadraticBwdMaps maps{tensor_map(k, Tile::kRows),        tensor_map(v, Tile::kRows),      tensor_map(q, Tile::kStream),
                                 tensor_map(grad_o, Tile::kStream), tensor_map(grad_k, Tile::kRows), tensor_map(grad_v, Tile::kRows)};
-    const int heads = p.b * p.hk, groups = (heads + heads_at_once - 1) / heads_at_once, fitting = (heads + groups - 1) / groups;
-    const KeyBlockOrder order{(p.m + Tile::kBlockRows - 1) / Tile::kBlockRows, heads, fitting};
+    const KeyBlockOrder order = KeyBlockOrder::of((p.m + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.hk, heads_at_once);
     launch_kernel("quadratic_bwd_five_sm90", quadratic_bwd_five_sm90_kernel<Score, Math, kHeadDim>,
                   grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,
                   row_scores_per_head(p), p.h / p.hk, order, partial);

@@ -5,8 +5,8 @@ the sum over the parts before it. The gradient goes the other way: the gradient 
 the queries of the parts behind it. What fades, fades by a factor a part (`Carries`).
 
 Kernels keep what they compute on the way to a part's own state, so that it is added up once. The first part has no state to add
-to that, and in the backward the last; the first part need not add up its queries before it knows what is behind them. The
-gradient of the queries takes nothing that is behind, and is computed while the gradients of states are exchanged.
+to that, and in the backward the last. The gradient of the queries takes nothing that is behind, and is computed while the
+gradients of states are exchanged.
 
 From a handful of ranks on no rank receives all states. Each scans its share of them for all ranks, in two messages all to all.
 """
@@ -14,6 +14,7 @@ From a handful of ranks on no rank receives all states. Each scans its share of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -174,16 +175,19 @@ def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x[:, :, part.local] for x in tensors)
 
 
-def _state(packed: Tensor | None, v: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if packed is None else _unpack(packed, v)
+_State = tuple[Tensor | None, Tensor | None]  # values and weights, None for zeros
 
 
-def _pairs(state: Tensor | None, grad: Tensor | None, like: Tensor) -> Tensor:
-    """(channels,), float64: the sums of the products of packed states and their gradients; 0 where there are none."""
-    if state is None or grad is None:
-        return like.new_zeros(like.shape[0], dtype=torch.float64)
+def _states(packed: list[Tensor | None], v: Tensor) -> list[_State]:
+    return [(None, None) if x is None else _unpack(x, v) for x in packed]
+
+
+def _pairs(state: _State, grads: _State, k: Tensor) -> Tensor:
+    """(b, hk), float64: the sum of the products of a state's numbers and their gradients."""
     # What has no gradient has no part in it, even if it is not finite.
-    return torch.where(grad == 0.0, 0.0, state.double() * grad).sum(-1)
+    given = [(x, grad) for x, grad in zip(state, grads, strict=True) if x is not None and grad is not None]
+    products = (torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given)
+    return sum((x.flatten(2).sum(-1) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
 
 
 class _Call:
@@ -197,10 +201,15 @@ class _Call:
 
 
 def _own_states(
-    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, unread: tuple[Part, ...], like: Tensor, k: Tensor
+    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, like: Tensor, k: Tensor, backward: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The packed state of each part of this rank, and what was kept of it; but for unread parts zeros and nothing."""
+    """The packed state of each part of this rank, and what was kept of it.
+
+    Nobody reads the state of the last part, or in the backward of the first. Where kernels keep something of it, it is made all
+    the same, while the others make theirs: a rank that came to the exchange early would wait on multiprocessors.
+    """
     own, kept = [], []
+    unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, not backward)
     for i, part in enumerate(job.spread.parts):
         if part in unread:
             own.append(like), kept.append(k.new_empty(*k.shape[:2], 0, dtype=torch.uint8))
@@ -221,9 +230,7 @@ class _Begin(torch.autograd.Function):
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
             return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), keep=True)
 
-        # The last part, whose own state nobody reads, has no other work while it waits than what kernels keep of it.
-        unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, backward=True)
-        own, call.kept = _own_states(state_of, job, unread, like, k)
+        own, call.kept = _own_states(state_of, job, like, k, backward=False)
         call.states = Exchange(own, like, job.carries, job.spread, backward=False)
         return q.new_empty(0)
 
@@ -240,16 +247,17 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         ctx.call, job = call, call.job
-        before = call.states.wait()
-        after = [] if log_decay is None else call.states.passed_on(before)  # for its gradient
-        call.states = None
+        came = call.states.wait()
+        before = _states(came, v)
+        after = [] if log_decay is None else _states(call.states.passed_on(came), v)  # for its gradient
+        call.states = came = None
         pieces = []
-        for i, (part, state) in enumerate(zip(job.spread.parts, before, strict=True)):
-            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), job.call(i, log_decay), *_state(state, v), call.kept[i]))
+        for i, part in enumerate(job.spread.parts):
+            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), job.call(i, log_decay), *before[i], call.kept[i]))
             call.kept[i] = None
         z = q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), z))
-        ctx.save_for_backward(q, k, v, log_decay, o, z, *before, *after)
+        ctx.save_for_backward(q, k, v, log_decay, o, z, *chain(*before, *after))
         ctx.set_materialize_grads(False)
         return o, z
 
@@ -259,6 +267,7 @@ class _Finish(torch.autograd.Function):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
         parts = job.spread.parts
+        states = list(zip(states[::2], states[1::2], strict=True))
         before, after = states[: len(parts)], states[len(parts) :]
         calls = [job.call(i, log_decay) for i in range(len(parts))]
         g, e = ops.gradients_of_sums(torch.zeros_like(o) if grad_o is None else grad_o, grad_z, o, z)
@@ -266,25 +275,23 @@ class _Finish(torch.autograd.Function):
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
             return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
-        own, kept = _own_states(state_of, job, _ends(job.spread.layout, backward=False), like, k)
+        own, kept = _own_states(state_of, job, like, k, backward=True)
         exchange = Exchange(own, like, job.carries, job.spread, backward=True)
         # While gradients of states are on their way:
         of_queries = [
-            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *_state(before[i], v))
-            for i, part in enumerate(parts)
+            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
         ]
 
         def gradients() -> tuple[Tensor, ...]:
-            behind = exchange.wait()
-            passed_on = [None] * len(parts) if log_decay is None else exchange.passed_on(behind)
+            came = exchange.wait()
+            behind = _states(came, v)
+            passed_on = [] if log_decay is None else _states(exchange.passed_on(came), v)
             pieces = []
             for i, part in enumerate(parts):
                 (grad_q, pairs), of_states = of_queries[i], None
                 if log_decay is not None:
-                    of_states = [_pairs(after[i], behind[i], like), _pairs(before[i], passed_on[i], like)]
-                    of_states = torch.stack(of_states, dim=-1).unflatten(0, k.shape[:2])
-                tokens = _of(part, q, k, v)
-                given = *_of(part, g, e), _state(behind[i], v), *tokens, calls[i], pairs, of_states, kept[i]
+                    of_states = torch.stack([_pairs(after[i], behind[i], k), _pairs(before[i], passed_on[i], k)], dim=-1)
+                given = *_of(part, g, e), behind[i], *_of(part, q, k, v), calls[i], pairs, of_states, kept[i]
                 grad_k, grad_v, of_decay = ops.prefill_backward_of_keys_(*given)
                 pieces.append((grad_q, grad_k, grad_v, of_decay)[: 3 if log_decay is None else 4])
                 of_queries[i] = kept[i] = None

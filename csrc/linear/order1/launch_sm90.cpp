@@ -7,12 +7,11 @@
 
 namespace fastmax {
 
-// Not: masked keys, noise of a forward (a backward may have it in g), queries before the first key.
-bool linear1_sm90_covers(const AttentionParams& p, Direction direction) {
+// Not: masked keys, queries before the first key.
+bool linear1_sm90_covers(const AttentionParams& p, Direction) {
   const bool has_head_dim = p.head_dim == 64 || p.head_dim == 128;
   if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 1 || !has_head_dim || fades(p)) return false;
   if (!p.causal || p.causal_offset < 0 || p.key_padding_mask != nullptr) return false;
-  if (direction == Direction::kForward && p.noise != nullptr) return false;
   const auto is_copied = [&](const void* data, const Stride& stride, int heads, int tokens, int columns) {
     return has_tensor_map({data, stride, p.b, heads, tokens, columns, p.math});
   };
@@ -33,7 +32,7 @@ constexpr Linear1Walks kLinear1WalksSm90 = {
       const auto is_copied = [&](const void* data, const Stride& stride) {
         return has_tensor_map({data, stride, p.b, p.h, p.n, p.dv, p.math});
       };
-      return p.noise == nullptr && is_copied(p.grad_o, p.grad_o_stride) && is_copied(p.o, p.o_stride);
+      return p.g == nullptr && p.noise == nullptr && is_copied(p.grad_o, p.grad_o_stride) && is_copied(p.o, p.o_stride);
     },
 };
 

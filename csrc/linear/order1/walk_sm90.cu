@@ -48,7 +48,8 @@ struct WalkTileSm90 {
   static constexpr int kVectors = 2;
   static constexpr int kResultWarps = kPair ? 8 : 4;  // that read a tile
   // At head dim 128 warpgroups have as many registers as their accumulators ask for.
-  static constexpr int kProducerRegisters = 64, kStateRegisters = 176, kResultRegisters = 136;
+  static constexpr int kProducerRegisters = 64, kStateRegisters = kPair && kDivides ? 176 : 160;
+  static constexpr int kResultRegisters = kPair && kDivides ? 136 : 144;
   static_assert(kProducerRegisters + kStateRegisters + 2 * kResultRegisters <= 4 * ptx::registers_at_launch(kThreads));
 
   static constexpr int kTileBytes = RowTile::kBytes, kStageBytes = 2 * kTileBytes;  // y, w
@@ -522,6 +523,9 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
           }
         }
         auto& blocks = reinterpret_cast<float(&)[kHeadDim / 8][4]>(out);
+        if constexpr (kNormalises) {
+          if (a.noise.data != nullptr) multiply_noise<Bf16>(a.noise, false, a.dropout, batch, x_head, token, a.nx, 0, a.w_columns, blocks);
+        }
         if constexpr (kPair) {
           store_result<Bf16>(kSecond ? a.grad_y : a.grad_w, false, batch, x_head, token, a.nx, 0, kSecond ? a.y_columns : a.w_columns,
                              blocks, factor);
