@@ -104,8 +104,7 @@ def test_head_dims(backward, covered):
         assert covered(head_dim, backward=backward) == ({"dense"}, {"dense"})
         of_fastmax, of_softmax = covered(head_dim, bounds=1, backward=backward)
         assert of_fastmax == {"bounded"} and "bounded" in of_softmax
-        fades_there = not backward or head_dim <= 64
-        assert covered(head_dim, decays=1, backward=backward) == ({"fading"} if fades_there else set(), {"fading"})
+        assert covered(head_dim, decays=1, backward=backward) == ({"fading"}, {"fading"})
         assert "window" in covered(head_dim, window=1, backward=backward)[1]
         assert covered(head_dim, math=FP16, backward=backward) == (set(), set() if backward else {"dense"})
     assert covered(256, backward=backward) == (set(), set())
