@@ -135,8 +135,9 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
           ptx::store_shared_u32x4(stage + j, x);
         }
         ptx::fence_proxy_async();
-        ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
       }
+      // Of every stage: a warp that fell two rounds of the ring behind would take the parity of a phase for that of the one before last.
+      ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
       ptx::mbarrier_arrive_if(ring.full(at), thread == 0);
     }
   }
