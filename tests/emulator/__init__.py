@@ -3,138 +3,129 @@
     library = build(folder)                       # every `*_sm90.cu` of csrc/, and the host code that launches them
     kernels = library.run("quadratic", "forward", {"q": q, "k": k, "v": v, "o": o, "z": z}, causal=1, schedule=3)
 
+headers/ stands in for those headers of csrc/ that have PTX in them, a function for a function, and prefix.h for CUDA's C++. Nothing
+else is replaced: tables of kernels, workspaces, tensor maps, launches and whatever a kernel is made of are those of the library.
+
 Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h) by name, on the CPU; results are written into those
 given. Numbers: scale, a0, a1, a2, order, causal, left, right, dropout, math (MathMode), sm_count (blocks of a persistent grid),
-resident (blocks that run side by side) and schedule: 0 everything in order and at once, 1 and 2 the first or the last warp that can run
-and all copies and products late, from 3 on at random.
+resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once, 1 and 2 the first or the last
+warp that can run and all copies and products late, from 3 on at random.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import re
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from common import CSRC, load_build
 
 HERE = Path(__file__).resolve().parent
-CSRC = HERE.parent.parent / "csrc"
 # Portable kernels that the Hopper ones are launched with.
 PORTABLE = (
     "decay/decay_sm80.cu",
     "quadratic/bounds_sm80.cu",
     "linear/prepare_sm80.cu",
     "linear/tile_inputs_sm80.cu",
+    "linear/order1/sums_sm80.cu",
     "linear/order2/add_state_sm80.cu",
     "linear/order2/part_state_sm80.cu",
     "linear/order2/part_state_io_sm80.cu",
     "linear/order2/segments_sm80.cu",
 )
 HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/launch*.cpp")
-MATH = "Bf16"
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 3}  # MathMode
+MATH_MODES = {torch.bfloat16: 0, torch.float16: 1}
 
 
 class EmulatorError(RuntimeError):
-    """What the emulator found wrong: a deadlock, a barrier that is overrun, accumulators that are read in flight."""
+    """What is wrong with a kernel: a deadlock, say, and who waits for what."""
 
 
-def cuda_home() -> Path:
-    spec = importlib.util.spec_from_file_location("csrc_build", CSRC / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.cuda_home()
+def build(folder: Path, pattern: str = "", csrc: Path = CSRC, jobs: int = 2) -> Library:
+    """Compiles the kernels into folder, and again what changed since.
 
-
-def build(folder: Path, pattern: str = "", edits: dict[str, tuple[str, str]] | None = None, jobs: int = 2, csrc: Path = CSRC) -> Library:
-    """Compiles the kernels into folder.
-
-    pattern: a regular expression that the path of a `*_sm90.cu` must have a match of; other kernels are not there then. edits: by
-    path, a text and what replaces it, to see that what breaks a kernel is found.
+    pattern: a regular expression, of which the path of a `*_sm90.cu` must have a match; other kernels are not there then.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder / "csrc", ignore_errors=True)
-    include = []
-    for path, (old, new) in (edits or {}).items():
-        text = (csrc / path).read_text()
-        if text.count(old) == 0:
-            raise ValueError(f"{path} has no {old!r}")
-        changed = folder / "csrc" / path
-        changed.parent.mkdir(parents=True, exist_ok=True)
-        changed.write_text(text.replace(old, new))
-        include = ["-I", folder / "csrc"]
-    kernels = [p for p in sorted(csrc.rglob("*_sm90.cu")) if re.search(pattern, str(p.relative_to(csrc)))]
-    portable = [csrc / name for name in PORTABLE if (csrc / name).exists()]
-    host = [p for name in HOST for p in sorted(csrc.glob(name))]
-    flags = [
-        *("-std=c++20", "-fPIC", "-fno-extern-tls-init", "-w", "-Wno-psabi", "-DFASTMAX_HAS_SM90", f"-DFASTMAX_MATH={MATH}"),
-        *("-I", HERE / "headers", "-I", HERE, *include, "-I", csrc, "-isystem", cuda_home() / "include"),
-    ]
-
-    def compile(source: Path) -> Path:
-        path = folder / "csrc" / source.relative_to(csrc) if source.is_relative_to(csrc) else source
-        source = path if path.exists() else source
-        out = folder / ("_".join(source.parts[-3:]) + ".o")
-        own = source.is_relative_to(HERE)
-        if is_current(out, {str(folder / "csrc"), *(str(csrc / path) for path in edits or {})}):
-            return out
-        command = ["c++", "-O2" if own else "-O1", *flags, "-MD", "-include", HERE / "prefix.h", "-x", "c++", "-c", source, "-o", out]
-        subprocess.run(list(map(str, command)), check=True)
-        return out
-
+    kernels = [path for path in sorted(csrc.rglob("*_sm90.cu")) if re.search(pattern, str(path.relative_to(csrc)))]
+    others = [csrc / name for name in PORTABLE] + [path for name in HOST for path in sorted(csrc.glob(name))]
+    sources = [path for path in [*kernels, *others] if path.exists()]
     with ThreadPoolExecutor(jobs) as pool:
-        objects = list(pool.map(compile, [*kernels, *portable, *host, *sorted(HERE.glob("*.cpp"))]))
-    return Library(link(folder, objects))
+        own = pool.map(lambda source: compile_source(source, folder / f"{source.stem}.o", csrc, "-O2"), sorted(HERE.glob("*.cpp")))
+        objects = pool.map(lambda source: compile_source(source, folder / object_name(source, csrc), csrc), sources)
+        made = dict(zip(sources, objects, strict=True))
+        return Library(folder, csrc, made, [*own])
 
 
-def is_current(out: Path, changed: set[str]) -> bool:
-    """Whether an object is newer than all that it was made of, none of which lies in what is changed."""
+def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[str, str]) -> Library:
+    """The library with other text in a file of csrc/, in the kernels whose path matches: to see that what breaks them is found."""
+    text = (library.csrc / path).read_text()
+    for old, new in edits.items():
+        assert text.count(old) == 1, f"{path} has {old!r} {text.count(old)} times"
+        text = text.replace(old, new)
+    changed = folder / "csrc" / path
+    changed.parent.mkdir(parents=True)
+    changed.write_text(text)
+    made = dict(library.made)
+    for source in made:
+        name = str(source.relative_to(library.csrc))
+        if re.search(pattern, name):
+            made[source] = compile_source(changed if name == path else source, folder / object_name(source, library.csrc),
+                                          folder / "csrc", "-O1", "-I", library.csrc)  # fmt: skip
+    return Library(folder, library.csrc, made, library.own)
+
+
+def object_name(source: Path, csrc: Path) -> str:
+    return "_".join(source.relative_to(csrc).with_suffix(".o").parts)
+
+
+def compile_source(source: Path, out: Path, csrc: Path, optimise: str = "-O1", *more: str | Path) -> Path:
+    if not is_current(out):
+        command = [
+            *("c++", "-std=c++20", optimise, "-fPIC", "-w", "-Wno-psabi", "-MD", "-c", "-x", "c++", source, "-o", out),
+            # Shared memory is thread-local here, and extern in the kernels: without constructors.
+            "-fno-extern-tls-init",
+            *("-DFASTMAX_HAS_SM90", "-DFASTMAX_MATH=Bf16", "-include", HERE / "prefix.h"),
+            *("-I", HERE / "headers", "-I", HERE, "-I", csrc, *more, "-isystem", load_build().cuda_home() / "include"),
+        ]
+        subprocess.run(list(map(str, command)), check=True)
+    return out
+
+
+def is_current(out: Path) -> bool:
+    """Whether an object is newer than all that it was made of."""
     made_of = out.with_suffix(".d")
     if not out.exists() or not made_of.exists():
         return False
-    paths = re.sub(r"\\\n", " ", made_of.read_text()).split()[1:]
-    if any(p.startswith(tuple(changed)) for p in paths):
-        return False
-    return all(Path(p).exists() and Path(p).stat().st_mtime < out.stat().st_mtime for p in paths)
+    paths = [Path(name) for name in made_of.read_text().replace("\\\n", " ").split()[1:]]
+    return all(path.exists() and path.stat().st_mtime < out.stat().st_mtime for path in paths)
 
 
 def link(folder: Path, objects: list[Path]) -> Path:
     """What is not compiled, such as the portable kernels that the tables name, says so when it is called."""
-    symbols: dict[str, set[str]] = {"U": set(), "T": set()}
-    for line in subprocess.run(["nm", *objects], capture_output=True, text=True, check=True).stdout.splitlines():
-        if found := re.search(r" ([A-Za-z]) (_Z\S+)$", line):
-            symbols["U" if found[1] == "U" else "T"].add(found[2])
-    missing = sorted(name for name in symbols["U"] - symbols["T"] if re.match(r"_ZNK?7fastmax", name) and "shared" not in name)
-    stubs = folder / "stubs.s"
-    lines = [f".globl {name}\n{name}: jmp emulator_not_compiled@PLT" for name in missing]
-    stubs.write_text("\n".join([*lines, '.section .note.GNU-stack,"",@progbits', ""]))
-    out = folder / "libemulator.so"
-    subprocess.run(["c++", "-shared", "-o", out, *objects, stubs, "-lpthread", "-Wl,-z,defs", "-Wl,-Bsymbolic"], check=True)
+    listing = subprocess.run(["nm", *objects], capture_output=True, text=True, check=True).stdout
+    symbols = set(re.findall(r" ([A-Za-z]) (_ZNK?7fastmax\S+)$", listing, re.MULTILINE))
+    missing = {name for kind, name in symbols if kind == "U"} - {name for kind, name in symbols if kind != "U"}
+    functions = [
+        f'extern "C" void missing_{i}() asm("{name}"); void missing_{i}() {{ emulator_not_compiled("{name}"); }}'
+        for i, name in enumerate(sorted(name for name in missing if "shared" not in name))
+    ]
+    stubs, out = folder / "stubs.cpp", folder / "libemulator.so"
+    stubs.write_text("\n".join(['extern "C" void emulator_not_compiled(const char* symbol);', *functions, ""]))
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", out, *objects, stubs, "-lpthread", "-Wl,-z,defs"], check=True)
     return out
 
 
 class Library:
-    def __init__(self, path: Path):
-        self._library = ctypes.CDLL(str(path))
-        self._library.emulator_run.restype = ctypes.c_char_p
-        self._library.emulator_kernels.restype = ctypes.c_char_p
+    def __init__(self, folder: Path, csrc: Path, made: dict[Path, Path], own: list[Path]):
+        self.csrc, self.made, self.own = csrc, made, own
+        self._library = ctypes.CDLL(str(link(folder, [*made.values(), *own])))
+        for name in ("run", "kernels"):
+            getattr(self._library, f"emulator_{name}").restype = ctypes.c_char_p
         self._library.emulator_kept_bytes.restype = ctypes.c_int64
-
-    def _give(self, tensors: dict[str, torch.Tensor | None], numbers: dict[str, float]) -> None:
-        self._library.emulator_begin()
-        for name, x in tensors.items():
-            if x is None:
-                continue
-            assert x.device.type == "cpu", name
-            sizes, strides = ((ctypes.c_int64 * x.dim())(*values) for values in (x.shape, x.stride()))
-            self._library.emulator_tensor(name.encode(), ctypes.c_void_p(x.data_ptr()), x.dim(), sizes, strides)
-        numbers = {"math": DTYPES[tensors["q"].dtype]} | numbers
-        for name, x in numbers.items():
-            self._library.emulator_number(name.encode(), ctypes.c_double(x))
 
     def run(self, algorithm: str, direction: str, tensors: dict[str, torch.Tensor | None], **numbers: float) -> str:
         """Runs the kernels that cover the call, and returns their name."""
@@ -145,5 +136,17 @@ class Library:
         return self._library.emulator_kernels().decode()
 
     def kept_bytes(self, algorithm: str, direction: str, tensors: dict[str, torch.Tensor | None], **numbers: float) -> int:
+        """Of `kept`, which a call leaves or takes (csrc/core/algorithm.h)."""
         self._give(tensors, numbers)
         return self._library.emulator_kept_bytes(algorithm.encode(), int(direction == "backward"))
+
+    def _give(self, tensors: dict[str, torch.Tensor | None], numbers: dict[str, float]) -> None:
+        self._library.emulator_begin()
+        for name, x in tensors.items():
+            if x is None:
+                continue
+            assert x.device.type == "cpu", name
+            sizes, strides = ((ctypes.c_int64 * x.dim())(*values) for values in (x.shape, x.stride()))
+            self._library.emulator_tensor(name.encode(), ctypes.c_void_p(x.data_ptr()), x.dim(), sizes, strides)
+        for name, x in {"math": MATH_MODES[tensors["q"].dtype], **numbers}.items():
+            self._library.emulator_number(name.encode(), ctypes.c_double(x))

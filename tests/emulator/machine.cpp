@@ -226,8 +226,8 @@ class Block {
       : state(state), index(index), schedule(state.schedule), random(schedule.seed * 1000003 + number), warps(state.launch->threads / kWarp),
         fibers(state.launch->threads), dim(state.launch->threads), live(state.launch->threads) {
     if (state.launch->threads % kWarp != 0) throw std::logic_error("a block is whole warps");
-    // Where shared memory begins is nobody's business; its size is.
-    first_address = 1024 + (schedule.warps == Schedule::Warps::kRandom ? random() % 64 * 16 : 0);
+    // Where shared memory begins is not said, but for the alignment that kernels declare.
+    first_address = 1024 + (schedule.warps == Schedule::Warps::kRandom ? random() % 8 * 128 : 0);
     if (first_address + state.launch->shared_bytes > kSharedWindow) first_address = 1024;
     std::memset(emulator_shared, 0xff, sizeof(emulator_shared));
     granules.assign(kSharedWindow / 16, {});

@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <stdexcept>
+#include <string>
 
 #include "core/driver.h"
 #include "machine.h"
@@ -65,6 +66,8 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   for (size_t i = 0; i < height; ++i) std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
   return cudaSuccess;
 }
-// Kernels of the portable rows of the tables: build.py makes their symbols jump to here.
-void emulator_not_compiled() { throw std::runtime_error("emulator: this call takes kernels that are not compiled for it"); }
+// Kernels of the portable rows of the tables: __init__.py makes their symbols come here.
+void emulator_not_compiled(const char* symbol) {
+  throw std::runtime_error(std::string("emulator: this call takes ") + symbol + ", which is not compiled for it");
+}
 }

@@ -1,0 +1,187 @@
+"""The Hopper kernels in an emulator (tests/emulator), where no GPU is: their own sources, by several schedules of threads, copies and
+products, against the PyTorch implementation in float64.
+
+Sizes: a warpgroup of the quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear ones have 256
+rows at head dim 64 and 512 at 128, tiles 64.
+"""
+
+import fcntl
+from dataclasses import dataclass
+
+import emulator
+import pytest
+import torch
+from common import bounded, load_build, make_decay, relative
+
+from fastmax.bounds import sequence_of_token
+
+MULTIPROCESSORS = 2  # blocks that take the items of a persistent kernel
+# In order; two adversaries, of which everything asynchronous is late; at random.
+SCHEDULES = (0, 1, 2, 3, 4)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory, request):
+    """Compiled once, by whichever process comes first."""
+    build = load_build()
+    try:
+        build.cuda_home()
+    except build.BuildError as error:
+        pytest.skip(str(error))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "emulator"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return emulator.build(folder)
+
+
+@dataclass(frozen=True)
+class Case:
+    algorithm: str
+    kernels: str  # that cover it: the row of csrc's table
+    n: int
+    m: int
+    d: int
+    b: int = 1
+    h: int = 2
+    hk: int = 2
+    causal: bool = True
+    padding: bool = False
+    dropout: float = 0.0
+    decay: str | None = None
+    packed: tuple[int, ...] = ()  # where sequences begin and end
+    left: int = -1
+    right: int = -1
+    dtype: torch.dtype = torch.bfloat16
+    backward: bool = True
+
+    def __str__(self):
+        options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
+        options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0)
+        return f"{self.kernels} {self.n}x{self.m} d{self.d} h{self.h}/{self.hk} {' '.join(options)}"
+
+    @property
+    def is_softmax(self):
+        return self.algorithm == "flash"
+
+
+def quadratic(*args, **options):
+    return [Case(algorithm, f"{algorithm}_sm90", *args, **options) for algorithm in ("quadratic", "flash")]
+
+
+CASES = [
+    *quadratic(130, 257, 64, causal=False),
+    *quadratic(257, 300, 64, h=4, hk=2),
+    *quadratic(200, 257, 128, h=4, hk=2, padding=True),
+    *quadratic(130, 70, 128, causal=False),
+    Case("quadratic", "quadratic_sm90", 200, 257, 64, dropout=0.3),
+    Case("flash", "flash_sm90", 200, 257, 64, dtype=torch.float16, backward=False),
+    Case("flash", "flash_sm90", 130, 257, 128, dtype=torch.float16, backward=False),
+    *(
+        Case(algorithm, f"{algorithm}_bounded_sm90", 257, 257, d, b=1, h=4, hk=2, packed=(0, 70, 71, 200, 257), causal=causal)
+        for algorithm, d, causal in (("quadratic", 64, True), ("quadratic", 128, False), ("flash", 64, False))
+    ),
+    Case("flash", "flash_bounded_sm90", 257, 257, 128, left=50),
+    Case("flash", "flash_bounded_sm90", 200, 300, 64, left=40, right=90, causal=False),
+    Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
+    Case("flash", "flash_fading_sm90", 257, 300, 64, decay="ordinary"),
+    Case("quadratic", "quadratic_fading_sm90", 200, 257, 128, decay="weak", backward=False),
+    Case("flash", "flash_fading_sm90", 200, 257, 128, decay="weak"),
+    Case("linear", "linear2_sm90", 130, 257, 64, h=1, hk=1, causal=False),
+    Case("linear", "linear2_sm90", 257, 300, 64, hk=1, padding=True),
+    Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary"),
+    Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 100, 257, 300)),
+    Case("linear", "linear2_sm90", 200, 330, 128, h=1, hk=1),
+    Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak"),
+]
+
+
+class Call:
+    """Tensors of a case, and its result in float64."""
+
+    def __init__(self, case: Case):
+        self.case = case
+        rows = (case.b, case.hk, case.m)
+        options = {}
+        if case.padding:
+            options["key_padding_mask"] = torch.rand(case.b, case.m) > 0.3
+        if case.dropout > 0:
+            options["noise"] = torch.randn(case.b, case.h, case.n, case.d).to(case.dtype)
+        if case.decay is not None:
+            options["log_decay"] = make_decay(case.decay, *rows)
+        if case.packed:
+            bounds = torch.tensor(case.packed, dtype=torch.int32)
+            sequence = sequence_of_token(bounds, case.n)
+            options["first_key"] = bounds[sequence].expand(rows)
+            if not case.causal:
+                options["end_key"] = bounds[sequence + 1].expand(rows)
+        self.options = options
+        self.q, self.k = (bounded(case.b, *x, case.d, dtype=case.dtype) for x in ((case.h, case.n), (case.hk, case.m)))
+        self.v, self.grad_o = (torch.randn(case.b, *x, case.d).to(case.dtype) for x in ((case.hk, case.m), (case.h, case.n)))
+        self.grad_z = torch.randn(case.b, case.h, case.n) if case.is_softmax else None
+        self.exact = self._in_float64()
+
+    def _in_float64(self):
+        case, operators = self.case, torch.ops.fastmax
+        given = {name: x.double() if x.is_floating_point() else x for name, x in self.options.items()}
+        mask, noise, *per_head = map(given.get, ("key_padding_mask", "noise", "log_decay", "first_key", "end_key"))
+        if case.is_softmax:
+            forward, backward = operators.flash_forward, operators.flash_backward
+            options = (mask, *per_head, SCALE, case.causal, case.left, case.right, False)
+        else:
+            forward, backward = operators.forward, operators.backward
+            options = (mask, noise, None, *per_head, SCALE, *POLYNOMIAL, 2, case.causal, case.dropout, case.algorithm, False)
+        q, k, v, grad_o = (x.double() for x in (self.q, self.k, self.v, self.grad_o))
+        o, z = forward(q, k, v, *options)
+        grad_z = None if self.grad_z is None else self.grad_z.double()
+        gradients = backward(grad_o, grad_z, q, k, v, o, z, *options)
+        names = ("o", "z", "grad_q", "grad_k", "grad_v")
+        exact = dict(zip(names, (o, z, *gradients), strict=False))
+        return exact if case.decay is None else exact | {"grad_log_decay": gradients[-1]}
+
+    def run(self, library, schedule: int) -> dict[str, torch.Tensor]:
+        """Results by the kernels, in memory full of NaN."""
+        case = self.case
+        given = {"q": self.q, "k": self.k, "v": self.v} | self.options
+        numbers = dict(
+            scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=case.causal, dropout=case.dropout,
+            left=case.left, right=case.right, sm_count=MULTIPROCESSORS, schedule=schedule,
+        )  # fmt: skip
+        results = {"o": nan_like(self.grad_o), "z": torch.full(self.q.shape[:3], torch.nan)}
+        assert library.run(case.algorithm, "forward", given | results, **numbers) == case.kernels
+        if case.backward:
+            gradients = {f"grad_{name}": nan_like(x) for name, x in (("q", self.q), ("k", self.k), ("v", self.v))}
+            if case.decay is not None:
+                gradients["grad_log_decay"] = nan_like(given["log_decay"])
+            given |= results | {"grad_o": self.grad_o, "grad_z": self.grad_z}
+            assert library.run(case.algorithm, "backward", given | gradients, **numbers) == case.kernels
+            results |= gradients
+        return results
+
+
+SCALE = 1.3
+POLYNOMIAL = (1.0, 0.9, 0.6)
+
+
+def nan_like(x):
+    return torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
+
+
+def wrong(actual, exact):
+    """Results that differ, with their errors. 16 bits leave 0.2%, products of rounded weights a little more."""
+    errors = {name: relative(x, exact[name]) for name, x in actual.items()}
+    # Written so that a NaN is wrong.
+    return {name: error for name, error in errors.items() if not error < (1e-5 if name == "z" else 5e-3)}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_float64(library, case):
+    call = Call(case)
+    first = None
+    for schedule in SCHEDULES if case.algorithm != "linear" else SCHEDULES[1:4]:
+        results = call.run(library, schedule)
+        assert wrong(results, call.exact) == {}, f"schedule {schedule}"
+        if first is None:
+            first = results
+        assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
