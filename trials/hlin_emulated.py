@@ -72,10 +72,13 @@ class Given:
             seen = seen & self.more["key_padding_mask"].bool()[:, None, None]
         if "first_key" in self.more:
             seen = seen & (j >= self.of_queries(self.more["first_key"])[..., None])
-        sums = torch.zeros(self.b, self.hk, self.m, dtype=torch.double) if log_decay is None else log_decay.cumsum(-1)
-        of_queries = self.of_queries(sums)
-        left = torch.where(seen, of_queries[..., self.m - self.n :, None] - of_queries[..., None, :], 0.0).exp()
-        return torch.where(seen, (1 + s + 0.5 * s * s) * left, 0.0), sums
+        weights = torch.where(seen, 1 + s + 0.5 * s * s, 0.0)
+        if log_decay is None:
+            return weights, torch.zeros(self.b, self.hk, self.m, dtype=torch.double)
+        sums = log_decay.cumsum(-1)
+        of_keys = self.of_queries(sums)
+        left = torch.where(seen, of_keys[..., self.m - self.n :, None] - of_keys[..., None, :], 0.0).exp()
+        return weights * left, sums
 
 
 def call(lib, schedule, sm, **case):
