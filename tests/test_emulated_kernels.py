@@ -55,6 +55,7 @@ class Case:
     right: int = -1
     dtype: torch.dtype = torch.bfloat16
     backward: bool = True
+    multiprocessors: int = MULTIPROCESSORS
 
     def __str__(self):
         options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
@@ -92,6 +93,8 @@ CASES = [
     Case("linear", "linear2_sm90", 257, 300, 64, hk=1, padding=True),
     Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 100, 257, 300)),
+    Case("linear", "linear2_sm90", 290, 290, 64, h=1, hk=1, multiprocessors=8),  # a state in eight blocks, not four
+    Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, multiprocessors=16),  # and in segments
     Case("linear", "linear2_sm90", 200, 330, 128, h=1, hk=1),
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak"),
 ]
@@ -146,7 +149,7 @@ class Call:
         given = {"q": self.q, "k": self.k, "v": self.v} | self.options
         numbers = dict(
             scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=case.causal, dropout=case.dropout,
-            left=case.left, right=case.right, sm_count=MULTIPROCESSORS, schedule=schedule,
+            left=case.left, right=case.right, sm_count=case.multiprocessors, schedule=schedule,
         )  # fmt: skip
         results = {"o": nan_like(self.grad_o), "z": torch.full(self.q.shape[:3], torch.nan)}
         assert library.run(case.algorithm, "forward", given | results, **numbers) == case.kernels
