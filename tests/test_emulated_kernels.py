@@ -1,8 +1,8 @@
-"""The Hopper kernels in an emulator (tests/emulator), where no GPU is: their own sources, by several schedules of threads, copies and
-products, against the PyTorch implementation in float64.
+"""The Hopper kernels in an emulator (tests/emulator), where no GPU is: their own sources, by several schedules of threads,
+copies and products, against the PyTorch implementation in float64.
 
-Sizes: a warpgroup of the quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear ones have 256
-rows at head dim 64 and 512 at 128, tiles 64.
+Sizes: a warpgroup of the quadratic kernels owns 64 rows and walks over tiles of 64 or 128 tokens; chunks of the linear ones
+have 256 rows at head dim 64 and 512 at 128, tiles 64.
 """
 
 import fcntl
@@ -178,6 +178,9 @@ def wrong(actual, exact):
     return {name: error for name, error in errors.items() if not error < (1e-5 if name == "z" else 5e-3)}
 
 
+# ---- against float64
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(library, case):
     call = Call(case)
@@ -188,3 +191,103 @@ def test_against_float64(library, case):
         if first is None:
             first = results
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
+
+
+@pytest.mark.parametrize("decay", [None, "ordinary"])
+def test_carried_state(library, decay):
+    """A call that continues from a state and ends in one, and its gradient with those of both."""
+    n, before, d, options = 300, 90, 64, (SCALE, *POLYNOMIAL, 2, False)
+    operators = torch.ops.fastmax
+    q, k, v = (x.bfloat16() for x in (bounded(1, 1, n, d), bounded(1, 1, n, d), torch.randn(1, 1, n, d)))
+    values, weights, _ = operators.state_of_keys(
+        bounded(1, 1, before, d).double(), torch.randn(1, 1, before, d).double(), None, None, None, *options, False
+    )
+    values, weights = values.float(), weights.float()
+    grad_o, grad_z = torch.randn(1, 1, n, d).bfloat16(), None
+    grad_new_values, grad_new_weights = torch.randn_like(values) / before, torch.randn_like(weights) / before
+    log_decay = None if decay is None else make_decay(decay, 1, 1, n)
+
+    wide = [x.double() for x in (q, k, v)]
+    accompanying = (None, None if log_decay is None else log_decay.double(), None)
+    state = (values.double(), weights.double())
+    o, z, new_values, new_weights = operators.prefill(*wide, *accompanying, *state, *options)
+    gradients = operators.prefill_backward(
+        grad_o.double(), grad_z, grad_new_values.double(), grad_new_weights.double(), *wide, o, z, new_values, new_weights,
+        *accompanying, *state, *options,
+    )  # fmt: skip
+    names = (
+        "o",
+        "z",
+        "new_values",
+        "new_weights",
+        "grad_q",
+        "grad_k",
+        "grad_v",
+        "grad_log_decay",
+        "grad_values",
+        "grad_weights",
+    )
+    exact = dict(zip(names, (o, z, new_values, new_weights, *gradients), strict=True))
+
+    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "values": values, "weights": weights}
+    numbers = dict(
+        scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=True, sm_count=MULTIPROCESSORS, schedule=3
+    )
+    results = {"o": nan_like(q), "z": torch.full((1, 1, n), torch.nan)}
+    results |= {"new_values": nan_like(values), "new_weights": nan_like(weights)}
+    assert library.run("linear from a state", "forward", given | results, **numbers) == "linear2_sm90"
+    given |= results | {"grad_o": grad_o, "grad_new_values": grad_new_values, "grad_new_weights": grad_new_weights}
+    gradients = {
+        "grad_q": q,
+        "grad_k": k,
+        "grad_v": v,
+        "grad_values": values,
+        "grad_weights": weights,
+        "grad_log_decay": log_decay,
+    }
+    gradients = {name: nan_like(x) for name, x in gradients.items() if x is not None}
+    assert library.run("linear from a state", "backward", given | gradients, **numbers) == "linear2_sm90"
+    assert wrong(results | gradients, exact) == {}
+
+
+# ---- what the emulator is for: kernels that are wrong
+
+FORWARD, RING, TILES = "quadratic/fwd_sm90.h", "core/sm90/pipeline.h", "core/sm90/tiles.h"
+# By name: a file, what is written there in place of what, and a part of what the emulator says.
+MISTAKES = {
+    "accumulators read before they are there": (FORWARD, {"wgmma_wait<1>();": ""}, "wrong results {'o': nan"),
+    "no fence before products": (FORWARD, {"          keep(w);\n          wgmma_fence();": ""}, "without wgmma.fence"),
+    "a stage released before its products": (
+        FORWARD,
+        {
+            "          ring.release(at, lane);\n          at = below;": "          at = below;",
+            "          wgmma_wait<1>();": "          ring.release(at, lane);\n          wgmma_wait<1>();",
+        },
+        "which a product or a copy in flight reads",
+    ),
+    "a stage read before it is full": (FORWARD, {"          ring.wait_until_full(below);\n": ""}, "a copy is on its way"),
+    "fewer bytes expected": (FORWARD, {"expect(at, QueryTile::kBytes)": "expect(at, QueryTile::kBytes / 2)"}, "more bytes"),
+    "more bytes expected": (FORWARD, {"expect(at, QueryTile::kBytes)": "expect(at, QueryTile::kBytes + 16)"}, "deadlock"),
+    "more arrivals expected": (FORWARD, {"ring.init(4 * Tile::kConsumers)": "ring.init(4 * Tile::kConsumers + 1)"}, "deadlock"),
+    "another parity": (RING, {"mbarrier_wait(empty(at), at.parity ^ 1)": "mbarrier_wait(empty(at), at.parity)"}, "deadlock"),
+    "a result that copies may not see": (FORWARD, {"      ptx::fence_proxy_async();\n": ""}, "without fence.proxy.async"),
+    "a result written over before it is copied": (FORWARD, {"        ptx::bulk_wait_read<0>();\n": ""}, "in flight reads"),
+    "another swizzle": (TILES, {"((chunk ^ row) & 7)": "((chunk ^ (row >> 1)) & 7)"}, "wrong results {'o'"),
+    "too little shared memory": (FORWARD, {"kSwizzledTileAlignment + kEnd": "kEnd - 1024"}, "shared memory: bytes"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(library, tmp_path, mistake):
+    path, edits, message = MISTAKES[mistake]
+    broken = emulator.edited(library, tmp_path, r"^quadratic/fwd_sm90\.cu", path, edits)
+    call = Call(Case("quadratic", "quadratic_sm90", 450, 450, 64, h=4, backward=False))  # rings go round
+    found = []
+    for schedule in SCHEDULES:
+        try:
+            found.append(f"wrong results {wrong(call.run(broken, schedule), call.exact)}")
+        except emulator.EmulatorError as error:
+            found.append(str(error))
+        if message in found[-1]:
+            return
+    pytest.fail(f"not found: {found}")

@@ -3,13 +3,13 @@
     library = build(folder)                       # every `*_sm90.cu` of csrc/, and the host code that launches them
     kernels = library.run("quadratic", "forward", {"q": q, "k": k, "v": v, "o": o, "z": z}, causal=1, schedule=3)
 
-headers/ stands in for those headers of csrc/ that have PTX in them, a function for a function, and prefix.h for CUDA's C++. Nothing
-else is replaced: tables of kernels, workspaces, tensor maps, launches and whatever a kernel is made of are those of the library.
+headers/ stands in for those headers of csrc/ that have PTX in them, a function for a function, and prefix.h for CUDA's C++.
+Nothing else is replaced: tables of kernels, workspaces, tensor maps, launches and what a kernel is made of are the library's.
 
-Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h) by name, on the CPU; results are written into those
-given. Numbers: scale, a0, a1, a2, order, causal, left, right, dropout, math (MathMode), sm_count (blocks of a persistent grid),
-resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once, 1 and 2 the first or the last
-warp that can run and all copies and products late, from 3 on at random.
+Tensors are those of AttentionParams, FwdParams and BwdParams (csrc/core/params.h) by name, on the CPU; results are written into
+those given. Numbers: scale, a0, a1, a2, order, causal, left, right, dropout, math (MathMode), sm_count (blocks of a persistent
+grid), resident (blocks that run side by side; the others follow) and schedule: 0 everything in order and at once; 1 and 2 the
+first or the last warp that can run, and all copies and products late; from 3 on at random.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ def build(folder: Path, pattern: str = "", csrc: Path = CSRC, jobs: int = 2) -> 
     others = [csrc / name for name in PORTABLE] + [path for name in HOST for path in sorted(csrc.glob(name))]
     sources = [path for path in [*kernels, *others] if path.exists()]
     with ThreadPoolExecutor(jobs) as pool:
-        own = pool.map(lambda source: compile_source(source, folder / f"{source.stem}.o", csrc, "-O2"), sorted(HERE.glob("*.cpp")))
-        objects = pool.map(lambda source: compile_source(source, folder / object_name(source, csrc), csrc), sources)
+        own = pool.map(
+            lambda source: compile_source(source, folder / f"{source.stem}.o", csrc, "-O2"), sorted(HERE.glob("*.cpp"))
+        )
+        objects = pool.map(lambda path: compile_source(path, folder / object_name(path, csrc), csrc), sources)
         made = dict(zip(sources, objects, strict=True))
         return Library(folder, csrc, made, [*own])
 
 
 def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[str, str]) -> Library:
-    """The library with other text in a file of csrc/, in the kernels whose path matches: to see that what breaks them is found."""
+    """The library with other text in a file of csrc/, for the kernels whose path matches: to see that faults are found."""
     text = (library.csrc / path).read_text()
     for old, new in edits.items():
         assert text.count(old) == 1, f"{path} has {old!r} {text.count(old)} times"
@@ -69,12 +71,14 @@ def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[
     changed = folder / "csrc" / path
     changed.parent.mkdir(parents=True)
     changed.write_text(text)
-    made = dict(library.made)
-    for source in made:
+    made = {}
+    for source in library.made:
         name = str(source.relative_to(library.csrc))
         if re.search(pattern, name):
-            made[source] = compile_source(changed if name == path else source, folder / object_name(source, library.csrc),
-                                          folder / "csrc", "-O1", "-I", library.csrc)  # fmt: skip
+            out = folder / object_name(source, library.csrc)
+            made[source] = compile_source(changed if name == path else source, out, folder / "csrc", "-O1", "-I", library.csrc)
+    # These first: of an inline function that several objects have, the linker takes the first.
+    made |= {source: out for source, out in library.made.items() if source not in made}
     return Library(folder, library.csrc, made, library.own)
 
 
@@ -87,7 +91,7 @@ def compile_source(source: Path, out: Path, csrc: Path, optimise: str = "-O1", *
         command = [
             *("c++", "-std=c++20", optimise, "-fPIC", "-w", "-Wno-psabi", "-MD", "-c", "-x", "c++", source, "-o", out),
             # Shared memory is thread-local here, and extern in the kernels: without constructors.
-            "-fno-extern-tls-init",
+            *("-fno-extern-tls-init", "-fno-gnu-unique"),
             *("-DFASTMAX_HAS_SM90", "-DFASTMAX_MATH=Bf16", "-include", HERE / "prefix.h"),
             *("-I", HERE / "headers", "-I", HERE, "-I", csrc, *more, "-isystem", load_build().cuda_home() / "include"),
         ]
@@ -115,7 +119,7 @@ def link(folder: Path, objects: list[Path]) -> Path:
     ]
     stubs, out = folder / "stubs.cpp", folder / "libemulator.so"
     stubs.write_text("\n".join(['extern "C" void emulator_not_compiled(const char* symbol);', *functions, ""]))
-    subprocess.run(["c++", "-shared", "-fPIC", "-o", out, *objects, stubs, "-lpthread", "-Wl,-z,defs"], check=True)
+    subprocess.run(["c++", "-shared", "-fPIC", "-o", out, *objects, stubs, "-lpthread", "-Wl,-z,defs,-Bsymbolic"], check=True)
     return out
 
 

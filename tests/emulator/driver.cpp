@@ -48,8 +48,9 @@ int integer(const char* name, int otherwise) { return static_cast<int>(number(na
 // As bindings/operands.h.
 void fill(AttentionParams& p) {
   const Given &q = tensor("q"), &k = tensor("k"), &v = tensor("v");
-  p.b = static_cast<int>(q.sizes[0]), p.h = static_cast<int>(q.sizes[1]), p.n = static_cast<int>(q.sizes[2]), p.d = static_cast<int>(q.sizes[3]);
-  p.hk = static_cast<int>(k.sizes[1]), p.m = static_cast<int>(k.sizes[2]), p.dv = static_cast<int>(v.sizes[3]);
+  const auto size = [](const Given& x, int i) { return static_cast<int>(x.sizes[i]); };
+  p.b = size(q, 0), p.h = size(q, 1), p.n = size(q, 2), p.d = size(q, 3);
+  p.hk = size(k, 1), p.m = size(k, 2), p.dv = size(v, 3);
   p.head_dim = NativeHeadDims::at_least(std::max(p.d, p.dv));
   p.math = static_cast<MathMode>(integer("math", 0));
   p.scale = static_cast<float>(number("scale", 1));

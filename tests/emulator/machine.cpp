@@ -15,21 +15,16 @@
 #include <unordered_map>
 #include <vector>
 
-#include <sys/mman.h>
-#ifndef __x86_64__
-#include <ucontext.h>
-#endif
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include "fiber.h"
 
 namespace emulator {
 namespace {
 
 constexpr int kSharedWindow = 1 << 18;  // what 14 bits of an address by 16 bytes reach
-constexpr size_t kStackBytes = 256 * 1024;
 constexpr int kRegisters = 65536;
-constexpr uint64_t kMapMagic = 0x46415354544d4150;
 constexpr double kSpinSeconds = 20;  // without progress of any block, while some wait for each other
 
 }  // namespace
@@ -46,77 +41,11 @@ EMULATOR_SHARED(b, "_ZN7fastmax12_GLOBAL__N_16sharedE")
 
 namespace {
 
-// ---- fibers
-
-#ifdef __x86_64__
-extern "C" void emulator_switch(void** from, void* to);
-asm(R"(
-.text
-.type emulator_switch, @function
-emulator_switch:
-  pushq %rbp
-  pushq %rbx
-  pushq %r12
-  pushq %r13
-  pushq %r14
-  pushq %r15
-  movq %rsp, (%rdi)
-  movq %rsi, %rsp
-  popq %r15
-  popq %r14
-  popq %r13
-  popq %r12
-  popq %rbx
-  popq %rbp
-  ret
-.size emulator_switch, .-emulator_switch
-)");
-struct Context {
-  void* stack_pointer = nullptr;
-  void start(unsigned char* stack, size_t bytes, void (*entry)()) {
-    void** top = reinterpret_cast<void**>(stack + bytes) - 1;  // where a function finds its return address
-    *top = nullptr;
-    *--top = reinterpret_cast<void*>(entry);
-    for (int i = 0; i < 6; ++i) *--top = nullptr;
-    stack_pointer = top;
-  }
-};
-void switch_context(Context& from, Context& to) { emulator_switch(&from.stack_pointer, to.stack_pointer); }
-#else
-struct Context {
-  ucontext_t context;
-  void start(unsigned char* stack, size_t bytes, void (*entry)()) {
-    getcontext(&context);
-    context.uc_stack.ss_sp = stack, context.uc_stack.ss_size = bytes, context.uc_link = nullptr;
-    makecontext(&context, entry, 0);
-  }
-};
-void switch_context(Context& from, Context& to) { swapcontext(&from.context, &to.context); }
-#endif
-
-// Stacks of a block's fibers, kept by the thread for its next block.
-struct Stacks {
-  unsigned char* data = nullptr;
-  size_t bytes = 0;
-  void reserve(int threads) {
-    if (bytes >= threads * kStackBytes) return;
-    release();
-    bytes = threads * kStackBytes;
-    data = static_cast<unsigned char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-    if (data == MAP_FAILED) throw std::runtime_error("no memory for the stacks of a block");
-  }
-  void release() {
-    if (data != nullptr) munmap(data, bytes);
-    data = nullptr, bytes = 0;
-  }
-  ~Stacks() { release(); }
-};
-
 // ---- what threads wait for
 
 enum class Waits { kNothing, kOthersFirst, kExchange, kBarrier, kMbarrier, kRegisters };
 
-struct Write {  // of shared memory by copies of one thread, or of global memory
+struct Write {  // a copy from shared memory
   bool is_box;
   CUtensorMap map;
   Box box;
@@ -124,7 +53,7 @@ struct Write {  // of shared memory by copies of one thread, or of global memory
   uint32_t src, bytes;
   Combine combine;
   std::vector<unsigned char> data;
-  bool is_read = false, is_written = false, may_be_read = false;
+  bool is_read = false, is_written = false, is_waited_for = false;
 };
 
 struct SmallCopy {
@@ -212,7 +141,7 @@ struct LaunchState {
 
 const TensorMap& tensor_map_of(const CUtensorMap& map) {
   const TensorMap& m = reinterpret_cast<const TensorMap&>(map);
-  if (m.magic != kMapMagic) fail("a copy by what is no tensor map");
+  if (m.magic != TensorMap::kMagic) fail("a copy by what is no tensor map");
   return m;
 }
 
@@ -223,8 +152,14 @@ struct Failure {};  // outside of a fiber; what failed is in Block::error
 class Block {
  public:
   Block(LaunchState& state, uint3 index, uint64_t number, Stacks& stacks)
-      : state(state), index(index), schedule(state.schedule), random(schedule.seed * 1000003 + number), warps(state.launch->threads / kWarp),
-        fibers(state.launch->threads), dim(state.launch->threads), live(state.launch->threads) {
+      : state(state),
+        index(index),
+        schedule(state.schedule),
+        random(schedule.seed * 1000003 + number),
+        warps(state.launch->threads / kWarp),
+        fibers(state.launch->threads),
+        dim(state.launch->threads),
+        live(state.launch->threads) {
     if (state.launch->threads % kWarp != 0) throw std::logic_error("a block is whole warps");
     // Where shared memory begins is not said, but for the alignment that kernels declare.
     first_address = 1024 + (schedule.warps == Schedule::Warps::kRandom ? random() % 8 * 128 : 0);
@@ -327,11 +262,10 @@ class Block {
   const unsigned char* shared_to_read(uint32_t address, uint32_t bytes, const char* reader) {
     unsigned char* p = shared(address, bytes);
     for_each_granule(address, bytes, [&](const Granule& granule, uint32_t) {
-      if (granule.incoming > 0) fail((reader == nullptr ? "a load" : reader) + (" of " + name_of(address)) + ", to which a copy is on its way");
-      if (reader != nullptr && granule.writer != 0) {
-        fail(std::string(reader) + " of " + name_of(address) + ", which thread " + std::to_string(granule.writer - 1) +
-             " wrote without fence.proxy.async");
-      }
+      if (granule.incoming == 0 && (reader == nullptr || granule.writer == 0)) return;
+      const std::string what = (reader == nullptr ? "a load" : reader) + (" of " + name_of(address));
+      if (granule.incoming > 0) fail(what + ", to which a copy is on its way");
+      fail(what + ", which thread " + std::to_string(granule.writer - 1) + " wrote without fence.proxy.async");
     });
     return p;
   }
@@ -356,7 +290,9 @@ class Block {
   }
   static uint64_t mbarrier_word(uint32_t address) { return 0x4d42415252494552 ^ address; }
   // From the first multiple of 1024 on, where kernels count from.
-  std::string name_of(uint32_t address) const { return "byte " + std::to_string(static_cast<int64_t>(address) - (first_address + 1023) / 1024 * 1024); }
+  std::string name_of(uint32_t address) const {
+    return "byte " + std::to_string(static_cast<int64_t>(address) - (first_address + 1023) / 1024 * 1024);
+  }
 
   void end_phase_if_complete(uint32_t address, Mbarrier& barrier) {
     if (barrier.pending > 0 || barrier.bytes != 0) return;
@@ -492,7 +428,8 @@ class Block {
     const uint32_t mask = swizzle_mask(descriptor), row_bytes = (mask + 1) * 16;
     if (mask == 0) fail("a wgmma operand without a swizzle");
     const uint32_t start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
-    const uint32_t leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4, stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
+    const uint32_t leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
+    const uint32_t stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
     const auto swizzled = [&](uint32_t address) { return address ^ (address >> 7 & mask) << 4; };
     if (!transposed) {  // a row has the sum's numbers
       for (int i = 0; i < count; ++i) {
@@ -658,7 +595,6 @@ class Block {
     const auto now = std::chrono::steady_clock::now();
     if (progress != seen_progress) seen_progress = progress, seen_at = now;
     if (std::chrono::duration<double>(now - seen_at).count() > kSpinSeconds) {
-      wake_all([](const Fiber&) { return false; });
       error = "blocks wait for each other: " + who_waits();
     }
     std::this_thread::yield();
@@ -689,12 +625,14 @@ class Block {
       case Waits::kExchange: return std::string("its lanes in ") + f.what;
       case Waits::kBarrier: {
         const NamedBarrier& b = barriers[f.address];
-        return "barrier " + std::to_string(f.address) + " (" + std::to_string(b.arrived) + " of " + std::to_string(b.threads) + " threads came)";
+        return "barrier " + std::to_string(f.address) + " (" + std::to_string(b.arrived) + " of " + std::to_string(b.threads) +
+               " threads came)";
       }
       case Waits::kMbarrier: {
         const Mbarrier& b = mbarriers.at(f.address);
-        return "mbarrier at " + name_of(f.address) + ", parity " + std::to_string(f.parity) + " (phase " + std::to_string(b.phase) + ", " +
-               std::to_string(b.pending) + " of " + std::to_string(b.count) + " arrivals and " + std::to_string(b.bytes) + " bytes to come)";
+        return "mbarrier at " + name_of(f.address) + ", parity " + std::to_string(f.parity) + " (phase " + std::to_string(b.phase) +
+               ", " + std::to_string(b.pending) + " of " + std::to_string(b.count) + " arrivals and " + std::to_string(b.bytes) +
+               " bytes to come)";
       }
       case Waits::kRegisters: return "registers";
     }
@@ -713,7 +651,7 @@ class Block {
       if (!f.open_group.empty()) error = "the block ended with copies that were not committed";
       for (auto& group : f.groups) {
         for (auto& w : group) {
-          if (!w->may_be_read) error = "the block ended before copies from its shared memory were waited for";
+          if (!w->is_waited_for) error = "the block ended before copies from its shared memory were waited for";
           else write(*w);
         }
       }
@@ -966,8 +904,18 @@ void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box&
   block->check_box(m, dst);
   block->start_load({true, map, box, nullptr, dst, Block::box_bytes(m), barrier});
 }
+namespace {
+
+void check_bulk(const void* global, uint32_t shared, uint32_t bytes) {
+  if (shared % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0 || bytes % 16 != 0 || bytes == 0) {
+    fail("a bulk copy of no multiples of 16");
+  }
+}
+
+}  // namespace
+
 void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
-  if (dst % 16 != 0 || reinterpret_cast<uintptr_t>(src) % 16 != 0 || bytes % 16 != 0 || bytes == 0) fail("a bulk copy of no multiples of 16");
+  check_bulk(src, dst, bytes);
   block->start_load({false, {}, {}, src, dst, bytes, barrier});
 }
 void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine combine) {
@@ -981,7 +929,7 @@ void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine com
   block->start_write(std::move(write));
 }
 void store_bulk(void* dst, uint32_t src, uint32_t bytes, Combine combine) {
-  if (src % 16 != 0 || reinterpret_cast<uintptr_t>(dst) % 16 != 0 || bytes % 16 != 0 || bytes == 0) fail("a bulk copy of no multiples of 16");
+  check_bulk(dst, src, bytes);
   auto write = std::make_unique<Write>();
   write->is_box = false, write->dst = static_cast<unsigned char*>(dst), write->src = src, write->bytes = bytes, write->combine = combine;
   block->start_write(std::move(write));
@@ -998,10 +946,10 @@ void bulk_wait(int pending, bool only_read) {
   for (int i = 0; i < over; ++i) {
     for (auto& w : f.groups[i]) {
       block->read(*w);
-      if (!w->may_be_read) {
+      if (!w->is_waited_for) {
         block->for_each_granule(w->src, w->bytes, [](Block::Granule& granule, uint32_t) { --granule.readers; });
       }
-      w->may_be_read = true;
+      w->is_waited_for = true;
       if (!only_read) block->write(*w);
     }
   }

@@ -132,6 +132,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity);
 
 // What cuTensorMapEncodeTiled leaves in a CUtensorMap here.
 struct TensorMap {
+  static constexpr uint64_t kMagic = 0x46415354544d4150;
   uint64_t magic;
   unsigned char* base;
   uint64_t strides[3];  // bytes

@@ -179,4 +179,6 @@ inline T atomicMax(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, 
 template <class T>
 inline T atomicExch(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T) { return x; }); }
 template <class T>
-inline T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x) { return emulator_atomic(p, [=](T old) { return old == expected ? x : old; }); }
+inline T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x) {
+  return emulator_atomic(p, [=](T old) { return old == expected ? x : old; });
+}

@@ -21,11 +21,15 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
     return CUDA_ERROR_INVALID_VALUE;
   }
   emulator::TensorMap m{};
-  m.magic = 0x46415354544d4150, m.base = static_cast<unsigned char*>(base), m.element_bytes = 2, m.is_bf16 = is_bf16;
-  m.swizzle_bytes = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 128 : swizzle == CU_TENSOR_MAP_SWIZZLE_64B ? 64 : swizzle == CU_TENSOR_MAP_SWIZZLE_32B ? 32 : 16;
+  m.magic = emulator::TensorMap::kMagic, m.base = static_cast<unsigned char*>(base), m.element_bytes = 2, m.is_bf16 = is_bf16;
+  static_assert(CU_TENSOR_MAP_SWIZZLE_NONE == 0 && CU_TENSOR_MAP_SWIZZLE_128B == 3, "by their logarithms");
+  if (swizzle > CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_INVALID_VALUE;
+  m.swizzle_bytes = static_cast<uint16_t>(16 << swizzle);
   for (int i = 0; i < 4; ++i) {
-    if (extents[i] == 0 || extents[i] > uint64_t{1} << 32 || box[i] == 0 || box[i] > 256 || element_strides[i] != 1) return CUDA_ERROR_INVALID_VALUE;
-    if (i >= 2 && box[i] != 1) return CUDA_ERROR_INVALID_VALUE;
+    const uint32_t largest_box = i < 2 ? 256 : 1;  // no kernel has others
+    if (extents[i] == 0 || extents[i] > UINT32_MAX || box[i] == 0 || box[i] > largest_box || element_strides[i] != 1) {
+      return CUDA_ERROR_INVALID_VALUE;
+    }
     m.extents[i] = static_cast<uint32_t>(extents[i]), m.box[i] = static_cast<uint16_t>(box[i]);
   }
   for (int i = 0; i < 3; ++i) {
@@ -63,7 +67,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind,
                               cudaStream_t) {
-  for (size_t i = 0; i < height; ++i) std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
+  for (size_t i = 0; i < height; ++i) {
+    std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
+  }
   return cudaSuccess;
 }
 // Kernels of the portable rows of the tables: __init__.py makes their symbols come here.
