@@ -83,8 +83,10 @@ CASES = [
         Case(algorithm, f"{algorithm}_bounded_sm90", 257, 257, d, b=1, h=4, hk=2, packed=(0, 70, 71, 200, 257), causal=causal)
         for algorithm, d, causal in (("quadratic", 64, True), ("quadratic", 128, False), ("flash", 64, False))
     ),
-    Case("flash", "flash_bounded_sm90", 257, 257, 128, left=50),
-    Case("flash", "flash_bounded_sm90", 200, 300, 64, left=40, right=90, causal=False),
+    *quadratic(200, 257, 32, h=4, hk=2),
+    *quadratic(130, 257, 96, causal=False),
+    Case("flash", "flash_window_sm90", 257, 257, 128, left=50),
+    Case("flash", "flash_window_sm90", 200, 300, 64, left=40, right=90, causal=False),
     Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
     Case("flash", "flash_fading_sm90", 257, 300, 64, decay="ordinary"),
     Case("quadratic", "quadratic_fading_sm90", 200, 257, 128, decay="weak", backward=False),
@@ -252,7 +254,7 @@ def test_carried_state(library, decay):
 
 # ---- what the emulator is for: kernels that are wrong
 
-FORWARD, RING, TILES = "quadratic/fwd_sm90.h", "core/sm90/pipeline.h", "core/sm90/tiles.h"
+FORWARD, RING = "quadratic/fwd_sm90.h", "core/sm90/pipeline.h"
 # By name: a file, what is written there in place of what, and a part of what the emulator says.
 MISTAKES = {
     "accumulators read before they are there": (FORWARD, {"wgmma_wait<1>();": ""}, "wrong results {'o': nan"),
@@ -270,9 +272,7 @@ MISTAKES = {
     "more bytes expected": (FORWARD, {"expect(at, QueryTile::kBytes)": "expect(at, QueryTile::kBytes + 16)"}, "deadlock"),
     "more arrivals expected": (FORWARD, {"ring.init(4 * Tile::kConsumers)": "ring.init(4 * Tile::kConsumers + 1)"}, "deadlock"),
     "another parity": (RING, {"mbarrier_wait(empty(at), at.parity ^ 1)": "mbarrier_wait(empty(at), at.parity)"}, "deadlock"),
-    "a result that copies may not see": (FORWARD, {"      ptx::fence_proxy_async();\n": ""}, "without fence.proxy.async"),
-    "a result written over before it is copied": (FORWARD, {"        ptx::bulk_wait_read<0>();\n": ""}, "in flight reads"),
-    "another swizzle": (TILES, {"((chunk ^ row) & 7)": "((chunk ^ (row >> 1)) & 7)"}, "wrong results {'o'"),
+    "another operand": (FORWARD, {"q.k_major(kk), k.k_major(kk))": "q.k_major(kk), k.k_major(0))"}, "wrong results {'o'"),
     "too little shared memory": (FORWARD, {"kSwizzledTileAlignment + kEnd": "kEnd - 1024"}, "shared memory: bytes"),
 }
 
