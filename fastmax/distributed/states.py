@@ -76,7 +76,8 @@ class Exchange:
         return self._layout.of(part.rank).index(part)
 
     def _scan(self, states: Tensor, wanted: tuple[Part, ...]):
-        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum."""
+        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum, made in float64."""
+        log_factors = None if self._carries is None else self._carries.log_factors()
         total = None
         left = set(wanted)
         parts = list(enumerate(self._layout.parts))
@@ -86,17 +87,14 @@ class Exchange:
                 yield part, torch.zeros_like(states[0, 0]) if total is None else total.to(states.dtype)
             if not left:
                 return
-            total = self._joined(total, states[part.rank, self._slot(part)], i)
-
-    def _joined(self, before: Tensor | None, own: Tensor, place: int) -> Tensor:
-        """In float64, but a single state, which is as it is."""
-        if before is None:
-            return own
-        before = before.double()
-        if self._carries is None:
-            return before + own
-        factor = self._carries.log_factors()[place].exp().unsqueeze(-1)
-        return own + torch.where(factor == 0.0, 0.0, before * factor)
+            state = states[part.rank, self._slot(part)]
+            if total is None:
+                total = state  # a single one is as it is
+            elif log_factors is None:
+                total = total.double() + state
+            else:
+                factor = log_factors[i].exp().unsqueeze(-1)
+                total = state + torch.where(factor == 0.0, 0.0, total.double() * factor)
 
 
 class Job(NamedTuple):
