@@ -621,7 +621,6 @@ class Block {
   int dim, live, current = 0, last_warp = -1;
   bool in_fiber = false;
   uint32_t first_address = 0;
-  int64_t clock = 0;
   Context scheduler;
   std::string error;
   std::array<NamedBarrier, 16> barriers;
@@ -718,10 +717,6 @@ int warp_index() { return block->current / kWarp; }
 void touch() {
   if (block->schedule.warps == Schedule::Warps::kRandom && block->chance(64)) block->back_to_scheduler();
 }
-int64_t clock() {
-  block->back_to_scheduler();
-  return block->clock += 1000;
-}
 
 uint32_t shared_address(const void* p) {
   return block->first_address + static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emulator_shared);
@@ -817,20 +812,16 @@ void mbarrier_init(uint32_t address, int arrivals) {
   std::memcpy(block->shared(address, 8), &word, 8);
   if (!block->mbarriers.insert({address, {arrivals, arrivals, 0, 0}}).second) fail("an mbarrier that is initialised twice");
 }
-void mbarrier_arrive(uint32_t address, int arrivals) {
+void mbarrier_arrive(uint32_t address) {
   touch();
   Mbarrier& barrier = block->mbarrier(address);
-  if (arrivals > barrier.pending) fail("more arrivals at the mbarrier at " + block->name_of(address) + " than its phase waits for");
-  barrier.pending -= arrivals;
+  if (barrier.pending == 0) fail("more arrivals at the mbarrier at " + block->name_of(address) + " than its phase waits for");
+  --barrier.pending;
   block->end_phase_if_complete(address, barrier);
 }
 void mbarrier_expect(uint32_t address, uint32_t bytes) {
   touch();
   block->mbarrier(address).bytes += bytes;
-}
-bool mbarrier_test(uint32_t address, uint32_t parity) {
-  block->back_to_scheduler();
-  return (block->mbarrier(address).phase & 1) != parity;
 }
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   touch();

@@ -55,7 +55,6 @@ const dim3& grid_size();
 
 // Others may run here.
 void touch();
-int64_t clock();
 
 // ---- shared memory, by its 32-bit addresses
 
@@ -121,9 +120,8 @@ void barrier_arrive(int barrier, int threads);
 // ---- mbarrier
 
 void mbarrier_init(uint32_t address, int arrivals);
-void mbarrier_arrive(uint32_t address, int arrivals);
+void mbarrier_arrive(uint32_t address);
 void mbarrier_expect(uint32_t address, uint32_t bytes);
-bool mbarrier_test(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
 // ---- copies

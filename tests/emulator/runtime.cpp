@@ -57,19 +57,8 @@ CUcontext current_context() { return reinterpret_cast<CUcontext>(1); }
 extern "C" {
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
-cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) { return std::memset(p, value, bytes), cudaSuccess; }
 cudaError_t cudaMemset2DAsync(void* p, size_t pitch, int value, size_t width, size_t height, cudaStream_t) {
   for (size_t i = 0; i < height; ++i) std::memset(static_cast<char*>(p) + i * pitch, value, width);
-  return cudaSuccess;
-}
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  return std::memcpy(to, from, bytes), cudaSuccess;
-}
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind,
-                              cudaStream_t) {
-  for (size_t i = 0; i < height; ++i) {
-    std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
-  }
   return cudaSuccess;
 }
 // Kernels of the portable rows of the tables: __init__.py makes their symbols come here.

@@ -12,13 +12,12 @@ namespace fastmax::ptx {
 inline void mbarrier_init(uint32_t barrier, int arrivals) { emulator::mbarrier_init(barrier, arrivals); }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
-  if (condition) emulator::mbarrier_arrive(barrier, 1);
+  if (condition) emulator::mbarrier_arrive(barrier);
 }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   emulator::mbarrier_expect(barrier, bytes);
-  emulator::mbarrier_arrive(barrier, 1);
+  emulator::mbarrier_arrive(barrier);
 }
-inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) { return emulator::mbarrier_test(barrier, parity); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
 
 inline void tma_load(uint32_t dst, const CUtensorMap& map, uint32_t barrier, int column, int token, int head, int batch) {
