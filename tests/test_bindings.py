@@ -342,6 +342,7 @@ def tensors(operator):
 
 PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for name in tensors(operator)]
 PLACES.remove(("state_of_keys", "k"))  # the first tensor, which stands for q
+PLACES.remove(("gradients_of_sums", "o"))  # likewise
 PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
 PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "first_key", "end_key")]
 PLACES += list(product(OVER_PARTS, ("log_decay", "first_key")))

@@ -115,7 +115,10 @@ def test_writes_into_views_alone(layout, dtype, d, device):
     z = far_forward_(o, lse, *tensors, *call)
     far_backward_(*into, *of_output, *tensors, o, z, *call)
     for x, y in zip((o, lse, z, *into), (*exact[0], *exact[1]), strict=True):
-        assert_close(x, y, rtol=1e-6 if dtype == torch.float32 else 0.02, atol=1e-5)
+        if dtype == torch.float32:
+            assert_close(x, y, rtol=1e-6, atol=1e-5)
+        else:  # far keys of views that a kernel cannot join are rounded before they are added
+            assert relative(x, y) <= verify.ROUNDING[dtype_id(dtype)]
     for x, y, view in zip(around, before, views, strict=True):
         assert int((x != y).sum()) <= view.numel()
 

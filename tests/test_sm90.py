@@ -140,7 +140,7 @@ def test_options_of_narrower_heads(d, softmax, taken):
     assert set(taken()) == expected_kernels(softmax, bounded=True)
     if softmax:
         assert verify.check(case._replace(options=case.options | {"window": 100}), DEVICE, 14).wrong == []
-        assert set(taken()) == expected_kernels(softmax, bounded=True)
+        assert set(taken()) == {"flash_forward: flash_window_sm90", "flash_backward: flash_window_sm90"}
         assert verify.check(case._replace(dtype=torch.float16), DEVICE, 15).wrong == []
         assert set(taken()) == {"flash_forward: flash_sm90", "flash_backward: flash_sm80"}
     assert verify.check(case._replace(decay=True), DEVICE, 16).wrong == []
@@ -212,7 +212,7 @@ def test_random_configurations(seed, capsys):
     assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
     counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))
     of_fastmax = {f"forward: {name}_sm90" for name in ("quadratic", "quadratic_bounded", "quadratic_fading", "linear2")}
-    assert of_fastmax | {f"flash_forward: {name}_sm90" for name in ("flash", "flash_bounded")} <= counts.keys()
+    assert of_fastmax | {f"flash_forward: {name}_sm90" for name in ("flash", "flash_window")} <= counts.keys()
 
 
 # ---- windows and packed sequences

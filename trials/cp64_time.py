@@ -46,8 +46,8 @@ Exchange, own_states, ends = states.Exchange, states._own_states, states._ends
 
 
 class AtOnce(Exchange):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         self.came = super().wait()
 
     def wait(self):

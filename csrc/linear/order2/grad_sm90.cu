@@ -185,9 +185,6 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     for (int i = 0; i < Tile::kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
   }
 
-  if (warpgroup == 1) {
-    for (const int64_t start = clock64(); clock64() - start < items.lag;) {}
-  }
   const int w4 = warp % 4, t = lane % 4, g = lane / 4, row = 16 * w4 + g;
   RingPosition at;
   const auto stage = [&] { return stages_at + at.stage * Tile::kStageBytes; };

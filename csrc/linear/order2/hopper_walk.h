@@ -6,7 +6,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdlib>
 #include <type_traits>
 
 #include "core/sm90/tensor_map.h"
@@ -29,7 +28,6 @@ inline constexpr int kScaleBytes = kTileRows * 4;  // e of a tile's rows
 // heads side by side. Made by the launcher: as an argument it takes no registers.
 struct ItemsOfRows {
   int rows, pieces, heads, count;
-  int lag = std::getenv("FASTMAX_TRIAL_LAG") == nullptr ? 0 : std::atoi(std::getenv("FASTMAX_TRIAL_LAG"));
 
   ItemsOfRows(const LinearProblem& p, int rows)
       : rows(rows), pieces((p.nx + rows - 1) / rows), heads(p.states() * p.x_group), count(pieces * heads) {}

@@ -234,9 +234,6 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
     for (int i = 0; i < kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
   }
 
-  if (warpgroup == 1) {
-    for (const int64_t start = clock64(); clock64() - start < items.lag;) {}
-  }
   const int w4 = warp % 4, t = lane % 4, g = lane / 4;
   const int row = 16 * w4 + g;  // of a tile, and row + 8
   RingPosition at;

@@ -5,7 +5,6 @@
 // and w, or for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
 // from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h).
 
-#include <cstdlib>
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -24,7 +23,7 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
   static constexpr int kThreads = 256;
   static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
-  static constexpr int kAhead = kHeadDim == 64 ? kStages - 3 : kStages - 2;  // stages that are on their way: loads are issued by a thread that also computes
+  static constexpr int kAhead = kStages - 2;  // stages that are on their way: loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
 
   // Shared memory, from a multiple of 1024 bytes on.
@@ -48,8 +47,7 @@ enum class Rows { kPlain, kScaled, kBounded, kFading };
 // This is a warpgroup's walk, with kOwn tiles.
 template <int kHeadDim, Rows kRows, bool kFine, int kOwn>
 __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap& zeroed_y_map, const CUtensorMap& w_map,
-                                     const CUtensorMap& zeroed_w_map, const StateArgs& a, const int first_segment, const uint32_t stages_at,
-                                     const int lag) {
+                                     const CUtensorMap& zeroed_w_map, const StateArgs& a, const int first_segment, const uint32_t stages_at) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
@@ -190,9 +188,6 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     }
   };
 
-  if (warpgroup == 1) {
-    for (const int64_t start = clock64(); clock64() - start < lag;) {}
-  }
   RingPosition at;
   int left = stages;  // not yet begun
   for (int row = begin;;) {
@@ -308,7 +303,7 @@ template <int kHeadDim, Rows kRows, bool kFine>
 __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, 1)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
                              const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap zeroed_w_map,
-                             const __grid_constant__ StateArgs a, const int first_segment, const int lag) {
+                             const __grid_constant__ StateArgs a, const int first_segment) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   extern __shared__ __align__(Tile::kAlignment) uint8_t shared[];
   const uint32_t stages_at = first_tile(shared);
@@ -319,10 +314,10 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, 1)
   __syncthreads();
   if constexpr (kFine) {
     if (__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) == 1) {
-      return walk<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag);
+      return walk<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at);
     }
   }
-  walk<kHeadDim, kRows, kFine, Tile::kOwnTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag);
+  walk<kHeadDim, kRows, kFine, Tile::kOwnTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at);
 }
 
 template <int kHeadDim, bool kFine>
@@ -334,11 +329,10 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
   const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map(a.zeroed_y, a, y_heads, a.ny, a.d);
   const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map(a.zeroed_w, a, y_heads, a.ny, a.dv);
-  const int lag = std::getenv("FASTMAX_TRIAL_LAG") == nullptr ? 0 : std::atoi(std::getenv("FASTMAX_TRIAL_LAG"));
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
-                    zeroed_y_map, w_map, zeroed_w_map, a, first_segment, lag);
+                    zeroed_y_map, w_map, zeroed_w_map, a, first_segment);
     };
     if (a.fading && a.fading.bounds_alone) run(linear_state_sm90_kernel<kHeadDim, Rows::kBounded, kFine>);
     else if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading, kFine>);
