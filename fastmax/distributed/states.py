@@ -105,7 +105,7 @@ class Exchange:
         before = before.double()
         if self._carries is None:
             return before + own
-        factor = self._carries.log_factors()[place].exp().unsqueeze(-1)
+        factor = self._carries.factors[place]
         return own + torch.where(factor == 0.0, 0.0, before * factor)
 
 
