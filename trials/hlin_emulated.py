@@ -3,7 +3,8 @@
     python trials/hlin_emulated.py FOLDER_FOR_OBJECTS SCHEDULE [SCHEDULE ...]      # FASTMAX_TRIAL_LAG=3000 for lags too
 
 Numbers of multiprocessors are chosen so that a state has eight blocks (`fine`: 8 for one state in one walk, 16 for one in
-segments), or four (2, 12: segments). Run so far, all right: schedules 0 to 5 at both head dims, some with a lag of 3000.
+segments), or four (2, 12: segments). Run so far, all right: schedules 0 to 5 at head dims 64 and 128, 0 to 9 at 32, some with
+a lag of 3000.
 """
 
 import sys
