@@ -549,7 +549,7 @@ def for_hopper(case: Case) -> Case | None:
     if not case.softmax:
         of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
         is_linear = options["algorithm"] == "linear" and (options["p"] == 2 or of_order1)
-        if is_linear and not (32 < width <= 64 or 96 < width <= 128):  # those of the linear kernels
+        if is_linear and (64 < width <= 96 or (options["p"] == 1 and width <= 32)):  # not those of the linear kernels
             case = case._replace(head_dim=case.head_dim + 32, value_dim=case.value_dim + 32)
         options = options | {"algorithm": "linear" if is_linear else "quadratic"}
     return case._replace(options=options, dtype=torch.bfloat16, precision="highest")

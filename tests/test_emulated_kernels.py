@@ -91,6 +91,9 @@ CASES = [
     Case("flash", "flash_fading_sm90", 257, 300, 64, decay="ordinary"),
     Case("quadratic", "quadratic_fading_sm90", 200, 257, 128, decay="weak", backward=False),
     Case("flash", "flash_fading_sm90", 200, 257, 128, decay="weak"),
+    Case("linear", "linear2_sm90", 257, 300, 32, h=4, hk=2, padding=True),
+    Case("linear", "linear2_sm90", 300, 300, 32, h=1, hk=1, decay="ordinary"),
+    Case("linear", "linear2_sm90", 520, 520, 32, h=1, hk=1, multiprocessors=8),  # in segments
     Case("linear", "linear2_sm90", 130, 257, 64, h=1, hk=1, causal=False),
     Case("linear", "linear2_sm90", 257, 300, 64, hk=1, padding=True),
     Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary"),
@@ -195,10 +198,10 @@ def test_against_float64(library, case):
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
 
 
-@pytest.mark.parametrize("decay", [None, "ordinary"])
-def test_carried_state(library, decay):
+@pytest.mark.parametrize("d, decay", [(32, None), (64, None), (64, "ordinary")])
+def test_carried_state(library, d, decay):
     """A call that continues from a state and ends in one, and its gradient with those of both."""
-    n, before, d, options = 300, 90, 64, (SCALE, *POLYNOMIAL, 2, False)
+    n, before, options = 300, 90, (SCALE, *POLYNOMIAL, 2, False)
     operators = torch.ops.fastmax
     q, k, v = (x.bfloat16() for x in (bounded(1, 1, n, d), bounded(1, 1, n, d), torch.randn(1, 1, n, d)))
     values, weights, _ = operators.state_of_keys(

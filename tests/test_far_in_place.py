@@ -88,7 +88,7 @@ SIZES = ((1, 1), (17, 17), (63, 200), (300, 300), (256, 256), (CHUNK + 1, CHUNK 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("n, m", SIZES, ids=str)
-@pytest.mark.parametrize("d, dv", [(64, 64), (40, 64), (128, 128), (128, 72)])
+@pytest.mark.parametrize("d, dv", [(32, 32), (24, 16), (64, 64), (40, 64), (128, 128), (128, 72)])
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_kernels_join(tokens, d, dv, n, m):
     given = operands("cuda", torch.bfloat16, n=n, m=m, d=d, dv=dv)

@@ -97,7 +97,7 @@ def test_sequences(d, n, mode, precision):  # noqa: F811
     check(given, mode)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("expanded", ["q", "k", "v"])
 def test_expanded_tensors(expanded, d):
     """Kernels for Hopper leave them to others, whose states are of as many bytes and lie otherwise: by turns, the same bits."""

@@ -1,7 +1,7 @@
 """The Hopper kernels of the linear algorithm of order 2: which calls take them, and what these compute.
 
-State kernel: stages of 64 rows; chunks of 256 rows at head dim 64, 1024 at 128. Read kernel: items of 256 rows, a low and a
-high tile of 64 for each warpgroup. Gradients: items of 128 rows; at head dim 128 grad_v is read by the read kernel.
+State kernel: stages of 64 rows; chunks of 256 rows at head dims 32 and 64, 1024 at 128. Read kernel: items of 256 rows, a low
+and a high tile of 64 for each warpgroup. Gradients: items of 128 rows; at head dim 128 grad_v is read by the read kernel.
 """
 
 import math
@@ -136,6 +136,25 @@ def test_against_float64(row, taken):  # noqa: F811
 @pytest.mark.parametrize(
     "row",
     [
+        *OWN_CHUNK,
+        *ONE_SNAPSHOT,
+        *BACK_IN_TIME,
+        *CHUNKS,
+        *OFFSETS,
+        *SHARED_HEADS,
+        *OPTIONS,
+        *(dict(n=700, b=b, h=h) for b, h in ((1, 66), (2, 66), (3, 88))),  # one block a multiprocessor, two, and waves
+    ],
+    ids=row_id,
+)
+def test_against_float64_at_head_dim_32(row, taken):  # noqa: F811
+    assert verify.check(case_of(d=32, **row), DEVICE, 1234).wrong == []
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
         *(dict(n=n, b=1, h=1) for n in (64, 1, 65, 129, 255, 257, 1023, 1024)),
         *BACK_IN_TIME,
         dict(n=300, m=200, causal=False, b=1, h=1),
@@ -152,7 +171,11 @@ def test_against_float64_at_head_dim_128(row, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    "d, dv", [(40, 24), (37, 51), (33, 8), (8, 64), (64, 1), (56, 40), (72, 100), (128, 16), (16, 128), (127, 127)]
+    "d, dv",
+    [
+        *((32, 16), (8, 32), (24, 24), (17, 5), (3, 7)),
+        *((40, 24), (37, 51), (33, 8), (8, 64), (64, 1), (56, 40), (72, 100), (128, 16), (16, 128), (127, 127)),
+    ],
 )
 def test_narrower_heads(d, dv, taken):  # noqa: F811
     """Columns that there are not are zeros of the copy engine, and are not written."""
@@ -218,12 +241,18 @@ def test_decays_of_finely_shared_states(n, m, decay, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize("decay", decays.KINDS)
+@pytest.mark.parametrize("n, m", [(1, 1), (65, 65), (256, 256), (257, 257), (777, 777), (1100, 1100), (17, 64), (129, 1000)])
+def test_decays_at_head_dim_32(n, m, decay, taken):  # noqa: F811
+    check_decay(taken, n, m, d=32, decay=decay, h=2, hk=1)
+
+
+@pytest.mark.parametrize("decay", decays.KINDS)
 def test_decays_at_head_dim_128(decay, taken):  # noqa: F811
     for n, m in ((1, 1), (65, 65), (300, 300), (1024, 1024), (1025, 1025), (2100, 2100), (70, 1300), (1100, 1333)):
         check_decay(taken, n, m, d=128, decay=decay, h=2, hk=1)
 
 
-@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("bits", [30, 60, 63, 64, 65, 70, 140])
 def test_decays_about_the_range_of_a_tile(bits, d, taken):  # noqa: F811
     """Of 64 tokens, on the diagonal: numbers of rows and of columns to 2^-64, of pairs beyond."""
@@ -234,7 +263,7 @@ def test_decays_about_the_range_of_a_tile(bits, d, taken):  # noqa: F811
     assert set(taken()) == EXPECTED
 
 
-@pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (40, 24), (33, 8), (8, 64), (72, 100), (128, 16)])
+@pytest.mark.parametrize("d, dv", [(32, 32), (64, 64), (128, 128), (24, 16), (40, 24), (33, 8), (8, 64), (72, 100), (128, 16)])
 def test_decays_with_everything(d, dv, taken):  # noqa: F811
     first = torch.arange(600, device=DEVICE)
     first = torch.where(torch.rand(600, device=DEVICE) < 0.01, first + 133, 0).cummax(0)[0].to(torch.int32).expand(2, 2, -1)
@@ -249,7 +278,7 @@ def test_decays_with_everything(d, dv, taken):  # noqa: F811
         check_bounds(taken, 600, 733, d=d, dv=dv, h=4, hk=2, first=first, **options)
 
 
-@pytest.mark.parametrize("d, chunk", [(64, 256), (128, 1024)])
+@pytest.mark.parametrize("d, chunk", [(32, 256), (64, 256), (128, 1024)])
 def test_sequences_that_begin_at_chunks_and_tiles(d, chunk, taken):  # noqa: F811
     """And a token beside them, and none in between; the second walk counts chunks from the end."""
     for lengths in (
@@ -280,7 +309,7 @@ def test_tokens_that_forget_everything(where, kind, taken):  # noqa: F811
     assert kernels_of_attention(taken) == EXPECTED
 
 
-@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
     """One head is cut into segments; many long ones run in pieces that hand on sums; nine at head dim 64 in pieces of four
     segments: against the portable kernels, in fp32."""
@@ -300,11 +329,11 @@ def test_segments_and_phases_that_fade(d, taken):  # noqa: F811
         taken()
 
 
-@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 @pytest.mark.parametrize("alone", [False, True], ids=["decay", "bounds"])
 def test_a_sequence_of_no_numbers(d, alone, taken):  # noqa: F811
     """It leaves nothing in chunks that have none of its tokens: not in states, nor in sums that go on behind it."""
-    chunk = 256 if d == 64 else 1024
+    chunk = 256 if d <= 64 else 1024
     spoils, end = slice(chunk, 2 * chunk + 88), 3 * chunk + 132
     lengths = [chunk, chunk + 88, 3 * chunk + 32]
     first, _ = bounds(lengths, True)
@@ -339,6 +368,8 @@ def test_graphs_that_fade(taken):  # noqa: F811
 @pytest.mark.parametrize(
     "tokens, forward, backward, d, dtype, options",
     [
+        (2300, "quadratic_sm90", "quadratic_sm90", 32, torch.bfloat16, ()),
+        (2600, "linear2_sm90", "linear2_sm90", 32, torch.bfloat16, ()),
         (4900, "quadratic_sm90", "quadratic_sm90", 64, torch.bfloat16, ()),
         (5400, "linear2_sm90", "linear2_sm90", 64, torch.bfloat16, ()),
         (17_500, "quadratic_sm90", "quadratic_sm90", 128, torch.bfloat16, ()),
@@ -365,7 +396,7 @@ def test_auto_counts_the_kernels_that_run(tokens, forward, backward, d, dtype, o
 # ---- the operators
 
 
-@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 def test_denominators(d, taken):  # noqa: F811
     """Their constant term is a number of keys and not a sum: 0 exactly where a query sees no key."""
     for case in (
@@ -406,12 +437,16 @@ def test_gradient_of_the_denominators(taken):  # noqa: F811
     assert set(taken()) == EXPECTED
 
 
-@pytest.mark.parametrize("b, h, hk, n, m", [(2, 40, 20, 16384, 16500), (1, 1, 1, 800_000, 800_000)], ids=["heads", "one head"])
-def test_phases(b, h, hk, n, m, taken):  # noqa: F811
+@pytest.mark.parametrize(
+    "b, h, hk, n, m, d",
+    [(2, 40, 20, 16384, 16500, 64), (1, 1, 1, 800_000, 800_000, 64), (2, 144, 144, 16384, 16384, 32)],
+    ids=["heads", "one head", "heads of 32"],
+)
+def test_phases(b, h, hk, n, m, d, taken):  # noqa: F811
     """States beyond 832 MiB run in pieces, which hand on what they summed: against the portable kernels, in fp32."""
-    q, grad_o = (torch.randn(b, h, n, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    k, v = (torch.randn(b, hk, m, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
-    score = (0.125, 1.0, 1.0, 0.5, 2, True, 0.0, "linear")
+    q, grad_o = (torch.randn(b, h, n, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    k, v = (torch.randn(b, hk, m, d, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    score = (d**-0.5, 1.0, 1.0, 0.5, 2, True, 0.0, "linear")
     results = both((q, k, v, *NOTHING, *score, False), grad_o)
     assert set(taken()) == EXPECTED
     exact = both((*(x.float() for x in (q, k, v)), *NOTHING, *score, True), grad_o.float())
@@ -420,7 +455,7 @@ def test_phases(b, h, hk, n, m, taken):  # noqa: F811
 
 
 def test_bitwise_repeatable_on_a_full_device(taken):  # noqa: F811
-    for d in (64, 128):
+    for d in (32, 64, 128):
         case = case_of(2100, d=d, b=4, h=24, hk=8, mask=True)
         first = run_without_reference(case)
         for _ in range(10):
@@ -458,7 +493,7 @@ def test_graphs(taken):  # noqa: F811
 
 def test_every_kernel_at_small_sizes(taken):  # noqa: F811
     """Without a reference, to run under compute-sanitizer."""
-    for d in (64, 128):
+    for d in (32, 64, 128):
         for n, m, h, hk in ((1, 1, 1, 1), (65, 65, 2, 1), (150, 200, 2, 2), (600, 700, 2, 1), (17, 3000, 1, 1)):
             case = case_of(n, m, d=d, b=1, h=h, hk=hk, mask=n == 150, noise=n == 150)
             assert all(x.isfinite().all() for x in run_without_reference(case).values())
@@ -472,8 +507,17 @@ PREFILL_BACKWARD = PREFILL | {"prefill_backward: linear2_sm90"}
 CARRIED = {
     **{f"length {n}": prefill.Case(n) for n in prefill.LENGTHS},
     **{f"length {n}, head dim 128": prefill.Case(n, 128) for n in (1, 63, 64, 65, 255, 256, 257, 300, 1023, 1024, 1025, 2500)},
-    **{f"head dims {d}, {dv}": prefill.Case(300, d, dv) for d, dv in ((40, 24), (37, 51), (64, 8), (72, 100), (128, 16))},
-    **{f"one head, {n}, head dim {d}": prefill.Case(n, d, b=1, h=1, hk=1) for n, d in ((700, 64), (5000, 64), (4500, 128))},
+    **{f"length {n}, head dim 32": prefill.Case(n, 32) for n in (1, 63, 64, 65, 255, 256, 257, 300, 1025)},
+    **{
+        f"head dims {d}, {dv}": prefill.Case(300, d, dv)
+        for d, dv in ((24, 16), (8, 32), (40, 24), (37, 51), (64, 8), (72, 100), (128, 16))
+    },
+    **{
+        f"one head, {n}, head dim {d}": prefill.Case(n, d, b=1, h=1, hk=1)
+        for n, d in ((700, 32), (5000, 32), (700, 64), (5000, 64), (4500, 128))
+    },
+    "GQA, head dim 32": prefill.Case(700, 32, h=8, hk=2, mask=True),
+    "many states, head dim 32": prefill.Case(300, 32, b=5, h=60, hk=60),
     "GQA": prefill.Case(700, h=8, hk=2),
     **{f"finely shared states, {n}": prefill.Case(n, b=2, h=12, hk=6, mask=n == 700) for n in (1, 257, 700)},
     "GQA, head dim 128": prefill.Case(1300, 128, h=8, hk=2, mask=True),
@@ -494,16 +538,16 @@ def test_carried_states(case, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize("decay", ["ordinary", "strong", "-inf at places", "-inf at the first token", "-inf everywhere"])
-@pytest.mark.parametrize("n, d", [(1, 64), (65, 64), (256, 64), (700, 64), (300, 128), (1500, 128)])
+@pytest.mark.parametrize("n, d", [(1, 32), (700, 32), (1, 64), (65, 64), (256, 64), (700, 64), (300, 128), (1500, 128)])
 def test_carried_states_that_fade(n, d, decay, taken):  # noqa: F811
-    given = prefill.arguments(prefill.Case(n, d, decay=decay, mask=d == 64 and decay != "strong"), "bf16")
+    given = prefill.arguments(prefill.Case(n, d, decay=decay, mask=d <= 64 and decay != "strong"), "bf16")
     prefill.check(given, "bf16")
     if decay != "strong":  # sums of pairs of the little that is left cancel, as in tests/test_prefill_kernels.py
         prefill.check_gradients(given, "bf16")
     assert set(taken()) == (PREFILL if decay == "strong" else PREFILL_BACKWARD)
 
 
-@pytest.mark.parametrize("n, d", [(1, 64), (700, 64), (1300, 128)])
+@pytest.mark.parametrize("n, d", [(1, 32), (700, 32), (1, 64), (700, 64), (1300, 128)])
 @pytest.mark.parametrize("mask", [False, True], ids=["", "mask"])
 def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
     """Its first weight: of rows that do not fade it is counted apart, and exact."""
@@ -518,7 +562,7 @@ def test_the_number_of_tokens_of_a_state(n, d, mask, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize("decay", [None, "-inf at places"], ids=["", "decay"])
-@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 def test_states_alone(d, decay, taken):  # noqa: F811
     """Of keys, and of queries: all tokens are one chunk."""
     for n in (1, 65, 1300):
@@ -541,9 +585,9 @@ def test_states_alone(d, decay, taken):  # noqa: F811
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["", "sequences"])
-@pytest.mark.parametrize("n, d", [(1, 64), (300, 64), (1300, 64), (2500, 128)])
+@pytest.mark.parametrize("n, d", [(1, 32), (1300, 32), (1, 64), (300, 64), (1300, 64), (2500, 128)])
 def test_kept_states(n, d, first, taken):  # noqa: F811
-    """Added while they are read at head dim 64, where no sequence begins, and else in memory (tests/test_kept_states.py)."""
+    """Added while they are read up to head dim 64, where no sequence begins, and else in memory (test_kept_states.py)."""
     given = list(prefill.arguments(prefill.Case(n, d, h=4, hk=2, mask=True), "bf16"))
     q, k, v, mask, *_, values, weights = given[:8]
     if first:
@@ -578,7 +622,6 @@ def test_what_is_not_covered(taken):  # noqa: F811
     calls = {
         "fp16": lambda f: f(q.half(), q.half(), q.half()),
         "fp32": lambda f: f(q.float(), q.float(), q.float()),
-        "head dim 32": lambda f: f(*(q[..., :32].contiguous(),) * 3),
         "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
         "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
         "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
@@ -588,6 +631,6 @@ def test_what_is_not_covered(taken):  # noqa: F811
         assert taken() == ["forward: linear2_sm80"], name
     fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear", p=1, a0=2.0)
     assert taken() == ["forward: linear1_sm90"]
-    for name in ("fp16", "head dim 32", "expanded keys"):
+    for name in ("fp16", "head dim 96", "expanded keys"):
         calls[name](lambda *x: fastmax.prefill(*x, fastmax.init_state(1, 4, x[1].shape[3], dtype=x[1].dtype, device=DEVICE)))
         assert taken() == ["prefill: linear2_sm80"], name

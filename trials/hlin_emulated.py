@@ -3,7 +3,8 @@
     python trials/hlin_emulated.py FOLDER_FOR_OBJECTS SCHEDULE [SCHEDULE ...]      # FASTMAX_TRIAL_LAG=3000 for lags too
 
 Numbers of multiprocessors are chosen so that a state has eight blocks (`fine`: 8 for one state in one walk, 16 for one in
-segments), or four (2, 12: segments). Run so far, all right: schedules 0 to 5 at both head dims, some with a lag of 3000.
+segments), or four (2, 12: segments). Run so far, all right: schedules 0 to 5 at head dims 64 and 128, 0 to 9 at 32, some with
+a lag of 3000.
 """
 
 import sys
@@ -181,12 +182,34 @@ WIDE = [
     (2, dict(n=1100, d=72, dv=104)),
     (4, dict(n=300, m=1100, d=128, h=2, hk=1, decay=0.02)),
 ]
+NARROW = [  # a state in two blocks
+    *((3, dict(n=n, d=32, h=2)) for n in (2, 17, 63, 64, 65, 128, 255, 256, 257, 513)),
+    *((sm, dict(n=n, d=32)) for sm in (1, 8) for n in (513, 700, 1030)),  # without and with segments
+    (3, dict(n=300, m=700, d=32, h=4, hk=2, mask=True)),
+    (3, dict(n=300, m=200, d=32, causal=False)),
+    (8, dict(n=100, m=700, d=32, causal=False, mask=True)),
+    (2, dict(n=1, m=600, d=32)),
+    (8, dict(n=600, m=700, d=32, h=4, hk=1, b=2, mask=True, noise=True)),
+    (2, dict(n=300, m=333, d=24, dv=8)),
+    (2, dict(n=300, d=8, dv=32)),
+    (3, dict(n=300, d=32, decay=0.2)),
+    (8, dict(n=600, d=32, h=2, hk=1, decay=0.1)),
+    (3, dict(n=600, d=32, first=True)),
+    (8, dict(n=600, d=32, first=True, decay=0.05)),
+]
+NARROW_CARRIED = [
+    *((sm, dict(n=n, d=32)) for sm, n in ((2, 1), (3, 257), (8, 600))),
+    (2, dict(n=300, d=32, mask=True)),
+    (4, dict(n=300, d=32, h=2, hk=1)),
+    (3, dict(n=300, d=32, decay=0.2)),
+]
 
 if __name__ == "__main__":
     library = emulator.build(Path(sys.argv[1]), pattern="linear/order2")
     right = True
+    checks = ((call, CALLS), (carried, CARRIED), (call, WIDE), (call, NARROW), (carried, NARROW_CARRIED))
     for number in map(int, sys.argv[2:]):
-        for check, cases in ((call, CALLS), (carried, CARRIED), (call, WIDE)):
+        for check, cases in checks:
             for sm_count, options in cases:
                 right &= check(library, number, sm_count, **options)
     sys.exit(0 if right else 1)

@@ -163,7 +163,7 @@ def main():
             break
         schedule, sm_count = rng.choice((0, 1, 2, 3 + i)), rng.choice((1, 2, 3))
         h, hk = rng.choice(((1, 1), (2, 2), (4, 2), (2, 1)))
-        d = rng.choice((64, 64, 128))
+        d = rng.choice((32, 64, 128))
         dv = rng.choice((d, d - 8))
         if i % 2 == 0:
             n = rng.choice((1, 17, 63, 64, 65, 128, 193, 200, 257, 400))

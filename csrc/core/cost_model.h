@@ -21,13 +21,15 @@ struct Rates {
 // and here:
 //                                    head_dim 32    64            128             256
 //   order 2: portable                2550 / 2600    4570 / 4750   15900 / 15900   - / 61500
-//            sm_90                - / 4250          5100 / 5150   18400 / 18500
+//            sm_90                - / 2200          5100 / 5150   18400 / 18500
 //   order 1: portable                < 256 / 150    < 256 / 210   260 / 330       - / 1800
 //            sm_90                                  - / 250       - / 390
 // Portable: python -m benchmarks.run crossover (benchmarks/results/crossover.csv). sm_90: a line through the times of the quadratic
 // kernels at n = 1024 and 4096 (head_dim 128: at 4096, with as much beside its pairs) and the linear ones' at 65536. Its quadratic
-// kernels at head_dim 32 and 96 are predicted to take as much of the portable ones' time as at 64 and 128. The linear ones of order 1
-// are not measured: they count as those of order 2, at 0.72 of what the portable ones take, where 0.5 is predicted (docs/cuda.md).
+// kernels at head_dim 32 and 96 are predicted to take as much of the portable ones' time as at 64 and 128. Nor are the linear ones
+// measured at 32: these rates say 5.0 ms forward + backward at (1, 64, 65536, 32), a count of cycles 6.1 (docs/cuda.md), with which
+// the algorithms would cross at 2650. At 96 they are portable (15300). Those of order 1 are not measured: they count as those of
+// order 2, at 0.72 of what the portable ones take, where 0.5 is predicted.
 inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
 inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
 

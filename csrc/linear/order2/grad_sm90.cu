@@ -42,10 +42,10 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int threads(Grads grads) { return 128 * (kWarpgroups + (grads == Grads::kKeysAndValues ? 0 : 1)); }
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
-  static constexpr int kStages = kHeadDim == 64 ? 8 : 3;
+  static constexpr int kStages = kHeadDim <= 64 ? 8 : 3;
   static constexpr int kStageBytes = 2 * State::kTileBytes;
   static constexpr int kStateStages = State::kTiles / 2;
-  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
+  static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
   // The gradient while there are tiles of pairs: in registers, or of wide heads, where it would take half of them, in fp32 in shared memory.
   static constexpr bool kSumsInShared = kHeadDim == 128;
   static constexpr int kSumBytes = kSumsInShared ? kTileRows * kHeadDim * 4 : 0;  // of a warpgroup
@@ -61,7 +61,7 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kXFull = kYFading + kStages * kFadingBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
-  static constexpr int kQueueBytes = kHeadDim == 64 ? kWarps * SourceQueue::kBytes : 0;  // there is no grad_v at 128
+  static constexpr int kQueueBytes = grads_with_values_sm90(kHeadDim) ? kWarps * SourceQueue::kBytes : 0;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kQueues + kQueueBytes;
   static_assert(kBarriers % 16 == 0 && kQueues % 16 == 0, "barriers and sources are aligned");
   static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
@@ -80,6 +80,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   using Rows = Operand<RowTile>;
   using Products = Wgmma<Bf16, kHeadDim>;
   using Scores = Wgmma<Bf16, 64>;
+  using Panel = Wgmma<Bf16, Tile::kPanelCols>;
   constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
   constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
@@ -202,7 +203,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const int buffer = count % Tile::kXBuffers;
     const bool has_state = a.has_state(item.chunk);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
-    float grad[kHeadDim / 2], values[kValues ? 32 : 1], x_e[2] = {0.f, 0.f};
+    float grad[kHeadDim / 2], values[kValues ? kHeadDim / 2 : 1], x_e[2] = {0.f, 0.f};
     ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
     const auto load_x_e = [&](const ItemsOfRows::Item& item) {
       if (kBack) return;
@@ -246,17 +247,18 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         }
         const Rows linear(stage() + (Tile::kPanels == 1 ? kTileBytes : 0));
 #pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has 64 features
-          float(&of_panel)[32] = reinterpret_cast<float(&)[32]>(grad[32 * panel]);
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has as many columns of y
+          constexpr int kPanelSums = Tile::kPanelCols / 2;
+          float(&of_panel)[kPanelSums] = reinterpret_cast<float(&)[kPanelSums]>(grad[kPanelSums * panel]);
           const Rows features = linear.behind(panel * kTileBytes);
-          Scores::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
+          Panel::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < kSteps; ++k) Panel::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
         }
         if constexpr (kValues) {
-          Scores::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
+          Products::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
+          for (int k = 1; k < kSteps; ++k) Products::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -359,7 +361,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto load_base = [&](uint32_t(&base)[2], int star, int block) {
         ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % kBlocks));
       };
-      // Without grad_v, at head dim 64: W of a stage at a time, two of them in flight.
+      // Without grad_v, up to head dim 64: W of a stage at a time, two of them in flight.
       const auto pass = [&](auto tiles, int star) {
         constexpr int kTiles = decltype(tiles)::value;
         float w[2][64];
@@ -373,7 +375,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           wgmma_fence();
           Wgmma<Bf16, 128>::template ss_first<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < kSteps; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
         };
         load_star(star);
@@ -418,7 +420,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           wgmma_fence();
           Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
           if (u % 2 == 0) load_stage();
         };
@@ -431,7 +433,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
             }
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
+            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
             wgmma_commit();
           }
         };
@@ -471,8 +473,10 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           if constexpr (kValues) pass_with_values(tiles, star);
           else pass(tiles, star);
         };
-        for (int star = 0; star < kBlocks / 2; star += 2) run(kLong, star);
-        for (int star = kBlocks / 2; star < kBlocks; star += 2) run(kShort, star);
+        // At head dim 32 each loop has one pass. Without loops the compiler would mix passes, and run out of registers (C7512).
+        const int half = kBlocks == 4 ? static_cast<int>(ptx::keep_in_register(kBlocks / 2)) : kBlocks / 2;
+        for (int star = 0; star < half; star += 2) run(kLong, star);
+        for (int star = half; star < kBlocks; star += 2) run(kShort, star);
       } else {
         // Of a lane, block after block. While one warpgroup has products on the CUDA cores, the other has its W made.
         const uint32_t sums_at = stages_at + Tile::kSumsAt + warpgroup * Tile::kSumBytes + threadIdx.x % 128 * 16;
@@ -531,7 +535,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       for (int i = 0; i < kHeadDim / 2; ++i) grad[i] = 0.f;
       if constexpr (kValues) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) values[i] = 0.f;
+        for (int i = 0; i < kHeadDim / 2; ++i) values[i] = 0.f;
       }
     }
     keep(grad);
@@ -645,7 +649,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(grad, slopes + 4 * k, y.mn_major(k));
         if constexpr (kValues) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
+          for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -765,10 +769,10 @@ void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   GradMaps maps{};
-  maps.x = rows_map(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map(a.x2, a, x_heads, a.nx, a.dv);
-  maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
-  maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
-  if (kGrads == Grads::kKeysAndValues) maps.values = rows_map(values, a, x_heads, a.nx, a.dv);
+  maps.x = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map<kHeadDim>(a.x2, a, x_heads, a.nx, a.dv);
+  maps.y = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map<kHeadDim>(a.y2, a, y_heads, a.ny, a.dv);
+  maps.grad = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.d);
+  if (kGrads == Grads::kKeysAndValues) maps.values = rows_map<kHeadDim>(values, a, x_heads, a.nx, a.dv);
   launch_kernel(kFade == Fade::kNone ? "linear_grad_sm90" : "linear_grad_fading_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kFade>,
                 std::min(sm_count, items.count), Tile::threads(kGrads), Tile::kSharedBytes, stream, maps, a, values, items);
 }
@@ -783,16 +787,18 @@ void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t st
 }  // namespace
 
 void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) launch<64, Grads::kQueries>(a, {}, sm_count, stream);
-  else launch<128, Grads::kQueries>(a, {}, sm_count, stream);
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim,
+                    [&](auto dim) { launch<dim, Grads::kQueries>(a, {}, sm_count, stream); });
 }
 void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) {
-    launch<64, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
-  } else {  // registers for one of the two
-    linear_read_sm90(values, head_dim, sm_count, stream);
-    launch<128, Grads::kKeys>(a, {}, sm_count, stream);
-  }
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (grads_with_values_sm90(dim)) {
+      launch<dim, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
+    } else {
+      linear_read_sm90(values, head_dim, sm_count, stream);
+      launch<dim, Grads::kKeys>(a, {}, sm_count, stream);
+    }
+  });
 }
 
 }  // namespace fastmax

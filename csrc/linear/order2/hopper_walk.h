@@ -272,8 +272,10 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int b
 #endif
 
 // As the copy engine knows them.
-inline CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
-  return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows);
+template <int kHeadDim>
+CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
+  return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows,
+                    panel_cols(kHeadDim));
 }
 
 }  // namespace fastmax

@@ -8,10 +8,12 @@
 namespace fastmax {
 
 // Whether reads of a forward add ReadArgs::added: at head dim 128 two stages would be left of the ring.
-template <int kHeadDim>
-inline constexpr bool kReadsAddSm90 = kHeadDim == 64;
+constexpr bool reads_add_sm90(int head_dim) { return head_dim <= 64; }
 
-// head_dim: 64 or 128. is_fine: how a state is shared (snapshot_sm90.h).
+// Whether a kernel for grad_k makes grad_v too; else grad_v is a read. At head dim 128 there are registers for one of the two.
+constexpr bool grads_with_values_sm90(int head_dim) { return head_dim <= 64; }
+
+// head_dim: of HopperLinear2HeadDims. is_fine: how a state is shared (snapshot_sm90.h).
 void linear_state_sm90(const StateArgs& a, int head_dim, bool is_fine, cudaStream_t stream);
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream);
 

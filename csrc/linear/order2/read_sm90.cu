@@ -33,9 +33,9 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
   // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
-  static constexpr int kStages = kHeadDim == 64 && !kAdds ? 8 : 4, kStageBytes = (kAdds ? 2 : 1) * kPartBytes;
+  static constexpr int kStages = kHeadDim <= 64 && !kAdds ? 8 : 4, kStageBytes = (kAdds ? 2 : 1) * kPartBytes;
   static constexpr int kAdders = 96;  // the threads beside the warp that issues loads
-  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1;
+  static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1;
   static constexpr int kXBytes = kItemTiles * State::kTileBytes;
 
   // Shared memory, from a multiple of 1024 bytes on.
@@ -155,6 +155,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
   using Scores = Wgmma<Bf16, 64>;
+  using Panel = Wgmma<Bf16, Tile::kPanelCols>;
+  constexpr int kPanelCols = Tile::kPanelCols;
   constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRowTiles = Tile::kRowTiles, kWarpgroups = Tile::kWarpgroups, kXBuffers = Tile::kXBuffers;
   constexpr int kSteps = kHeadDim / 16;  // of 16 columns
@@ -262,23 +264,23 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int panel = 0; panel < Tile::kPanels; ++panel) {
-            float v[32];
+            float v[kPanelCols / 2];
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
               const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
               const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
-              if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
-              else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
+              if (k == 0) Panel::template ss_first<Major::kK, Major::kMN>(v, columns, features);
+              else Panel::template ss<Major::kK, Major::kMN>(v, columns, features);
             }
             wgmma_commit();
             wgmma_wait<0>();
             keep(v);
-            const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
+            const float* sum_y = state_sums + Tile::kSumY + kPanelCols * panel;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
-              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
+            for (int j = 0; j < kPanelCols / 8; ++j) {
+              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, kPanelCols / 8 * panel + j) + 4 * t;
+              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 8 * RowTile::kRowBytes);
               const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
               sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
               sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
@@ -316,7 +318,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
       load_base(0);
       for (int star = 0; star < kBlocks; ++star) {
         // Of rows row and row + 8: in both halves, or, where registers are short, in pairs, of which a multiplication takes a half.
-        constexpr bool kDuplicated = kHeadDim == 64;
+        constexpr bool kDuplicated = kHeadDim <= 64;
         uint32_t scalars[kRowTiles][2][kDuplicated ? 8 : 4];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
@@ -324,7 +326,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             uint32_t columns[4];
-            ptx::load_shared_u32x4(columns, address + r * 1024);
+            ptx::load_shared_u32x4(columns, address + r * 8 * RowTile::kRowBytes);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               if constexpr (kDuplicated) {
@@ -621,8 +623,10 @@ void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
   using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
-  const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
-  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
+  const CUtensorMap x_map = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d);
+  const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
+  const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
+  const CUtensorMap out_map = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.dv);
   launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFade, kAdds>,
                 std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
@@ -631,7 +635,7 @@ template <int kHeadDim, bool kValues>
 void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
   if (a.fading && a.fading.bounds_alone) return launch_read<kHeadDim, kValues, Fade::kBounds, false>(a, sm_count, stream);
   if (a.fading) return launch_read<kHeadDim, kValues, Fade::kDecays, false>(a, sm_count, stream);
-  if constexpr (kReadsAddSm90<kHeadDim>) {
+  if constexpr (reads_add_sm90(kHeadDim)) {
     if (a.added != nullptr) return launch_read<kHeadDim, kValues, Fade::kNone, true>(a, sm_count, stream);
   }
   launch_read<kHeadDim, kValues, Fade::kNone, false>(a, sm_count, stream);
@@ -640,9 +644,12 @@ void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
 }  // namespace
 
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) launch<64, false>(a, sm_count, stream);
-  else if (a.z != nullptr) launch<128, false>(a, sm_count, stream);
-  else launch<128, true>(a, sm_count, stream);
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (!grads_with_values_sm90(dim)) {
+      if (a.z == nullptr) return launch<dim, true>(a, sm_count, stream);
+    }
+    launch<dim, false>(a, sm_count, stream);
+  });
 }
 
 }  // namespace fastmax

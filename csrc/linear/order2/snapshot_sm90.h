@@ -11,31 +11,41 @@
 //                    + 2 kPanels       sum w
 //                    + 2 kPanels + 1   sum e y
 //
-// A snapshot is a row of tiles in bf16: second moment, first order, then the tiles of star 0, of star 1, ... Each tile is what wgmma reads
-// in shared memory, so that readers copy it as it is: kPanels panels of 64 features x 64 channels, a feature a row of 128 bytes, whose
-// eight 16-byte chunks are swizzled by the row (chunk c of row r at c ^ (r % 8)).
+// At head dim 32 there are two upper stars, and columns of y fill half of a tile: the sums are a row of the tiles of first order
+// and second moment, the first behind their columns (kOnesRow).
+//
+// A snapshot is a row of tiles in bf16: second moment, first order, then the tiles of star 0, of star 1, ... Each tile is what
+// wgmma reads in shared memory (core/sm90/tiles.h), so that readers copy it as it is: kPanels panels of 64 features x 64 channels,
+// at head dim 32 one of 32. A feature is a row of a panel, whose 16-byte chunks are swizzled by the row.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
+#include "core/dispatch.h"
+#include "core/sm90/tensor_map.h"
 #include "linear/order2/state_format.h"
 
 namespace fastmax {
 
-inline constexpr int kTileRows = 64;     // rows of y or x in a tile of wgmma
-inline constexpr int kPanelBytes = 8192; // 64 rows of 64 bf16
+// What there are kernels for.
+using HopperLinear2HeadDims = HeadDims<32, 64, 128>;
+
+inline constexpr int kTileRows = 64;  // rows of y or x in a tile of wgmma
 
 template <int kHeadDim>
 struct HopperState {
-  static_assert(kHeadDim == 64 || kHeadDim == 128, "64 channels a panel; accumulators of a warpgroup in registers");
-  static constexpr int kPanels = kHeadDim / 64;
+  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "accumulators of a warpgroup in registers");
+  static constexpr int kPanelCols = panel_cols(kHeadDim), kPanels = kHeadDim / kPanelCols;
   static constexpr int kBlocks = kHeadDim / 8;
   static constexpr int kPairTiles = kBlocks * (kBlocks + 1) / 2;
   static constexpr int kTiles = kPairTiles + 2 * kPanels;  // of a snapshot
-  static constexpr int kTileBytes = kPanels * kPanelBytes;
+  static constexpr int kTileBytes = kTileRows * kHeadDim * 2;
   static constexpr int64_t kSnapshotBytes = int64_t{kTiles} * kTileBytes;
+  static constexpr bool kSharesOnes = kHeadDim == 32;          // the sums are a row of first order and moment
+  static constexpr int kOnesRow = kSharesOnes ? kHeadDim : 0;  // of the tile that has them
   static constexpr int kMomentTile = 0, kLinearTile = kPanels, kFirstPair = 2 * kPanels;
   // sum w, sum e y, sum e; of rows without an e, of which readers know how many they see, that of a carried state alone
   static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = 2 * kHeadDim + 4;
@@ -54,7 +64,7 @@ struct HopperState {
 template <int kHeadDim, bool kFine>
 struct HopperShares : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
-  static_assert(kHeadDim == 64 || !kFine, "wide heads have blocks enough");
+  static_assert(kHeadDim == 64 || !kFine, "wide heads have blocks enough, and of 32 a star is one warpgroup's");
   static constexpr int kStarTiles = State::kBlocks / 2 + 1;
   static constexpr int kOwnTiles = kHeadDim == 64 && !kFine ? 5 : 3;
   static constexpr int kStarShares = (kStarTiles + kOwnTiles - 1) / kOwnTiles;
@@ -89,6 +99,9 @@ struct StateShare {
     if (extra < 2 * State::kPanels) last = LastTile::kColumns, half = extra % State::kPanels, of_y = extra >= State::kPanels;
     else last = LastTile::kOnes, of_y = extra == 2 * State::kPanels + 1;
   }
+  __device__ __forceinline__ bool has_ones() const {
+    return last == (State::kSharesOnes ? LastTile::kColumns : LastTile::kOnes);
+  }
   __device__ __forceinline__ int block(int tile) const { return (star + first + tile) % State::kBlocks; }
 };
 #endif
@@ -100,8 +113,19 @@ template <int kHeadDim, bool kFine>
 inline StateSizes hopper_state_sizes() {
   using State = HopperShares<kHeadDim, kFine>;
   constexpr int64_t kAccumulatorFloats = int64_t{State::kAccumulators} * 256;
-  if (kHeadDim == 64) return {256, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, kAccumulatorFloats, 512};
+  if (kHeadDim <= 64) return {256, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, kAccumulatorFloats, 512};
   return {1024, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, kAccumulatorFloats};
+}
+
+// Calls function(head_dim, is_fine), both as constants.
+template <class Function>
+void dispatch_shares(int head_dim, bool is_fine, Function&& function) {
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (dim == 64) {
+      if (is_fine) return function(dim, std::true_type());
+    }
+    function(dim, std::false_type());
+  });
 }
 
 // Whether a call's states are shared finely: a walk then takes a little more than half of the time, but twice the multiprocessors, which

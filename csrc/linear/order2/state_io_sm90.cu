@@ -30,16 +30,16 @@ struct PlacesSm90 : StateShare<kHeadDim, kFine>, StatePlaces {
     if (tile < this->tiles - 1 || this->last == LastTile::kPair) {
       return second_order(8 * this->star + feature / 8, 8 * this->block(tile) + feature % 8, column);
     }
-    if (this->last == LastTile::kColumns) {
+    if (this->last == LastTile::kColumns && feature < State::kPanelCols) {
       const int a = 64 * this->half + feature;
       return this->of_y ? moment(a, column) : first_order(a, column);
     }
-    if (!this->is_there || feature > 0) return {};
+    if (!this->is_there || feature != State::kOnesRow) return {};
     return this->of_y ? sum_y(column) : sum_w(column);
   }
   // Whether the warp has the sum of ones, in parts of its lanes.
   __device__ __forceinline__ bool has_count() const {
-    return this->last == LastTile::kOnes && this->is_there && this->of_y && warp == 0;
+    return this->has_ones() && this->is_there && this->of_y && warp == State::kOnesRow / 16;
   }
 };
 
@@ -56,9 +56,7 @@ void launch(const CarriedArgs& a, cudaStream_t stream) {
 
 template <bool kLoads>
 void launch(const CarriedArgs& a, int head_dim, bool is_fine, cudaStream_t stream) {
-  if (is_fine) launch<64, true, kLoads>(a, stream);
-  else if (head_dim == 64) launch<64, false, kLoads>(a, stream);
-  else launch<128, false, kLoads>(a, stream);
+  dispatch_shares(head_dim, is_fine, [&](auto dim, auto fine) { launch<dim, fine, kLoads>(a, stream); });
 }
 
 }  // namespace

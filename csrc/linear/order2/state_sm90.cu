@@ -22,7 +22,8 @@ template <int kHeadDim, bool kFine>
 struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
   static constexpr int kThreads = 256;
-  static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
+  static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
+  static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   static constexpr int kAhead = kStages - 2;  // stages that are on their way: loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
 
@@ -34,7 +35,7 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   static constexpr int kBarriers = kFactors + kStages * kScaleBytes;
   static constexpr int kAlignment = 128;  // of dynamic shared memory
   static constexpr int kSharedBytes = kSwizzledTileAlignment - kAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
-  static_assert(kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
+  static_assert(kResident * kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
 };
 
 // What the rows are: as they are; with moments and sums of e y; such of which all is left or nothing, e too; or such that fade, whose
@@ -54,9 +55,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading, kBounded = kRows == Rows::kBounded || kFades;
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
-  constexpr bool kHasStar = kHeadDim == 64 && kOwn == Tile::kOwnTiles;  // its first tile is (s, s)
+  constexpr bool kHasStar = kHeadDim <= 64 && kOwn == Tile::kOwnTiles;  // its first tile is (s, s)
   // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
   constexpr int kFirst = (kOwn + 1) / 2;
+  constexpr int kColumnWarps = Tile::kPanelCols / 16, kOnesWarp = Tile::kOnesRow / 16;  // of a tile of columns, and of ones
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
 
@@ -102,18 +104,22 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   }
 
   const StateShare<kHeadDim, kFine> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
-  const bool of_columns = share.last == LastTile::kColumns, of_ones = share.last == LastTile::kOnes;
+  const bool of_columns = share.last == LastTile::kColumns, of_ones = share.has_ones();
   const int w4 = warp % 4, t = lane % 4, row8 = lane % 8, row_half = lane / 8 % 2, block_half = lane / 16;
   // Where a lane's row of an ldmatrix begins in 16 rows of y, of a block of columns.
   const auto address_of = [&](int block) {
-    return static_cast<uint32_t>(block / 8 * RowTile::kPanelBytes + (row8 + 8 * row_half) * 128 + ((block % 8 ^ row8) << 4));
+    constexpr int kChunks = RowTile::kPanelCols / 8;  // of a row of a panel; row8 is below eight (chunk_offset)
+    const int swizzle = kChunks == 8 ? row8 : row8 / 2;
+    return static_cast<uint32_t>(block / kChunks * RowTile::kPanelBytes + (row8 + 8 * row_half) * RowTile::kRowBytes +
+                                 ((block % kChunks ^ swizzle) << 4));
   };
   uint32_t pair_offset[kOwn / 2];
 #pragma unroll
   for (int i = 0; i < kOwn / 2; ++i) pair_offset[i] = address_of(share.block(2 * i + block_half));
-  const uint32_t last_offset = address_of(of_columns ? 8 * share.half + 2 * w4 + block_half : share.block(kOwn - 1));
+  const int first_column = 8 * share.half + 2 * (w4 % kColumnWarps);
+  const uint32_t last_offset = address_of(of_columns ? first_column + block_half : share.block(kOwn - 1));
   const uint32_t star_offset = address_of(share.star);
-  const uint32_t one = 0x3f803f80u, ones_row = w4 == 0 && lane < 4 ? one : 0;  // in bf16
+  const uint32_t one = 0x3f803f80u, ones_row = w4 == kOnesWarp && lane < 4 ? one : 0;  // in bf16
   const int lane0 = 8 * w4 + t, lane1 = lane0 + 4;  // that have the scalars of this lane's features
 
   // count: this lane's part of sum e; where rows are plain, of what was carried in alone.
@@ -161,10 +167,12 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     for (int j = 0; j < kOwn; ++j) {
       float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
       if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
-      if (j < kOwn - 1 || !of_ones) store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
+      if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
+        store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
+      }
     }
     const int64_t slot = a.slot(state, c);
-    if (of_ones && share.is_there && w4 == 0) {
+    if (of_ones && share.is_there && w4 == kOnesWarp) {
       float* sums = a.sums + slot * Tile::kSums;
       const float total = warp_sum(count);
       if (share.of_y && lane == 0) sums[Tile::kSumOne] = total;
@@ -270,7 +278,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         make_features(m, kFirst, kOwn - 1);
         {
           uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]};
-          if (of_ones) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
+          if (of_ones && (!Tile::kSharesOnes || w4 >= kOnesWarp)) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
           const bool plain = of_columns || of_ones;
           f[kOwn - 1][0] = ptx::multiply_bf16x2(x[0], plain ? scale[0] : m[0][0]);
           f[kOwn - 1][1] = ptx::multiply_bf16x2(x[2], plain ? scale[0] : m[1][0]);
@@ -278,7 +286,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
           f[kOwn - 1][3] = ptx::multiply_bf16x2(x[3], plain ? scale[1] : m[1][1]);
         }
         // Behind the last rows of a run: not used, and read again.
-        load_rows(k < 3 ? y + (k + 1) * 2048 : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
+        load_rows(k < 3 ? y + (k + 1) * 16 * RowTile::kRowBytes : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
         wgmma_fence();
 #pragma unroll
         for (int j = kFirst; j < kOwn - 1; ++j) add(j, rows);
@@ -300,7 +308,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 }
 
 template <int kHeadDim, Rows kRows, bool kFine>
-__global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, 1)
+__global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, StateTileSm90<kHeadDim, kFine>::kResident)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
                              const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap zeroed_w_map,
                              const __grid_constant__ StateArgs a, const int first_segment) {
@@ -326,9 +334,10 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   const int64_t blocks = int64_t{a.states()} * Tile::kStateBlocks;
   const int y_heads = a.state_heads * a.y_group;
-  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
-  const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map(a.zeroed_y, a, y_heads, a.ny, a.d);
-  const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map(a.zeroed_w, a, y_heads, a.ny, a.dv);
+  const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
+  const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
+  const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map<kHeadDim>(a.zeroed_y, a, y_heads, a.ny, a.d);
+  const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map<kHeadDim>(a.zeroed_w, a, y_heads, a.ny, a.dv);
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
@@ -348,9 +357,7 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
 }  // namespace
 
 void linear_state_sm90(const StateArgs& a, int head_dim, bool is_fine, cudaStream_t stream) {
-  if (is_fine) launch_state<64, true>(a, stream);
-  else if (head_dim == 64) launch_state<64, false>(a, stream);
-  else launch_state<128, false>(a, stream);
+  dispatch_shares(head_dim, is_fine, [&](auto dim, auto fine) { launch_state<dim, fine>(a, stream); });
 }
 
 }  // namespace fastmax
