@@ -75,18 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(suite: str, case: Case, provider: str) -> list[dict]:
-    command = [
-        "ncu",
-        "--profile-from-start",
-        "off",
-        "--clock-control",
-        "none",
-        "--csv",
-        "--page",
-        "raw",
-        "--print-units",
-        "base",
-    ]
+    command = ["ncu", *"--profile-from-start off --clock-control none --csv --page raw --print-units base".split()]
     command += ["--metrics", ",".join([SECONDS, *SHARES.values()])]
     command += [sys.executable, "-m", "benchmarks.profile", suite, "--only", case.label(), "--provider", provider]
     command += ["--iterations", "1", "--bare"]
@@ -119,8 +108,8 @@ def by_kernel(text: str) -> list[Kernel]:
         raise RuntimeError(f"ncu counted nothing:\n{text[-2000:]}")
     launches: dict[str, list[tuple[float, dict[str, float]]]] = {}
     for row in list(csv.DictReader(lines[begin:]))[1:]:  # the first one has the units
-        ms = float(row[SECONDS]) / 1e6  # of nanoseconds
-        shares = {name: float(row[metric]) / 100 for name, metric in SHARES.items()}
+        ms = number(row[SECONDS]) / 1e6  # of nanoseconds
+        shares = {name: number(row[metric]) / 100 for name, metric in SHARES.items()}
         launches.setdefault(row["Kernel Name"], []).append((ms, shares))
     found = []
     for name, all_launches in launches.items():
@@ -128,6 +117,10 @@ def by_kernel(text: str) -> list[Kernel]:
         shares = {key: sum(ms * shares[key] for ms, shares in all_launches) / ms for key in SHARES}
         found.append(Kernel(name, len(all_launches), ms, shares))
     return sorted(found, key=lambda kernel: -kernel.ms)
+
+
+def number(text: str) -> float:
+    return float(text.replace(",", ""))  # 188,448
 
 
 def floor_ms(name: str, case: Case, p: int | None) -> float | None:
