@@ -50,6 +50,9 @@ struct FusedBwdTile : FusedBwdShape {
   static constexpr int kEnd = kItemsAt + 4 * kItems;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
   static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit in shared memory");
+
+  using PartTile = SwizzledTile<kStream, kPartCols>;  // of what rounds grad_q
+  static constexpr int kRoundSharedBytes = kSwizzledTileAlignment + PartTile::kBytes;
 };
 
 // Counters that begin at 0: of items that were taken, and for every part of grad_q (a tile's columns of one consumer) of blocks that have
@@ -367,9 +370,9 @@ template <class Math>
 __global__ void __launch_bounds__(128)
     quadratic_round_grad_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const PartialGradQ partial) {
   using Tile = FusedBwdTile;
-  using PartTile = SwizzledTile<Tile::kStream, Tile::kPartCols>;
-  __shared__ __align__(kSwizzledTileAlignment) uint8_t shared[PartTile::kBytes];
-  const uint32_t staged = ptx::smem_address(shared);
+  using PartTile = Tile::PartTile;
+  extern __shared__ uint8_t shared[];
+  const uint32_t staged = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
   const int64_t part = blockIdx.x;
   const int part_in_tile = static_cast<int>(part % Tile::kParts), tile = static_cast<int>(part / Tile::kParts % partial.tiles);
   const int head = static_cast<int>(part / Tile::kParts / partial.tiles);
@@ -418,8 +421,8 @@ void launch_fused_bwd(const BwdParams& p, cudaStream_t stream) {
   const KeyBlockOrder order = KeyBlockOrder::of(p);
   launch_kernel("quadratic_fused_bwd_sm90", quadratic_fused_bwd_sm90_kernel<Score, Math>, grid_1d(std::min(order.items(), p.sm_count)),
                 Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk, order, partial);
-  launch_kernel("quadratic_round_grad_q_sm90", quadratic_round_grad_q_sm90_kernel<Math>, grid_1d(Tile::parts(p)), 128, 0, stream,
-                tensor_map(grad_q, Tile::kStream), p.h, partial);
+  launch_kernel("quadratic_round_grad_q_sm90", quadratic_round_grad_q_sm90_kernel<Math>, grid_1d(Tile::parts(p)), 128,
+                Tile::kRoundSharedBytes, stream, tensor_map(grad_q, Tile::kStream), p.h, partial);
 }
 
 }  // namespace fastmax
