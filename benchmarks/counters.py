@@ -75,7 +75,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(suite: str, case: Case, provider: str) -> list[dict]:
-    command = ["ncu", *"--profile-from-start off --clock-control none --csv --page raw --print-units base".split()]
+    command = ["ncu", "--profile-from-start", "off", "--clock-control", "none", "--csv", "--page", "raw"]
+    command += ["--print-units", "base"]
     command += ["--metrics", ",".join([SECONDS, *SHARES.values()])]
     command += [sys.executable, "-m", "benchmarks.profile", suite, "--only", case.label(), "--provider", provider]
     command += ["--iterations", "1", "--bare"]

@@ -56,11 +56,17 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     backward: bool = True
     multiprocessors: int = MULTIPROCESSORS
+    resident: int = 2  # blocks that run side by side
+    fused: bool = False  # the backward is one kernel
 
     def __str__(self):
         options = [name for name in ("causal", "padding", "decay", "packed") if getattr(self, name)]
-        options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0)
+        options += ["dropout"] * (self.dropout > 0) + ["window"] * (self.left >= 0) + ["fused"] * self.fused
         return f"{self.kernels} {self.n}x{self.m} d{self.d} h{self.h}/{self.hk} {' '.join(options)}"
+
+    @property
+    def backward_kernels(self):
+        return self.kernels.replace("_sm90", "_fused_sm90") if self.fused else self.kernels
 
     @property
     def is_softmax(self):
@@ -85,6 +91,11 @@ CASES = [
     ),
     *quadratic(200, 257, 32, h=4, hk=2),
     *quadratic(130, 257, 96, causal=False),
+    # Of as many keys as fused_bwd_plan.h asks for; blocks wait for each other, side by side and one after the other.
+    Case("quadratic", "quadratic_sm90", 130, 1100, 128, hk=1, padding=True, fused=True),
+    Case("flash", "flash_sm90", 130, 1100, 128, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
+    Case("flash", "flash_sm90", 70, 1100, 128, fused=True, multiprocessors=4, resident=1),
+    Case("quadratic", "quadratic_sm90", 70, 1100, 128, dropout=0.3, fused=True, multiprocessors=3),
     Case("flash", "flash_window_sm90", 257, 257, 128, left=50),
     Case("flash", "flash_window_sm90", 200, 300, 64, left=40, right=90, causal=False),
     Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
@@ -154,7 +165,7 @@ class Call:
         given = {"q": self.q, "k": self.k, "v": self.v} | self.options
         numbers = dict(
             scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=case.causal, dropout=case.dropout,
-            left=case.left, right=case.right, sm_count=case.multiprocessors, schedule=schedule,
+            left=case.left, right=case.right, sm_count=case.multiprocessors, resident=case.resident, schedule=schedule,
         )  # fmt: skip
         results = {"o": nan_like(self.grad_o), "z": torch.full(self.q.shape[:3], torch.nan)}
         assert library.run(case.algorithm, "forward", given | results, **numbers) == case.kernels
@@ -163,7 +174,7 @@ class Call:
             if case.decay is not None:
                 gradients["grad_log_decay"] = nan_like(given["log_decay"])
             given |= results | {"grad_o": self.grad_o, "grad_z": self.grad_z}
-            assert library.run(case.algorithm, "backward", given | gradients, **numbers) == case.kernels
+            assert library.run(case.algorithm, "backward", given | gradients, **numbers) == case.backward_kernels
             results |= gradients
         return results
 

@@ -53,7 +53,27 @@ void maps() {
   tensor_map(x, 128);
 }
 
-int main(int count, char**) {
+// Of calls without options: what covers their backward, and the order and the workspace of the one kernel.
+void fused() {
+  AttentionParams p{};
+  p.math = MathMode::kBF16, p.sm_arch = 90, p.sm_count = 132;
+  int causal;
+  while (std::scanf("%d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &causal) == 7) {
+    p.d = p.dv = p.head_dim, p.causal = causal != 0;
+    p.q_stride = p.k_stride = p.v_stride = {int64_t{1} << 36, int64_t{1} << 30, p.d};
+    if (covers_quadratic_fused_sm90(p, Direction::kForward) || covers_flash_fused_sm90(p, Direction::kForward)) std::puts("forward");
+    const bool one = covers_quadratic_fused_sm90(p, Direction::kBackward);
+    if (one != covers_flash_fused_sm90(p, Direction::kBackward)) std::puts("differ");
+    const KeyBlockOrder order = KeyBlockOrder::of(p);
+    const FusedBwdWorkspace at(p, 1000);
+    std::printf("%d %d %zu", one, order.heads_per_group, at.bytes - 1000);
+    for (int i = 0; i < order.items() && order.items() < 100; ++i) std::printf(" %d.%d", order.item(i).head, order.item(i).row_block);
+    std::puts("");
+  }
+}
+
+int main(int count, char** arguments) {
+  if (count > 1 && arguments[1][0] == 'f') return fused(), 0;
   if (count > 1) return maps(), 0;
   static const float decay = -1.f;
   static const int32_t bound = 0;
@@ -138,3 +158,57 @@ def test_tensor_maps(probe):
         "6: rank 4, 64 columns, token 128 bytes, box 32 x 64, 64",
         "7: rank 4, 64 columns, token 128 bytes, box 64 x 128, 128",
     ]
+
+
+@pytest.fixture(scope="module")
+def fused(probe):
+    """fused(...): whether the backward is one kernel, heads at once, bytes beside the workspace of two kernels, and the first
+    items, like (head, block of keys)."""
+
+    def run(b, h, n, m=None, hk=None, head_dim=128, causal=True):
+        line = f"{b} {h} {hk or h} {n} {m or n} {head_dim} {int(causal)}"
+        answer = subprocess.run([probe, "fused"], input=line, check=True, capture_output=True, text=True).stdout.split()
+        one, heads, bytes_, *items = answer
+        return one == "1", int(heads), int(bytes_), [tuple(map(int, item.split("."))) for item in items]
+
+    return run
+
+
+def test_where_the_backward_is_one_kernel(fused):
+    for b, h, n, more in (
+        (8, 16, 4096, {}),
+        (2, 16, 16384, {}),
+        (8, 16, 4096, dict(hk=4)),
+        (32, 16, 2048, {}),
+        (32, 16, 1024, dict(causal=False)),
+        (1, 16, 64, dict(m=2048)),
+    ):
+        assert fused(b, h, n, **more)[0]
+    for b, h, n, more in (
+        (8, 16, 4096, dict(head_dim=64)),
+        (8, 16, 4096, dict(head_dim=96)),
+        (32, 16, 63, dict(m=2048)),  # sums of grad_q would be whole tiles
+        (32, 16, 1024, {}),  # rounding them would take as long as is saved
+        (32, 16, 300, dict(m=1000, causal=False)),
+        (1, 4, 4096, {}),  # fewer blocks of keys than multiprocessors
+        (1, 8, 4096, dict(causal=False)),  # or than two rounds of them
+    ):
+        assert not fused(b, h, n, **more)[0]
+
+
+def test_sums_of_a_fused_backward_take_less_than_its_queries(fused):
+    """16 bits each for q, o, grad_o and grad_q, of head dim 128; fp32 for whole tiles of 64 queries, and counters."""
+    for n in (64, 65, 100, 128, 129, 1000, 4096):
+        bytes_ = fused(4, 16, n, m=8192, causal=False)[2]
+        assert 64 * n * 128 * 4 <= bytes_ < 64 * 4 * n * 128 * 2 + 1024
+
+
+def test_order_of_a_fused_backward(fused):
+    """As many heads at once as L2 holds; of these block by block; every block of every head once."""
+    assert [fused(8, 16, 4096, causal=causal)[1] for causal in (True, False)] == [8, 4]
+    assert [fused(8, 16, n)[1] for n in (1024, 16384, 1 << 20)] == [32, 2, 1]
+    assert fused(8, 16, 4096, hk=4)[1] == 2
+    assert fused(1, 9, 4096, m=4200)[1] == 5, "groups of about the same size"
+    _, at_once, _, items = fused(1, 5, 16384, m=300)
+    assert at_once == 2
+    assert items == [(h, block) for group in ((0, 1), (2, 3), (4,)) for block in range(3) for h in group]

@@ -23,6 +23,7 @@ enum class Direction { kForward, kBackward };
 struct Kernels {
   const char* name;  // algorithm and oldest architecture; FASTMAX_DEBUG prints it
   bool (*covers)(const AttentionParams& p, Direction direction);  // p.sm_arch is the device's; pointers tell what is present
+  // Of a direction that it never covers these are null.
   size_t (*fwd_workspace_bytes)(const FwdParams& p);
   size_t (*bwd_workspace_bytes)(const BwdParams& p);
   void (*fwd)(const FwdParams& p, cudaStream_t stream);  // p.workspace: so many bytes

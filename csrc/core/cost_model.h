@@ -30,8 +30,10 @@ struct Rates {
 // measured at 32: these rates say 5.0 ms forward + backward at (1, 64, 65536, 32), a count of cycles 6.1 (docs/cuda.md), with which
 // the algorithms would cross at 2650. At 96 they are portable (15300). Those of order 1 are not measured: they count as those of
 // order 2, at 0.72 of what the portable ones take, where 0.5 is predicted.
+// sm_90 is with two kernels in the quadratic backward; with one, 16384 tokens of head_dim 128 take 13.6 ms where those take 15.2.
 inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
 inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
+inline constexpr Rates kSm90FusedRates{0.55, kSm90Rates.feature, kSm90Rates.overhead};
 
 // More launches, each behind the other, forward + backward: what the linear algorithm takes longer at any size, in pairs times head_dim.
 // Order 1 and 16 heads on one H200, ms, quadratic and linear, at head_dim 32, 64 and 128: 512 tokens .041/.054, .039/.076, -;
@@ -39,7 +41,8 @@ inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
 inline constexpr double kLaunches = 4e8;
 
 inline const Rates& rates_of(const Kernels& kernels) {
-  return std::string_view(kernels.name).find("_sm90") != std::string_view::npos ? kSm90Rates : kPortableRates;
+  const auto is = [&](std::string_view part) { return std::string_view(kernels.name).find(part) != std::string_view::npos; };
+  return is("_fused_sm90") ? kSm90FusedRates : is("_sm90") ? kSm90Rates : kPortableRates;
 }
 
 // By the kernels that would compute the gradients, which are most of the time.

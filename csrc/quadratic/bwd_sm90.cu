@@ -5,12 +5,8 @@
 namespace fastmax {
 
 size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p) { return QuadraticBwdSm90Workspace(p).bytes; }
-size_t quadratic_dense_bwd_sm90_workspace_bytes(const BwdParams& p) {
-  return takes_five_products(p) ? quadratic_bwd_five_sm90_workspace_bytes(p) : quadratic_bwd_sm90_workspace_bytes(p);
-}
 
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
-  if (takes_five_products(p)) return quadratic_bwd_five_sm90(p, stream);
   using Launch = LaunchQuadraticBwdSm90<PolynomialScore, DenseVisibility>;
   dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
 }

@@ -5,7 +5,6 @@
 namespace fastmax {
 
 void flash_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
-  if (takes_five_products(p)) return flash_bwd_five_sm90(p, stream);
   using Launch = LaunchQuadraticBwdSm90<SoftmaxScore, DenseVisibility>;
   dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
 }

@@ -12,11 +12,11 @@
 namespace fastmax {
 
 using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
-// One kernel of five products, in place of two of seven.
-using QuadraticBwdFiveSm90HeadDims = HeadDims<64, 128>;
 
 // Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade; and of softmax
-// with a window and nothing else, which takes no tables.
+// with a window and nothing else, which takes no tables. Fused: the backward, in one kernel where that is better than two.
+bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction);
@@ -27,15 +27,12 @@ bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
 size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
-size_t quadratic_dense_bwd_sm90_workspace_bytes(const BwdParams& p);
+size_t quadratic_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
 
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-int heads_at_once_of_trial();
-bool takes_five_products(const BwdParams& p);
-size_t quadratic_bwd_five_sm90_workspace_bytes(const BwdParams& p);
-void quadratic_bwd_five_sm90(const BwdParams& p, cudaStream_t stream);
-void flash_bwd_five_sm90(const BwdParams& p, cudaStream_t stream);
+void quadratic_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void flash_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);

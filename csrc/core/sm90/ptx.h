@@ -126,6 +126,17 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
+// Until the word is this one; in a build with FASTMAX_TRAP_DEADLOCKS as mbarrier_wait.
+__device__ __forceinline__ void wait_acquire(const uint32_t* p, uint32_t value) {
+#ifdef FASTMAX_TRAP_DEADLOCKS
+  for (uint32_t tries = 0; load_acquire(p) != value; ++tries) {
+    asm volatile("{.reg .pred p; setp.gt.u32 p, %0, 0x4000000; @p st.global.u32 [%1], 0;}" ::"r"(tries), "l"(uint64_t{0}) : "memory");
+  }
+#else
+  while (load_acquire(p) != value) {
+  }
+#endif
+}
 __device__ __forceinline__ void store_release(uint32_t* p, uint32_t value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }

@@ -53,6 +53,10 @@ inline uint32_t load_acquire(const uint32_t* p) {
   emulator::spin();
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
+inline void wait_acquire(const uint32_t* p, uint32_t value) {
+  while (load_acquire(p) != value) {
+  }
+}
 inline void store_release(uint32_t* p, uint32_t value) {
   emulator::touch();
   __atomic_store_n(p, value, __ATOMIC_RELEASE);

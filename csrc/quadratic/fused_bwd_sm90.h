@@ -10,35 +10,31 @@
 // scores. A writer (a thread) of each consumer adds it to what is in memory when the block of keys before this one has done so: blocks
 // walk down over queries, at one speed, each a little behind the one before it.
 //
-// Items are taken from a counter, longest first and keys of a head in order: whoever waits waits for an item that was taken before,
-// by a block that runs.
+// No wait for another block can last: items are numbers from a counter, a block works on those it took in their order, and waits only
+// for the item before in its head, which has a lower number. Whoever took that runs already, and the lowest item that is not finished
+// waits for none; it does not matter how many blocks of the grid the device runs at a time, or what else runs there. Counters are in the
+// call's own workspace and set to 0 on its stream before the kernel, in a CUDA graph by a node of the same graph.
 #pragma once
 
 #include <algorithm>
 
 #include "quadratic/bwd_sm90.h"
+#include "quadratic/fused_bwd_plan.h"
 
 namespace fastmax {
 
-template <int kHeadDim_>
-struct QuadraticBwdFiveTile {
-  static constexpr int kHeadDim = kHeadDim_;
+struct FusedBwdTile : FusedBwdShape {
   using Bwd = QuadraticBwdSm90Tile<DenseVisibility, kHeadDim, true>;
   static constexpr int kConsumers = Bwd::kConsumers, kRows = Bwd::kRows, kBlockRows = Bwd::kBlockRows, kStream = Bwd::kStream;
   static constexpr int kThreads = Bwd::kThreads;
-  // Tiles of a step: as many as there are parts of grad_q, 64 queries x 64 columns, for all consumers.
-  static constexpr int kPartCols = 64;
-  static constexpr int kTilesPerStep = kConsumers * kPartCols / kHeadDim;
-  static constexpr int kQueries = kTilesPerStep * kStream;
-  static_assert(kTilesPerStep * kHeadDim == kConsumers * kPartCols, "a consumer has a part of grad_q");
-  using RowTile = typename Bwd::RowTile;
-  using StreamTile = typename Bwd::StreamTile;
-  using DerivativeTile = SwizzledTile<kBlockRows, kQueries>;  // dS, a row per key
+  static_assert(kBlockRows == kKeys && kStream == kQueries && kConsumers == kParts, "the plan is for other tiles");
+  using RowTile = Bwd::RowTile;
+  using StreamTile = Bwd::StreamTile;
+  using DerivativeTile = SwizzledTile<kBlockRows, kStream>;  // dS, a row per key
 
-  static constexpr int kStages = kHeadDim <= 64 ? 4 : 2;
+  static constexpr int kStages = 2;
   static constexpr int kDerivatives = 2;  // tiles of dS
   static constexpr int kItems = 2;
-  static constexpr int kPartFloats = kStream * kPartCols;  // of grad_q: a tile's panel
   static constexpr int kPartBytes = kPartFloats * static_cast<int>(sizeof(float));
 
   static constexpr int kStageBytes = Bwd::kStageBytes;
@@ -54,51 +50,29 @@ struct QuadraticBwdFiveTile {
   static constexpr int kEnd = kItemsAt + 4 * kItems;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
   static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit in shared memory");
+
+  using PartTile = SwizzledTile<kStream, kPartCols>;  // of what rounds grad_q
+  static constexpr int kRoundSharedBytes = kSwizzledTileAlignment + PartTile::kBytes;
 };
 
-// Blocks of keys, in the order in which they are taken: groups of heads; of a group, the first block of each head, then the second ...
-struct KeyBlockOrder {
-  int blocks;  // of a head
-  int heads;   // of all batch entries
-  int heads_per_group;
-
-  // Groups of about as many heads each, at most heads_at_once: many make the blocks of a head start far enough from each other that none
-  // waits for the one before it, few read what others of the head left in L2.
-  static KeyBlockOrder of(int blocks, int64_t heads, int64_t heads_at_once) {
-    constexpr int kMostItems = INT_MAX / 2;  // blocks that find none left count on
-    if (blocks * heads > kMostItems) throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(blocks * heads));
-    const int64_t groups = (heads + heads_at_once - 1) / heads_at_once;
-    return {blocks, static_cast<int>(heads), static_cast<int>((heads + groups - 1) / groups)};
-  }
-  constexpr __host__ __device__ int items() const { return blocks * heads; }
-
-#ifdef __CUDACC__
-  __device__ __forceinline__ WorkItem item(int number) const {
-    const int group = number / (heads_per_group * blocks), first_head = group * heads_per_group;
-    const int in_group = number - first_head * blocks, heads_here = min(heads_per_group, heads - first_head);
-    return {in_group / heads_here, first_head + in_group % heads_here};
-  }
-#endif
-};
-
-// Counters that begin at 0: of items that were taken, and for every part of grad_q (tile of a query head, panel) of blocks that have
+// Counters that begin at 0: of items that were taken, and for every part of grad_q (a tile's columns of one consumer) of blocks that have
 // added theirs.
 struct PartialGradQ {
   uint32_t* taken;
   uint32_t* added;
   float* sums;  // parts, in the order of a consumer's accumulators
-  int steps;    // of a head
+  int tiles;    // of a head
 };
 
-template <class Score, class Math, int kHeadDim>
-__global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
-    quadratic_bwd_five_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
+template <class Score, class Math>
+__global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
+    quadratic_fused_bwd_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
                                    const float4* row_scores, const int rows_per_head, const int group, const KeyBlockOrder order,
                                    const PartialGradQ partial) {
-  using Tile = QuadraticBwdFiveTile<kHeadDim>;
-  using RowTile = typename Tile::RowTile;
-  using StreamTile = typename Tile::StreamTile;
-  using DerivativeTile = typename Tile::DerivativeTile;
+  using Tile = FusedBwdTile;
+  using RowTile = Tile::RowTile;
+  using StreamTile = Tile::StreamTile;
+  using DerivativeTile = Tile::DerivativeTile;
   extern __shared__ uint8_t shared[];
   const uint32_t base = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
@@ -135,7 +109,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
   };
   const DenseVisibility sees(p, 0);
   const auto tiles_of = [&](const Item& item) {
-    return walk_over_queries<Tile::kQueries>(sees, item.row, min(item.row + Tile::kBlockRows, p.m) - 1);
+    return walk_over_queries<Tile::kStream>(sees, item.row, min(item.row + Tile::kBlockRows, p.m) - 1);
   };
   const auto number_of_item = [&](RingPosition at) {
     item_ring.wait_until_full(at);
@@ -145,7 +119,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
   const auto next_number = [&](RingPosition& at) {
     const int number = number_of_item(at);
     ptx::mbarrier_arrive_if(item_ring.empty(at), true);
-    at.template advance<Tile::kItems>();
+    at.advance<Tile::kItems>();
     return number;
   };
 
@@ -164,7 +138,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         const Range tiles = tiles_of(item).seen;
         for (int i = 0; i < group; ++i) {
           const int head = item.first_head + i;
-          for (int tile = tiles.end * Tile::kTilesPerStep - 1; tile >= tiles.begin * Tile::kTilesPerStep; --tile) {
+          for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
             const int token = tile * Tile::kStream;
             const uint32_t stage = base + at.stage * Tile::kStageBytes;
             ring.wait_until_empty(at);
@@ -202,12 +176,11 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         const Item item = place(number);
         const Range tiles = tiles_of(item).seen;
         for (int i = 0; i < group; ++i) {
-          const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + item.first_head + i) * partial.steps;
-          for (int step = tiles.end - 1; step >= tiles.begin; --step) {
-            const int64_t part = (of_head + step) * Tile::kConsumers + writes;
+          const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + item.first_head + i) * partial.tiles;
+          for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+            const int64_t part = (of_head + tile) * Tile::kConsumers + writes;
             float* sums = partial.sums + part * Tile::kPartFloats;
-            while (ptx::load_acquire(partial.added + part) != static_cast<uint32_t>(item.block)) {
-            }
+            ptx::wait_acquire(partial.added + part, item.block);
             ptx::fence_proxy_async_global();
             ready.wait_until_full(at);
             if (item.block == 0) {
@@ -236,7 +209,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
     for (;;) {
       const int number = warp_uniform(number_of_item(items));
       item_ring.release(items, lane);
-      items.template advance<Tile::kItems>();
+      items.advance<Tile::kItems>();
       if (number >= order.items()) break;
       const Item item = place(number);
       const TileRanges tiles = tiles_of(item);
@@ -255,7 +228,7 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
       const int first = warp_uniform(tiles.seen.begin), end = warp_uniform(tiles.seen.end);
       const int whole = warp_uniform(keeps_all ? min(tiles.whole.begin, end) : end);
 
-      QuadraticBwdRows<Score, DenseVisibility, Math, kHeadDim, true> sums;
+      QuadraticBwdRows<Score, DenseVisibility, Math, Tile::kHeadDim, true> sums;
       sums.reset();
       sums.keep_sums();
       float dq[Tile::kPartFloats / 128];
@@ -269,20 +242,19 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
       const auto derivatives_of = [&](RingPosition at) { return base + Tile::kDerivativesAt + at.stage * DerivativeTile::kBytes; };
       NoTileFading fading;
       uint32_t visible[2][Tile::kStream / 32];
-      const auto start_dq = [&] {  // of the step before this one
+      const auto start_dq = [&] {  // of the tile before this one
         const Operand<DerivativeTile> ds(derivatives_of(before(derivatives)));
         const Operand<RowTile> keys(row_tile(0));
-        const int ds_panel = Tile::kTilesPerStep > 1 ? consumer : 0, key_panel = Tile::kTilesPerStep > 1 ? 0 : consumer;
-        Wgmma<Math, Tile::kPartCols>::template ss_first<Major::kMN, Major::kMN>(dq, ds.mn_major(0, ds_panel), keys.mn_major(0, key_panel));
+        Wgmma<Math, Tile::kPartCols>::template ss_first<Major::kMN, Major::kMN>(dq, ds.mn_major(0, 0), keys.mn_major(0, consumer));
 #pragma unroll
         for (int kk = 1; kk < Tile::kBlockRows / 16; ++kk) {
           const Operand<RowTile> of_consumer = keys.behind(kk / 4 * 2 * RowTile::kBytes);
-          Wgmma<Math, Tile::kPartCols>::template ss<Major::kMN, Major::kMN>(dq, ds.mn_major(kk, ds_panel),
-                                                                       of_consumer.mn_major(kk % 4, key_panel));
+          Wgmma<Math, Tile::kPartCols>::template ss<Major::kMN, Major::kMN>(dq, ds.mn_major(kk, 0),
+                                                                       of_consumer.mn_major(kk % 4, consumer));
         }
         wgmma_commit();
       };
-      // Until dS of the step before this one is there, of both consumers; then both have read the one before that, too.
+      // Until dS of the tile before this one is there, of both consumers; then both have read the one before that, too.
       const auto wait_for_derivatives = [&] {
         ptx::mbarrier_wait(derivatives_ready(before(derivatives)), before(derivatives).parity);
       };
@@ -294,27 +266,34 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         ptx::fence_proxy_async();
         __syncwarp();
         ptx::mbarrier_arrive_if(part_ring(consumer).full(part), lane == 0);
-        part.template advance<1>();
+        part.advance<1>();
       };
-      // dS of a tile of this step.
-      const auto store_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4], int i) {
+      const auto store_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4]) {
         const int matrix = lane >> 3;
         const int in_tile = consumer * Tile::kRows + 16 * warp_in_group + (matrix & 1) * 8 + (lane & 7);
 #pragma unroll
         for (int j = 0; j < Tile::kStream / 8; j += 2) {
           const uint32_t* x = packed_ds + 2 * j;
-          ptx::stmatrix_x4(derivatives_of(derivatives) + DerivativeTile::chunk_offset(in_tile, Tile::kStream / 8 * i + j + (matrix >> 1)),
-                           x[0], x[1], x[2], x[3]);
+          ptx::stmatrix_x4(derivatives_of(derivatives) + DerivativeTile::chunk_offset(in_tile, j + (matrix >> 1)), x[0], x[1], x[2],
+                           x[3]);
         }
         ptx::fence_proxy_async();
       };
       const auto tell_derivatives = [&] {
         __syncwarp();
         ptx::mbarrier_arrive_if(derivatives_ready(derivatives), lane == 0);
-        derivatives.template advance<Tile::kDerivatives>();
+        derivatives.advance<Tile::kDerivatives>();
       };
-      const auto differentiate = [&](auto is_masked, int tile, RingPosition at) {
-        constexpr bool kMasked = decltype(is_masked)::value;
+      int tile = end - 1;
+      // A tile, and dQ of the one before, which the first of an item has not.
+      const auto visit = [&](auto is_masked, auto is_first) {
+        constexpr bool kMasked = decltype(is_masked)::value, kDq = !decltype(is_first)::value;
+        ring.wait_until_full(at);
+        wgmma_fence();
+        sums.start_scores(x_tile, stage_of(at));
+        wgmma_wait<0>();
+        keep(sums.s);
+        keep(sums.d);
         if constexpr (kMasked) {
           visible_queries(visible, sees, tile, lane_row, t);
 #pragma unroll
@@ -325,130 +304,40 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         }
         sums.template differentiate<kMasked>(stage_of(at), visible, fading, tile * Tile::kStream, lane_row, p.causal_offset,
                                              /*streamed=*/nullptr);
-      };
-      const auto visit = [&](auto is_masked, int tile) {
-        ring.wait_until_full(at);
-        wgmma_fence();
-        sums.start_scores(x_tile, stage_of(at));
-        wgmma_wait<0>();
-        keep(sums.s);
-        keep(sums.d);
-        differentiate(is_masked, tile, at);
-      };
-      // From P and dS of the i-th tile of a step to the sums. has_next: and to S and D of the next tile, with which `then` goes on, next to
-      // the sums; where there is dQ beside these, registers hold no more. is_first: no step of the item was before, for dQ.
-      const auto add_tile = [&](auto is_first, auto index, auto has_next, RingPosition next, const auto& then) {
-        constexpr bool kHasNext = decltype(has_next)::value;
-        constexpr bool kIsLast = decltype(index)::value == Tile::kTilesPerStep - 1, kDq = kIsLast && !decltype(is_first)::value;
         uint32_t packed_p[Tile::kStream / 4], packed_ds[Tile::kStream / 4];
         sums.pack(packed_p, packed_ds);
         keep(packed_p);
         keep(packed_ds);
-        if constexpr (decltype(index)::value == 0) wait_for_derivatives();
+        wait_for_derivatives();
         if constexpr (kDq) part_ring(consumer).wait_until_empty(part);
-        if constexpr (kHasNext) ring.wait_until_full(next);
         wgmma_fence();
-        if constexpr (kHasNext && !kDq) sums.start_scores(x_tile, stage_of(next));
         if constexpr (kDq) start_dq();
         sums.start_sums(packed_p, packed_ds, stage_of(at));
-        store_derivatives(packed_ds, decltype(index)::value);
+        store_derivatives(packed_ds);
         if constexpr (kDq) {
           wgmma_wait<1>();
           keep(dq);
         }
-        if constexpr (kIsLast) tell_derivatives();
+        tell_derivatives();
         if constexpr (kDq) stage_dq();
-        if constexpr (kHasNext && !kDq) {
-          wgmma_wait<1>();
-          keep(sums.s);
-          keep(sums.d);
-          then();
-        }
-        if constexpr (kHasNext && kDq) {
-          wgmma_fence();
-          sums.start_scores(x_tile, stage_of(next));
-        }
         wgmma_wait<0>();
         sums.keep_sums();
         ring.release(at, lane);
-        at.template advance<Tile::kStages>();
-        if constexpr (kHasNext && kDq) {
-          keep(sums.s);
-          keep(sums.d);
-          then();
-        }
+        at.advance<Tile::kStages>();
+        --tile;
       };
       using True = std::true_type;
       using False = std::false_type;
-      using Zero = std::integral_constant<int, 0>;
-      using Last = std::integral_constant<int, Tile::kTilesPerStep - 1>;
       // Whole tiles come before partly visible ones, of each head.
-      int step = end - 1;
-      if constexpr (Tile::kTilesPerStep == 1) {
-        const auto nothing = [] {};
-        const auto take = [&](auto is_masked, auto is_first) {
-          visit(is_masked, step);
-          add_tile(is_first, Zero(), False(), at, nothing);
-          --step;
-        };
-        if (step >= whole) {
-          take(False(), True());
-        } else {
-          take(True(), True());
-        }
-        for (int head = 0; head < group; ++head) {
-          while (step >= whole) take(False(), False());
-          while (step >= first) take(True(), False());
-          step = end - 1;
-        }
+      if (tile >= whole) {
+        visit(False(), True());
       } else {
-        const auto after = [](RingPosition at) {
-          at.template advance<Tile::kStages>();
-          return at;
-        };
-        // From the first tile of a step to the second, and from that to the first one of another step.
-        const auto to_second = [&](auto is_masked) {
-          const RingPosition next = after(at);
-          add_tile(False(), Zero(), True(), next, [&] { differentiate(is_masked, 2 * step + 1, next); });
-        };
-        const auto to_first = [&](auto is_masked, auto is_first) {
-          const RingPosition next = after(at);
-          add_tile(is_first, Last(), True(), next, [&] { differentiate(is_masked, 2 * step, next); });
-        };
-        if (step >= whole) {
-          visit(False(), 2 * step);
-          to_second(False());
-        } else {
-          visit(True(), 2 * step);
-          to_second(True());
-        }
-        if (group * (end - first) == 1) {
-          add_tile(True(), Last(), False(), at, [] {});
-        } else {
-          int head = 0;
-          const auto back = [&] {  // to the step before, or the last one of the next head
-            if (--step < first) step = end - 1, ++head;
-          };
-          back();
-          if (step >= whole) {
-            to_first(False(), True());
-            to_second(False());
-          } else {
-            to_first(True(), True());
-            to_second(True());
-          }
-          for (back(); head < group;) {
-            for (; head < group && step >= whole; back()) {
-              to_first(False(), False());
-              to_second(False());
-            }
-            for (; head < group && step < whole; back()) {
-              to_first(True(), False());
-              to_second(True());
-            }
-          }
-          add_tile(False(), Last(), False(), at, [] {});
-        }
+        visit(True(), True());
+      }
+      for (int head = 0; head < group; ++head) {
+        while (tile >= whole) visit(False(), False());
+        while (tile >= first) visit(True(), False());
+        tile = end - 1;
       }
       wait_for_derivatives();
       part_ring(consumer).wait_until_empty(part);
@@ -470,26 +359,23 @@ __global__ void __launch_bounds__(QuadraticBwdFiveTile<kHeadDim>::kThreads, 1)
         ptx::bulk_wait_read<0>();
       }
       row_ring(consumer).release(rows, lane, warp_in_group == 0);
-      rows.template advance<1>();
+      rows.advance<1>();
     }
     if (warp_in_group == 0 && lane == 0) ptx::bulk_wait<0>();
   }
 }
 
 // grad_q from its parts: a block each.
-template <class Math, int kHeadDim>
+template <class Math>
 __global__ void __launch_bounds__(128)
-    quadratic_bwd_round_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const int tokens,
-                                      const PartialGradQ partial) {
-  using Tile = QuadraticBwdFiveTile<kHeadDim>;
-  using PartTile = SwizzledTile<Tile::kStream, Tile::kPartCols>;
-  __shared__ __align__(kSwizzledTileAlignment) uint8_t shared[PartTile::kBytes];
-  const uint32_t tile = ptx::smem_address(shared);
+    quadratic_round_grad_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const PartialGradQ partial) {
+  using Tile = FusedBwdTile;
+  using PartTile = Tile::PartTile;
+  extern __shared__ uint8_t shared[];
+  const uint32_t staged = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
   const int64_t part = blockIdx.x;
-  constexpr int kPanels = kHeadDim / Tile::kPartCols;
-  const int parts_of_head = partial.steps * Tile::kConsumers, head = static_cast<int>(part / parts_of_head);
-  const int in_head = static_cast<int>(part % parts_of_head), panel = in_head % kPanels, token = in_head / kPanels * Tile::kStream;
-  if (token >= tokens) return;
+  const int part_in_tile = static_cast<int>(part % Tile::kParts), tile = static_cast<int>(part / Tile::kParts % partial.tiles);
+  const int head = static_cast<int>(part / Tile::kParts / partial.tiles);
   const float4* sums = reinterpret_cast<const float4*>(partial.sums + part * Tile::kPartFloats) + threadIdx.x;
   float dq[Tile::kPartFloats / 128];
 #pragma unroll
@@ -497,65 +383,46 @@ __global__ void __launch_bounds__(128)
     const float4 x = sums[i / 4 * 128];
     dq[i] = x.x, dq[i + 1] = x.y, dq[i + 2] = x.z, dq[i + 3] = x.w;
   }
-  store_accumulator<Math, PartTile>(tile, 0, dq, 1.f, 1.f, static_cast<int>(threadIdx.x) / kWarpSize, lane_index());
+  store_accumulator<Math, PartTile>(staged, 0, dq, 1.f, 1.f, static_cast<int>(threadIdx.x) / kWarpSize, lane_index());
   ptx::fence_proxy_async();
   __syncthreads();
   if (threadIdx.x == 0) {
-    ptx::tma_store(grad_q, tile, panel * Tile::kPartCols, token, head % heads, head / heads);
+    ptx::tma_store(grad_q, staged, part_in_tile * Tile::kPartCols, tile * Tile::kStream, head % heads, head / heads);
     ptx::bulk_commit();
     ptx::bulk_wait<0>();
   }
 }
 
-struct QuadraticBwdFiveWorkspace : QuadraticBwdSm90Workspace {
-  int steps;
-  int64_t parts;
-  size_t counters, sums;
+template <class Score, class Math>
+void launch_fused_bwd(const BwdParams& p, cudaStream_t stream) {
+  using Element = typename Math::Element;
+  using Tile = FusedBwdTile;
+  const QuadraticBwdSm90Workspace at(p);
+  const FusedBwdWorkspace fused(p, at.bytes);
+  char* workspace = static_cast<char*>(p.workspace);
+  float4* row_scores = reinterpret_cast<float4*>(workspace);
+  Element* grad_o_copy = at.copies_grad_o ? reinterpret_cast<Element*>(workspace + at.grad_o) : nullptr;
+  launch_row_scores<Score, Element, Tile::kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
+  const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
+  uint32_t* counters = reinterpret_cast<uint32_t*>(workspace + fused.counters);
+  check_cuda(cudaMemsetAsync(counters, 0, fused.sums - fused.counters, stream), "cudaMemsetAsync");
+  const PartialGradQ partial{counters, counters + 1, reinterpret_cast<float*>(workspace + fused.sums), Tile::tiles(p)};
 
-  explicit QuadraticBwdFiveWorkspace(const BwdParams& p) : QuadraticBwdSm90Workspace(p) {
-    const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
-    const int queries = 2 * 64 * 64 / p.head_dim;  // of a step
-    steps = (p.n + queries - 1) / queries;
-    parts = int64_t{p.b} * p.h * steps * 2;
-    counters = align(bytes);
-    sums = align(counters + (1 + static_cast<size_t>(parts)) * sizeof(uint32_t));
-    bytes = sums + static_cast<size_t>(parts) * 64 * 64 * sizeof(float);
+  const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
+  const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
+  const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, grad_v{p.grad_v, p.grad_v_stride, p.b, p.hk, p.m, p.dv, p.math};
+  TokenTensor grad_o{p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math};
+  if (at.copies_grad_o) {
+    grad_o.data = grad_o_copy;
+    grad_o.stride = {int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
   }
-};
-
-template <class Score>
-struct LaunchQuadraticBwdFiveSm90 {
-  template <class Math, int kHeadDim>
-  static void run(const BwdParams& p, int heads_at_once, cudaStream_t stream) {
-    using Element = typename Math::Element;
-    using Tile = QuadraticBwdFiveTile<kHeadDim>;
-    const QuadraticBwdFiveWorkspace at(p);
-    char* workspace = static_cast<char*>(p.workspace);
-    float4* row_scores = reinterpret_cast<float4*>(workspace);
-    Element* grad_o_copy = at.copies_grad_o ? reinterpret_cast<Element*>(workspace + at.grad_o) : nullptr;
-    launch_row_scores<Score, Element, kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
-    const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
-    uint32_t* counters = reinterpret_cast<uint32_t*>(workspace + at.counters);
-    check_cuda(cudaMemsetAsync(counters, 0, at.sums - at.counters, stream), "cudaMemsetAsync");
-    const PartialGradQ partial{counters, counters + 1, reinterpret_cast<float*>(workspace + at.sums), at.steps};
-
-    const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
-    const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
-    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, grad_v{p.grad_v, p.grad_v_stride, p.b, p.hk, p.m, p.dv, p.math};
-    TokenTensor grad_o{p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math};
-    if (at.copies_grad_o) {
-      grad_o.data = grad_o_copy;
-      grad_o.stride = {int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
-    }
-    const QuadraticBwdMaps maps{tensor_map(k, Tile::kRows),        tensor_map(v, Tile::kRows),      tensor_map(q, Tile::kStream),
-                                tensor_map(grad_o, Tile::kStream), tensor_map(grad_k, Tile::kRows), tensor_map(grad_v, Tile::kRows)};
-    const KeyBlockOrder order = KeyBlockOrder::of((p.m + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.hk, heads_at_once);
-    launch_kernel("quadratic_bwd_five_sm90", quadratic_bwd_five_sm90_kernel<Score, Math, kHeadDim>,
-                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,
-                  row_scores_per_head(p), p.h / p.hk, order, partial);
-    launch_kernel("quadratic_bwd_round_q_sm90", quadratic_bwd_round_q_sm90_kernel<Math, kHeadDim>, grid_1d(at.parts), 128, 0, stream,
-                  tensor_map(grad_q, Tile::kStream), p.h, p.n, partial);
-  }
-};
+  const QuadraticBwdMaps maps{tensor_map(k, Tile::kRows),        tensor_map(v, Tile::kRows),      tensor_map(q, Tile::kStream),
+                              tensor_map(grad_o, Tile::kStream), tensor_map(grad_k, Tile::kRows), tensor_map(grad_v, Tile::kRows)};
+  const KeyBlockOrder order = KeyBlockOrder::of(p);
+  launch_kernel("quadratic_fused_bwd_sm90", quadratic_fused_bwd_sm90_kernel<Score, Math>, grid_1d(std::min(order.items(), p.sm_count)),
+                Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk, order, partial);
+  launch_kernel("quadratic_round_grad_q_sm90", quadratic_round_grad_q_sm90_kernel<Math>, grid_1d(Tile::parts(p)), 128,
+                Tile::kRoundSharedBytes, stream, tensor_map(grad_q, Tile::kStream), p.h, partial);
+}
 
 }  // namespace fastmax
