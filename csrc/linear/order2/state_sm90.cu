@@ -123,8 +123,8 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   };
   // Where a load takes longer the warpgroups take turns, or one would be behind the other at every stage.
   constexpr int kTurns = kBounded ? 2 : 1;
-  if (kTurns == 1 ? threadIdx.x == 0 : threadIdx.x % 128 == 0) {
-    for (int i = kTurns == 1 ? 0 : warpgroup; i < min(Tile::kAhead, stages); i += kTurns) load_stage(i);
+  if (kBounded ? threadIdx.x % 128 == 0 : threadIdx.x == 0) {
+    for (int i = kBounded ? warpgroup : 0; i < min(Tile::kAhead, stages); i += kTurns) load_stage(i);
   }
 
   const StateShare<kHeadDim, kFine> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
@@ -258,8 +258,8 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
     RingPosition before = at;  // released when its products are done
     for (bool is_first = true; run > 0; --run, is_first = false) {
-      const bool is_next = kTurns == 1 ? threadIdx.x == 0 : threadIdx.x == (stages - left + Tile::kAhead) % kTurns * 128;
-      if (is_next && left > Tile::kAhead) load_stage(stages - left + Tile::kAhead);
+      const int loader = kBounded ? (stages - left + Tile::kAhead) % kTurns * 128 : 0;
+      if (threadIdx.x == loader && left > Tile::kAhead) load_stage(stages - left + Tile::kAhead);
       --left;
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
