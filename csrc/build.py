@@ -83,8 +83,8 @@ SPILL_EXCEPTIONS = {
     "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head; of Fastmax with decays at "
     "head_dim 128 up to three dozen, ten of them once per tile",
-    r"quadratic_fused_bwd_sm90_kernel<": "up to 18 words of the threads that fill the ring and add parts of grad_q, which "
-    "give their registers to the others",
+    r"quadratic_fused_bwd_sm90_kernel<fastmax::.*Score, ": "up to 18 words of the threads that fill the "
+    "ring and add parts of grad_q, which give their registers to the others",
     r"linear1_walk_sm90_kernel<128, [^,]*0, ": "a few words once per tile: what noise needs, beside sums and scores",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "up to ten words, once per item; most are of the thread that "

@@ -16,7 +16,8 @@ bool is_hopper(const AttentionParams& p) {
 }
 bool covers_all(const AttentionParams&, Direction) { return true; }
 constexpr Kernels kQuadratic[] = {
-    {"quadratic_fused_sm90", [](const AttentionParams& p, Direction) { return is_hopper(p) && p.head_dim == 128 && p.n > 2048; }},
+    {"quadratic_fused_sm90",
+     [](const AttentionParams& p, Direction) { return is_hopper(p) && p.head_dim == 128 && p.n > 2048; }},
     {"quadratic_sm90", [](const AttentionParams& p, Direction) { return is_hopper(p); }},
     {"quadratic_sm80", covers_all},
 };

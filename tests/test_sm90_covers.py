@@ -61,13 +61,15 @@ void fused() {
   while (std::scanf("%d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &causal) == 7) {
     p.d = p.dv = p.head_dim, p.causal = causal != 0;
     p.q_stride = p.k_stride = p.v_stride = {int64_t{1} << 36, int64_t{1} << 30, p.d};
-    if (covers_quadratic_fused_sm90(p, Direction::kForward) || covers_flash_fused_sm90(p, Direction::kForward)) std::puts("forward");
+    if (covers_quadratic_fused_sm90(p, Direction::kForward) || covers_flash_fused_sm90(p, Direction::kForward)) return;
     const bool one = covers_quadratic_fused_sm90(p, Direction::kBackward);
-    if (one != covers_flash_fused_sm90(p, Direction::kBackward)) std::puts("differ");
+    if (one != covers_flash_fused_sm90(p, Direction::kBackward)) return;
     const KeyBlockOrder order = KeyBlockOrder::of(p);
     const FusedBwdWorkspace at(p, 1000);
     std::printf("%d %d %zu", one, order.heads_per_group, at.bytes - 1000);
-    for (int i = 0; i < order.items() && order.items() < 100; ++i) std::printf(" %d.%d", order.item(i).head, order.item(i).row_block);
+    for (int i = 0; i < order.items() && order.items() < 100; ++i) {
+      std::printf(" %d.%d", order.item(i).head, order.item(i).row_block);
+    }
     std::puts("");
   }
 }

@@ -24,7 +24,9 @@ bool covers_quadratic(const AttentionParams& p) { return p.math == MathMode::kBF
 bool covers_flash(const AttentionParams& p, Direction direction) {
   return (p.math == MathMode::kBF16 || (p.math == MathMode::kFP16 && direction == Direction::kForward)) && covers(p);
 }
-bool covers_fused(const AttentionParams& p, Direction direction) { return direction == Direction::kBackward && fused_bwd_pays(p); }
+bool covers_fused(const AttentionParams& p, Direction direction) {
+  return direction == Direction::kBackward && fused_bwd_pays(p);
+}
 bool has_bounds_alone(const AttentionParams& p) { return is_bounded(p) && p.log_decay == nullptr; }
 
 }  // namespace

@@ -1,19 +1,19 @@
-// Backward over tiles of scores on Hopper in one kernel: five products where bwd_sm90.h has seven, since scores are made once. It owns
-// keys and streams queries, as grad_k and grad_v do there; grad_q of a tile of queries is a sum over blocks of keys in fp32, in global
-// memory, to which blocks add one after the other in the order of their keys, so that its bits are those of every run.
+// Backward over tiles of scores on Hopper in one kernel: five products where bwd_sm90.h has seven, since scores are made once.
+// Blocks own keys and stream queries, as for grad_k and grad_v there; grad_q of a tile of queries is a sum over blocks of keys in
+// fp32, in global memory, to which they add one after the other in the order of their keys: its bits are those of every run.
 //
 //   S = K Q^T, D = V dO^T   (64 keys of a consumer x 64 queries)   P, dS by the scores, in registers
 //   dK += dS Q, dV += P dO   A from registers
 //   dQ = dS^T K              (64 queries x 64 columns of a consumer), over the keys of both, whose dS goes through shared memory
 //
-// dQ of a tile is made one tile later, so that the consumers need not wait for each other and one multiplies while the other has
-// scores. A writer (a thread) of each consumer adds it to what is in memory when the block of keys before this one has done so: blocks
-// walk down over queries, at one speed, each a little behind the one before it.
+// dQ of a tile is made one tile later, so that the consumers need not wait for each other and one multiplies while the other
+// has scores. A writer (a thread) of each consumer adds it to what is in memory when the block of keys before this one has done
+// so: blocks walk down over queries, at one speed, each a little behind the one before it.
 //
-// No wait for another block can last: items are numbers from a counter, a block works on those it took in their order, and waits only
-// for the item before in its head, which has a lower number. Whoever took that runs already, and the lowest item that is not finished
-// waits for none; it does not matter how many blocks of the grid the device runs at a time, or what else runs there. Counters are in the
-// call's own workspace and set to 0 on its stream before the kernel, in a CUDA graph by a node of the same graph.
+// Waits for other blocks end: items are numbers from a counter, a block works through those that it took in their order, and
+// waits only for the item before in the same head, a lower number. Who took that runs already, and the lowest item that is not
+// finished waits for none, however many blocks of the grid the device runs at a time and whatever else runs there. Counters lie
+// in the call's own workspace and are set to 0 on its stream before the kernel, in a CUDA graph by a node of that graph.
 #pragma once
 
 #include <algorithm>
@@ -55,8 +55,8 @@ struct FusedBwdTile : FusedBwdShape {
   static constexpr int kRoundSharedBytes = kSwizzledTileAlignment + PartTile::kBytes;
 };
 
-// Counters that begin at 0: of items that were taken, and for every part of grad_q (a tile's columns of one consumer) of blocks that have
-// added theirs.
+// Counters that begin at 0: of items that were taken, and for every part of grad_q (a tile's columns of one consumer) of blocks
+// that have added theirs.
 struct PartialGradQ {
   uint32_t* taken;
   uint32_t* added;
@@ -161,8 +161,9 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
           const Ring<1> buffer = row_ring(i);
           buffer.wait_until_empty(at);
           buffer.expect(at, 2 * RowTile::kBytes);
-          RowTile::load(row_tile(i), maps.x, buffer.full(at), item.row + i * Tile::kRows, item.head, item.batch);
-          RowTile::load(row_tile(i) + RowTile::kBytes, maps.y, buffer.full(at), item.row + i * Tile::kRows, item.head, item.batch);
+          const int row = item.row + i * Tile::kRows;
+          RowTile::load(row_tile(i), maps.x, buffer.full(at), row, item.head, item.batch);
+          RowTile::load(row_tile(i) + RowTile::kBytes, maps.y, buffer.full(at), row, item.head, item.batch);
         }
       }
     } else if (warp >= 4 * Tile::kConsumers + 2 && lane == 0) {  // adds a consumer's part of grad_q to what is in memory
@@ -368,7 +369,8 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
 // grad_q from its parts: a block each.
 template <class Math>
 __global__ void __launch_bounds__(128)
-    quadratic_round_grad_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads, const PartialGradQ partial) {
+    quadratic_round_grad_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads,
+                                       const PartialGradQ partial) {
   using Tile = FusedBwdTile;
   using PartTile = Tile::PartTile;
   extern __shared__ uint8_t shared[];
@@ -408,9 +410,11 @@ void launch_fused_bwd(const BwdParams& p, cudaStream_t stream) {
   check_cuda(cudaMemsetAsync(counters, 0, fused.sums - fused.counters, stream), "cudaMemsetAsync");
   const PartialGradQ partial{counters, counters + 1, reinterpret_cast<float*>(workspace + fused.sums), Tile::tiles(p)};
 
-  const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
-  const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
-  const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, grad_v{p.grad_v, p.grad_v_stride, p.b, p.hk, p.m, p.dv, p.math};
+  const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
+  const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
+  const TokenTensor grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
+  const TokenTensor grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
+  const TokenTensor grad_v{p.grad_v, p.grad_v_stride, p.b, p.hk, p.m, p.dv, p.math};
   TokenTensor grad_o{p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math};
   if (at.copies_grad_o) {
     grad_o.data = grad_o_copy;
@@ -419,8 +423,9 @@ void launch_fused_bwd(const BwdParams& p, cudaStream_t stream) {
   const QuadraticBwdMaps maps{tensor_map(k, Tile::kRows),        tensor_map(v, Tile::kRows),      tensor_map(q, Tile::kStream),
                               tensor_map(grad_o, Tile::kStream), tensor_map(grad_k, Tile::kRows), tensor_map(grad_v, Tile::kRows)};
   const KeyBlockOrder order = KeyBlockOrder::of(p);
-  launch_kernel("quadratic_fused_bwd_sm90", quadratic_fused_bwd_sm90_kernel<Score, Math>, grid_1d(std::min(order.items(), p.sm_count)),
-                Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk, order, partial);
+  launch_kernel("quadratic_fused_bwd_sm90", quadratic_fused_bwd_sm90_kernel<Score, Math>,
+                grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,
+                row_scores_per_head(p), p.h / p.hk, order, partial);
   launch_kernel("quadratic_round_grad_q_sm90", quadratic_round_grad_q_sm90_kernel<Math>, grid_1d(Tile::parts(p)), 128,
                 Tile::kRoundSharedBytes, stream, tensor_map(grad_q, Tile::kStream), p.h, partial);
 }
