@@ -42,6 +42,23 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
 // features have what is left of them.
 enum class Rows { kPlain, kScaled, kBounded, kFading };
 
+// Division by a number that the launch knows, as one multiplication: exact where what is divided is not negative, and its product
+// with that number below 2^32.
+struct Divisor {
+  uint32_t multiplier;  // 2^32 / number, rounded up; 0: by 1
+
+  explicit Divisor(int number)
+      : multiplier(number == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + number - 1) / number)) {}
+  __device__ __forceinline__ int quotient(int x) const {
+    return multiplier == 0 ? x : static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * multiplier >> 32);
+  }
+};
+// For loads of rows that fade, what a launch knows of StateArgs: a warpgroup waits for the thread that issues them.
+struct FadingLoads {
+  Divisor y_group, state_heads;
+  bool has_e;  // besides what is left of the rows
+};
+
 // A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
 // at its end. Of several segments the first is walked beside sums of the rows of those behind it (but for the last), which are walked
 // in a launch of their own (linear.h).
@@ -49,7 +66,7 @@ enum class Rows { kPlain, kScaled, kBounded, kFading };
 template <int kHeadDim, Rows kRows, bool kFine, int kOwn>
 __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap& zeroed_y_map, const CUtensorMap& w_map,
                                      const CUtensorMap& zeroed_w_map, const StateArgs& a, const int first_segment, const uint32_t stages_at,
-                                     const int lag) {
+                                     const int lag, const FadingLoads& fading_loads) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
@@ -74,15 +91,22 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   const auto load_stage = [&](int i) {  // one thread
     const RingPosition at{i % kStages, static_cast<uint32_t>(i / kStages % 2)};
     const uint32_t w = stages_at + at.stage * Tile::kStageBytes;
-    const int token = tile_token(a, a.ny, a.y_row(begin + i / y_group * kTileRows));
-    const int head = state % a.state_heads * y_group + i % y_group, batch = state / a.state_heads;
+    int token, head, batch;
     bool is_whole = true;
     if constexpr (kBounded) {
-      const int group = (begin + i / y_group * kTileRows) / kBoundary;
-      is_whole = a.kept.whole[(int64_t{batch} * a.state_heads * y_group + head) * a.kept.groups + group] != 0;
+      // What is known of the state would take registers of the loop.
+      const int own_state = static_cast<int>(ptx::keep_in_register(state));
+      const int tile = fading_loads.y_group.quotient(i), y_head = i - tile * y_group, row = begin + tile * kTileRows;
+      token = tile_token(a, a.ny, a.y_row(row));
+      batch = fading_loads.state_heads.quotient(own_state);
+      head = (own_state - batch * a.state_heads) * y_group + y_head;
+      is_whole = a.kept.whole[(int64_t{own_state} * y_group + y_head) * a.kept.groups + row / kBoundary] != 0;
+    } else {
+      token = tile_token(a, a.ny, a.y_row(begin + i / y_group * kTileRows));
+      head = state % a.state_heads * y_group + i % y_group, batch = state / a.state_heads;
     }
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kFades ? 2 : kScaled ? 1 : 0) * kScaleBytes);
+    ring.expect(at, Tile::kStageBytes + (kFades ? 1 + fading_loads.has_e : kScaled ? 1 : 0) * kScaleBytes);
     if (is_whole) {
       RowTile::load(w, w_map, ring.full(at), token, head, batch);
       RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
@@ -94,13 +118,15 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       ptx::bulk_load(stages_at + Tile::kFactors + at.stage * kScaleBytes, tile_scales(a.y_factors, a.ny, state, token), kScaleBytes,
                      ring.full(at));
     }
-    if (kScaled) {
+    if (kFades ? fading_loads.has_e : kScaled) {
       ptx::bulk_load(stages_at + Tile::kScales + at.stage * kScaleBytes,
                      tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * y_group + head, token), kScaleBytes, ring.full(at));
     }
   };
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < min(Tile::kAhead, stages); ++i) load_stage(i);
+  // Where a load takes longer the warpgroups take turns, or one would be behind the other at every stage.
+  constexpr int kTurns = kBounded ? 2 : 1;
+  if (kBounded ? threadIdx.x % 128 == 0 : threadIdx.x == 0) {
+    for (int i = kBounded ? warpgroup : 0; i < min(Tile::kAhead, stages); i += kTurns) load_stage(i);
   }
 
   const StateShare<kHeadDim, kFine> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
@@ -154,6 +180,15 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     }
   };
 
+  // Of a step's rows, what the numbers of a lane's first row lie at.
+  [[maybe_unused]] const auto load_pairs = [&](uint32_t (&x)[2], uint32_t address, int k) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 pair = ptx::load_shared_f32x2(address + (16 * k + 8 * h) * 4);
+      x[h] = ptx::pack_bf16x2(pair.x, pair.y);
+    }
+  };
+
   const auto store_snapshot = [&](int c) {
     const bool is_leader = w4 == 0 && lane == 0;
     const uint32_t staging = stages_at + Tile::kStaging + warpgroup * Tile::kStagingBytes;
@@ -199,8 +234,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
     FadeFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
-    if (kBounded && row < end && a.fading.begins_chunk(a, row)) {
-      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row));
+    // A walk may begin in a phase's chunk before the first; from there on edges are counted.
+    if (kBounded && row < end && (row == begin ? a.fading.begins_chunk(a, row) : row == a.chunk_begin(chunk))) {
+      const int edge = row == begin ? a.fading.edge_at(a, row) : a.fading.first_chunk + chunk;
+      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + edge);
     }
     if (row == a.chunk_begin(chunk) && (row < end || is_last)) {
       if (!totals) store_snapshot(chunk);
@@ -225,12 +262,18 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
     RingPosition before = at;  // released when its products are done
     for (bool is_first = true; run > 0; --run, is_first = false) {
-      if (threadIdx.x == 0 && left > Tile::kAhead) load_stage(stages - left + Tile::kAhead);
+      const int loader = kBounded ? (stages - left + Tile::kAhead) % kTurns * 128 : 0;
+      if (threadIdx.x == loader && left > Tile::kAhead) load_stage(stages - left + Tile::kAhead);
       --left;
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
-      const uint32_t e = stages_at + Tile::kScales + own.stage * kScaleBytes;
-      const uint32_t factors = stages_at + Tile::kFactors + own.stage * kScaleBytes;
+      const uint32_t e = stages_at + (kFades && !fading_loads.has_e ? Tile::kFactors : Tile::kScales) + own.stage * kScaleBytes;
+      // Of this lane's first rows: what is left of them, and what a last tile that is not of pairs takes.
+      [[maybe_unused]] uint32_t left_at, last_at;
+      if constexpr (kBounded) {
+        left_at = ptx::keep_in_register(stages_at + Tile::kFactors + own.stage * kScaleBytes + 8 * t);
+        last_at = kFades && !share.of_y ? left_at : ptx::keep_in_register(e + 8 * t);
+      }
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
       at.template advance<kStages>();
       ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
@@ -242,15 +285,17 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       for (int k = 0; k < 4; ++k) {
         // What is loaded is, before a wait, beside products.
         uint32_t m[2][2], scale[2] = {one, one};
+        [[maybe_unused]] uint32_t left[2];
+        if constexpr (kFades) load_pairs(left, left_at, k);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
         if constexpr (kFades) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float2 left = ptx::load_shared_f32x2(factors + (16 * k + 8 * h + 2 * t) * 4);
-            scalars[h] = ptx::multiply_bf16x2(scalars[h], ptx::pack_bf16x2(left.x, left.y));
+#pragma unroll
+            for (int i = 0; i < 2; ++i) m[i][h] = ptx::multiply_bf16x2(m[i][h], left[h]);
           }
         }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
         const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
         const auto add = [&](int j, uint64_t w) {
           if (kBounded && k == 0) Products::template rs_if<Major::kMN>(goes_on, acc[j], f[j], w);
@@ -262,11 +307,15 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 #pragma unroll
         for (int j = 0; j < kFirst; ++j) add(j, rows);
         wgmma_commit();
-        if constexpr (kScaled) {
+        if constexpr (kBounded) {
+          load_pairs(scale, last_at, k);
+          if (!kFades && !share.of_y) scale[0] = scale[1] = one;
+          keep(scale);
+        } else if constexpr (kScaled) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const float2 pair = ptx::load_shared_f32x2((kFades && !share.of_y ? factors : e) + (16 * k + 8 * h + 2 * t) * 4);
-            scale[h] = kFades || share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
+            const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
+            scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
           }
           keep(scale);
         }
@@ -308,7 +357,8 @@ template <int kHeadDim, Rows kRows, bool kFine>
 __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, 1)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
                              const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap zeroed_w_map,
-                             const __grid_constant__ StateArgs a, const int first_segment, const int lag) {
+                             const __grid_constant__ StateArgs a, const int first_segment, const int lag,
+                             const __grid_constant__ FadingLoads fading_loads) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   extern __shared__ __align__(Tile::kAlignment) uint8_t shared[];
   const uint32_t stages_at = first_tile(shared);
@@ -319,10 +369,12 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, 1)
   __syncthreads();
   if constexpr (kFine) {
     if (__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) == 1) {
-      return walk<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag);
+      return walk<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag,
+                                                                  fading_loads);
     }
   }
-  walk<kHeadDim, kRows, kFine, Tile::kOwnTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag);
+  walk<kHeadDim, kRows, kFine, Tile::kOwnTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, lag,
+                                                                  fading_loads);
 }
 
 template <int kHeadDim, bool kFine>
@@ -338,7 +390,8 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
-                    zeroed_y_map, w_map, zeroed_w_map, a, first_segment, lag);
+                    zeroed_y_map, w_map, zeroed_w_map, a, first_segment, lag,
+                    FadingLoads{Divisor(a.y_group), Divisor(a.state_heads), a.y_scale.data != a.y_factors.data});
     };
     if (a.fading && a.fading.bounds_alone) run(linear_state_sm90_kernel<kHeadDim, Rows::kBounded, kFine>);
     else if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading, kFine>);
