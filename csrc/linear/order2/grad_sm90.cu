@@ -157,6 +157,21 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     ++loads.count;
     if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
   };
+  // The same where the stage kAhead from here is of the item's snapshot too. Where rows fade, and each place that loads can load
+  // everything, there are more instructions than a cache of them holds (128 KB).
+  constexpr int kLongStages = 1 + kBlocks / 4 * Tile::star_tiles(0);  // to the end of the longer passes
+  static_assert(kHeadDim != 64 || kLongStages - 1 + kAhead < Tile::kStateStages, "longer passes load from the snapshot");
+  const auto load_state_stage = [&] {
+    if constexpr (kFades && kValues) {
+      if (lane == 0 && warp == loads.count % Tile::kWarps) {
+        const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
+        load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
+      }
+      ++loads.count, ++loads.stage;
+    } else {
+      load_stage();
+    }
+  };
   if constexpr (kValues) {
     if (lane < SourceQueue::kItems - 1) put_source(lane);
     __syncwarp();
@@ -228,7 +243,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       // Second moment and first order.
       {
         load_x_e(item);
-        ring.wait_until_full(at), load_stage();
+        ring.wait_until_full(at), load_state_stage();
         const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes), moment(stage());
         float m[kHeadDim / 2];
         wgmma_fence();
@@ -422,7 +437,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
 #pragma unroll
           for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
-          if (u % 2 == 0) load_stage();
+          if (u % 2 == 0 && kTiles == Tile::star_tiles(0)) load_state_stage();
+          else if (u % 2 == 0) load_stage();
         };
         const auto issue_values = [&] {
           if constexpr (kValues) {
@@ -597,7 +613,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto add_tile = [&](auto is_diagonal, auto pair_factors, [[maybe_unused]] int tile) {
         constexpr bool kDiagonal = decltype(is_diagonal)::value;
         constexpr PairFactors kFactors = decltype(pair_factors)::value;
-        ring.wait_until_full(at), load_stage();
+        ring.wait_until_full(at);
+        if constexpr (!kFades) load_stage();
         const Rows y(stage()), y2 = y.behind(kTileBytes);
         const uint32_t y_e = scales_at + at.stage * kScaleBytes;
         float s[32], p[32];
@@ -661,7 +678,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto skip_tile = [&] {
         ring.release(before, lane, releases);  // or the ring would fill up
         releases = false;
-        ring.wait_until_full(at), load_stage();
+        ring.wait_until_full(at);
+        if constexpr (!kFades) load_stage();
         ring.release(at, lane);
         at.template advance<kStages>();
       };
@@ -681,7 +699,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         if constexpr (!kFades) {
           add_tile(std::false_type{}, kOne, tile);
         } else {
-          if constexpr (kFadingBytes != 0) ring.wait_until_full(at);
+          if constexpr (kFadingBytes != 0) ring.wait_until_full(at), load_stage();
           if (is_gone(first_x, y_fading(tile).sum(kLastOfTile<kBack>))) skip_tile();
           else if constexpr (kDecays) add_tile(std::false_type{}, kRowsAndColumns, tile);
           else if (is_whole<kBack>(x_fading(item), y_fading(tile))) add_tile(std::false_type{}, kOne, tile);
@@ -693,17 +711,20 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         const int tile = tile_at(own);
         if constexpr (!kFades) {
           add_tile(std::true_type{}, kOne, tile);
-        } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {
+        } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {  // whose loads are another warp's
           add_tile(std::true_type{}, kPairs, tile);  // of two kinds the compiler would take registers from tiles of the state
         } else {
-          if constexpr (kFadingBytes != 0) ring.wait_until_full(at);
+          if constexpr (kFadingBytes != 0) ring.wait_until_full(at), load_stage();
           const bool is_plain = kDecays ? !is_far<kBack>(y_fading(tile)) : is_whole<kBack>(x_fading(item), y_fading(tile));
           if (is_plain) add_tile(std::true_type{}, std::conditional_t<kDecays, decltype(kRowsAndColumns), decltype(kOne)>{}, tile);
           else add_tile(std::true_type{}, kPairs, tile);
         }
       }
       wgmma_wait<0>();
-      for (; own < own_stages; ++own) skip_tile();  // of the other warpgroup alone
+      for (; own < own_stages; ++own) {  // of the other warpgroup alone
+        if constexpr (kFades) load_stage();
+        skip_tile();
+      }
       ring.release(before, lane, releases);
     }
 

@@ -42,12 +42,13 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
 // features have what is left of them.
 enum class Rows { kPlain, kScaled, kBounded, kFading };
 
-// Division by a number that the launch knows, as one multiplication: exact where what is divided is not negative, and its product with
-// that number below 2^32.
+// Division by a number that the launch knows, as one multiplication: exact where what is divided is not negative, and its product
+// with that number below 2^32.
 struct Divisor {
   uint32_t multiplier;  // 2^32 / number, rounded up; 0: by 1
 
-  explicit Divisor(int number) : multiplier(number == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + number - 1) / number)) {}
+  explicit Divisor(int number)
+      : multiplier(number == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + number - 1) / number)) {}
   __device__ __forceinline__ int quotient(int x) const {
     return multiplier == 0 ? x : static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * multiplier >> 32);
   }
@@ -230,8 +231,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
     FadeFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
-    if (kBounded && row < end && row == a.chunk_begin(chunk)) {
-      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + a.fading.first_chunk + chunk);
+    // A walk may begin in a phase's chunk before the first; from there on edges are counted.
+    if (kBounded && row < end && (row == begin ? a.fading.begins_chunk(a, row) : row == a.chunk_begin(chunk))) {
+      const int edge = row == begin ? a.fading.edge_at(a, row) : a.fading.first_chunk + chunk;
+      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + edge);
     }
     if (row == a.chunk_begin(chunk) && (row < end || is_last)) {
       if (!totals) store_snapshot(chunk);
