@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   // The same where the stage kAhead from here is of the item's snapshot too. Where rows fade, and each place that loads can load
   // everything, there are more instructions than a cache of them holds (128 KB).
   constexpr int kLongStages = 1 + kBlocks / 4 * Tile::star_tiles(0);  // to the end of the longer passes
-  static_assert(kHeadDim != 64 || kLongStages - 1 + kAhead < Tile::kStateStages, "longer passes load from the snapshot");
+  constexpr bool kLongLoadState = kFades && kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
   const auto load_state_stage = [&] {
-    if constexpr (kFades && kValues) {
+    if constexpr (kLongLoadState) {
       if (lane == 0 && warp == loads.count % Tile::kWarps) {
         const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
         load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
