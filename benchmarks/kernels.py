@@ -63,6 +63,9 @@ _QUADRATIC: dict[str, _Passes] = {
     ),
     r"quadratic_bwd_kv(_pair)?_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_q(_pair)?_kernel": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
+    # Beside it what is added to grad_q in fp32 is another 4 bytes an element and block of keys, in L2 (not counted).
+    r"quadratic_fused_bwd_sm90_kernel": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 16 * s.rows)),
+    r"quadratic_round_grad_q_sm90_kernel": (None, lambda s: Work(None, 3 * s.tensor)),  # fp32 sums to results
     r"quadratic_bwd_sm90_kernel<.*, \(?(bool\))?(false|0)>": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_sm90_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),  # owns keys
     # Of q and k together, with a factor for each row.
@@ -112,8 +115,12 @@ _LINEAR1: dict[str, _Passes] = {
         lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
         lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
     ),
+    # On Hopper: o (0), grad_q with g made on the way (1), grad_k and grad_v (2). Every block of a group makes the states.
+    r"linear1_walk_sm90_kernel<\d+, [^,]*\)0\b": (lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows), None),
+    r"linear1_walk_sm90_kernel<\d+, [^,]*\)1\b": (None, lambda s: Work(2 * s.state1, 5 * s.tensor + 12 * s.rows)),
+    r"linear1_walk_sm90_kernel<\d+, [^,]*\)2\b": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 8 * s.rows)),
     r"linear1_pair_walk_kernel": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 4 * s.rows)),
-    r"linear1_sums_kernel": (
+    r"linear1_sums(_sm90)?_kernel": (
         lambda s: Work(s.state1, 2 * s.tensor),
         lambda s: Work(2 * s.state1, 4 * s.tensor),
     ),

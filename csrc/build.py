@@ -60,28 +60,35 @@ SPILL_EXCEPTIONS = {
     "registers; bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
     r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two "
     "or three words beside what fills the registers, read once per block",
-    r"linear_state_sm90_kernel<128, ": "192 sums, and what makes the next operands: a word once per stage, a few "
-    "once per chunk",
-    r"linear_read_sm90_kernel<128, false, false, false>": "six words once per 256 rows",
-    r"linear_read_sm90_kernel<128, (true|false), true, false>": "up to 74 words of what fades beside 128 sums, a few a tile of "
-    "the own chunk, none while there are tiles of the state",
-    r"linear_grad_sm90_kernel<64, .*, true>": "up to seven words, likewise; most once per item, one or two once per two stars",
+    r"linear_grad_sm90_kernel<128, .*Fade\)[12]>": "up to four words of what fades, once per item or star",
+    r"linear_state_sm90_kernel<128, ": "192 sums, and what makes the next operands: a few words once per chunk",
+    r"linear_read_sm90_kernel<128, false, ": "six to eight words once per 256 rows",
+    r"linear_grad_sm90_kernel<64, .*Fade\)[12]>": "up to eight words of what fades beside what fills the registers; most once "
+    "per item, one or two once per two stars",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"sm_120 .*linear_carried_state_kernel<fastmax::Bf16, (32|64|96), false>": "four words, once per number of a state, on "
     "that architecture alone",
     r"sm_(100|120) .*gathered_kernel<float4, [148]>": "up to 24 bytes, so that two to four blocks share a multiprocessor; none "
     "on sm_80 and sm_90",
-    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::DenseVisibility, fastmax::(Bf16|Fp16), 64>": "three words once "
-    "per tile, so that three warpgroups share a multiprocessor",
-    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), 128>": "up to a dozen words: what fades "
-    "beside what fills the registers",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::Bf16, (64|128), false>": "two words of what "
-    "fades, likewise",
+    r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window|Table)Visibility, .*, 64>": "two or three words "
+    "once per tile, so that three warpgroups share a multiprocessor",
+    r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word once per "
+    "tile, likewise",
+    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), \d+>": "up to four words of what fades, at "
+    "head_dim 128 two dozen, once per item",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*(Fading|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
+    "what fades, likewise",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
     "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
-    "others, with tables and for softmax: a few of them once per tile, the rest once per head",
+    "others, with tables and for softmax: a few of them once per tile, the rest once per head; of Fastmax with decays at "
+    "head_dim 128 up to three dozen, ten of them once per tile",
+    r"quadratic_fused_bwd_sm90_kernel<fastmax::.*Score, ": "up to 18 words of the threads that fill the "
+    "ring and add parts of grad_q, which give their registers to the others",
+    r"linear1_walk_sm90_kernel<128, [^,]*0, ": "a few words once per tile: what noise needs, beside sums and scores",
     r"linear1_walk_kernel<fastmax::Bf16, 96>": "a word once per step, so that two blocks share a multiprocessor",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*, (32|96), true>": "up to ten words, once per item; most are of the thread that "
+    "fills the ring; of Fastmax with decays at head_dim 96 seven of the others, most once per head",
     r"linear_state_kernel<fastmax::Tf32, 256>": "resident sums of 128 registers; a word on sm_90",
 }
 

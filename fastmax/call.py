@@ -90,6 +90,8 @@ class Signature:
 # Tensors with a number for every token of every key/value head.
 PER_HEAD = ("log_decay", "first_key", "end_key")
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("key_padding_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
+# Causal calls whose keys are far ones of an exact window.
+FAR = Signature(Score, ("algorithm",), ("key_padding_mask", "log_decay", "first_key"))
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("key_padding_mask", *PER_HEAD))
 EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("key_padding_mask", *PER_HEAD))
 FLASH = Signature(Softmax, ("causal", "left", "right"), ("key_padding_mask", *PER_HEAD))

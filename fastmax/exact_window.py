@@ -26,8 +26,12 @@ from fastmax.score import Softmax
 
 # q, k, v, call -> output, and denominators or, for softmax, the log of the sums of weights
 Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
+# o, lse, q, k, v, call -> denominators; o and lse of near keys become those of these keys too
+AttendFar = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
 # grad_o, grad_z (or None), q, k, v, o, z, call -> gradients of q, k, v and of log_decay (no elements where there is none)
 Differentiate = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+# Gradients of q, k and v to add to, then as Differentiate -> the gradient of log_decay
+DifferentiateFar = Callable[..., Tensor]
 
 
 class FarKeys(NamedTuple):
@@ -136,11 +140,17 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
     return Forward(eager.empty_like_layout(q, dv), per_query(n), per_query(before), per_query(behind), o_far, z_far)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, merge: Callable[..., Tensor]) -> Forward:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, attend_far_: AttendFar, merge: Callable[..., Tensor]
+) -> Forward:
     """As `attention_with_exact_window`, recorded by nobody; `merge` is `fastmax.eager.merge_` or a kernel for it."""
     o, lse = attend(q, k, v, near_call(call))
     results = empty_results(q[:, :, :0], k, v, call)._replace(o=o, lse=lse)
     for far in far_keys(q, k, call):
+        if call.log_decay is None and not far.reversed:
+            z = attend_far_(far.queries_of(o), far.queries_of(lse), *far.operands(q, k, v), far.call)
+            results = results._replace(z_before=z)
+            continue
         o_far, z_far = attend(*far.operands(q, k, v), far.call)
         shift = None if call.log_decay is None else _between(call, far).to(lse.dtype)
         o_far, z_far = far.turned(o_far), far.turned(z_far)
@@ -149,9 +159,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, merge: 
             _add_to_denominators(results.z_before, z_far, q.shape[2])
             results = results._replace(z_behind=z)
         else:
-            results = results._replace(z_before=z)
-            if shift is not None:
-                results = results._replace(o_far=o_far, z_far=z_far)
+            results = results._replace(z_before=z, o_far=o_far, z_far=z_far)
     return results
 
 
@@ -171,6 +179,7 @@ def backward(
     results: Forward,
     call: Call,
     differentiate: Differentiate,
+    differentiate_far_: DifferentiateFar,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of log_decay (of no elements without)."""
     grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, near_call(call))
@@ -182,11 +191,15 @@ def backward(
 
         # Where z is 0 nothing reads what becomes of it; where it is infinite the part has no weight.
         grad_z = None if grad_lse is None else of_queries(grad_lse) / z
-        part = differentiate(of_queries(grad_o), grad_z, *far.operands(q, k, v), of_queries(results.o), z, far.call)
-        for whole, x, slice_of in zip(grads, part, (far.queries_of, far.keys_of, far.keys_of), strict=False):
-            slice_of(whole).add_(far.turned(x))
+        arguments = (of_queries(grad_o), grad_z, *far.operands(q, k, v), of_queries(results.o), z, far.call)
+        into = (far.queries_of(grads[0]), far.keys_of(grads[1]), far.keys_of(grads[2]))
+        if far.reversed:
+            for whole, x in zip(into, differentiate(*arguments), strict=False):
+                whole.add_(far.turned(x))
+            continue
+        of_decay = differentiate_far_(into, *arguments)
         if call.log_decay is not None:
-            far.keys_of(grads[3]).add_(part[3])
+            far.keys_of(grads[3]).add_(of_decay)
             grads[3].add_(_gradient_of_between(grad_o, grad_lse, results, far, call))
     return grads
 

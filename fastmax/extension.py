@@ -22,7 +22,7 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-SCHEMA_VERSION = 15  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
+SCHEMA_VERSION = 18  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
 
 _problem: str | None = "it was not asked for yet"
 
@@ -123,7 +123,8 @@ def call(operator: Callable, *arguments):
         torch.OutOfMemoryError: where memory ran out in the library, which can raise no more than a RuntimeError.
         Exception: what the PyTorch implementation raised, where the library handed the call on to it.
     """
-    _failures.raised = raised = []
+    before, _failures.raised = _failures.raised, []
+    raised = _failures.raised
     try:
         return operator(*arguments)
     except RuntimeError as error:
@@ -135,7 +136,7 @@ def call(operator: Callable, *arguments):
             raise torch.OutOfMemoryError(str(error)) from error
         raise
     finally:
-        _failures.raised = None
+        _failures.raised = before
 
 
 _checked: set[int | None] = set()

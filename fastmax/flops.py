@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FAR, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import algorithm_of, state_rows
 from fastmax.exact_window import Forward, far_keys, near_call
 from fastmax.score import Softmax
@@ -83,6 +83,14 @@ def _backward(grad_o, grad_z, q, k, v, o, z, *arguments, signature: Signature = 
     return _attention(q, k, v, signature.call(arguments), backward=True)
 
 
+def _far_forward(o, lse, q, k, v, *arguments, out_val=None) -> int:
+    return _attention(q, k, v, FAR.call(arguments)._replace(causal=True), backward=False)
+
+
+def _far_backward(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments, out_val=None) -> int:
+    return _attention(q, k, v, FAR.call(arguments)._replace(causal=True), backward=True)
+
+
 def _flash_forward(*arguments, out_val=None) -> int:
     return _forward(*arguments, signature=FLASH)
 
@@ -139,19 +147,25 @@ def _prefill_backward(*arguments, out_val=None) -> int:
     return 2 * b * (passes * (features - 1) * dv + h * (3 * d + 2 * dv) * _pairs_within_chunks(n))
 
 
-def _prefill_kept(q, k, v, mask, first_key, values, weights, kept, *arguments, out_val=None) -> int:
+def _prefill_kept(q, k, v, mask, log_decay, first_key, values, weights, kept, *options, out_val=None) -> int:
     """`_prefill`; what was kept was added to states before."""
-    b, hk, features, dv = values.shape
-    kept_products = 2 * b * hk * k.shape[2] * (features - 1) * dv if kept.numel() > 0 else 0
-    return _prefill(q, k, v, None, None, None, values) - kept_products
+    (b, h, n, d), (_, hk, _, dv) = q.shape, v.shape
+    passes = (h if kept.numel() > 0 else hk + h) * n
+    return 2 * b * (passes * (state_rows(d, options[4]) - 1) * dv + h * (d + dv) * _pairs_within_chunks(n))
 
 
-def _prefill_kept_backward(*arguments, out_val=None) -> int:
-    """`_prefill_backward`, likewise."""
-    q, values, kept = arguments[4], arguments[11], arguments[13]
-    b, _, features, dv = values.shape
-    kept_products = 2 * b * q.shape[1] * q.shape[2] * (features - 1) * dv if kept.numel() > 0 else 0
-    return _prefill_backward(*(None,) * 4, q, *(None,) * 9, values) - kept_products
+def _prefill_backward_of_queries(g, e, q, k, v, mask, log_decay, first_key, values, weights, *options, out_val=None) -> int:
+    """Of `_prefill_backward` keys are added, and queries read; of five products a pair, three."""
+    (b, h, n, d), (_, hk, _, dv) = q.shape, v.shape
+    return 2 * b * ((hk + h) * n * (state_rows(d, options[4]) - 1) * dv + h * (2 * d + dv) * _pairs_within_chunks(n))
+
+
+def _prefill_backward_of_keys(g, e, grad_values, grad_weights, q, k, v, *arguments, out_val=None) -> int:
+    """The rest; what was kept was added to states before."""
+    kept, options = arguments[5], arguments[6:]
+    (b, h, n, d), (_, hk, _, dv) = q.shape, v.shape
+    passes = (2 * hk if kept.numel() > 0 else 2 * hk + h) * n
+    return 2 * b * (passes * (state_rows(d, options[4]) - 1) * dv + h * (d + dv) * _pairs_within_chunks(n))
 
 
 def _state_of_keys(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep, out_val=None) -> int:
@@ -160,15 +174,17 @@ def _state_of_keys(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow
     return 2 * b * hk * n * (state_rows(d, p) - 1) * dv
 
 
-def _state_of_queries(grad_o, grad_z, q, k, v, *arguments, out_val=None) -> int:
+def _state_of_queries(g, e, q, k, v, *arguments, out_val=None) -> int:
     """As of keys, for every query head."""
-    return _state_of_keys(q, v, None, *arguments[2:])
+    return _state_of_keys(q, v, None, *arguments)
 
 
 # By operator. A softmax of rows, a merge and a normalisation have no products.
 FORMULAS = {
     "forward": _forward,
     "backward": _backward,
+    "far_forward_": _far_forward,
+    "far_backward_": _far_backward,
     "flash_forward": _flash_forward,
     "flash_backward": _flash_backward,
     "exact_window_forward": _exact_window_forward,
@@ -181,7 +197,8 @@ FORMULAS = {
     "prefill": _prefill,
     "prefill_backward": _prefill_backward,
     "state_of_keys": _state_of_keys,
-    "state_of_queries": _state_of_queries,
     "prefill_kept_": _prefill_kept,
-    "prefill_kept_backward_": _prefill_kept_backward,
+    "state_of_queries": _state_of_queries,
+    "prefill_backward_of_queries": _prefill_backward_of_queries,
+    "prefill_backward_of_keys_": _prefill_backward_of_keys,
 }

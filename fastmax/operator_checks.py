@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fastmax import validation
 from fastmax.call import Call
-from fastmax.eager import States, compute_dtype, state_rows
+from fastmax.eager import States, compute_dtype, state_rows, sums_dtype
 from fastmax.exact_window import Forward, far_queries
 from fastmax.score import Softmax
 
@@ -71,6 +71,12 @@ def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -
         _check_tensor("z_far", results.z_far, (b, h, before), dtype, q)
 
 
+def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
+    """What a call writes over, with its shape."""
+    for name, (x, shape) in written.items():
+        _check_tensor(name, x, tuple(shape), q.dtype, q)
+
+
 def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor | None) -> None:
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
@@ -113,13 +119,42 @@ def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
 
 
-def check_state(q: Tensor, k: Tensor, v: Tensor, values: Tensor, weights: Tensor, order: int) -> None:
-    """Of a prefill whose q, k and v were checked."""
+def check_state(q: Tensor, k: Tensor, v: Tensor, order: int, **state: Tensor) -> None:
+    """Values and weights, by their names, of a prefill whose q, k and v were checked."""
     check_tokens_of_state(q, k)
     b, hk, _, d = k.shape
     rows = state_rows(d, order)
-    for name, x, shape in (("values", values, (b, hk, rows, v.shape[3])), ("weights", weights, (b, hk, rows))):
+    for (name, x), shape in zip(state.items(), ((b, hk, rows, v.shape[3]), (b, hk, rows)), strict=True):
         _check_tensor(name, x, shape, compute_dtype(q.dtype), q)
+
+
+def check_together(first_name: str, second_name: str, first: Tensor | None, second: Tensor | None) -> None:
+    if (first is None) != (second is None):
+        raise ValueError(f"{first_name} and {second_name} must be given together")
+
+
+def check_output(o: Tensor) -> None:
+    """Where it stands for q."""
+    if o.dim() != 4:
+        raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
+    if o.dtype not in validation.DTYPES:
+        raise TypeError(f"o must be float64, float32, float16 or bfloat16, got {o.dtype}")
+
+
+def check_gradients_of_sums(q: Tensor, v: Tensor, g: Tensor, e: Tensor) -> None:
+    """Of a call whose q and v were checked."""
+    _check_tensor("g", g, (*q.shape[:3], v.shape[3]), sums_dtype(q.dtype), q)
+    _check_tensor("e", e, q.shape[:3], compute_dtype(q.dtype), q)
+
+
+def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | None, pairs_of_states: Tensor | None) -> None:
+    """What a gradient of log_decay takes from that of q, and of states."""
+    if log_decay is None:
+        return
+    if pairs is None or pairs_of_states is None:
+        raise ValueError("the gradient of log_decay needs pairs and pairs_of_states")
+    _check_tensor("pairs", pairs, q.shape[:3], compute_dtype(q.dtype), q)
+    _check_tensor("pairs_of_states", pairs_of_states, (*k.shape[:2], 2), torch.float64, q)
 
 
 def check_kept(k: Tensor, kept: Tensor) -> None:

@@ -1,7 +1,8 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `decode_step`,
-`decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`, `state_of_queries`, `prefill_kept_`,
-`prefill_kept_backward_`, `finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
+`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `far_forward_`,
+`far_backward_`, `decode_step`, `decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
+`prefill_kept_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
+`finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
 Schemas, fake implementations and gradients are declared here, and the PyTorch implementation is registered for every device.
 The compiled library (`fastmax.extension`) adds kernels under the key CUDA, which then take precedence. What they do not cover
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fastmax import eager, exact_window, extension, flops, operator_checks
-from fastmax.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, Call, Signature
+from fastmax.call import EXACT_TILES, EXACT_WINDOW, FAR, FASTMAX, FLASH, Call, Signature
 from fastmax.eager import softmax as row_softmax
 from fastmax.score import Score, Softmax
 
@@ -76,23 +77,33 @@ for _prefix in ("", "eager_"):
         "-> (Tensor values, Tensor weights, Tensor kept)"
     )
     library.define(
-        f"{_prefix}state_of_queries(Tensor grad_o, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, "
-        "Tensor? log_decay, Tensor? first_key, float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) "
-        "-> (Tensor, Tensor, Tensor)"
-    )
-    library.define(
-        f"{_prefix}prefill_kept_(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? first_key, Tensor values, "
-        "Tensor weights, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
+        f"{_prefix}prefill_kept_(Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, "
+        "Tensor? values, Tensor? weights, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
         "-> (Tensor o, Tensor z)"
     )
+    library.define(f"{_prefix}gradients_of_sums(Tensor grad_o, Tensor? grad_z, Tensor o, Tensor z) -> (Tensor g, Tensor e)")
     library.define(
-        f"{_prefix}prefill_kept_backward_(Tensor grad_o, Tensor? grad_z, Tensor grad_new_values, Tensor grad_new_weights, "
-        "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? key_padding_mask, Tensor? first_key, Tensor values, "
-        "Tensor weights, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
+        f"{_prefix}state_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? first_key, "
+        "float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) -> (Tensor, Tensor, Tensor)"
+    )
+    library.define(
+        f"{_prefix}prefill_backward_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, "
+        "Tensor? log_decay, Tensor? first_key, Tensor? values, Tensor? weights, float scale, float a0, float a1, float a2, "
+        "int p, bool allow_tf32) -> (Tensor, Tensor pairs)"
+    )
+    library.define(
+        f"{_prefix}prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, "
+        "Tensor k, Tensor v, Tensor? key_padding_mask, Tensor? log_decay, Tensor? first_key, Tensor? pairs, "
+        "Tensor? pairs_of_states, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
         "-> (Tensor, Tensor, Tensor)"
     )
     library.define(f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
     library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
+    library.define(f"{_prefix}far_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {FAR.schema}) -> Tensor")
+    library.define(
+        f"{_prefix}far_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad_o, Tensor? grad_z, "
+        f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FAR.schema}) -> Tensor"
+    )
     library.define(
         f"{_prefix}normalize_tokens(Tensor q, Tensor k, float lim) -> (Tensor, Tensor, Tensor q_factor, Tensor k_factor)"
     )
@@ -254,48 +265,64 @@ def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple
     return extension.call(_OPERATORS.state_of_keys.default, *tensors, *call.score, _allow_tf32(k), keep)
 
 
-def state_of_queries(
-    grad_o: Tensor,
-    grad_z: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    z: Tensor,
-    call: Call,
-    keep: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of values and weights by `prefill_backward` where the new state has none; with `keep` also what
-    `prefill_kept_backward_` takes, as `state_of_keys`. Not recorded."""
-    tensors = (grad_o, grad_z, q, k, v, o, z, call.log_decay, call.first_key)
-    return extension.call(_OPERATORS.state_of_queries.default, *tensors, *call.score, _allow_tf32(q), keep)
-
-
 def prefill_kept_(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor, kept: Tensor
+    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor | None, weights: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output and denominators of `prefill` without a decay, by what `state_of_keys` kept of the same keys and score, which is
-    used up. Not recorded."""
-    tensors = (q, k, v, call.key_padding_mask, call.first_key, values, weights, kept)
+    """Output and denominators of `prefill`, by what `state_of_keys` kept of the same keys and call, which is used up; without a
+    state, of a call that begins with one of zeros. Not recorded."""
+    tensors = (q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights, kept)
     return extension.call(_OPERATORS.prefill_kept_.default, *tensors, *call.score, _allow_tf32(q))
 
 
-def prefill_kept_backward_(
-    grads: tuple[Tensor, Tensor | None, Tensor, Tensor],
+def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Of o = sum_j w_j v_j / z, z = sum_j w_j the gradients g of the first sum, grad_o / z (b, h, n, dv), and e of the second,
+    grad_z - grad_o . o / z (b, h, n): what the gradient of `prefill` takes in pieces. Both are 0 where z is. g is of o's dtype,
+    or float32 for float16. Not recorded."""
+    return extension.call(_OPERATORS.gradients_of_sums.default, grad_o, grad_z, o, z)
+
+
+def state_of_queries(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, keep: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of values and weights by `prefill_backward` where the new state has none; with `keep` also what
+    `prefill_backward_of_keys_` takes, as `state_of_keys`. Not recorded."""
+    tensors = (g, e, q, k, v, call.log_decay, call.first_key)
+    return extension.call(_OPERATORS.state_of_queries.default, *tensors, *call.score, _allow_tf32(q), keep)
+
+
+def prefill_backward_of_queries(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient of q by `prefill_backward`, without a state of a call that began with one of zeros; with a decay also what
+    `prefill_backward_of_keys_` takes as `pairs`. Nothing of it depends on what is behind the tokens. Not recorded."""
+    tensors = (g, e, q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
+    return extension.call(_OPERATORS.prefill_backward_of_queries.default, *tensors, *call.score, _allow_tf32(q))
+
+
+def prefill_backward_of_keys_(
+    g: Tensor,
+    e: Tensor,
+    of_state: tuple[Tensor | None, Tensor | None],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    results: tuple[Tensor, Tensor],
     call: Call,
-    values: Tensor,
-    weights: Tensor,
+    pairs: Tensor | None,
+    pairs_of_states: Tensor | None,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v by `prefill_backward` without a decay, by what `state_of_queries` kept of the same queries and
-    score, which is used up. Not recorded."""
-    tensors = (call.key_padding_mask, call.first_key, values, weights, kept)
-    operator = _OPERATORS.prefill_kept_backward_.default
-    return extension.call(operator, *grads, q, k, v, *results, *tensors, *call.score, _allow_tf32(q))
+    """The gradients of k, v and log_decay (of no elements where there is none) by `prefill_backward`, by what
+    `state_of_queries` kept of the same queries and call, which is used up. Not recorded.
+
+    Args:
+        of_state: gradients of the state that the call ended in, None for zeros.
+        pairs: of `prefill_backward_of_queries`.
+        pairs_of_states: with a decay, float64 (b, hk, 2): the sum of the products of the state that the call ended in and its
+            gradient, and of the one that it began with.
+    """
+    tensors = (call.key_padding_mask, call.log_decay, call.first_key, pairs, pairs_of_states, kept)
+    operator = _OPERATORS.prefill_backward_of_keys_.default
+    return extension.call(operator, g, e, *of_state, q, k, v, *tensors, *call.score, _allow_tf32(q))
 
 
 def attention_backward(
@@ -389,8 +416,13 @@ def _exact_window_forward(q, k, v, *arguments):
         tensors, options = operator.signature.flatten(call, arguments[-1])
         return extension.call(operator.forward, q, k, v, *tensors, *options)
 
+    def attend_far_(o, lse, q, k, v, call):
+        tensors, options = FAR.flatten(call, arguments[-1])
+        return extension.call(torch.ops.fastmax.far_forward_.default, o, lse, q, k, v, *tensors, *options)
+
+    merge = partial(extension.call, torch.ops.fastmax.merge_.default)
     with without_autocast(q):
-        return exact_window.forward(q, k, v, call, attend, partial(extension.call, torch.ops.fastmax.merge_.default))
+        return exact_window.forward(q, k, v, call, attend, attend_far_, merge)
 
 
 def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
@@ -406,14 +438,45 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
         grads = extension.call(operator.backward, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
         return *grads[:3], grads[-1]
 
+    def differentiate_far_(into, grad_o, grad_z, q, k, v, o, z, call):
+        tensors, options = FAR.flatten(call, arguments[-1])
+        operator = torch.ops.fastmax.far_backward_.default
+        return extension.call(operator, *into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+
     with without_autocast(q):
-        return exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate)
+        return exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_far_)
 
 
 def _merge_(o, lse, o_far, z_far, shift):
     operator_checks.check_merge(o, lse, o_far, z_far, shift)
     with without_autocast(o):
         return eager.merge_(o, lse, o_far, z_far, shift)
+
+
+def _far_call(q, k, v, arguments):
+    call = FAR.call(arguments)._replace(causal=True)
+    operator_checks.check_call(q, k, v, call)
+    return call
+
+
+def _far_forward_(o, lse, q, k, v, *arguments):
+    """Joins attention over far keys to o and lse of near ones: the sums of weights of both, as `merge_` returns them."""
+    tensors, options = FASTMAX.flatten(_far_call(q, k, v, arguments), arguments[-1])
+    operator_checks.check_joined(q, o=(o, (*q.shape[:3], v.shape[3])))
+    operator_checks.check_results(q, v, lse=lse)
+    o_far, z_far = extension.call(torch.ops.fastmax.forward.default, q, k, v, *tensors, *options)
+    return extension.call(torch.ops.fastmax.merge_.default, o, lse, o_far, z_far, None)
+
+
+def _far_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
+    """Adds to gradients of q, k and v those by far keys, o and z being of all keys; that of log_decay, or no elements."""
+    tensors, options = FASTMAX.flatten(_far_call(q, k, v, arguments), arguments[-1])
+    operator_checks.check_joined(q, grad_q=(grad_q, q.shape), grad_k=(grad_k, k.shape), grad_v=(grad_v, v.shape))
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
+    grads = extension.call(torch.ops.fastmax.backward.default, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
+    for whole, x in zip((grad_q, grad_k, grad_v), grads, strict=False):
+        whole.add_(x)
+    return grads[-1]
 
 
 def _decode_step(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
@@ -439,7 +502,7 @@ def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a
     score = Score(scale, a0, a1, a2, p)
     call = Call(score, causal=True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
     operator_checks.check_call(q, k, v, call)
-    operator_checks.check_state(q, k, v, values, weights, p)
+    operator_checks.check_state(q, k, v, p, values=values, weights=weights)
     return call
 
 
@@ -455,25 +518,61 @@ def _state_of_keys(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow
         return *eager.state_of_keys(k, v, call), _nothing_kept(k)
 
 
-def _state_of_queries(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
-    call = Call(Score(scale, a0, a1, a2, p), True, log_decay=log_decay, first_key=first_key)
+def _prefill_kept_(q, k, v, mask, log_decay, first_key, values, weights, kept, *options):
+    operator_checks.check_kept(k, kept)
+    values, weights = _given_state("values", "weights", values, weights, k, v, options[4])
+    return _prefill(q, k, v, mask, log_decay, first_key, values, weights, *options)[:2]
+
+
+def _given_state(values_name, weights_name, values, weights, k, v, p):
+    """Zeros where there is none."""
+    operator_checks.check_together(values_name, weights_name, values, weights)
+    return eager.zero_state(k, v, p) if values is None else (values, weights)
+
+
+def _gradients_of_sums(grad_o, grad_z, o, z):
+    operator_checks.check_output(o)
+    operator_checks.check_results(o, o, grad_o=grad_o, z=z, grad_z=grad_z)
+    with without_autocast(o):
+        return eager.gradients_of_sums(grad_o, grad_z, o, z)
+
+
+def _call_in_pieces(g, e, q, k, v, mask, log_decay, first_key, score):
+    """The call, checked."""
+    call = Call(Score(*score), True, key_padding_mask=mask, log_decay=log_decay, first_key=first_key)
     operator_checks.check_call(q, k, v, call)
     operator_checks.check_tokens_of_state(q, k)
-    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
+    operator_checks.check_gradients_of_sums(q, v, g, e)
+    return call
+
+
+def _state_of_queries(g, e, q, k, v, log_decay, first_key, *options):
+    call = _call_in_pieces(g, e, q, k, v, None, log_decay, first_key, options[:5])
     with without_autocast(q):
-        return *eager.state_of_queries(grad_o, grad_z, q, k, v, o, z, call), _nothing_kept(k)
+        return *eager.state_of_queries(g, e, q, k, v, call), _nothing_kept(k)
 
 
-def _prefill_kept_(q, k, v, mask, first_key, values, weights, kept, *options):
+def _prefill_backward_of_queries(g, e, q, k, v, mask, log_decay, first_key, values, weights, *options):
+    call = _call_in_pieces(g, e, q, k, v, mask, log_decay, first_key, options[:5])
+    values, weights = _given_state("values", "weights", values, weights, k, v, call.score.order)
+    operator_checks.check_state(q, k, v, call.score.order, values=values, weights=weights)
+    with without_autocast(q):
+        grad_q, pairs = eager.backward_of_queries(g, e, q, k, v, call, (values, weights))
+    return grad_q, e.new_empty(0) if pairs is None else pairs
+
+
+def _prefill_backward_of_keys_(
+    g, e, grad_values, grad_weights, q, k, v, mask, log_decay, first_key, pairs, pairs_of_states, kept, *options
+):
+    call = _call_in_pieces(g, e, q, k, v, mask, log_decay, first_key, options[:5])
+    names = ("grad_new_values", "grad_new_weights")
+    state_grads = _given_state(*names, grad_values, grad_weights, k, v, call.score.order)
+    operator_checks.check_state(q, k, v, call.score.order, **dict(zip(names, state_grads, strict=True)))
     operator_checks.check_kept(k, kept)
-    return _prefill(q, k, v, mask, None, first_key, values, weights, *options)[:2]
-
-
-def _prefill_kept_backward_(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, *arguments):
-    mask, first_key, values, weights, kept, *options = arguments
-    operator_checks.check_kept(k, kept)
-    grads, results = (grad_o, grad_z, grad_new_values, grad_new_weights), (o, z, None, None)
-    return _prefill_backward(*grads, q, k, v, *results, mask, None, first_key, values, weights, *options)[:3]
+    operator_checks.check_pairs(q, k, call.log_decay, pairs, pairs_of_states)
+    with without_autocast(q):
+        grads, grad_decay = eager.backward_of_keys(g, e, q, k, v, call, state_grads, pairs, pairs_of_states)
+    return *grads, q.new_empty(0) if grad_decay is None else grad_decay
 
 
 def _prefill(q, k, v, *arguments):
@@ -559,6 +658,10 @@ for _name, _implementation in {
     "exact_tiles_backward": _exact_tiles_backward,
     "merge_": _merge_,
     "eager_merge_": _merge_,
+    "far_forward_": _far_forward_,
+    "eager_far_forward_": _far_forward_,
+    "far_backward_": _far_backward_,
+    "eager_far_backward_": _far_backward_,
     "decode_step": _decode_step,
     "eager_decode_step": _decode_step,
     "decode_step_": _decode_step_,
@@ -571,12 +674,16 @@ for _name, _implementation in {
     "eager_prefill_backward": _prefill_backward,
     "state_of_keys": _state_of_keys,
     "eager_state_of_keys": _state_of_keys,
-    "state_of_queries": _state_of_queries,
-    "eager_state_of_queries": _state_of_queries,
     "prefill_kept_": _prefill_kept_,
     "eager_prefill_kept_": _prefill_kept_,
-    "prefill_kept_backward_": _prefill_kept_backward_,
-    "eager_prefill_kept_backward_": _prefill_kept_backward_,
+    "gradients_of_sums": _gradients_of_sums,
+    "eager_gradients_of_sums": _gradients_of_sums,
+    "state_of_queries": _state_of_queries,
+    "eager_state_of_queries": _state_of_queries,
+    "prefill_backward_of_queries": _prefill_backward_of_queries,
+    "eager_prefill_backward_of_queries": _prefill_backward_of_queries,
+    "prefill_backward_of_keys_": _prefill_backward_of_keys_,
+    "eager_prefill_backward_of_keys_": _prefill_backward_of_keys_,
     "finite_decay": _finite_decay,
     "eager_finite_decay": _finite_decay,
     "normalize_tokens": _normalize_tokens,
@@ -636,6 +743,16 @@ def _merge_fake_(o, lse, o_far, z_far, shift):
     return z_far.new_empty(z_far.shape)
 
 
+@torch.library.register_fake("fastmax::far_forward_", lib=library)
+def _far_forward_fake_(o, lse, *arguments):
+    return lse.new_empty(lse.shape)
+
+
+@torch.library.register_fake("fastmax::far_backward_", lib=library)
+def _far_backward_fake_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
+    return _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FAR)[3]
+
+
 @torch.library.register_fake("fastmax::decode_step", lib=library)
 def _decode_step_fake(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
     state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
@@ -677,19 +794,30 @@ def _state_of_keys_fake(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, 
     return values, values.new_empty(values.shape[:3]), k.new_empty(*k.shape[:2], kept, dtype=torch.uint8)
 
 
+@torch.library.register_fake("fastmax::prefill_kept_", lib=library)
+def _prefill_kept_fake_(q, k, v, *arguments):
+    return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
+
+
+@torch.library.register_fake("fastmax::gradients_of_sums", lib=library)
+def _gradients_of_sums_fake(grad_o, grad_z, o, z):
+    return o.new_empty(o.shape, dtype=eager.sums_dtype(o.dtype)), z.new_empty(z.shape)
+
+
 @torch.library.register_fake("fastmax::state_of_queries", lib=library)
-def _state_of_queries_fake(grad_o, grad_z, q, k, v, o, z, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
+def _state_of_queries_fake(g, e, q, k, v, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
     return _state_of_keys_fake(k, v, None, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep)
 
 
-@torch.library.register_fake("fastmax::prefill_kept_", lib=library)
-def _prefill_kept_fake_(q, k, v, mask, first_key, values, *arguments):
-    return eager.empty_like_layout(q, v.shape[-1]), values.new_empty(q.shape[:3])
+@torch.library.register_fake("fastmax::prefill_backward_of_queries", lib=library)
+def _prefill_backward_of_queries_fake(g, e, q, k, v, mask, log_decay, *arguments):
+    return eager.empty_like_layout(q, q.shape[-1]), e.new_empty(0 if log_decay is None else e.shape)
 
 
-@torch.library.register_fake("fastmax::prefill_kept_backward_", lib=library)
-def _prefill_kept_backward_fake_(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, *arguments):
-    return tuple([eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)])
+@torch.library.register_fake("fastmax::prefill_backward_of_keys_", lib=library)
+def _prefill_backward_of_keys_fake_(g, e, grad_new_values, grad_new_weights, q, k, v, mask, log_decay, *arguments):
+    of_decay = q.new_empty(0) if log_decay is None else torch.empty_like(log_decay, memory_format=torch.contiguous_format)
+    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (k, v)), of_decay
 
 
 @torch.library.register_fake("fastmax::finite_decay", lib=library)
@@ -903,23 +1031,32 @@ def _gathered_step_version(keyset, *args):
     return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
-def _merge_autograd(keyset, *args):
-    if eager.differentiating(*args):
-        raise RuntimeError("torch.ops.fastmax.merge_ has no gradient: use fastmax.merge_attention")
-    return torch.ops.fastmax.merge_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
-def _merge_version(keyset, *args):
-    torch.autograd.graph.increment_version(args[:2])
-    return torch.ops.fastmax.merge_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-
-
 library.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 library.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 library.impl("gathered_step_", _gathered_step_autograd, "Autograd", with_keyset=True)
 library.impl("gathered_step_", _gathered_step_version, "ADInplaceOrView", with_keyset=True)
-library.impl("merge_", _merge_autograd, "Autograd", with_keyset=True)
-library.impl("merge_", _merge_version, "ADInplaceOrView", with_keyset=True)
+
+
+def _joins_in_place(name: str, written: int, instead: str) -> None:
+    """An operator that writes over its first arguments, so many, and has no gradient."""
+    operator = getattr(_OPERATORS, name).default
+
+    def refuse(keyset, *args):
+        if eager.differentiating(*[x for x in args if x is None or isinstance(x, Tensor)]):
+            raise RuntimeError(f"torch.ops.fastmax.{name} has no gradient: use {instead}")
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    def count_versions(keyset, *args):
+        torch.autograd.graph.increment_version(args[:written])
+        return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+
+    library.impl(name, refuse, "Autograd", with_keyset=True)
+    library.impl(name, count_versions, "ADInplaceOrView", with_keyset=True)
+
+
+_joins_in_place("merge_", 2, "fastmax.merge_attention")
+_joins_in_place("far_forward_", 2, "fastmax.fastmax_attention with exact_window")
+_joins_in_place("far_backward_", 3, "fastmax.fastmax_attention with exact_window")
 
 
 def _save_finite_decay(ctx, inputs, output):

@@ -51,8 +51,6 @@ ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 f
 CANCELLATION = 16.0
 # Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
 ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim ", re.MULTILINE)
-# What is left to the portable kernels of configurations that are brought to Hopper: keys that fade, at head dim 128.
-LEFT_TO_PORTABLE = {"backward: quadratic_bounded_sm80"}
 # From this error on the plain formula is no standard: sums or weights left the range of float16. Then so many roundings are.
 PLAIN_FAILED = 0.1
 ROUNDINGS_WHERE_PLAIN_FAILED = 8
@@ -546,10 +544,13 @@ def for_hopper(case: Case) -> Case | None:
     It keeps the algorithm that its scores were drawn for: of large ones the linear algorithm's features cancel.
     """
     options, width = case.options, max(case.head_dim, case.value_dim)
-    if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or not (32 < width <= 64 or 96 < width <= 128):
+    if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
         return None
     if not case.softmax:
-        is_linear = options["algorithm"] == "linear" and options["p"] == 2
+        of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
+        is_linear = options["algorithm"] == "linear" and (options["p"] == 2 or of_order1)
+        if is_linear and (64 < width <= 96 or (options["p"] == 1 and width <= 32)):  # not those of the linear kernels
+            case = case._replace(head_dim=case.head_dim + 32, value_dim=case.value_dim + 32)
         options = options | {"algorithm": "linear" if is_linear else "quadratic"}
     return case._replace(options=options, dtype=torch.bfloat16, precision="highest")
 
@@ -687,7 +688,7 @@ def check_random(index: int, seed: int, device: str, hopper: bool) -> tuple[Case
         raise ValueError(f"configuration {index} of seed {seed} is none for the Hopper kernels")
     with kernels_taken() as taken:
         outcome = check(case, device, seed + index)
-    if not taken or any(not name.endswith("_sm90") for name in taken - LEFT_TO_PORTABLE):
+    if not taken or any(not name.endswith("_sm90") for name in taken):
         outcome.wrong.append(f"not on the Hopper kernels: {', '.join(sorted(taken)) or 'no kernels at all'}")
     return case, outcome, taken
 

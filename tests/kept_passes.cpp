@@ -13,11 +13,16 @@ extern "C" cudaError_t cudaMemset2DAsync(void* data, size_t pitch, int value, si
   for (size_t i = 0; i < height; ++i) std::memset(static_cast<char*>(data) + i * pitch, value, width);
   return cudaSuccess;
 }
+extern "C" cudaError_t cudaMemcpy2DAsync(void* to, size_t pitch, const void* from, size_t step, size_t width, size_t height, cudaMemcpyKind,
+                                         cudaStream_t) {
+  for (size_t i = 0; i < height; ++i) std::memcpy(static_cast<char*>(to) + i * pitch, static_cast<const char*>(from) + i * step, width);
+  return cudaSuccess;
+}
 extern "C" const char* cudaGetErrorString(cudaError_t) { std::abort(); }
 
 namespace fastmax {
 
-void linear_fade_pairs(const FadePairsArgs&, cudaStream_t) { std::abort(); }
+void linear_fade_tiles(const FadeTilesArgs&, cudaStream_t) { std::abort(); }
 void linear_zero_masked(const ZeroArgs&, cudaStream_t) { std::abort(); }
 template <class Math, class Args>
 void linear_pass(const Args&, int, cudaStream_t) { std::abort(); }
@@ -50,6 +55,7 @@ namespace {
 constexpr int64_t kSnapshotBytes = 1 << 12, kAccumulators = (kAccumulatorBytes / 4) / 3;  // of three states at a time
 constexpr int64_t kSumFloats = 4;
 bool adds_while_reading = false;
+int kept_chunk = 0;
 
 float& number(void* snapshots, int64_t slot) { return *reinterpret_cast<float*>(static_cast<char*>(snapshots) + slot * kSnapshotBytes); }
 float at(const View& v, const LinearProblem& p, int rows, int batch, int head, int row) {
@@ -111,7 +117,7 @@ void add(const Problem&, const AddArgs& a, cudaStream_t) {
   }
 }
 
-StateSizes sizes(const Problem&) { return {256, kSnapshotBytes, kSumFloats, 0, 1, kAccumulators}; }
+StateSizes sizes(const Problem&) { return {256, kSnapshotBytes, kSumFloats, 0, 1, kAccumulators, kept_chunk}; }
 // Of k[0] v[0], in the values of a carried state.
 int64_t place(const CarriedState& state, int index) { return (index * decode_rows(state.d, 2) + 1) * state.dv; }
 void load(const Problem&, const CarriedArgs& a, cudaStream_t) {
@@ -124,7 +130,6 @@ void store(const Problem&, const CarriedArgs& a, cudaStream_t) {
 const StatePasses kPasses = [] {
   StatePasses passes{};
   passes.sizes = sizes, passes.sum = sum, passes.load = load, passes.store = store, passes.add = add;
-  passes.keeps = [](const Problem&, Time) { return true; };
   passes.read = [](const Problem&, const ReadArgs& a, cudaStream_t) { read(a, a.w, a.c1); };
   passes.grad = [](const Problem&, const GradArgs& a, cudaStream_t) { read(a, a.y2, a.g0); };
   passes.adds_while_reading = [](const Problem&, Time) { return adds_while_reading; };
@@ -171,7 +176,7 @@ int differences(int b, int h, int hk, int n) {
     }
   };
 
-  Numbers new_state(rows * 4), new_weights(rows), o(queries), kept_o(queries), z(queries / 4), total(rows * 4);
+  Numbers new_state(rows * 4), new_weights(rows), o(queries), kept_o(queries), z(queries / 4), total(rows * 4), unread(rows * 4);
   FwdParams p{};
   fill(p, b, h, hk, n, q, k, v);
   p.o = o.data(), p.o_stride = p.q_stride, p.z = z.data();
@@ -186,8 +191,20 @@ int differences(int b, int h, int hk, int n) {
   run(alone);
   p.o = kept_o.data(), p.kept = kept.data(), p.state.new_values = p.state.new_weights = nullptr;
   if (kept.size() != linear2_fwd_kept_bytes(p, kPasses) || kept.empty()) return std::printf("kept: %zu bytes\n", kept.size());
+  const std::vector<char> kept_first = kept;
   run(p);
   compare("o", kept_o, o);
+  {
+    kept = kept_first;
+    FwdParams first = p;
+    first.from_nothing = true, first.state.values = none.data();
+    run(first);
+    first.kept = nullptr, first.state.new_values = unread.data(), first.state.new_weights = new_weights.data();
+    Numbers again(queries);
+    first.o = again.data();
+    run(first);
+    compare("o, nothing before", kept_o, again);
+  }
   for (int i = 0; i < b * hk; ++i) total[place(p.state, i)] += state[place(p.state, i)];
   compare("the state", total, new_state);
 
@@ -207,12 +224,39 @@ int differences(int b, int h, int hk, int n) {
   std::vector<char> kept_of_queries(linear2_bwd_kept_bytes(queries_alone, kPasses));
   queries_alone.kept = kept_of_queries.data();
   run(queries_alone);
-  g.grad_q = kept_q.data(), g.grad_k = kept_k.data(), g.grad_v = kept_v.data(), g.kept = kept_of_queries.data();
-  g.state.grad_values = g.state.grad_weights = nullptr;
-  run(g);
-  compare("grad_q", kept_q, grad_q), compare("grad_k", kept_k, grad_k), compare("grad_v", kept_v, grad_v);
+  const std::vector<char> kept_before = kept_of_queries;
   for (int i = 0; i < b * hk; ++i) unused[place(p.state, i)] += grad_state[place(p.state, i)];
   compare("the gradient of the state", unused, of_state);
+
+  // In pieces, of g and e.
+  BwdParams piece = g;
+  const Numbers e(queries / 4);
+  piece.o = piece.grad_o = nullptr, piece.z = nullptr;
+  piece.g = grad_o.data(), piece.g_stride = g.grad_o_stride, piece.e = e.data();
+  piece.state = {}, piece.state.d = piece.state.dv = 4;
+  BwdParams of_keys = piece;
+  piece.grad_q = kept_q.data(), piece.grad_k = piece.grad_v = nullptr;
+  piece.state.values = state.data(), piece.state.weights = weights.data();
+  run(piece);
+  compare("grad_q", kept_q, grad_q);
+
+  of_keys.grad_q = nullptr, of_keys.grad_k = kept_k.data(), of_keys.grad_v = kept_v.data();
+  of_keys.state.values = of_keys.state.grad_new_values = grad_state.data();
+  of_keys.state.weights = of_keys.state.grad_new_weights = weights.data();
+  run(of_keys);
+  compare("grad_k", kept_k, grad_k), compare("grad_v", kept_v, grad_v);
+  of_keys.kept = kept_of_queries.data();
+  std::fill(kept_k.begin(), kept_k.end(), 0.f), std::fill(kept_v.begin(), kept_v.end(), 0.f);
+  run(of_keys);
+  compare("grad_k by what is kept", kept_k, grad_k), compare("grad_v by what is kept", kept_v, grad_v);
+
+  // With nothing behind.
+  g.state.grad_new_values = none.data();
+  run(g);
+  kept_of_queries = kept_before, of_keys.from_nothing = true, of_keys.state.grad_new_values = none.data();
+  run(of_keys);
+  compare("grad_k, nothing behind", kept_k, grad_k), compare("grad_v, nothing behind", kept_v, grad_v);
+  if (kept_of_queries != kept_before) found += std::printf("kept states were written\n");
   return found;
 }
 
@@ -222,7 +266,7 @@ int differences(int b, int h, int hk, int n) {
 int main() {
   int found = 0;
   for (const bool adds : {false, true}) {
-    fastmax::adds_while_reading = adds;
+    fastmax::adds_while_reading = adds, fastmax::kept_chunk = adds ? 0 : 512;
     for (const int n : {1, 256, 257, 700}) {
       found += fastmax::differences(1, 4, 2, n) + fastmax::differences(2, 7, 7, n);
     }

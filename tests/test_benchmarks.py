@@ -1,6 +1,7 @@
 """The benchmark runner on tiny suites: columns of the CSV, and that nothing wrong is timed."""
 
 import csv
+import io
 import json
 import math
 import re
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
-from benchmarks import check, decoding, floors, kernels, profile, report, run, training, workloads
+from benchmarks import check, counters, decoding, floors, kernels, profile, report, run, training, workloads
 from benchmarks.registry import PROVIDERS, SUITES, AtMost, Case, Provider, Suite
 
 CASE = Case(1, 2, 48, 8, algorithm="linear", peer="sdpa")
@@ -623,6 +624,32 @@ def test_work_of_kernels():
     for name in ours:
         if name.startswith("quadratic"):
             assert kernels.work(name, quadratic, 2, "fwd+bwd") is not None, name
+
+
+def test_counters_of_kernels():
+    """What ncu prints, behind the lines of its own, becomes a line a kernel, weighed by time."""
+    metrics = [counters.SECONDS, *counters.SHARES.values()]
+    name = "void fastmax::<unnamed>::linear_state_sm90_kernel<(int)64, (bool)0>(fastmax::StateParams)"
+    launches = [("0", name, "3,000,000", 20, 30, 40, 50), ("1", "other(int *)", 1e6, 1, 2, 3, 4)]
+    launches += [("2", name, 1e6, 40, 10, 20, 10)]
+    text = io.StringIO("==PROF== Connected\n", newline="")
+    text.seek(0, io.SEEK_END)
+    writer = csv.writer(text, quoting=csv.QUOTE_ALL)
+    writer.writerow(["ID", "Kernel Name", *metrics])
+    writer.writerow(["", "", "ns", "%", "%", "%", "%"])
+    writer.writerows(launches)
+    first, second = counters.by_kernel(text.getvalue())
+    assert (first.launches, first.ms, second.ms) == (2, 4.0, 1.0)
+    assert first.shares == pytest.approx({"tensor": 0.25, "dram": 0.25, "l2": 0.35, "issue": 0.4})
+    assert counters.short(first.name) == "linear_state_sm90_kernel<64, 0>"
+    linear = Case(1, 32, 65536, 64, 2, "linear", "bf16")
+    work = kernels.work(first.name, linear, 2, "fwd+bwd")
+    assert counters.floor_ms(first.name, linear, 2) == 1e3 * max(work.flop / floors.MATMUL["bf16"], work.bytes / floors.COPY)
+    assert counters.floor_ms(second.name, linear, 2) is None
+    with pytest.raises(RuntimeError, match="counted nothing"):
+        counters.by_kernel("==ERROR== no permission")
+    for suite, only, provider in counters.CASES:
+        assert any(only in case.label() and provider in case.providers for case in SUITES[suite].cases["cuda"]), only
 
 
 def test_floors():

@@ -50,14 +50,15 @@ def arguments(operator, device):
             {"q_factor": tensor(B, H, N), "k_factor": tensor(B, HK, M)},
         )
         return grads | {"q": q, "k": k} | factors | {"lim": 1.0}
+    if operator == "gradients_of_sums":
+        return {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N), "o": o, "z": per_query}
+    sums = {"g": tensor(B, H, M, DV), "e": tensor(B, H, M)}
     if operator.startswith("state_of"):
         tokens = {"log_decay": None, "first_key": None}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False, "keep": True}
         if operator == "state_of_keys":
             return {"k": k, "v": v, "key_padding_mask": mask} | tokens | options
-        q, results = tensor(B, H, M, D), {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)}
-        operands = {"q": q, "k": k, "v": v, "o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
-        return results | operands | tokens | options
+        return sums | {"q": tensor(B, H, M, D), "k": k, "v": v} | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
         state = {"log_decay": None, "first_key": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
@@ -65,16 +66,20 @@ def arguments(operator, device):
         given = {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
         if operator == "prefill":
             return given
-        if "kept" in operator:
-            del state["log_decay"]
-            state["kept"] = torch.empty(B, HK, 0, dtype=torch.uint8, device=device)
+        operands, kept = {"q": q, "k": k, "v": v}, {"kept": torch.empty(B, HK, 0, dtype=torch.uint8, device=device)}
         if operator == "prefill_kept_":
-            return {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
+            return operands | {"key_padding_mask": mask} | state | kept | options
+        if operator == "prefill_backward_of_queries":
+            return sums | operands | {"key_padding_mask": mask} | state | options
+        if operator == "prefill_backward_of_keys_":
+            grads = {f"grad_new_{name}": state.pop(name) for name in ("values", "weights")}
+            pairs = {"pairs": None, "pairs_of_states": None}
+            return sums | grads | operands | {"key_padding_mask": mask} | state | pairs | kept | options
         new = {name: tensor(*given[name].shape) for name in ("values", "weights")}
         grads = {f"grad_new_{name}": tensor(*x.shape) for name, x in new.items()}
         results = {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)} | grads
-        operands = {"q": q, "k": k, "v": v, "o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
-        new = {} if "kept" in operator else {f"new_{name}": x for name, x in new.items()}
+        operands |= {"o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
+        new = {f"new_{name}": x for name, x in new.items()}
         return results | operands | new | {"key_padding_mask": mask} | state | options
     operands, results = {"q": q, "k": k, "v": v}, {}
     tokens = {"log_decay": None, "first_key": None, "end_key": None}
@@ -101,6 +106,8 @@ def with_tokens(operator, device):
         "log_decay": -torch.rand(B, HK, M, device=device),
         "first_key": torch.zeros(B, HK, n, dtype=torch.int32, device=device),
         "end_key": torch.full((B, HK, n), M, dtype=torch.int32, device=device),
+        "pairs": torch.rand(B, H, n, device=device),
+        "pairs_of_states": torch.rand(B, HK, 2, dtype=torch.float64, device=device),
     }
     return given | {name: x for name, x in tokens.items() if name in given}
 
@@ -163,7 +170,13 @@ NEW_STATE = [
     for change, message in ((lambda x: x[:, :, :-1], f"{prefix}{name} must have shape"),
                             (lambda x: x.double(), f"{prefix}{name} must (be|have)"))
 ]  # fmt: skip
-OF_QUERIES = [row for row in FORWARD if row[0] != "key_padding_mask"] + STATE[:2]
+SUMS = [
+    *(("g", change, "g must have") for change in (swapped, lambda x: x[:1])),
+    ("g", halves, "g must (be torch.float32|have q's dtype)"),
+    *(("e", change, "e must have shape") for change in (swapped, longer)),
+    ("e", lambda x: x.double(), "e must be (torch.)?float32"),
+]
+OF_QUERIES = [row for row in FORWARD if row[0] != "key_padding_mask"] + STATE[:2] + SUMS
 OF_KEYS = [row for row in FORWARD if row[0] in ("v", "key_padding_mask", "scale")] + [STATE[1], ("k", halves, "dtype")]
 KEPT = [
     ("kept", lambda x: x.float(), "kept must be contiguous uint8"),
@@ -196,16 +209,17 @@ WRONG = {
     "flash_backward": FORWARD + WINDOW + RESULTS + per_query("lse") + per_query("grad_lse"),
     "prefill": FORWARD + STATE,
     "prefill_backward": FORWARD + STATE + RESULTS + per_query("z") + per_query("grad_z") + NEW_STATE,
-    "prefill_kept_": FORWARD + STATE + KEPT,
-    "prefill_kept_backward_": FORWARD
-    + STATE
-    + RESULTS
-    + per_query("z")
-    + per_query("grad_z")
+    "prefill_kept_": FORWARD + STATE + KEPT + [("weights", lambda _: None, "values and weights must be given together")],
+    "prefill_backward_of_queries": FORWARD + STATE + SUMS,
+    "prefill_backward_of_keys_": FORWARD
+    + STATE[:2]
+    + SUMS
     + [row for row in NEW_STATE if row[0].startswith("grad_")]
+    + [("grad_new_values", lambda _: None, "grad_new_values and grad_new_weights must be given together")]
     + KEPT,
     "state_of_keys": OF_KEYS,
-    "state_of_queries": OF_QUERIES + RESULTS + per_query("z") + per_query("grad_z"),
+    "state_of_queries": OF_QUERIES,
+    "gradients_of_sums": RESULTS[2:] + per_query("z") + per_query("grad_z"),
     "normalize_tokens": ROWS,
     "normalize_tokens_backward": [*ROWS, *GRADIENTS_OF_ROWS],
     "softmax": [("algorithm", lambda _: "fast", "algorithm must be .*fast")],
@@ -237,6 +251,9 @@ def test_refused_by_name(operator, name, change, message, device):
 
 
 ATTENTION = ["forward", "backward", "flash_forward", "flash_backward"]
+PIECES = ["prefill_kept_", "state_of_keys", "state_of_queries", "prefill_backward_of_queries", "prefill_backward_of_keys_"]
+OVER_PARTS = ["prefill", "prefill_backward", *PIECES]
+TOKENS_OF = ("log_decay", "first_key", "end_key", "pairs", "pairs_of_states")  # that only some calls have
 TOKENS = [
     *((name, change, f"{name} must have shape") for name in ("log_decay", "first_key", "end_key")
       for change in (swapped, lambda x: x[:, :1], lambda x: x[..., :-1])),
@@ -249,9 +266,7 @@ TOKENS = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "operator", [*ATTENTION, "prefill", "prefill_backward", "prefill_kept_", "state_of_keys", "state_of_queries"]
-)
+@pytest.mark.parametrize("operator", [*ATTENTION, *OVER_PARTS])
 def test_decays_and_bounds_refused_by_name(operator, device):
     for x in call(operator, with_tokens(operator, device)):
         assert x.isfinite().all()
@@ -293,6 +308,21 @@ def test_the_gradient_of_a_decay_needs_the_new_state(name, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_the_gradient_of_a_decay_in_pieces_needs_pairs(device):
+    operator = "prefill_backward_of_keys_"
+    for change in ({"pairs": None}, {"pairs_of_states": None}):
+        with pytest.raises(REFUSED, match="log_decay needs pairs and pairs_of_states"):
+            call(operator, with_tokens(operator, device) | change)
+    for name, change in (("pairs", swapped), ("pairs_of_states", lambda x: x[:1]), ("pairs_of_states", lambda x: x.float())):
+        given = with_tokens(operator, device)
+        with pytest.raises(REFUSED, match=f"{name} must"):
+            call(operator, given | {name: change(given[name])})
+    given = arguments(operator, device) | {"grad_new_values": None, "grad_new_weights": None}
+    *_, of_decay = call(operator, given)
+    assert of_decay.shape == (0,)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("operator", ATTENTION)
 def test_more_queries_than_keys_are_not_causal(operator, device):
     given = arguments(operator, device)
@@ -312,9 +342,11 @@ def tensors(operator):
 
 PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for name in tensors(operator)]
 PLACES.remove(("state_of_keys", "k"))  # the first tensor, which stands for q
+PLACES.remove(("gradients_of_sums", "o"))  # likewise
 PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
 PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "first_key", "end_key")]
-PLACES += list(product(("prefill", "prefill_backward", "state_of_keys", "state_of_queries"), ("log_decay", "first_key")))
+PLACES += list(product(OVER_PARTS, ("log_decay", "first_key")))
+PLACES += [("prefill_backward_of_keys_", name) for name in ("pairs", "pairs_of_states")]
 
 
 @on_cuda
@@ -322,7 +354,7 @@ PLACES += list(product(("prefill", "prefill_backward", "state_of_keys", "state_o
 @pytest.mark.parametrize("operator, name", PLACES)
 def test_a_tensor_on_the_cpu_is_named(operator, name, dtype):
     """Also where the PyTorch implementation would compute the call (float64)."""
-    given = (arguments if name not in ("log_decay", "first_key", "end_key") else with_tokens)(operator, "cuda")
+    given = (arguments if name not in TOKENS_OF else with_tokens)(operator, "cuda")
     if name == "rpe_matrix":
         given[name] = torch.zeros(N + M - 1, D)
     given = {n: x.to(dtype) if torch.is_tensor(x) and x.is_floating_point() else x for n, x in given.items()}
@@ -464,7 +496,7 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
             assert forward.startswith(f"fastmax::forward: linear, linear2_{dense}" + problem)
             assert backward.startswith(f"fastmax::backward: linear, linear2_{dense}" + problem)
             assert "linear1_sm80" in first_order and "order 1, sm_" in first_order
-            assert f"flash_bounded_{dense}" in window and "causal, window, sm_" in window
+            assert ("flash_window_sm90" if hopper else "flash_bounded_sm80") in window and "causal, window, sm_" in window
             assert f"flash_{dense}" in wide_window and "window" not in wide_window, "there is nothing that it hides"
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
                 assert f"{name}, {name}_bounded_{dense}" in line and "bounds of keys, sm_" in line
@@ -482,7 +514,8 @@ def test_info_names_the_kernels():
     found = info.rsplit("; kernels ", 1)[1].split()
     assert [name for name in found if name.endswith("_sm80")] == [f"{name}_sm80" for name in kernels]
     of_quadratic = [f"{name}_{kind}" for name in ("quadratic", "flash") for kind in ("bounded_sm90", "fading_sm90")]
+    of_quadratic.append("flash_window_sm90")
     assert all((name in found) == has_sm90 for name in of_quadratic)
-    for name in ("quadratic", "linear2", "flash"):
+    for name in ("quadratic", "linear1", "linear2", "flash"):
         assert (f"{name}_sm90" in found) == has_sm90
         assert not has_sm90 or found.index(f"{name}_sm90") < found.index(f"{name}_sm80"), "it is asked first"

@@ -11,22 +11,19 @@ PROBE = """
 #include "core/cost_model.h"
 
 namespace fastmax {
-constexpr int kFadingHeadDim = 64;  // the widest with gradients of decays on sm_90
-
 bool is_hopper(const AttentionParams& p) {
-  return p.sm_arch == 90 && p.math == MathMode::kBF16 && (p.head_dim == 64 || p.head_dim == 128) && p.q_stride.head != 0;
+  return p.sm_arch == 90 && p.math == MathMode::kBF16 && p.head_dim <= 128 && p.q_stride.head != 0;
 }
 bool covers_all(const AttentionParams&, Direction) { return true; }
 constexpr Kernels kQuadratic[] = {
-    {"quadratic_fading_sm90",
-     [](const AttentionParams& p, Direction direction) {
-       const bool runs = !fades(p) || direction == Direction::kForward || p.head_dim <= kFadingHeadDim;
-       return runs && is_hopper(p);
-     }},
+    {"quadratic_fused_sm90",
+     [](const AttentionParams& p, Direction) { return is_hopper(p) && p.head_dim == 128 && p.n > 2048; }},
+    {"quadratic_sm90", [](const AttentionParams& p, Direction) { return is_hopper(p); }},
     {"quadratic_sm80", covers_all},
 };
 constexpr Kernels kLinear[] = {
-    {"linear2_sm90", [](const AttentionParams& p, Direction) { return p.order == 2 && is_hopper(p); }},
+    {"linear2_sm90",
+     [](const AttentionParams& p, Direction) { return p.order == 2 && p.head_dim != 96 && is_hopper(p); }},
     {"linear2_sm80", covers_all},
 };
 constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
@@ -99,8 +96,6 @@ def test_choices_are_as_measured(crossing, call):
 @pytest.mark.parametrize(
     "call",
     [
-        Call(90, 32),
-        Call(90, 96),
         Call(90, 256),
         Call(90, 64, math=FP16),
         Call(90, 128, expanded=1),
@@ -115,9 +110,9 @@ def test_what_the_hopper_kernels_leave_is_chosen_as_everywhere(crossing, call):
 def test_rates_are_of_the_kernels_that_run(crossing):
     portable, hopper = crossing(Call(80, 128)), crossing(Call(90, 128))
     assert hopper > 1.1 * portable, "the quadratic kernels gained more"
-    assert crossing(Call(90, 128, fades=1)) < 0.8 * portable, "whose gradients are portable, beside linear ones that are not"
-    assert crossing(Call(90, 64, fades=1)) == crossing(Call(90, 64))
+    assert all(crossing(Call(90, d, fades=1)) == crossing(Call(90, d)) for d in (32, 64, 96, 128)), "p = 2"
     assert crossing(Call(90, 64, order=1)) > 1.5 * crossing(Call(80, 64, order=1)), "linear kernels of order 1 are portable"
+    assert crossing(Call(90, 96)) > 1.5 * crossing(Call(80, 96)), "linear kernels are portable"
     assert crossing(Call(90, 64, group=4)) < crossing(Call(90, 64)), "a state serves a group"
     assert crossing(Call(90, 64, causal=0)) < crossing(Call(90, 64))
 

@@ -14,15 +14,16 @@ PROBE = """
 #include "quadratic/algorithm.cpp"
 
 namespace fastmax {  // in place of the kernels
-size_t linear1_fwd_workspace_bytes(const FwdParams&) { return 1; }
-size_t linear1_bwd_workspace_bytes(const BwdParams&) { return 2; }
+size_t linear1_fwd_workspace_bytes(const FwdParams&, const Linear1Walks&) { return 1; }
+size_t linear1_bwd_workspace_bytes(const BwdParams&, const Linear1Walks&) { return 2; }
 size_t linear2_fwd_workspace_bytes(const FwdParams&, const StatePasses&) { return 3; }
 size_t linear2_bwd_workspace_bytes(const BwdParams&, const StatePasses&) { return 4; }
 size_t linear2_fwd_kept_bytes(const FwdParams&, const StatePasses&) { return 5; }
 size_t linear2_bwd_kept_bytes(const BwdParams&, const StatePasses&) { return 6; }
 const StatePasses kStatePassesSm80{};
-void launch_linear1_fwd(const FwdParams&, cudaStream_t) { std::puts("linear1 fwd"); }
-void launch_linear1_bwd(const BwdParams&, cudaStream_t) { std::puts("linear1 bwd"); }
+const Linear1Walks kLinear1WalksSm80{};
+void launch_linear1_fwd(const FwdParams&, const Linear1Walks&, cudaStream_t) { std::puts("linear1 fwd"); }
+void launch_linear1_bwd(const BwdParams&, const Linear1Walks&, cudaStream_t) { std::puts("linear1 bwd"); }
 void launch_linear2_fwd(const FwdParams&, const StatePasses&, cudaStream_t) { std::puts("linear2 fwd"); }
 void launch_linear2_bwd(const BwdParams&, const StatePasses&, cudaStream_t) { std::puts("linear2 bwd"); }
 
@@ -47,6 +48,8 @@ FASTMAX_STAND_IN(quadratic_bounded_fwd, FwdParams)
 FASTMAX_STAND_IN(quadratic_bounded_bwd, BwdParams)
 FASTMAX_STAND_IN(flash_bounded_fwd, FwdParams)
 FASTMAX_STAND_IN(flash_bounded_bwd, BwdParams)
+template <class Math>
+void linear_prepare(const PrepareArgs&, cudaStream_t) {}
 size_t bound_table_bytes(const AttentionParams&, Direction direction) { return direction == Direction::kForward ? 5 : 6; }
 size_t decay_sum_bytes(const AttentionParams&) { return 7; }
 size_t pair_sum_bytes(const BwdParams&) { return 8; }

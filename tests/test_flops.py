@@ -152,12 +152,14 @@ def test_decoding():
     call = Call(Score(1.0, 1.0, 1.0, 0.5, 2), causal=True)
     o, z = torch.randn(3, 6, n, 5), torch.ones(3, 6, n)
     assert count(lambda: ops.state_of_keys(k, v, call)) == 2 * 3 * 2 * n * (4 + 10) * 5
-    assert count(lambda: ops.state_of_queries(o, None, q, k, v, o, z, call)) == 2 * 3 * 6 * n * (4 + 10) * 5
-    nothing, grads = torch.empty(3, 2, 0, dtype=torch.uint8), (o, None, state.values, state.weights)
-    sums = state.values, state.weights
+    g, e = ops.gradients_of_sums(o, None, o, z)
+    assert count(lambda: ops.state_of_queries(g, e, q, k, v, call)) == 2 * 3 * 6 * n * (4 + 10) * 5
+    nothing, sums = torch.empty(3, 2, 0, dtype=torch.uint8), (state.values, state.weights)
     assert count(lambda: ops.prefill_kept_(q, k, v, call, *sums, nothing)) == n * expected + 2 * (4 + 5) * pairs
     backward = 2 * 3 * (3 * 2 + 2 * 6) * n * (4 + 10) * 5 + 2 * (3 * 4 + 2 * 5) * pairs
-    assert count(lambda: ops.prefill_kept_backward_(grads, q, k, v, (o, z), call, *sums, nothing)) == backward
+    of_queries = count(lambda: ops.prefill_backward_of_queries(g, e, q, k, v, call, *sums))
+    of_keys = count(lambda: ops.prefill_backward_of_keys_(g, e, sums, q, k, v, call, None, None, nothing))
+    assert of_queries == n * expected + 2 * (2 * 4 + 5) * pairs and of_queries + of_keys == backward
     # Keys are added and read for grad_k and grad_v, queries read for grad_q and are added; five products a pair.
     inputs = [x.requires_grad_() for x in (q, k, v)]
     counted = both(lambda *tokens: fastmax.prefill(*tokens, state)[0], inputs)[1]
@@ -183,6 +185,6 @@ def test_nothing_is_counted_where_nothing_is_computed():
 def test_every_operator_of_products_has_a_formula():
     names = {name.removeprefix("fastmax::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("fastmax::")}
     of_rows = "softmax", "merge_", "normalize_tokens", "normalize_tokens_backward"
-    without_products = *of_rows, "finite_decay", "rotary_factors"
+    without_products = *of_rows, "finite_decay", "rotary_factors", "gradients_of_sums"
     assert {name for name in names if not name.startswith("eager_")} <= {*flops.FORMULAS, *without_products}
     assert names >= {*flops.FORMULAS}

@@ -1,27 +1,25 @@
-"""States that `state_of_keys` and `state_of_queries` keep on the CUDA kernels, and what `prefill_kept_` and its gradient make
-of them, against float64 on poisoned memory. Sizes as in tests/test_prefill_kernels.py."""
+"""States that `state_of_keys` and `state_of_queries` keep on the CUDA kernels, and what `prefill_kept_` and
+`prefill_backward_of_keys_` make of them, against float64 on poisoned memory. Sizes as in tests/test_prefill_kernels.py."""
 
 import pytest
 import torch
 from common import relative
 from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
 from test_prefill_kernels import CASES, Case, arguments, compare, in_float64, operator, output_grads, rounding
+from test_state_operators import pairs_of
 
-from fastmax import extension, verify
+from fastmax import verify
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}"),
 ]
 OPERATORS = torch.ops.fastmax
-CASES = {name: case for name, case in CASES.items() if case.decay is None and case.p == 2}
+CASES = {name: case for name, case in CASES.items() if case.p == 2}
 
 
-def is_kept(k, v, kept, backward=False):
-    """Nothing by the Hopper kernels' backward at head dim 64, where adding to it would take longer than adding up rows."""
-    on_hopper = torch.cuda.get_device_capability() == (9, 0) and "linear2_sm90" in extension.build_info()
-    nothing = backward and on_hopper and k.dtype == torch.bfloat16 and 32 < max(k.shape[3], v.shape[3]) <= 64
-    return kept.shape[:2] == k.shape[:2] and (kept.numel() == 0) == nothing
+def is_kept(k, kept):
+    return kept.shape[:2] == k.shape[:2] and kept.numel() > 0
 
 
 def kept_of_keys(given):
@@ -32,30 +30,38 @@ def kept_of_keys(given):
 
 def forward(given):
     """Output and denominators, by what is kept."""
-    q, k, v, mask, _, first, values, weights, *options = given
+    *tokens, values, weights = given[:8]
     verify.poison_free_memory(DEVICE)
     _, kept = kept_of_keys(given)
-    assert is_kept(k, v, kept)
+    assert is_kept(given[1], kept)
     verify.poison_free_memory(DEVICE)
-    return OPERATORS.prefill_kept_(q, k, v, mask, first, values, weights, kept, *options)
+    return OPERATORS.prefill_kept_(*tokens, values, weights, kept, *given[8:])
 
 
-def backward(given, o, z, grads):
-    """Gradients of q, k and v, likewise."""
+def backward(given, o, z, grads, whole):
+    """Gradients of q, k, v and log_decay, likewise; whole: those of the call in one piece."""
     q, k, v, mask, log_decay, first, values, weights, *options = given
-    tokens = (q, k, v, o, z)
     verify.poison_free_memory(DEVICE)
-    *_, kept = OPERATORS.state_of_queries(grads["o"], grads["z"], *tokens, log_decay, first, *options, True)
-    assert is_kept(k, v, kept, backward=True)
+    g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
+    *_, kept = OPERATORS.state_of_queries(g, e, q, k, v, log_decay, first, *options, True)
+    assert is_kept(k, kept)
     verify.poison_free_memory(DEVICE)
-    return OPERATORS.prefill_kept_backward_(*grads.values(), *tokens, mask, first, values, weights, kept, *options)
+    tokens = q, k, v, mask, log_decay, first
+    grad_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, values, weights, *options)
+    of_state = list(grads.values())[2:]
+    of_states = pairs_of(whole["new"], of_state, given[6:8], whole["of_state"])
+    verify.poison_free_memory(DEVICE)
+    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, pairs, of_states, kept, *options)
+    return [x for x in (grad_q, *of_keys) if x.shape != (0,)]
 
 
-def exact_gradients(given, grads):
+def in_one_piece(given, grads):
+    """In float64."""
     wide = [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in given]
     o, z, *state = operator(wide)
     of = [x.double() for x in grads.values()]
-    return OPERATORS.prefill_backward(*of, *wide[:3], o, z, *state, *wide[3:])[:3]
+    results = OPERATORS.prefill_backward(*of, *wide[:3], o, z, *state, *wide[3:])
+    return {"gradients": [x for x in results[:4] if x.shape != (0,)], "new": state, "of_state": results[4:]}
 
 
 def check(given, mode):
@@ -67,9 +73,11 @@ def check(given, mode):
     assert all(map(torch.equal, given[6:8], before))
     assert all(map(torch.equal, forward(given), actual)), "the same bits again"
     grads = output_grads(given)
-    of_tokens = backward(given, *actual, grads)
-    compare(*(dict(zip("qkv", x, strict=True)) for x in (of_tokens, exact_gradients(given, grads))), mode)
-    assert all(map(torch.equal, backward(given, *actual, grads), of_tokens)), "the same bits again"
+    whole = in_one_piece(given, grads)
+    of_tokens = backward(given, *actual, grads, whole)
+    names = ("q", "k", "v", "log_decay")
+    compare(*(dict(zip(names, x, strict=False)) for x in (of_tokens, whole["gradients"])), mode)
+    assert all(map(torch.equal, backward(given, *actual, grads, whole), of_tokens)), "the same bits again"
 
 
 @by_mode
@@ -89,7 +97,7 @@ def test_sequences(d, n, mode, precision):  # noqa: F811
     check(given, mode)
 
 
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [32, 64, 128])
 @pytest.mark.parametrize("expanded", ["q", "k", "v"])
 def test_expanded_tensors(expanded, d):
     """Kernels for Hopper leave them to others, whose states are of as many bytes and lie otherwise: by turns, the same bits."""
@@ -101,8 +109,8 @@ def test_expanded_tensors(expanded, d):
     expected = forward(copied)
     for keys_of, going_on in ((given, copied), (copied, given)):
         _, kept = kept_of_keys(keys_of)
-        q, k, v, mask, _, first, values, weights, *options = going_on
-        assert all(map(torch.equal, OPERATORS.prefill_kept_(q, k, v, mask, first, values, weights, kept, *options), expected))
+        got = OPERATORS.prefill_kept_(*going_on[:8], kept, *going_on[8:])
+        assert all(map(torch.equal, got, expected))
 
 
 def test_a_state_that_no_token_sees_is_not_read():
@@ -129,37 +137,64 @@ def test_the_state_is_that_of_keys_alone():
         assert all(relative(x, y.double()) < 1e-4 for x, y in zip(state, expected, strict=True))
 
 
-@pytest.mark.parametrize("case", [Case(300, p=1), Case(300, decay="ordinary")], ids=["p = 1", "decay"])
-def test_what_keeps_nothing(case):
+def test_what_keeps_nothing():
     """And continues all the same, with the keys once more."""
-    given = list(arguments(case, "bf16"))
+    given = list(arguments(Case(300, p=1), "bf16"))
     _, kept = kept_of_keys(given)
     assert kept.shape == (2, 2, 0)
-    given[4] = None
-    q, k, v, mask, _, first, values, weights, *options = given
-    o, z = OPERATORS.prefill_kept_(q, k, v, mask, first, values, weights, kept, *options)
+    o, z = OPERATORS.prefill_kept_(*given[:8], kept, *given[8:])
     assert all(map(torch.equal, (o, z), operator(given)[:2]))
+    grads, tokens = output_grads(given), given[:6]
+    expected = OPERATORS.prefill_backward(*grads.values(), *given[:3], o, z, None, None, *given[3:])[:3]
+    g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
+    of_q, _ = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *given[6:])
+    of_state = list(grads.values())[2:]
+    of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, None, None, kept, *given[8:])[:2]
+    assert all(map(torch.equal, (of_q, *of_keys), expected)), "the same bits as in one piece"
+
+
+@by_mode
+@pytest.mark.parametrize("decay", [None, "ordinary"], ids=["", "decay"])
+@pytest.mark.parametrize("d, n", [(32, 700), (64, 1300), (128, 2500)])
+def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
+    """A state of zeros need not be given, nor added: the same bits as if it is."""
+    given = list(arguments(Case(n, d, decay=decay), mode))
+    zeros = [torch.zeros_like(x) for x in given[6:8]]
+    _, kept = kept_of_keys(given)
+    results = OPERATORS.prefill_kept_(*given[:6], None, None, kept, *given[8:])
+    _, kept = kept_of_keys(given)
+    for x, y in zip(results, OPERATORS.prefill_kept_(*given[:6], *zeros, kept, *given[8:]), strict=True):
+        assert relative(x, y.double()) <= rounding(mode)
+    for x, y in zip(results, in_float64([*given[:6], *zeros, *given[8:]])[:2], strict=True):
+        assert relative(x, y) <= rounding(mode)
     grads = output_grads(given)
-    state = operator(given)[2:]
-    tokens = (*grads.values(), q, k, v, o, z)
-    expected = OPERATORS.prefill_backward(*tokens, *state, mask, None, first, values, weights, *options)[:3]
-    got = OPERATORS.prefill_kept_backward_(*tokens, mask, first, values, weights, kept, *options)
-    assert all(map(torch.equal, got, expected))
+    g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], *results)
+    tokens, options = given[:6], given[8:]
+    for state in ((None, None), zeros):
+        of_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *state, *options)
+        *_, kept = OPERATORS.state_of_queries(g, e, *tokens[:3], *tokens[4:], *options, True)
+        of_states = torch.zeros(*tokens[1].shape[:2], 2, dtype=torch.float64, device=DEVICE)
+        of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *state, *tokens, pairs, of_states, kept, *options)
+        if state[0] is None:
+            expected = (of_q, *of_keys)
+    grads["values"], grads["weights"] = map(torch.zeros_like, zeros)
+    exact = in_one_piece([*given[:6], *zeros, *given[8:]], grads)["gradients"]
+    for x, y, z in zip((of_q, *of_keys), expected, exact, strict=False):
+        assert relative(x, y.double()) <= 4 * rounding(mode) and relative(x, z) <= 4 * rounding(mode)
 
 
 def test_what_was_kept_of_other_tokens_is_refused():
     given = arguments(Case(700), "bf16")
     _, kept = kept_of_keys(arguments(Case(100), "bf16"))
-    q, k, v, mask, _, first, values, weights, *options = given
     with pytest.raises(
         RuntimeError, match="kept must be what state_of_keys or state_of_queries kept of the same tokens, .* bytes"
     ):
-        OPERATORS.prefill_kept_(q, k, v, mask, first, values, weights, kept, *options)
+        OPERATORS.prefill_kept_(*given[:8], kept, *given[8:])
 
 
-def test_more_than_six_gib_is_not_kept():
-    """Of 128 heads of 64 channels, 32768 tokens take 5.1 GB, and 65536 ten."""
-    for n, is_kept in ((32_768, True), (65_536, False)):
-        k = torch.zeros(1, 128, n, 64, dtype=torch.bfloat16, device=DEVICE)
+def test_more_than_four_and_a_half_gib_is_not_kept():
+    """Of heads of 128 channels, 65536 tokens of 32 take 4.8 GB in bf16."""
+    for heads, is_kept in ((32, True), (36, False)):
+        k = torch.zeros(1, heads, 65_536, 128, dtype=torch.bfloat16, device=DEVICE)
         *_, kept = OPERATORS.state_of_keys(k, k, None, None, None, 0.125, 1.0, 1.0, 0.5, 2, False, True)
         assert (kept.numel() > 0) == is_kept

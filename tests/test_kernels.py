@@ -245,9 +245,9 @@ def with_gradient_of_the_denominators(arguments, grad_o):
 
 def test_the_library_registers_every_operator():
     steps = ("decode_step", "decode_step_", "gathered_step_")
-    kept = ("prefill_kept_", "prefill_kept_backward_")
-    states = ("prefill", "prefill_backward", "state_of_keys", "state_of_queries", *kept)
-    for name in ("forward", "backward", "merge_", *steps, *states, "finite_decay"):
+    pieces = ("prefill_kept_", "gradients_of_sums", "prefill_backward_of_queries", "prefill_backward_of_keys_")
+    states = ("prefill", "prefill_backward", "state_of_keys", "state_of_queries", *pieces)
+    for name in ("forward", "backward", "merge_", "far_forward_", "far_backward_", *steps, *states, "finite_decay"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"fastmax::{name}", "CUDA"), name
 
 

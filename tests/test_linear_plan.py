@@ -253,3 +253,21 @@ def test_random_calls(plan):
         check_cover(call, p)
         check_memory(call, p)
     assert sum(len(p.phases) > 1 for p in plans) > 30
+
+
+def test_hopper_states_are_shared_finely_where_that_is_faster(tmp_path):
+    """At head dim 64 by four blocks a state or by eight, on 132 multiprocessors: eight where the four leave as many idle."""
+    text = """
+#include <cstdio>
+#include "linear/order2/snapshot_sm90.h"
+
+int main() {
+  for (int states = 1; states <= 256; ++states) {
+    fastmax::Problem p{};
+    p.b = 1, p.hk = states, p.head_dim = 64, p.sm_count = 132;
+    if (fastmax::has_fine_shares(p)) std::printf("%d ", states);
+  }
+}
+"""
+    found = subprocess.run([compile_probe(tmp_path, text)], capture_output=True, text=True, check=True).stdout.split()
+    assert [int(x) for x in found] == [*range(12, 17)]

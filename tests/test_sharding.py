@@ -182,11 +182,19 @@ def recorded(kv_heads: int) -> list[tuple]:
         score = (0.5, 1.0, 1.0, 0.5, 2, False)
         *sums, kept = torch.ops.fastmax.state_of_keys(k, v, mask, decays, first, *score, True)
         z = lse.exp()
-        torch.ops.fastmax.state_of_queries(o.detach(), None, q, k, v, o.detach(), z, decays, first, *score, True)
         with torch.no_grad():
-            torch.ops.fastmax.prefill_kept_(q, k, v, mask, first, *sums, kept, *score)
-            torch.ops.fastmax.prefill_kept_backward_(o, None, *sums, q, k, v, o, z, mask, first, *sums, kept, *score)
+            tokens = q, k, v, mask, decays, first
+            torch.ops.fastmax.prefill_kept_(*tokens, *sums, kept, *score)
+            g, e = torch.ops.fastmax.gradients_of_sums(o, None, o, z)
+            torch.ops.fastmax.state_of_queries(g, e, *tokens[:3], decays, first, *score, True)
+            _, pairs = torch.ops.fastmax.prefill_backward_of_queries(g, e, *tokens, *sums, *score)
+            of_states = torch.rand(*k.shape[:2], 2, dtype=torch.float64)
+            torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, kept, *score)
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp(), log_decay.detach())
+        far = (mask, decays, first, *score[:-1], "linear", False)
+        with torch.no_grad():
+            torch.ops.fastmax.far_forward_(o.clone(), lse.clone(), q, k, v, *far)
+            torch.ops.fastmax.far_backward_(q.clone(), k.clone(), v.clone(), o, lse, q, k, v, o, z, *far)
     return recorder.calls
 
 
@@ -198,9 +206,15 @@ def check_operators(group, kv_heads, dim):
     mesh, seen = mesh_of(group), set()
     for operator, args in recorded(kv_heads):
         schema = operator._schema.arguments
+        # Gradients that are added to must lie as they come out, whole where ranks share a key/value head.
+        together = kv_heads == 1 and dim == 1 and operator is torch.ops.fastmax.far_backward_.default
         plain = [x.detach().clone() if isinstance(x, Tensor) else x for x in args]
         parts = [
-            distributed(x.detach().clone(), mesh, (dim,) if is_divided(argument.name, x, dim) and x.shape[dim] > 1 else ())
+            distributed(
+                x.detach().clone(),
+                mesh,
+                (dim,) if is_divided(argument.name, x, dim) and x.shape[dim] > 1 and not together else (),
+            )
             if isinstance(x, Tensor)
             else x
             for argument, x in zip(schema, plain, strict=True)
@@ -214,7 +228,7 @@ def check_operators(group, kv_heads, dim):
         name = operator._schema.name.removeprefix("fastmax::")
         # Where one key/value head is also that of a state, and where a state's heads are a batch to the operator.
         whole = dim == 1 and (
-            got[0].shape[1] == 1 or (kv_heads == 1 and name in ("prefill_backward", "prefill_kept_backward_"))
+            got[0].shape[1] == 1 or (kv_heads == 1 and name in ("prefill_backward", "prefill_backward_of_keys_"))
         )
         lies = Replicate() if whole else Shard(dim)
         if name == "state_of_queries" and dim == 1 and kv_heads == 1:

@@ -1,7 +1,9 @@
 """The Hopper kernels of the quadratic algorithm and of softmax attention: which calls take them, and what these compute.
 
-Tiles: a warpgroup owns 64 queries (blocks of 192 at head dim 64, of 128 at 128) and walks over 128 keys at a time; in the
-backward it owns 64 keys and walks over 64 queries, or owns 64 queries and walks over 128 keys (64 at head dim 128).
+Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In
+the backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128
+keys, over 64 at head dims other than 64. At head dim 128, where calls are large enough, it is one kernel, whose blocks of 128
+keys walk over 64 queries and hand grad_q on from one to the next.
 test_padding.py has the masks.
 """
 
@@ -25,7 +27,7 @@ pytestmark = [
 ]
 
 by_attention = pytest.mark.parametrize("softmax", [False, True], ids=["fastmax", "flash"])
-by_head_dim = pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+by_head_dim = pytest.mark.parametrize("d", [32, 64, 96, 128], ids=lambda d: f"d{d}")
 
 
 @pytest.fixture
@@ -49,9 +51,11 @@ def case_of(softmax, *args, **options):
     return case._replace(options=options, softmax=softmax, dtype=torch.bfloat16, noise=case.noise and not softmax)
 
 
-def expected_kernels(softmax, bounded=False):
+def expected_kernels(softmax, bounded=False, fused=False):
     if bounded:
         return {line.replace("_sm90", "_bounded_sm90") for line in expected_kernels(softmax)}
+    if fused:
+        return {re.sub("(backward.*)_sm90", r"\1_fused_sm90", line) for line in expected_kernels(softmax)}
     return (
         {"flash_forward: flash_sm90", "flash_backward: flash_sm90"}
         if softmax
@@ -60,6 +64,10 @@ def expected_kernels(softmax, bounded=False):
             "backward: quadratic_sm90",
         }
     )
+
+
+def expected_fading_kernels(softmax):
+    return {line.replace("_sm90", "_fading_sm90") for line in expected_kernels(softmax)}
 
 
 # ---- against float64, on poisoned memory, bit by bit repeatable
@@ -112,14 +120,34 @@ def test_against_float64(row, d, softmax, taken):
 
 @by_attention
 @pytest.mark.parametrize(
-    "d, dv", [(40, 24), (37, 51), (33, 8), (48, 128), (128, 16), (72, 100), (1, 100), (127, 127), (128, 64)]
+    "d, dv",
+    [
+        *((24, 24), (16, 32), (32, 8), (1, 1), (17, 24), (24, 7), (40, 24), (32, 40), (37, 51), (33, 8)),
+        *((96, 96), (80, 80), (65, 65), (88, 32), (24, 96), (48, 128), (128, 16), (72, 100), (1, 100), (127, 127), (128, 64)),
+    ],
 )
 def test_narrower_heads(d, dv, softmax, taken):
     """Columns that there are not are zeros of the copy engine, and are not written."""
-    for causal in (True, False):
-        case = case_of(softmax, 200, 333, d=d, dv=dv, h=4, hk=2, mask=True, noise=True, causal=causal)
+    for n, m, causal in ((200, 333, True), (200, 333, False), (385, 385, True)):
+        case = case_of(softmax, n, m, d=d, dv=dv, h=4, hk=2, mask=n < m, noise=True, causal=causal)
         assert verify.check(case, DEVICE, 5).wrong == []
     assert set(taken()) == expected_kernels(softmax)
+
+
+@by_attention
+@pytest.mark.parametrize("d", [24, 80, 100])
+def test_options_of_narrower_heads(d, softmax, taken):
+    """Bounds, windows and decays."""
+    case = case_of(softmax, 500, d=d, b=1, h=4, hk=2)
+    assert verify.check(case._replace(sequences=5), DEVICE, 13).wrong == []
+    assert set(taken()) == expected_kernels(softmax, bounded=True)
+    if softmax:
+        assert verify.check(case._replace(options=case.options | {"window": 100}), DEVICE, 14).wrong == []
+        assert set(taken()) == {"flash_forward: flash_window_sm90", "flash_backward: flash_window_sm90"}
+        assert verify.check(case._replace(dtype=torch.float16), DEVICE, 15).wrong == []
+        assert set(taken()) == {"flash_forward: flash_sm90", "flash_backward: flash_sm80"}
+    assert verify.check(case._replace(decay=True), DEVICE, 16).wrong == []
+    assert set(taken()) == expected_fading_kernels(softmax)
 
 
 @by_head_dim
@@ -187,7 +215,136 @@ def test_random_configurations(seed, capsys):
     assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
     counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))
     of_fastmax = {f"forward: {name}_sm90" for name in ("quadratic", "quadratic_bounded", "quadratic_fading", "linear2")}
-    assert of_fastmax | {f"flash_forward: {name}_sm90" for name in ("flash", "flash_bounded")} <= counts.keys()
+    assert of_fastmax | {f"flash_forward: {name}_sm90" for name in ("flash", "flash_window")} <= counts.keys()
+
+
+# ---- the backward in one kernel
+
+# Of as many keys and blocks of them as csrc/quadratic/fused_bwd_plan.h asks for, on up to 132 multiprocessors. The first that
+# fails says most: whole tiles, both kinds of tails, groups of heads, everything else.
+FUSED_ROWS = [
+    dict(n=64, m=1024, causal=False, b=4, h=9),
+    dict(n=128, m=1152, b=1, h=16),
+    dict(n=1024, m=1024, causal=False, b=3, h=11),
+    dict(n=2048, b=1, h=9),
+    *(
+        dict(n=n, m=m, b=2, h=16, causal=c)
+        for n, m in ((65, 1100), (100, 1151), (127, 1153), (129, 1215), (192, 1217))
+        for c in (True, False)
+    ),
+    dict(n=3000, m=1030, b=2, h=16, causal=False),
+    dict(n=1025, m=2048, b=1, h=16),
+    dict(n=2100, b=1, h=8),
+    dict(n=300, m=1333, b=2, h=16, hk=8),
+    dict(n=300, m=1333, b=3, h=32, hk=8, causal=False),
+    dict(n=190, m=1450, b=2, h=42, hk=7),
+    dict(n=2100, b=2, h=8, hk=4),
+    dict(n=300, m=1400, b=2, h=16, hk=8, mask=True),
+    dict(n=300, m=1200, b=4, h=8, causal=False, mask=True),
+    dict(n=300, m=1333, b=2, h=16, noise=True),
+    dict(n=300, m=1333, b=2, h=16, hk=8, mask=True, noise=True, layout="packed"),
+    dict(n=300, m=1333, b=2, h=8, layout="token-major"),
+    dict(n=300, m=1333, b=2, h=8, layout="unaligned"),
+    dict(n=100, m=1100, b=10, h=40),
+    dict(n=4096, b=1, h=10, hk=5),
+]
+
+
+@by_attention
+@pytest.mark.parametrize("row", FUSED_ROWS, ids=row_id)
+def test_fused_against_float64(row, softmax, taken):
+    if softmax and row.get("noise") and not row.get("mask"):
+        pytest.skip("softmax attention has no noise")
+    assert verify.check(case_of(softmax, d=128, **row), DEVICE, 1234).wrong == []
+    assert set(taken()) == expected_kernels(softmax, fused=True)
+
+
+@by_attention
+@pytest.mark.parametrize("d, dv", [(97, 97), (100, 128), (128, 16), (24, 104), (127, 120)])
+def test_fused_narrower_heads(d, dv, softmax, taken):
+    for causal in (True, False):
+        case = case_of(softmax, 200, 1133, d=d, dv=dv, b=2, h=32, hk=16, mask=True, noise=True, causal=causal)
+        assert verify.check(case, DEVICE, 5).wrong == []
+    assert set(taken()) == expected_kernels(softmax, fused=True)
+
+
+@by_attention
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_fused_bitwise_repeatable_on_a_full_device(causal, softmax, taken):
+    """Blocks add to grad_q in one order, whichever of them are fast; several groups of heads, one behind the other."""
+    case = case_of(softmax, 2200, d=128, b=4, h=24, hk=8, mask=True, causal=causal)
+    tensors = verify.random_tensors(case, DEVICE)
+    first = verify.run(verify.implementation(softmax), tensors, case.options)
+    for _ in range(10):
+        again = verify.run(verify.implementation(softmax), tensors, case.options)
+        assert all(torch.equal(x, again[name]) for name, x in first.items())
+    assert set(taken()) == expected_kernels(softmax, fused=True)
+
+
+def fused_backward(softmax, n=2200, b=2, h=8):
+    """A function of no arguments: gradients of a call that takes the one kernel."""
+    q, k, v, grad_o = (torch.randn(b, h, n, 128, device=DEVICE).mul_(0.5).bfloat16() for _ in range(4))
+    if softmax:
+        arguments = (None, None, None, None, 0.1, True, -1, -1, False)
+        forward, backward = torch.ops.fastmax.flash_forward, torch.ops.fastmax.flash_backward
+    else:
+        arguments = (None,) * 6 + (0.1, 1.0, 1.0, 0.5, 2, True, 0.0, "quadratic", False)
+        forward, backward = torch.ops.fastmax.forward, torch.ops.fastmax.backward
+    o, z = forward(q, k, v, *arguments)
+    return lambda: backward(grad_o, None, q, k, v, o, z, *arguments)[:3]
+
+
+@by_attention
+def test_fused_in_a_graph(softmax, taken):
+    """Every replay begins with counters of 0."""
+    gradients = fused_backward(softmax)
+    expected = gradients()
+    graph, captured = capture(gradients)
+    for _ in range(3):
+        for x in captured:
+            x.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        for x, y in zip(captured, expected, strict=True):
+            assert torch.equal(x, y)
+    assert expected_kernels(softmax, fused=True) == set(taken())
+
+
+@by_attention
+def test_fused_beside_itself(softmax):
+    """On two streams, where neither has the whole device: blocks that wait for each other always come to an end."""
+    calls = [fused_backward(softmax), fused_backward(softmax, n=2300, h=10)]
+    expected = [call() for call in calls]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in calls]
+    results = [[], []]
+    for _ in range(5):
+        for call, stream, found in zip(calls, streams, results, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(call())
+    torch.cuda.synchronize()
+    for found, exact in zip(results, expected, strict=True):
+        assert all(torch.equal(x, y) for gradients in found for x, y in zip(gradients, exact, strict=True))
+
+
+@by_attention
+def test_fused_on_a_part_of_the_device(softmax):
+    """In a green context, where most blocks of the grid start only when others have ended."""
+    gradients = fused_backward(softmax)
+    expected = gradients()
+    torch.cuda.synchronize()
+    try:
+        green = torch.cuda.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
+        green.set_context()
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"no green contexts here: {error}")
+    try:
+        found = gradients()
+        torch.cuda.synchronize()
+    finally:
+        green.pop_context()
+    for x, y in zip(found, expected, strict=True):
+        assert torch.equal(x, y)
 
 
 # ---- windows and packed sequences
@@ -203,7 +360,7 @@ def test_windows(window, causal, d, taken):
         case = case_of(True, n, m, d=d, h=4, hk=2, mask=n == 333, causal=causal)
         case = case._replace(options=case.options | {"window": window})
         assert verify.check(case, DEVICE, 8).wrong == []
-        assert set(taken()) == expected_kernels(True, bounded=True)
+        assert set(taken()) == {"flash_forward: flash_window_sm90", "flash_backward: flash_window_sm90"}
 
 
 @by_head_dim
@@ -248,11 +405,7 @@ def test_keys_that_fade(row, d, softmax, taken):
             decay=True, sequences=sequences
         )
         assert verify.check(case, DEVICE, 10).wrong == []
-        name = "flash" if softmax else "quadratic"
-        forward, backward = ("flash_forward", "flash_backward") if softmax else ("forward", "backward")
-        fades_there = softmax or d == 64
-        expected = {f"{forward}: {name}_fading_sm90", f"{backward}: {name}_{'fading_sm90' if fades_there else 'bounded_sm80'}"}
-        assert set(taken()) == expected
+        assert set(taken()) == expected_fading_kernels(softmax)
 
 
 # ---- the operators
@@ -419,8 +572,7 @@ def test_what_is_not_covered(taken):
     calls = {
         "fp16": lambda f: f(q.half(), q.half(), q.half()),
         "fp32": lambda f: f(q.float(), q.float(), q.float()),
-        "head dim 32": lambda f: f(*(q[..., :32].contiguous(),) * 3),
-        "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
+        "head dim 136": lambda f: f(*(torch.cat((q, q, q[..., :8]), -1),) * 3),
         "head dim 256": lambda f: f(*(torch.cat((q,) * 4, -1),) * 3),
         "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
         "decay, fp16": lambda f: f(*(q.half(),) * 3, causal=True, log_decay=-torch.rand(1, 4, 200, device=DEVICE)),
@@ -438,6 +590,6 @@ def test_what_is_not_covered(taken):
             continue
         assert len(lines) == 1 and lines[0].split(": ")[1] in (f"{algorithm}_sm80", f"{algorithm}_bounded_sm80"), (name, lines)
     fastmax.flash_attention(q, q, q, causal=True, window=20)
-    assert taken() == ["flash_forward: flash_bounded_sm90"]
+    assert taken() == ["flash_forward: flash_window_sm90"]
     fastmax.flash_attention(q, q, q, causal=True, window=200)
     assert taken() == ["flash_forward: flash_sm90"], "there is nothing that it hides"

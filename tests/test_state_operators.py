@@ -1,5 +1,5 @@
-"""`state_of_keys` and `state_of_queries`: what `prefill` and its gradient make of a state, alone; `prefill_kept_` and its
-gradient: what is left of those then."""
+"""`prefill` and its gradient in pieces: `state_of_keys` and `state_of_queries` make the state, or its gradient, alone;
+`prefill_kept_` is what is left of the one, `prefill_backward_of_queries` and `prefill_backward_of_keys_` of the other."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_they_are_those_of_prefill(device, case, p):
             assert relative(got, x.double()) < TOLERANCE[dtype]
         grad_o, grad_z = torch.randn_like(o), torch.randn_like(z)
         for of_z in (None, grad_z):
-            *got, _ = ops.state_of_queries(grad_o, of_z, q, k, v, o, z, call)
+            *got, _ = ops.state_of_queries(*ops.gradients_of_sums(grad_o, of_z, o, z), q, k, v, call)
             grads, results = (grad_o, of_z, None, None), (o, z, None, None)
             expected = ops.prefill_backward(grads, q, k, v, results, call, torch.zeros_like(values), torch.zeros_like(weights))[
                 -2:
@@ -64,31 +64,71 @@ def test_they_are_those_of_prefill(device, case, p):
         assert all(torch.equal(x, y) for x, y in zip(ops.state_of_keys(k, v, call)[:2], (values, weights), strict=True))
 
 
+def pairs_of(new, of_new, state, of_state):
+    """float64 (b, hk, 2): what the products of states and their gradients sum to; 0 where there is no gradient."""
+    zero = torch.zeros(state[0].shape[:2], dtype=torch.float64, device=state[0].device)
+
+    def pairs(states, grads):
+        products = [x.double() * grad for x, grad in zip(states, grads, strict=True) if grad is not None]
+        return sum((x.flatten(2).sum(-1) for x in products), zero)
+
+    return torch.stack([pairs(new, of_new), pairs(state, of_state)], dim=-1)
+
+
 @by_order
-@pytest.mark.parametrize("case", [case for case in CASES.values() if "decay" not in case], ids=str)
-def test_what_they_keep_is_enough_to_go_on(device, case, p):
+@pytest.mark.parametrize("carries", [True, False], ids=["from a state", "from nothing"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_they_keep_is_enough_to_go_on(device, case, p, carries):
     for dtype in DTYPES[device.type]:
         q, k, v, call = given(device, dtype, p, **case)
         _, earlier, of_earlier, _ = given(device, dtype, p, **case)
-        state = ops.state_of_keys(earlier, of_earlier, call._replace(key_padding_mask=None, first_key=None))[:2]
         *_, kept = ops.state_of_keys(k, v, call, keep=True)
+        state = ops.state_of_keys(earlier, of_earlier, call._replace(key_padding_mask=None, first_key=None))[:2]
+        state, given_state = (state, state) if carries else (tuple(map(torch.zeros_like, state)), (None, None))
         is_kept = device.type == "cuda" and dtype != torch.float64 and p == 2
         assert kept.dtype == torch.uint8 and kept.shape[:2] == k.shape[:2] and (kept.numel() > 0) == is_kept
         o, z, *new = ops.prefill(q, k, v, call, *state)
-        for got, x in zip(ops.prefill_kept_(q, k, v, call, *state, kept), (o, z), strict=True):
+        for got, x in zip(ops.prefill_kept_(q, k, v, call, *given_state, kept), (o, z), strict=True):
             assert got.shape == x.shape and got.dtype == x.dtype
             assert relative(got, x.double()) < TOLERANCE[dtype]
         grad_o, grad_z, *of_state = (torch.randn_like(x) for x in (o, z, *new))
-        *_, kept = ops.state_of_queries(grad_o, grad_z, q, k, v, o, z, call, keep=True)
+        of_state = of_state if carries else [None, None]
+        expected = ops.prefill_backward((grad_o, grad_z, *of_state), q, k, v, (o, z, *new), call, *state)
+        g, e = ops.gradients_of_sums(grad_o, grad_z, o, z)
+        *_, kept = ops.state_of_queries(g, e, q, k, v, call, keep=True)
         assert (kept.numel() > 0) == is_kept
-        grads = (grad_o, grad_z, *of_state)
-        expected = ops.prefill_backward(grads, q, k, v, (o, z, None, None), call, *state)[:3]
-        for got, x in zip(ops.prefill_kept_backward_(grads, q, k, v, (o, z), call, *state, kept), expected, strict=True):
-            assert got.shape == x.shape and got.dtype == x.dtype
-            assert relative(got, x.double()) < 2 * TOLERANCE[dtype]
+        grad_q, pairs = ops.prefill_backward_of_queries(g, e, q, k, v, call, *given_state)
+        of_states = pairs_of(new, of_state, state, expected[4:])
+        of_keys = [
+            ops.prefill_backward_of_keys_(g, e, of_state, q, k, v, call, pairs, of_states, x.clone())
+            for x in (kept, kept[..., :0])
+        ]
+        for grad_k, grad_v, of_decay in of_keys:
+            for got, x in zip((grad_q, grad_k, grad_v, of_decay), expected[:4], strict=True):
+                assert got.shape == x.shape and got.dtype == x.dtype
+                assert x.numel() == 0 or relative(got, x.double()) < 2 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("keeps, goes_on", [("state_of_keys", "prefill_kept_"), ("state_of_queries", "prefill_kept_backward_")])
+def test_gradients_of_sums(device):
+    for dtype in DTYPES[device.type]:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        o, grad_o = (torch.randn(2, 3, 17, 7, device=device, dtype=dtype) for _ in range(2))
+        z, grad_z = (torch.randn(2, 3, 17, device=device, dtype=wide) for _ in range(2))
+        z[:, :, 3] = 0.0
+        inverse = torch.where(z == 0.0, 0.0, 1.0 / z.double())
+        for of_z in (None, grad_z):
+            g, e = ops.gradients_of_sums(grad_o.transpose(0, 1).contiguous().transpose(0, 1), of_z, o, z)
+            assert g.dtype == (torch.float32 if dtype == torch.float16 else dtype) and e.dtype == wide
+            assert g.is_contiguous() and e.is_contiguous()
+            assert relative(g, grad_o.double() * inverse.unsqueeze(-1)) < TOLERANCE[dtype]
+            exact = -(g.double() * o.double()).sum(-1) + (0.0 if of_z is None else torch.where(z == 0.0, 0.0, of_z.double()))
+            assert relative(e, exact) < 1e-5
+
+
+GOES_ON = {"state_of_keys": "prefill_kept_", "state_of_queries": "prefill_backward_of_keys_"}
+
+
+@pytest.mark.parametrize("keeps, goes_on", GOES_ON.items())
 def test_what_keeps_is_told_what_goes_on_is(keeps, goes_on):
     """What is kept is as the kernels read it, with the coefficients of the score in it."""
 
@@ -112,17 +152,20 @@ def test_what_is_kept_is_of_the_call_s_score(monkeypatch):
     monkeypatch.setattr(ops.extension, "call", record)
     *state, kept = ops.state_of_keys(k, v, call, keep=True)
     o, z = ops.prefill_kept_(q, k, v, call, *state, kept)
-    *of_state, kept = ops.state_of_queries(o, None, q, k, v, o, z, call, keep=True)
-    ops.prefill_kept_backward_((o, None, *of_state), q, k, v, (o, z), call, *state, kept)
-    assert len(seen) == 4
-    for arguments in seen.values():
+    g, e = ops.gradients_of_sums(o, None, o, z)
+    *of_state, kept = ops.state_of_queries(g, e, q, k, v, call, keep=True)
+    ops.prefill_backward_of_queries(g, e, q, k, v, call, *state)
+    ops.prefill_backward_of_keys_(g, e, of_state, q, k, v, call, None, None, kept)
+    seen = [arguments for arguments in seen.values() if "scale" in arguments]
+    assert len(seen) == 5
+    for arguments in seen:
         assert Score(*(arguments[name] for name in ("scale", "a0", "a1", "a2", "p"))) == call.score
 
 
 def test_of_no_tokens_they_are_zeros(device):
     q, k, v, call = given(device, torch.float32, 2, 0)
-    o, z = torch.empty_like(q), q.new_empty(q.shape[:3])
-    for state in (ops.state_of_keys(k, v, call, keep=True), ops.state_of_queries(o, None, q, k, v, o, z, call, keep=True)):
+    sums = ops.gradients_of_sums(torch.empty_like(q), None, torch.empty_like(q), q.new_empty(q.shape[:3]))
+    for state in (ops.state_of_keys(k, v, call, keep=True), ops.state_of_queries(*sums, q, k, v, call, keep=True)):
         assert not any(x.any() for x in state) and state[2].numel() == 0
 
 

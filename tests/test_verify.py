@@ -156,19 +156,23 @@ def test_configurations_for_hopper():
     for index in indices:
         drawn = verify.random_case(index, 0, "cuda")
         case = verify.for_hopper(drawn)
-        assert case.mode == "bfloat16" and max(case.head_dim, case.value_dim) in (*range(33, 65), *range(97, 129))
+        width = max(case.head_dim, case.value_dim)
+        assert case.mode == "bfloat16" and width <= 128
         assert not case.softmax or case.options == drawn.options
         kinds[case.operator, "decay" if case.decay else "packed" if case.sequences else ""] += 1
         if case.operator[0] == "linear":
-            assert case.magnitude == 1.0 and case.options["p"] == 2 and (case.options["causal"] or not case.sequences)
+            assert case.options["causal"] or not case.sequences
+            assert case.magnitude == 1.0 if case.options["p"] == 2 else not (case.padding or case.decay or case.sequences)
+            assert width in (*range(1 if case.options["p"] == 2 else 33, 65), *range(97, 129))
     operators = ("softmax", ""), ("linear", "p=2"), ("quadratic", "p=2"), ("quadratic", "p=1")
     assert all(kinds[operator, kind] > 20 for operator in operators for kind in ("decay", "packed", ""))
+    assert kinds[("linear", "p=1"), ""] > 20
 
 
 PRINTED = """\
 fastmax::finite_decay: finite_decay_sm80: b 1, hk 2, m 64
 fastmax::forward: linear, {}: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_90
-fastmax::backward: quadratic, quadratic_bounded_sm80: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
+fastmax::backward: quadratic, quadratic_fading_sm90: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
 fastmax::prefill: linear from a state, linear2_sm90: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
 somebody's warning
 """
@@ -195,7 +199,7 @@ def test_kernels_are_counted(library_prints, capfd):
     assert verify.run_random(indices, 0, "cuda", hopper=True) == 0
     out, err = capfd.readouterr()
     counts = re.findall(r"^(\w+: \w+) +(\d+) configurations$", out, re.MULTILINE)
-    assert counts == [("backward: quadratic_bounded_sm80", "3"), ("forward: linear2_sm90", "3"), ("prefill: linear2_sm90", "3")]
+    assert counts == [("backward: quadratic_fading_sm90", "3"), ("forward: linear2_sm90", "3"), ("prefill: linear2_sm90", "3")]
     assert err == 3 * "somebody's warning\n"
 
 

@@ -79,6 +79,16 @@ int main() {
         }
         if (sees.query_sees(i, m) || sees.query_sees(n + 15, m + 15)) return 1;
       }
+      if (window) {
+        const WindowVisibility computed(n, m, a, b, c);
+        const auto differ = [](Range x, Range y) {
+          return x.begin < x.end ? x.begin != y.begin || x.end != y.end : y.begin < y.end;
+        };
+        for (int i = 0; i < n; ++i) if (differ(keys[i], computed.keys_of(i))) return 1;
+        for (int j = 0; j < m; ++j) if (differ(queries[j], computed.queries_of(j))) return 1;
+        ranges(computed, tile, rows_are_keys, first, last);
+        continue;
+      }
       ranges(sees, tile, rows_are_keys, first, last);
     }
   }

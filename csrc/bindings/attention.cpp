@@ -1,5 +1,8 @@
 // fastmax::forward and fastmax::backward for CUDA tensors: checks, params, algorithm. The schemas are declared in Python
 // (fastmax/ops.py). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
+//
+// fastmax::far_forward_ and far_backward_: the same of a causal call whose keys are the far ones of an exact window, joined to what there
+// is of the near ones. Where the kernels do not join, fastmax::eager_far_forward_ and _backward_ take a call without it and do that.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -20,6 +23,8 @@
 
 namespace fastmax {
 namespace {
+
+const OptionalTensor kNotGiven;
 
 struct Polynomial {
   double a0, a1, a2;
@@ -69,6 +74,7 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
   p.q_stride = stride_of(x.q), p.k_stride = stride_of(x.k), p.v_stride = stride_of(x.v);
   p.first_key = Operands::bounds(x.first_key), p.end_key = Operands::bounds(x.end_key);
   p.log_decay = x.log_decay.has_value() ? static_cast<const float*>(x.log_decay->data_ptr()) : nullptr;
+  p.key_padding_mask = x.key_padding_mask.has_value() ? static_cast<const uint8_t*>(x.key_padding_mask->data_ptr()) : nullptr;
   return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
@@ -147,10 +153,97 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, gradients.grad_log_decay};
 }
 
+// What is joined: (b, h, n, d) like the part's tensor.
+void check_written(const char* name, const Tensor& x, const char* like_name, const Tensor& like) {
+  check_device(name, x, like, like_name);
+  const auto shape = like.sizes();
+  FASTMAX_CHECK(x.dim() == 4, name, " must be 4-dimensional, got ", x.dim(), " dimensions");
+  check_shape(name, x, {shape[0], shape[1], shape[2], shape[3]});
+  FASTMAX_CHECK(x.scalar_type() == like.scalar_type(), name, " must have ", like_name, "'s dtype");
+}
+
+// Whether the kernels write there, each number once.
+bool is_writable(const Tensor& x) {
+  for (int i = 0; i < 3; ++i) {
+    if (x.stride(i) == 0 && x.size(i) > 1) return false;
+  }
+  return is_aligned(x);
+}
+
+Tensor far_forward(const Tensor& o, const Tensor& near_lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
+                   double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
+  check_cuda_tensor("q", q);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const AttentionInputs inputs{q, k, v, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  check_inputs(inputs, scale, /*causal=*/true);
+  check_options(q, v, kNotGiven, order, algorithm);
+  check_device("o", o, q);
+  check_shape("o", o, {q.size(0), q.size(1), q.size(2), v.size(3)});
+  FASTMAX_CHECK(o.scalar_type() == q.scalar_type(), "o must have q's dtype");
+  check_per_query("lse", near_lse, q);
+  const Algorithm& chosen = choose(algorithm, inputs, /*causal=*/true, order);
+  const bool is_one_head_after_the_other = near_lse.stride(2) == 1 && near_lse.stride(0) == near_lse.stride(1) * near_lse.size(1);
+  if (has_attention_kernels(inputs, chosen, /*causal=*/true) && is_writable(o) &&
+      is_one_head_after_the_other && near_lse.scalar_type() == ScalarType::Float && !is_empty(q) && !is_empty(k)) {
+    const Operands x(inputs);
+    FwdParams p{};
+    x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
+    Polynomial{a0, a1, a2, order}.fill(p);
+    if (select(chosen, p, Direction::kForward).joins_parts && !fades(p)) {
+      const Tensor z = empty_per_query(q);
+      p.o = o.data_ptr(), p.o_stride = stride_of(o);
+      p.z = static_cast<float*>(z.data_ptr());
+      p.near_lse = static_cast<float*>(near_lse.data_ptr()), p.near_lse_head = near_lse.stride(1);
+      run("far_forward_", chosen, p, q.get_device_index());
+      return z;
+    }
+  }
+  return call_operator<1>("fastmax::eager_far_forward_", o, near_lse, q, k, v, key_padding_mask, log_decay, first_key, scale, a0, a1, a2,
+                          order, algorithm, allow_tf32)[0];
+}
+
+Tensor far_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_o, const OptionalTensor& grad_z,
+                    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& z,
+                    const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
+                    double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
+  check_cuda_tensor("q", q);
+  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const AttentionInputs inputs{q, k, v, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  check_inputs(inputs, scale, /*causal=*/true);
+  check_options(q, v, kNotGiven, order, algorithm);
+  check_results(q, v, o, grad_o, "z", z);
+  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q);
+  check_written("grad_q", grad_q, "q", q);
+  check_written("grad_k", grad_k, "k", k);
+  check_written("grad_v", grad_v, "v", v);
+  const Algorithm& chosen = choose(algorithm, inputs, /*causal=*/true, order);
+  if (has_attention_kernels(inputs, chosen, /*causal=*/true) && is_writable(grad_q) && is_writable(grad_k) && is_writable(grad_v) &&
+      !is_empty(q) && !is_empty(k)) {
+    const Operands x(inputs);
+    BwdParams p{};
+    x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
+    Polynomial{a0, a1, a2, order}.fill(p);
+    if (select(chosen, p, Direction::kBackward).joins_parts) {
+      check_float("z", z);
+      if (grad_z.has_value()) check_float("grad_z", *grad_z);
+      const Gradients gradients({Output(grad_q), Output(grad_k), Output(grad_v)}, x, o, grad_o, z, grad_z);
+      gradients.fill(p);
+      p.adds = true;
+      run("far_backward_", chosen, p, q.get_device_index());
+      return gradients.grad_log_decay;
+    }
+  }
+  return call_operator<1>("fastmax::eager_far_backward_", grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, key_padding_mask,
+                          log_decay, first_key, scale, a0, a1, a2, order, algorithm, allow_tf32)[0];
+}
+
 }  // namespace
 }  // namespace fastmax
 
 STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fastmax::forward));
   m.impl("backward", TORCH_BOX(&fastmax::backward));
+  m.impl("far_forward_", TORCH_BOX(&fastmax::far_forward));
+  m.impl("far_backward_", TORCH_BOX(&fastmax::far_backward));
 }

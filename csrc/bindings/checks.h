@@ -112,14 +112,15 @@ inline void check_results(const Tensor& q, const Tensor& v, const Tensor& o, con
 }
 
 // The state of a direct call, for the kernels and for the PyTorch implementation behind them; q, k and v were checked.
-inline void check_state(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights, int64_t order) {
+inline void check_state(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights, int64_t order,
+                        const char* values_name = "values", const char* weights_name = "weights") {
   FASTMAX_CHECK(q.size(1) > 0, "q must have at least one head");
   FASTMAX_CHECK(order == 1 || order == 2, "p must be 1 or 2, got ", order);
   const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
-  check_shape("values", values, {b, hk, rows, v.size(3)});
-  check_shape("weights", weights, {b, hk, rows});
+  check_shape(values_name, values, {b, hk, rows, v.size(3)});
+  check_shape(weights_name, weights, {b, hk, rows});
   const bool wide = q.scalar_type() == ScalarType::Double;
-  for (const auto& [name, x] : {std::pair("values", &values), std::pair("weights", &weights)}) {
+  for (const auto& [name, x] : {std::pair(values_name, &values), std::pair(weights_name, &weights)}) {
     check_device(name, *x, q);
     FASTMAX_CHECK(x->scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ",
                     wide ? "float64" : "float32");

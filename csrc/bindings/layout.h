@@ -83,6 +83,7 @@ struct Output {
   int64_t columns;
 
   Output(const Tensor& like, int64_t d, int64_t padded) : storage(empty_like_layout(like, padded)), columns(d) {}
+  explicit Output(const Tensor& storage) : storage(storage), columns(storage.size(3)) {}
 
   Tensor result() const {
     if (storage.size(3) == columns) return storage;

@@ -107,17 +107,24 @@ struct Gradients {
   Output grad_q, grad_k, grad_v;
   Tensor grad_log_decay;  // of no elements without log_decay
 
-  Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
-            const Tensor& z_in, const OptionalTensor& grad_z_in)
+  struct Outputs {
+    Output q, k, v;
+  };
+  Gradients(const Outputs& grads, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in, const Tensor& z_in,
+            const OptionalTensor& grad_z_in)
       : o(readable(o_in)),
         grad_o(readable(grad_o_in)),
         z(dense(z_in)),
-        grad_q(q_in, q_in.size(3), x.q.size(3)),
-        grad_k(k_in, k_in.size(3), x.k.size(3)),
-        grad_v(v_in, v_in.size(3), x.v.size(3)),
-        grad_log_decay(x.log_decay.has_value() ? empty_dense(*x.log_decay, ScalarType::Float) : no_elements(q_in)) {
+        grad_q(grads.q),
+        grad_k(grads.k),
+        grad_v(grads.v),
+        grad_log_decay(x.log_decay.has_value() ? empty_dense(*x.log_decay, ScalarType::Float) : no_elements(o_in)) {
     if (grad_z_in.has_value()) grad_z = dense(*grad_z_in);
   }
+  Gradients(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Operands& x, const Tensor& o_in, const Tensor& grad_o_in,
+            const Tensor& z_in, const OptionalTensor& grad_z_in)
+      : Gradients({Output(q_in, q_in.size(3), x.q.size(3)), Output(k_in, k_in.size(3), x.k.size(3)), Output(v_in, v_in.size(3), x.v.size(3))},
+                  x, o_in, grad_o_in, z_in, grad_z_in) {}
 
   void fill(BwdParams& p) const {
     p.o = o.data_ptr(), p.o_stride = stride_of(o);

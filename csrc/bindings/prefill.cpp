@@ -1,12 +1,14 @@
 // fastmax::prefill and prefill_backward for CUDA tensors: many tokens that continue from a state of decode/decode.h and end in one, by
-// the linear algorithm; state_of_keys and state_of_queries: the state, or its gradient, alone; prefill_kept_ and prefill_kept_backward_:
-// the first two without what the last two have computed, and kept, already.
+// the linear algorithm; state_of_keys and state_of_queries: the state, or its gradient, alone; prefill_kept_: the first one without what
+// state_of_keys has computed, and kept, already; gradients_of_sums, prefill_backward_of_queries and prefill_backward_of_keys_: the
+// second one in pieces, of which the last need not compute what state_of_queries has kept.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
+#include <utility>
 
 #include "bindings/checks.h"
 #include "bindings/coverage.h"
@@ -76,14 +78,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   return {results.o.result(), z, new_values, new_weights};
 }
 
+// Whether a tensor has several rows in one place.
+bool is_expanded(const Tensor& x) {
+  bool found = false;
+  for (int i = 0; i < 3; ++i) found = found || (x.stride(i) == 0 && x.size(i) > 1);
+  return found;
+}
+
 // With copies of expanded tensors, which some kernels leave to others: those that go on with kept states must be those that kept them, as
 // nobody else reads their format, whatever the tensors look like then.
 Operands unexpanded(const AttentionInputs& inputs) {
   Operands x(inputs);
   for (Tensor* tensor : {&x.q, &x.k, &x.v}) {
-    bool is_expanded = false;
-    for (int i = 0; i < 3; ++i) is_expanded = is_expanded || (tensor->stride(i) == 0 && tensor->size(i) > 1);
-    if (!is_expanded) continue;
+    if (!is_expanded(*tensor)) continue;
     Tensor copy = empty_like_layout(*tensor, tensor->size(3));
     torch::stable::copy_(copy, *tensor);
     *tensor = copy;
@@ -123,6 +130,7 @@ void check_kept(const Tensor& kept, const Tensor& q, const Tensor& k) {
   FASTMAX_CHECK(kept.scalar_type() == ScalarType::Byte && kept.dim() == 3 && kept.size(0) == k.size(0) && kept.size(1) == k.size(1) &&
                     (is_empty(kept) || kept.is_contiguous()),
                 "kept must be contiguous uint8 (b, hk, bytes)");
+  FASTMAX_CHECK(reinterpret_cast<uintptr_t>(kept.data_ptr()) % 16 == 0, "kept must begin at a multiple of 16 bytes");
 }
 
 // A state of zeros for these keys.
@@ -176,7 +184,7 @@ void check_like_state(const char* name, const OptionalTensor& x, const Tensor& s
   FASTMAX_CHECK(x->scalar_type() == state.scalar_type(), name, " must have the state's dtype");
 }
 
-// What prefill_backward and prefill_kept_backward_ are given, but for what each has of its own.
+// What prefill_backward is given, but for what a gradient of log_decay takes.
 void check_backward(const AttentionInputs& x, const Tensor& grad_o, const OptionalTensor& grad_z, const OptionalTensor& grad_new_values,
                     const OptionalTensor& grad_new_weights, const Tensor& o, const Tensor& z, const Tensor& values, const Tensor& weights,
                     double scale, int64_t order) {
@@ -253,39 +261,89 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
           grad_weights};
 }
 
-std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in,
-                                                    const Tensor& k_in, const Tensor& v_in, const Tensor& o_in, const Tensor& z,
-                                                    const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
-                                                    double a0, double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
+// Of the backward in pieces.
+void check_gradients_of_sums(const Tensor& g, const Tensor& e, const Tensor& q, const Tensor& v) {
+  check_device("g", g, q);
+  check_shape("g", g, {q.size(0), q.size(1), q.size(2), v.size(3)});
+  const bool is_half = q.scalar_type() == ScalarType::Half;
+  FASTMAX_CHECK(g.scalar_type() == (is_half ? ScalarType::Float : q.scalar_type()), "g must have q's dtype, or float32 for float16");
+  check_per_query("e", e, q);
+  const bool wide = q.scalar_type() == ScalarType::Double;
+  FASTMAX_CHECK(e.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "e must be ", wide ? "float64" : "float32");
+}
+
+// The same as all kernels read them: g has as many columns as v has there, and is not expanded.
+struct GradientsOfSums {
+  Tensor g, e;
+
+  GradientsOfSums(const Tensor& g_in, const Tensor& e_in, const Operands& x) : g(g_in), e(dense(e_in)) {
+    const int64_t columns = x.v.size(3);
+    if (g.size(3) == columns && is_aligned(g) && !is_expanded(g)) return;
+    g = zeros_like_layout(g_in, columns);
+    Tensor own = torch::stable::narrow(g, 3, 0, g_in.size(3));
+    torch::stable::copy_(own, g_in);
+  }
+  void fill(BwdParams& p) const { p.g = g.data_ptr(), p.g_stride = stride_of(g), p.e = floats(e); }
+};
+
+std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& o_in, const Tensor& z) {
+  check_cuda_tensor("o", o_in);
+  const int device = o_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{o_in, o_in, o_in, none, none, none, none, none};
+  check_inputs(inputs, 1., /*causal=*/true);
+  check_results(o_in, o_in, o_in, grad_o_in, "z", z);
+  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, o_in);
+  if (!is_covered(inputs)) {
+    const auto [g, e] = call_operator<2>("fastmax::eager_gradients_of_sums", grad_o_in, grad_z, o_in, z);
+    return {g, e};
+  }
+  check_float("z", z);
+  if (grad_z.has_value()) check_float("grad_z", *grad_z);
+  const Tensor o = readable(o_in), grad_o = readable(grad_o_in), dense_z = dense(z);
+  OptionalTensor dense_grad_z;
+  if (grad_z.has_value()) dense_grad_z = dense(*grad_z);
+  const bool is_half = o.scalar_type() == ScalarType::Half;
+  const int64_t b = o.size(0), h = o.size(1), n = o.size(2), dv = o_in.size(3);
+  const Tensor g = empty_contiguous({b, h, n, o.size(3)}, is_half ? ScalarType::Float : o.scalar_type(), device), e = empty_per_query(o_in);
+  if (!is_empty(o_in)) {
+    BwdParams p{};
+    fill_problem(p, o, o, o, 1., /*causal=*/true, kNoWindow, /*allow_tf32=*/false);
+    p.o = o.data_ptr(), p.o_stride = stride_of(o);
+    p.grad_o = grad_o.data_ptr(), p.grad_o_stride = stride_of(grad_o);
+    p.z = floats(dense_z), p.grad_z = dense_grad_z.has_value() ? floats(*dense_grad_z) : nullptr;
+    launch_gradients_of_sums(p, g.data_ptr(), mutable_floats(e), current_stream(device));
+  }
+  if (o.size(3) == dv) return {g, e};
+  return {dense_copy(torch::stable::narrow(const_cast<Tensor&>(g), 3, 0, dv), g.scalar_type()), e};
+}
+
+std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
+                                                    const Tensor& v_in, const OptionalTensor& log_decay, const OptionalTensor& first_key,
+                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32,
+                                                    bool keep) {
   check_cuda_tensor("q", q_in);
   const int device = q_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
   const AttentionInputs inputs{q_in, k_in, v_in, none, none, log_decay, first_key, none};
   check_tokens(inputs, scale, order);
-  check_results(q_in, v_in, o_in, grad_o_in, "z", z);
-  if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q_in);
+  check_gradients_of_sums(g, e, q_in, v_in);
   if (!is_covered(inputs)) {
-    const auto [grad_values, grad_weights, kept] =
-        call_operator<3>("fastmax::eager_state_of_queries", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, log_decay, first_key, scale, a0,
-                         a1, a2, order, allow_tf32, keep);
+    const auto [grad_values, grad_weights, kept] = call_operator<3>("fastmax::eager_state_of_queries", g, e, q_in, k_in, v_in, log_decay,
+                                                                    first_key, scale, a0, a1, a2, order, allow_tf32, keep);
     return {grad_values, grad_weights, kept};
   }
-  check_float("z", z);
-  if (grad_z.has_value()) check_float("grad_z", *grad_z);
   const auto [values, weights] = empty_state(k_in, v_in, order);
   if (is_empty(q_in)) return {values, weights, empty_kept(k_in, 0)};
 
   const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
   const Operands x = unexpanded(inputs);
-  const Tensor o = readable(o_in), grad_o = readable(grad_o_in), dense_z = dense(z);
-  OptionalTensor dense_grad_z;
-  if (grad_z.has_value()) dense_grad_z = dense(*grad_z);
+  const GradientsOfSums sums(g, e, x);
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
-  p.o = o.data_ptr(), p.o_stride = stride_of(o);
-  p.grad_o = grad_o.data_ptr(), p.grad_o_stride = stride_of(grad_o);
-  p.z = floats(dense_z), p.grad_z = dense_grad_z.has_value() ? floats(*dense_grad_z) : nullptr;
+  sums.fill(p);
   // Nothing is behind these queries, and nothing reads what is before them.
   p.state = {floats(values),
              floats(weights),
@@ -302,74 +360,148 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& grad_o_in, con
   return {grad_values, grad_weights, kept};
 }
 
+// A state or its gradient, dense; zeros where there is none.
+std::pair<Tensor, Tensor> given_state(const OptionalTensor& values, const OptionalTensor& weights, const Tensor& k, const Tensor& v,
+                                      int64_t order) {
+  if (values.has_value()) return {dense(*values), dense(*weights)};
+  auto [no_values, no_weights] = empty_state(k, v, order);
+  return {std::move(no_values), std::move(no_weights)};
+}
+
+void check_given_state(const char* values_name, const char* weights_name, const OptionalTensor& values, const OptionalTensor& weights,
+                       const Tensor& q, const Tensor& k, const Tensor& v, int64_t order) {
+  FASTMAX_CHECK(values.has_value() == weights.has_value(), values_name, " and ", weights_name, " must be given together");
+  if (values.has_value()) check_state(q, k, v, *values, *weights, order, values_name, weights_name);
+}
+
 std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
-                                        const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in,
-                                        const Tensor& kept, double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+                                        const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& values_in,
+                                        const OptionalTensor& weights_in, const Tensor& kept, double scale, double a0, double a1, double a2,
+                                        int64_t order, bool allow_tf32) {
   check_cuda_tensor("q", q_in);
   const int device = q_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, none, first_key, none};
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
   check_tokens(inputs, scale, order);
-  check_state(q_in, k_in, v_in, values_in, weights_in, order);
+  check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
   check_kept(kept, q_in, k_in);
   if (!is_covered(inputs)) {
-    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_kept_", q_in, k_in, v_in, key_padding_mask, first_key, values_in,
-                                         weights_in, kept, scale, a0, a1, a2, order, allow_tf32);
+    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_kept_", q_in, k_in, v_in, key_padding_mask, log_decay, first_key,
+                                         values_in, weights_in, kept, scale, a0, a1, a2, order, allow_tf32);
     return {o, z};
   }
   const Tensor z = empty_per_query(q_in);
   if (is_empty(q_in)) return {empty_like_layout(q_in, v_in.size(3)), z};
 
-  const Tensor values = dense(values_in), weights = dense(weights_in);
+  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order);
   const Operands x = unexpanded(inputs);
   const Results results(q_in, v_in, x, z);
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   results.fill(p);
   p.state = {floats(values), floats(weights), nullptr, nullptr, static_cast<int>(q_in.size(3)), static_cast<int>(v_in.size(3))};
+  p.from_nothing = !values_in.has_value();
   take_kept(p, kept, Direction::kForward, &Kernels::fwd_kept_bytes);
   run("prefill_kept_", kLinearFromState, p, device);
   return {results.o.result(), z};
 }
 
-std::tuple<Tensor, Tensor, Tensor> prefill_kept_backward(
-    const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& grad_new_values_in, const Tensor& grad_new_weights_in,
-    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in, const Tensor& z, const OptionalTensor& key_padding_mask,
-    const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in, const Tensor& kept, double scale, double a0,
-    double a1, double a2, int64_t order, bool allow_tf32) {
+std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
+                                                       const Tensor& v_in, const OptionalTensor& key_padding_mask,
+                                                       const OptionalTensor& log_decay, const OptionalTensor& first_key,
+                                                       const OptionalTensor& values_in, const OptionalTensor& weights_in, double scale,
+                                                       double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   check_cuda_tensor("q", q_in);
   const int device = q_in.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, none, first_key, none};
-  check_backward(inputs, grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, o_in, z, values_in, weights_in, scale, order);
-  check_kept(kept, q_in, k_in);
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  check_tokens(inputs, scale, order);
+  check_gradients_of_sums(g, e, q_in, v_in);
+  check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
   if (!is_covered(inputs)) {
-    const auto [grad_q, grad_k, grad_v] = call_operator<3>(
-        "fastmax::eager_prefill_kept_backward_", grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, o_in, z,
-        key_padding_mask, first_key, values_in, weights_in, kept, scale, a0, a1, a2, order, allow_tf32);
-    return {grad_q, grad_k, grad_v};
+    const auto [grad_q, pairs] =
+        call_operator<2>("fastmax::eager_prefill_backward_of_queries", g, e, q_in, k_in, v_in, key_padding_mask, log_decay, first_key,
+                         values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
+    return {grad_q, pairs};
   }
-  check_float("z", z);
-  if (grad_z.has_value()) check_float("grad_z", *grad_z);
-  if (is_empty(q_in)) {
-    return {zeros_like_layout(q_in, q_in.size(3)), zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3))};
-  }
+  const Tensor pairs = log_decay.has_value() ? empty_per_query(q_in) : no_elements(e);
+  if (is_empty(q_in)) return {zeros_like_layout(q_in, q_in.size(3)), pairs};
 
-  const Tensor values = dense(values_in), weights = dense(weights_in);
-  const Tensor grad_new_values = dense(grad_new_values_in), grad_new_weights = dense(grad_new_weights_in);
-  const Operands x = unexpanded(inputs);
-  const Gradients gradients(q_in, k_in, v_in, x, o_in, grad_o_in, z, grad_z);
+  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order);
+  const Operands x(inputs);
+  const GradientsOfSums sums(g, e, x);
+  const Output grad_q(q_in, q_in.size(3), x.q.size(3));
   BwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
-  gradients.fill(p);
+  sums.fill(p);
+  p.grad_q = grad_q.storage.data_ptr(), p.grad_q_stride = stride_of(grad_q.storage);
+  if (log_decay.has_value()) p.pairs_by_query = mutable_floats(pairs);
   p.state.values = floats(values), p.state.weights = floats(weights);
+  p.state.d = static_cast<int>(q_in.size(3)), p.state.dv = static_cast<int>(v_in.size(3));
+  run("prefill_backward_of_queries", kLinearFromState, p, device);
+  return {grad_q.result(), pairs};
+}
+
+std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
+    const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_values_in, const OptionalTensor& grad_new_weights_in,
+    const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+    const OptionalTensor& first_key, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& kept, double scale,
+    double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+  check_cuda_tensor("q", q_in);
+  const int device = q_in.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const OptionalTensor none;
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  check_tokens(inputs, scale, order);
+  check_gradients_of_sums(g, e, q_in, v_in);
+  check_given_state("grad_new_values", "grad_new_weights", grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, order);
+  check_kept(kept, q_in, k_in);
+  FASTMAX_CHECK(!log_decay.has_value() || (pairs.has_value() && pairs_of_states.has_value()),
+                "the gradient of log_decay needs pairs and pairs_of_states");
+  if (log_decay.has_value() && pairs.has_value() && pairs_of_states.has_value()) {
+    check_per_query("pairs", *pairs, q_in);
+    check_device("pairs_of_states", *pairs_of_states, q_in);
+    check_shape("pairs_of_states", *pairs_of_states, {k_in.size(0), k_in.size(1), 2});
+    FASTMAX_CHECK(pairs_of_states->scalar_type() == ScalarType::Double, "pairs_of_states must be float64");
+  }
+  if (!is_covered(inputs)) {
+    const auto [grad_k, grad_v, grad_log_decay] = call_operator<3>(
+        "fastmax::eager_prefill_backward_of_keys_", g, e, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, key_padding_mask,
+        log_decay, first_key, pairs, pairs_of_states, kept, scale, a0, a1, a2, order, allow_tf32);
+    return {grad_k, grad_v, grad_log_decay};
+  }
+  if (is_empty(q_in)) {
+    return {zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)), zero_decay_gradient(log_decay, q_in)};
+  }
+
+  const auto [grad_new_values, grad_new_weights] = given_state(grad_new_values_in, grad_new_weights_in, k_in, v_in, order);
+  const Operands x = unexpanded(inputs);
+  const GradientsOfSums sums(g, e, x);
+  const Output grad_k(k_in, k_in.size(3), x.k.size(3)), grad_v(v_in, v_in.size(3), x.v.size(3));
+  const Tensor grad_log_decay = log_decay.has_value() ? empty_dense(*log_decay, ScalarType::Float) : no_elements(q_in);
+  OptionalTensor dense_pairs, dense_pairs_of_states;
+  BwdParams p{};
+  fill(p, x, scale, a0, a1, a2, order, allow_tf32);
+  sums.fill(p);
+  p.grad_k = grad_k.storage.data_ptr(), p.grad_k_stride = stride_of(grad_k.storage);
+  p.grad_v = grad_v.storage.data_ptr(), p.grad_v_stride = stride_of(grad_v.storage);
+  if (log_decay.has_value()) {
+    check_float("pairs", *pairs);
+    dense_pairs = dense(*pairs), dense_pairs_of_states = dense(*pairs_of_states);
+    p.grad_log_decay = mutable_floats(grad_log_decay);
+    p.pairs_by_query = mutable_floats(*dense_pairs);
+    p.pairs_of_states = static_cast<const double*>(dense_pairs_of_states->data_ptr());
+  }
+  // What was before these keys is not read, but that there was something.
+  p.state.values = floats(grad_new_values), p.state.weights = floats(grad_new_weights);
   p.state.grad_new_values = floats(grad_new_values), p.state.grad_new_weights = floats(grad_new_weights);
   p.state.d = static_cast<int>(q_in.size(3)), p.state.dv = static_cast<int>(v_in.size(3));
+  p.from_nothing = !grad_new_values_in.has_value();
   take_kept(p, kept, Direction::kBackward, &Kernels::bwd_kept_bytes);
-  run("prefill_kept_backward_", kLinearFromState, p, device);
-  return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result()};
+  run("prefill_backward_of_keys_", kLinearFromState, p, device);
+  return {grad_k.result(), grad_v.result(), grad_log_decay};
 }
 
 }  // namespace
@@ -380,6 +512,8 @@ STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("prefill_backward", TORCH_BOX(&fastmax::prefill_backward));
   m.impl("state_of_keys", TORCH_BOX(&fastmax::state_of_keys));
   m.impl("state_of_queries", TORCH_BOX(&fastmax::state_of_queries));
+  m.impl("gradients_of_sums", TORCH_BOX(&fastmax::gradients_of_sums));
   m.impl("prefill_kept_", TORCH_BOX(&fastmax::prefill_kept));
-  m.impl("prefill_kept_backward_", TORCH_BOX(&fastmax::prefill_kept_backward));
+  m.impl("prefill_backward_of_queries", TORCH_BOX(&fastmax::prefill_backward_of_queries));
+  m.impl("prefill_backward_of_keys_", TORCH_BOX(&fastmax::prefill_backward_of_keys));
 }

@@ -23,6 +23,7 @@ enum class Direction { kForward, kBackward };
 struct Kernels {
   const char* name;  // algorithm and oldest architecture; FASTMAX_DEBUG prints it
   bool (*covers)(const AttentionParams& p, Direction direction);  // p.sm_arch is the device's; pointers tell what is present
+  // Of a direction that it never covers these are null.
   size_t (*fwd_workspace_bytes)(const FwdParams& p);
   size_t (*bwd_workspace_bytes)(const BwdParams& p);
   void (*fwd)(const FwdParams& p, cudaStream_t stream);  // p.workspace: so many bytes
@@ -31,6 +32,7 @@ struct Kernels {
   // null: of none.
   size_t (*fwd_kept_bytes)(const FwdParams& p) = nullptr;
   size_t (*bwd_kept_bytes)(const BwdParams& p) = nullptr;
+  bool joins_parts = false;  // whether FwdParams::near_lse, where nothing fades, and BwdParams::adds are known
 };
 
 struct Algorithm {

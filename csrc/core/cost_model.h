@@ -21,27 +21,34 @@ struct Rates {
 // and here:
 //                                    head_dim 32    64            128             256
 //   order 2: portable                2550 / 2600    4570 / 4750   15900 / 15900   - / 61500
-//            sm_90                                  5100 / 5150   18400 / 18500
+//            sm_90                - / 2200          5200 / 5150   18400 / 18500
 //   order 1: portable                < 256 / 150    < 256 / 210   260 / 330       - / 1800
-//            and sm_90, quadratic                   - / 350       - / 540
+//            sm_90                                  - / 250       - / 390
 // Portable: python -m benchmarks.run crossover (benchmarks/results/crossover.csv). sm_90: a line through the times of the quadratic
-// kernels at n = 1024 and 4096 (head_dim 128: at 4096, with as much beside its pairs) and the linear ones' at 65536.
+// kernels at n = 1024 and 4096 (head_dim 128: at 4096, with as much beside its pairs) and the linear ones' at 65536. At head_dim 96
+// the linear ones are portable, and the quadratic ones gain more: 19200 / 19000. Linear ones of order 1 count as those of order 2.
+// sm_90 is with two kernels in the quadratic backward; with one, 16384 tokens of head_dim 128 take 13.6 ms where those take 15.2.
 inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
 inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
+inline constexpr Rates kSm90Rates96{0.49, kSm90Rates.feature, kSm90Rates.overhead};
+inline constexpr Rates kSm90FusedRates{0.55, kSm90Rates.feature, kSm90Rates.overhead};
 
 // More launches, each behind the other, forward + backward: what the linear algorithm takes longer at any size, in pairs times head_dim.
 // Order 1 and 16 heads on one H200, ms, quadratic and linear, at head_dim 32, 64 and 128: 512 tokens .041/.054, .039/.076, -;
 // 1024 .060/.064, .061/.087, .086/.129; 2048 .143/.069, .107/.093, .158/.144.
 inline constexpr double kLaunches = 4e8;
 
-inline const Rates& rates_of(const Kernels& kernels) {
-  return std::string_view(kernels.name).find("_sm90") != std::string_view::npos ? kSm90Rates : kPortableRates;
+inline const Rates& rates_of(const Kernels& kernels, int head_dim) {
+  const auto is = [&](std::string_view part) { return std::string_view(kernels.name).find(part) != std::string_view::npos; };
+  if (is("_fused_sm90")) return kSm90FusedRates;
+  if (is("_sm90")) return head_dim == 96 ? kSm90Rates96 : kSm90Rates;
+  return kPortableRates;
 }
 
 // By the kernels that would compute the gradients, which are most of the time.
 inline bool linear_is_faster(const AttentionParams& p) {
-  const Rates& quadratic_rates = rates_of(select(kQuadraticAlgorithm, p, Direction::kBackward));
-  const Rates& linear_rates = rates_of(select(kLinearAlgorithm, p, Direction::kBackward));
+  const Rates& quadratic_rates = rates_of(select(kQuadraticAlgorithm, p, Direction::kBackward), p.head_dim);
+  const Rates& linear_rates = rates_of(select(kLinearAlgorithm, p, Direction::kBackward), p.head_dim);
   const double d = p.head_dim, n = p.n, m = p.m;
   const double quadratic = quadratic_rates.pair * (p.causal ? n * (m - 0.5 * n) : n * m);
 

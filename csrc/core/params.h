@@ -93,12 +93,17 @@ struct FwdParams : AttentionParams {
   void* o;  // (b, h, n, dv); null: of a call from a state, the state alone is wanted
   Stride o_stride;
   float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
+  // Of calls for kernels that join parts (algorithm.h), (b, h, n), heads near_lse_head apart, or null: o and near_lse hold attention over
+  // near keys and the logs of its sums of weights, and become those of near and far keys, z the sums of both; 0 where there are no far keys.
+  float* near_lse;
+  int64_t near_lse_head;
 
   CarriedState state;  // of calls through kLinearFromState (linear/algorithm.h)
   // Of those, states on the way, Kernels::fwd_kept_bytes (algorithm.h) of them, or null. Of a call that wants the state alone: it begins
   // with nothing and leaves them here. Else they are those that such a call left: `state` is added to them, in place, and the keys are not
   // once more; new_values is null then.
   void* kept;
+  bool from_nothing;  // `state` is of zeros: kept states are what they are
   void* workspace;  // fwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
 };
 
@@ -122,19 +127,33 @@ struct BwdParams : AttentionParams {
   const float* z;      // (b, h, n) contiguous
   const float* grad_z; // (b, h, n) contiguous, or null
   Stride o_stride, grad_o_stride;
+  // Or what they come to, the gradients of the sums over keys (gradients_of_sums of linear/algorithm.h); null: of calls that have not
+  // made it before.
+  const void* g;       // (b, h, n, dv), fp32 where q is fp16
+  Stride g_stride;
+  const float* e;      // (b, h, n) contiguous
 
-  // results
-  void* grad_q;  // (b, h, n, d); null: of a call from a state, the gradient of that state alone is wanted
+  // results. Of a call from a state grad_q, or grad_k and grad_v, may be null and are not wanted; without all of them, the gradient of
+  // that state alone is.
+  void* grad_q;  // (b, h, n, d)
   void* grad_k;  // (b, hk, m, d)
   void* grad_v;  // (b, hk, m, dv)
   Stride grad_q_stride, grad_k_stride, grad_v_stride;
-  float* grad_log_decay;  // (b, hk, m) contiguous; null without log_decay
+  float* grad_log_decay;  // (b, hk, m) contiguous; null without log_decay, and of grad_q alone
+  // (b, h, n) contiguous, sums of pairs (decay/decay.h): of grad_q alone a result, of grad_k and grad_v alone read; null: of neither, and
+  // without log_decay.
+  float* pairs_by_query;
+  // (b, hk, 2), of grad_k and grad_v alone with log_decay: what the pairs with the state that the call ended in sum to, and those with
+  // the one that it continued from; null: `state` has what they are made of.
+  const double* pairs_of_states;
+  bool adds;  // of calls for kernels that join parts (algorithm.h): grad_q, grad_k and grad_v are added to what is there
 
   void* workspace;  // bwd_workspace_bytes (algorithm.h), 256-byte aligned, or null when that is 0
   CarriedGradients state;  // of calls through kLinearFromState (linear/algorithm.h)
   // As FwdParams::kept, of the walk back in time: of a call that wants the gradient of the state alone, or of a later one, whose
   // state.grad_values is null.
   void* kept;
+  bool from_nothing;  // state.grad_new_values is of zeros
 };
 
 }  // namespace fastmax

@@ -99,6 +99,9 @@ __device__ __forceinline__ float4 load_shared_f32x4(uint32_t address) {
 __device__ __forceinline__ void store_shared_f32(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
+__device__ __forceinline__ void store_shared_u32(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
 __device__ __forceinline__ void store_shared_u32x4(uint32_t address, const uint32_t* r) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
 }

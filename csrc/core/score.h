@@ -5,11 +5,13 @@
 // Backward: row() packs what all pairs of a query share into a float4 (prepared once by row_score_kernel); then, for a pair with
 // x = q.k and dp = grad_o.v, p = weight(row, x) is its normalised weight and ds = slope(row, x) * centred(row, dp) the derivative
 // by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
-// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. A row of zeros, as behind the
-// last query, has ds = 0 where q, grad_o and v are zeros too.
+// the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. derivative(row, x, dp) is ds
+// alone, for loops that look at many x of a row. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are
+// zeros too.
 //
 // Keys that fade: a pair has the factor 2^(e1 + e2), as query_factor(e1) and key_factor(e2). A key factor joins: in the forward the
-// weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there); in the backward the slope's
+// weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there; faded_row(), of a query factor,
+// has both at once, of x and a key factor); in the backward the slope's
 // line where kSlopeIsWeight is true, else the centred line (fade_line). A query factor joins row() (fade_row). faded() is
 // weight_and_derivative with a key factor, faded_of_centred() of the centred line's value in place of dp (and of the weight in place
 // of x where kSlopeIsWeight is true); flow_scale times flow is p times the derivative by the logarithm of p.
@@ -63,6 +65,9 @@ struct PolynomialScore {
     const float slope = fmaf(row.z, x, row.y);
     return {fmaf(slope, x, row.x), fmaf(row.z, x, slope) * (dp - row.w)};
   }
+  __device__ __forceinline__ static float derivative(const float4& row, float x, float dp) {
+    return slope_line(row).at(x) * (dp - row.w);
+  }
 
   // log2 of what a weight has faded to when nothing is left of it, and of a row's sum when it sees nothing: less is no more than
   // 1 / z can be formed of, times f.
@@ -72,6 +77,11 @@ struct PolynomialScore {
   __device__ __forceinline__ static float key_factor(float e) { return ptx::exp2_approx(e); }
   __device__ __forceinline__ float fade(float weight, float factor) const { return weight * factor; }
   __device__ __forceinline__ PolynomialScore of_faded() const { return *this; }
+  struct FadedRow {
+    float c0, c1, c2;
+    __device__ __forceinline__ float at(float x, float factor) const { return fmaf(x, fmaf(c2, x, c1), c0) * factor; }
+  };
+  __device__ __forceinline__ FadedRow faded_row(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
   __device__ __forceinline__ static float fade_line(float line, float factor) { return line * factor; }
   __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
     return make_float4(row.x * factor, row.y * factor, row.z * factor, row.w);
@@ -117,6 +127,9 @@ struct SoftmaxScore {
     const float weight = SoftmaxScore::weight(row, x);
     return {weight, weight * fmaf(row.z, dp, -row.w)};
   }
+  __device__ __forceinline__ static float derivative(const float4& row, float x, float dp) {
+    return weight_and_derivative(row, x, dp).ds;
+  }
 
   // However much a weight has faded, its score may be larger by more.
   static constexpr float kGone = -INFINITY, kSmallestSum = 0.f;
@@ -128,6 +141,11 @@ struct SoftmaxScore {
     score.c = 1.f;
     return score;
   }
+  struct FadedRow {
+    float c, exponent;
+    __device__ __forceinline__ float at(float x, float factor) const { return fmaf(c, x, factor + exponent); }
+  };
+  __device__ __forceinline__ FadedRow faded_row(float factor) const { return {c, factor}; }
   __device__ __forceinline__ static float fade_line(float line, float factor) { return line + factor; }
   __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
     return make_float4(row.x, row.y + factor, row.z, row.w);

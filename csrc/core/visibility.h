@@ -12,7 +12,7 @@
 // and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
 // `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense and tables here.
 // Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks. Where kMayFade is
-// true, the kernels that walk by it look for decays (quadratic/fading.h).
+// true, the kernels that walk by it look for decays (quadratic/fading.h). kHasTables: it reads AttentionParams::key_table and query_table.
 #pragma once
 
 #include "core/params.h"
@@ -65,7 +65,7 @@ constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int
 
 // n queries, m keys. Query i sees every key or, causal, those up to i + offset; offset = m - n lets both sequences end together.
 struct DenseVisibility {
-  static constexpr bool kBoundsBothSides = false, kMayFade = false;
+  static constexpr bool kBoundsBothSides = false, kMayFade = false, kHasTables = false;
   int n, m, offset;
   bool causal;
 
@@ -88,9 +88,33 @@ struct DenseVisibility {
   constexpr __host__ __device__ bool key_is_seen(int key, int query) const { return query >= queries_of(key).begin; }
 };
 
+// A window alone: query i sees keys i + offset - left .. i + offset + right.
+struct WindowVisibility {
+  static constexpr bool kBoundsBothSides = true, kMayFade = false, kHasTables = false;
+  int n, m, offset, left, right;
+
+  constexpr __host__ __device__ WindowVisibility(int n, int m, int offset, int left, int right)
+      : n(n), m(m), offset(offset), left(left), right(right) {}
+  constexpr __host__ __device__ WindowVisibility(const Problem& p, int /*state*/)
+      : WindowVisibility(p.n, p.m, p.causal_offset, p.left, p.right) {}
+
+  // Where a window is outside of the keys, its end may be before its begin, and negative.
+  constexpr __host__ __device__ Range keys_of(int query) const {
+    const int position = query + offset, begin = position - left, end = position + right + 1;
+    return {begin > 0 ? begin : 0, end < m ? end : m};
+  }
+  constexpr __host__ __device__ Range queries_of(int key) const {
+    const int position = key - offset;
+    return {query_at(position - right), query_at(position + left + 1)};
+  }
+
+ private:
+  constexpr __host__ __device__ int query_at(int position) const { return position < 0 ? 0 : position < n ? position : n; }
+};
+
 // What tables say, in which bounds do not fall: packed sequences, windows, what a decay forgets.
 struct TableVisibility {
-  static constexpr bool kBoundsBothSides = true, kMayFade = true;
+  static constexpr bool kBoundsBothSides = true, kMayFade = true, kHasTables = true;
   const AttentionParams& p;
   int state, n;  // state: of all key/value heads
 

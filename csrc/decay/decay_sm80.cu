@@ -71,11 +71,12 @@ struct FlowOf {
 // state each have a part of both.
 constexpr int kStateParts = 32;
 struct StatePairs {
-  const double* parts;  // [head][kStateParts][2]; null: there are no states
+  const double* parts;  // [head][count][2]; null: there are no states
+  int count;
 
   __device__ __forceinline__ Numbers<double, 2> of_head(int head) const {
     Numbers<double, 2> sum{};
-    for (int i = 0; parts != nullptr && i < 2 * kStateParts; ++i) sum.x[i % 2] += parts[int64_t{head} * 2 * kStateParts + i];
+    for (int i = 0; parts != nullptr && i < 2 * count; ++i) sum.x[i % 2] += parts[int64_t{head} * 2 * count + i];
     return sum;
   }
 };
@@ -210,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) decay_gradient_kernel(const BwdParam
 }
 
 size_t state_pair_bytes(const BwdParams& p) {
-  return p.state.values == nullptr ? 0 : static_cast<size_t>(p.b) * p.hk * kStateParts * 2 * sizeof(double);
+  return p.state.values == nullptr || p.pairs_of_states != nullptr ? 0 : static_cast<size_t>(p.b) * p.hk * kStateParts * 2 * sizeof(double);
 }
 
 }  // namespace
@@ -246,12 +247,12 @@ void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspa
   double* totals = static_cast<double*>(workspace);
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
-  StatePairs states{};
-  if (p.state.values != nullptr) {
+  StatePairs states{p.pairs_of_states, 1};
+  if (p.state.values != nullptr && p.pairs_of_states == nullptr) {
     double* parts = reinterpret_cast<double*>(static_cast<char*>(workspace) + total_bytes<FlowOf::kCount>(p));
     launch_kernel("decay_state_pairs", decay_state_pairs_kernel, grid_1d(int64_t{p.b} * p.hk * kStateParts), kThreads, 0, stream, p.state,
                   decode_rows(p.state.d, p.order), parts);
-    states.parts = parts;
+    states = {parts, kStateParts};
   }
   if (tiles > 1) launch_kernel("decay_gradient_totals", decay_gradient_totals_kernel, grid, kThreads, 0, stream, p, sums, totals, tiles);
   launch_kernel("decay_gradient", decay_gradient_kernel, grid, kThreads, 0, stream, p, sums, states, totals, tiles);

@@ -2,6 +2,7 @@
 
 #include <iterator>
 
+#include "linear/launch.h"
 #include "linear/order1/linear1.h"
 #include "linear/order2/linear2.h"
 
@@ -15,10 +16,17 @@ constexpr Kernels kLinear[] = {
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); },
      [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm90); },
-     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }},
+     [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }, /*joins_parts=*/true},
+    {"linear1_sm90", linear1_sm90_covers, [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm90); },
+     [](const BwdParams& p) { return linear1_bwd_workspace_bytes(p, kLinear1WalksSm90); },
+     [](const FwdParams& p, cudaStream_t stream) { launch_linear1_fwd(p, kLinear1WalksSm90, stream); },
+     [](const BwdParams& p, cudaStream_t stream) { launch_linear1_bwd(p, kLinear1WalksSm90, stream); }},
 #endif
-    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); }, linear1_fwd_workspace_bytes,
-     linear1_bwd_workspace_bytes, launch_linear1_fwd, launch_linear1_bwd},
+    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); },
+     [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm80); },
+     [](const BwdParams& p) { return linear1_bwd_workspace_bytes(p, kLinear1WalksSm80); },
+     [](const FwdParams& p, cudaStream_t stream) { launch_linear1_fwd(p, kLinear1WalksSm80, stream); },
+     [](const BwdParams& p, cudaStream_t stream) { launch_linear1_bwd(p, kLinear1WalksSm80, stream); }},
     {"linear2_sm80", [](const AttentionParams&, Direction) { return true; },
      [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm80); },
      [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm80); },
@@ -37,6 +45,10 @@ constexpr Kernels kFromState[] = {
 };
 
 }  // namespace
+
+void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_t stream) {
+  PreparedInputs::prepare(p, g, e, p.n, stream);
+}
 
 constexpr Algorithm kLinearAlgorithm("linear", kLinear);
 constexpr Algorithm kLinearFromState("linear from a state", kFromState);

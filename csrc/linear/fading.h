@@ -24,8 +24,14 @@
 
 namespace fastmax {
 
-// Rows of y in a tile of the kernels that read how rows fade tile by tile.
+// How 64 virtual rows fade, for kernels that take rows by tiles, in the order of tokens. A row of x has that of the last row of y that
+// it sees.
 inline constexpr int kFadingTile = 64;
+struct FadingTile {
+  float2 sums[kFadingTile];        // G as WalkSum has it
+  float until_end[kFadingTile];    // what is left of a row of y at the tile's last row in the walk; -0 where it takes no part
+  float since_chunk[kFadingTile];  // what is left of the state before the chunk, for a row of x
+};
 
 struct Fading {
   const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: nothing fades
@@ -35,10 +41,9 @@ struct Fading {
   int chunks;            // of the whole sequence
   int first_chunk;       // of the phase
 
-  // For kernels that read rows of y by tiles: of all virtual rows, each at the token of its y row (linear_fade_pairs). Else null.
-  const float2* y_sums;    // G as WalkSum has it; infinite where a row takes no part
-  const float* y_factors;  // what is left of a row at the end of its tile; 0 where it takes no part
-  int64_t y_rows;          // states are so far apart
+  const FadingTile* tiles;  // [state][tile_count], of all virtual rows (linear_fade_tiles); null: not wanted
+  int tile_count;
+  bool bounds_alone;  // there are no decays: of a row everything is left or nothing
 
   __host__ __device__ explicit operator bool() const { return sums != nullptr; }
 

@@ -176,35 +176,47 @@ struct BwdInputs : Inputs {
   RowScale e;  // (b, h, n)
 };
 
-// The inputs of a backward, with g and e in the workspace.
+// The inputs of a backward, with g and e in the workspace; e alone where both are given.
 struct PreparedInputs {
   WidenedInputs widened;
-  char* g;
+  char* g = nullptr;
   float* e;
   int64_t e_head, e_pad;
 
   // The e of a head end at a multiple of kBoundary, with zeros before them: a walk back in time, which begins at the last one, finds
   // those of its tiles at multiples of their size. e_rows: at least so many of a head.
-  PreparedInputs(const Problem& p, Workspace& w, int e_rows = 0)
+  PreparedInputs(const BwdParams& p, Workspace& w, int e_rows = 0)
       : widened(p, w), e_head(round_up(std::max(p.n, e_rows), kBoundary)), e_pad(e_head - p.n) {
-    g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
+    if (p.g == nullptr) g = w.take<char>(int64_t{p.b} * p.h * p.n * p.dv * element_bytes(p));
     e = w.take<float>(int64_t{p.b} * p.h * e_head);
   }
 
   BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
     const Inputs in = widened.fill(p, stream);
-    PrepareArgs prepare{};
-    prepare.batch = p.b, prepare.heads = p.h, prepare.n = p.n, prepare.dv = p.dv;
-    prepare.grad_o = view(p.grad_o, p.grad_o_stride), prepare.o = view(p.o, p.o_stride);
-    prepare.noise = view(p.noise, p.noise_stride);
-    prepare.dropout = p.dropout;
-    prepare.z = p.z, prepare.grad_z = p.grad_z;
-    prepare.g = g, prepare.e = e + e_pad, prepare.e_head = e_head;
+    const int64_t heads = int64_t{p.b} * p.h;
     if (e_pad > 0) {
-      check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), int64_t{p.b} * p.h, stream), "linear_prepare");
+      check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), heads, stream), "linear_prepare");
     }
-    dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(prepare, stream); });
-    return {in, contiguous(g, p.h, p.n, p.dv), {e + e_pad, e_head, 1}};
+    if (p.g == nullptr) {
+      prepare(p, g, e + e_pad, e_head, stream);
+    } else {
+      check_cuda(cudaMemcpy2DAsync(e + e_pad, e_head * sizeof(float), p.e, p.n * sizeof(float), p.n * sizeof(float), heads,
+                                   cudaMemcpyDeviceToDevice, stream),
+                 "linear_prepare");
+    }
+    return {in, p.g == nullptr ? contiguous(g, p.h, p.n, p.dv) : view(p.g, p.g_stride), {e + e_pad, e_head, 1}};
+  }
+
+  // e: heads e_head apart.
+  static void prepare(const BwdParams& p, void* g, float* e, int64_t e_head, cudaStream_t stream) {
+    PrepareArgs a{};
+    a.batch = p.b, a.heads = p.h, a.n = p.n, a.dv = p.dv;
+    a.grad_o = view(p.grad_o, p.grad_o_stride), a.o = view(p.o, p.o_stride);
+    a.noise = view(p.noise, p.noise_stride);
+    a.dropout = p.dropout;
+    a.z = p.z, a.grad_z = p.grad_z;
+    a.g = g, a.e = e, a.e_head = e_head;
+    dispatch_math(p.math, [&](auto math) { linear_prepare<typename decltype(math)::type>(a, stream); });
   }
 };
 

@@ -53,7 +53,7 @@ struct RowOutput {
 
 // Rows of a y head that take part in a state, in a walk that fades.
 struct KeptRows {
-  const uint8_t* data;   // null: the mask says it
+  const uint8_t* data;   // null: the mask says it, or zeros in the rows' place
   int64_t head;
   int token;
   const uint8_t* whole;  // [y head][groups]: FadeArgs
@@ -75,6 +75,8 @@ struct LinearProblem : ChunkedSequence {
   // Virtual rows of y in groups of kBoundary; and where the token of y row 0 lies among them, where they lie in the order of tokens.
   int groups() const { return (std::max(y_end(), end()) + kBoundary - 1) / kBoundary; }
   int first_token_at() const { return time == Time::kForward ? pad : groups() * kBoundary - ny - pad; }
+  // The same groups of all rows, those of x too, which blocks of kernels take by up to 256.
+  int groups_of_all() const { return std::max(groups(), (boundary + round_up(nx, 256)) / kBoundary); }
   // Order 1: lead parts before the boundary, then one per chunk but the last.
   __host__ __device__ int lead_parts() const { return (boundary + part - 1) / part; }
   __host__ __device__ int parts() const { return lead_parts() + chunks - 1; }
@@ -91,10 +93,11 @@ struct StateWeights {
 // the last; a scan makes of the sums what each segment starts from; a second launch walks all but the first.
 struct StateArgs : LinearProblem {
   View y, w;
-  View zeroed_y;     // FadeArgs, for groups of rows that `kept` says are not whole; without data where nothing fades, or it is not wanted
+  View zeroed_y, zeroed_w;  // FadeTilesArgs, for groups of rows that `kept` says are not whole; else without data
   RowMask mask;
   KeptRows kept;
-  RowScale y_scale;  // e of the y rows, in the moments sum e y y^T, sum e y, sum e
+  RowScale y_scale;    // e of the y rows, in the moments sum e y y^T, sum e y, sum e
+  RowScale y_factors;  // FadeTilesArgs; else without data
   StateWeights weights;
   void* snapshots;   // [state][chunk][StateLayout::kWords]
   float* sums;       // [state][chunk][StateLayout::kSums]
@@ -124,6 +127,8 @@ struct ReadArgs : LinearProblem {
   bool half_out;           // out (and noise) are fp16 while the inputs were widened to fp32
   float* z;                // null: no division; else [batch][x head][z_head]
   int64_t z_head;
+  bool adds;               // to what is in out; where there is no division
+  RowOutput near_lse;      // FwdParams
   KeyBounds first_key;     // in a walk that fades: a query whose first key comes after its own token sees nothing
   View noise;
   float dropout;
@@ -140,6 +145,7 @@ struct GradArgs : LinearProblem {
   float g0, g1;
   View out;
   bool half_out;
+  bool adds;               // to what is in out
   float c0;                // f = c0 + x.y (g0 + g1 / 2 x.y)
   RowOutput pair_sums;     // sum f(x.y) (x2.y2 + e) but of a row with its own token; in a walk that fades
 };
@@ -150,8 +156,7 @@ struct FadeArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
-  void* faded_w;   // [batch][y head][ny][dv]; of dropped rows only where there is zeroed_y, as zeros
-  void* zeroed_y;  // [batch][y head][ny][d], of groups that are not whole: y with zeros in the place of dropped rows. Null: not wanted
+  void* faded_w;   // [batch][y head][ny][dv], but of dropped rows
   float* faded_e;  // [batch][y head], heads e_head apart, of every virtual row at the token of its y row; 0 where there is no row
   int64_t e_head;
   uint8_t* kept;   // [batch][y head][ny]
@@ -159,11 +164,19 @@ struct FadeArgs : LinearProblem {
   float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (FadeFactor)
 };
 
-// How the rows of y of a chunk fade as its rows of x see them (Fading).
-struct FadePairsArgs : LinearProblem {
+// The same for kernels that fade rows themselves and take them by tiles, which they cannot leave out of a tile.
+struct FadeTilesArgs : LinearProblem {
+  View y, w;
   RowMask mask;
-  float2* y_sums;
-  float* y_factors;
+  RowScale e;
+  FadingTile* tiles;  // Fading
+  // What states take; null: only the tiles are wanted.
+  float* factors;   // [state], e_head apart: what is left of every virtual row of y at its chunk's end; 0 where there is no row
+  float* faded_e;   // [batch][y head], likewise, times e; may be `factors` where there is no e
+  int64_t e_head;
+  void *zeroed_y, *zeroed_w;  // [batch][y head][ny][d or dv], of groups that are not whole: with zeros in the place of dropped rows
+  uint8_t* whole;  // [batch][y head][groups]
+  float* carries;  // [state][chunk]
 };
 
 // A number for each kind of row of a state: 1, k_a, k_a k_a, and k_a k_b of different columns.
@@ -230,7 +243,7 @@ template <class Math>
 void linear_fade(const FadeArgs& a, cudaStream_t stream);
 // bf16
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream);
-void linear_fade_pairs(const FadePairsArgs& a, cudaStream_t stream);
+void linear_fade_tiles(const FadeTilesArgs& a, cudaStream_t stream);
 // Carried state -> accumulators, and accumulators -> new carried state
 template <class Math>
 void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);

@@ -103,28 +103,20 @@ __global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, cons
   drops = __syncthreads_or(drops);
   if (threadIdx.x == 0) a.whole[blockIdx.x] = !drops;
 
-  // Rows of a tensor, by change(x, factor) for each number; what is dropped is not read.
-  const auto copy_rows = [&](const View& from, void* to, int columns, const auto& change) {
-    const Element* source = head_pointer<Element>(from, head_index / heads, head_index % heads);
-    const int vectors = columns / kVector;
+  // What is dropped is not read.
+  const Element* source = head_pointer<Element>(a.w, head_index / heads, head_index % heads);
+  const int vectors = a.dv / kVector;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < kBoundary * vectors; i += static_cast<int>(blockDim.x)) {
-      const int row = i / vectors, y_row = a.y_row(virtual_begin + row);
-      if (y_row < 0 || y_row >= a.ny) continue;
-      const int token = token_of(y_row), column = i % vectors * kVector;
-      alignas(16) Element x[kVector] = {};
-      if (factors[row] != 0.f) {
-        *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(source + token * from.token + column);
+  for (int i = threadIdx.x; i < kBoundary * vectors; i += static_cast<int>(blockDim.x)) {
+    const int row = i / vectors, y_row = a.y_row(virtual_begin + row);
+    if (y_row < 0 || y_row >= a.ny || factors[row] == 0.f) continue;
+    const int token = token_of(y_row), column = i % vectors * kVector;
+    alignas(16) Element x[kVector];
+    *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(source + token * a.w.token + column);
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) x[j] = change(x[j], factors[row]);
-      } else if (a.zeroed_y == nullptr) {
-        continue;
-      }
-      *reinterpret_cast<uint4*>(static_cast<Element*>(to) + (first + token) * columns + column) = *reinterpret_cast<const uint4*>(x);
-    }
-  };
-  copy_rows(a.w, a.faded_w, a.dv, [](Element x, float factor) { return from_float<Element>(to_float(x) * factor); });
-  if (a.zeroed_y != nullptr && drops) copy_rows(a.y, a.zeroed_y, a.d, [](Element x, float) { return x; });
+    for (int j = 0; j < kVector; ++j) x[j] = from_float<Element>(to_float(x[j]) * factors[row]);
+    *reinterpret_cast<uint4*>(static_cast<Element*>(a.faded_w) + (first + token) * a.dv + column) = *reinterpret_cast<const uint4*>(x);
+  }
 }
 
 __global__ void __launch_bounds__(256) linear_carry_kernel(const FadeArgs a) {

@@ -60,16 +60,6 @@ __device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t add
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
 }
 
-// [st] A register to shared memory.
-__device__ __forceinline__ void store_shared_u32(uint32_t address, uint32_t x) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-
-// [st] Likewise two floats.
-__device__ __forceinline__ void store_shared_f32x2(uint32_t address, float2 v) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
-}
-
 // [ld] Global memory that an earlier kernel wrote.
 __device__ __forceinline__ float2 load_global_f32x2(const float* address) {
   float2 v;

@@ -47,28 +47,71 @@ __global__ void __launch_bounds__(1024) linear_count_rows_kernel(const ZeroArgs 
   for (int i = begin; i < end; ++i) counts[i] = count += mask[static_cast<int64_t>(i) * a.mask.token] != 0;
 }
 
-// A thread per virtual row of y.
-__global__ void __launch_bounds__(256) linear_fade_pairs_kernel(const FadePairsArgs a, const int rows) {
-  const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
-  const int64_t state = index / rows;
-  if (state >= a.states()) return;
-  const int row = static_cast<int>(index % rows), y_row = a.y_row(row);
-  const int token = a.time == Time::kForward ? y_row : a.ny - 1 - y_row;
-  const uint8_t* mask = mask_pointer(a.mask, static_cast<int>(state) / a.state_heads);
-  const bool taken = y_row >= 0 && y_row < a.ny && (mask == nullptr || mask[static_cast<int64_t>(token) * a.mask.token] != 0);
+// A block has the kBoundary virtual rows of a group, a row per thread.
+__global__ void __launch_bounds__(kBoundary) linear_fade_tiles_kernel(const FadeTilesArgs a, const int groups, const int all_groups) {
+  const int thread = threadIdx.x, head_index = blockIdx.x / all_groups, group = blockIdx.x % all_groups;
+  const int heads = a.state_heads * a.y_group, batch = head_index / heads, head = head_index % heads;
+  const int64_t state = head_index / a.y_group;
+  const int row = group * kBoundary + thread, y_row = a.y_row(row);
+  const int token = a.time == Time::kForward ? y_row : a.ny - 1 - y_row;  // in memory
+  const uint8_t* mask = mask_pointer(a.mask, batch);
+  const bool is_there = y_row >= 0 && y_row < a.ny;
+  const bool taken = is_there && (mask == nullptr || mask[static_cast<int64_t>(token) * a.mask.token] != 0);
   const WalkSum own = WalkSum::of(a, a.fading.at_row(a, state, y_row));
-  const WalkSum end = WalkSum::of(a, a.fading.at_row(a, state, a.y_row(row / kFadingTile * kFadingTile + kFadingTile - 1)));
-  a.y_sums[state * a.fading.y_rows + token] = taken ? own.g : make_float2(INFINITY, 0.f);
-  a.y_factors[state * a.fading.y_rows + token] = taken ? exp2f(end.since(own)) : 0.f;
+  const auto of_edge = [&](int edge) { return WalkSum::of(a, a.fading.at_edge(a, state, edge)); };
+  if (head_index % a.y_group == 0) {
+    const WalkSum end = WalkSum::of(a, a.fading.at_row(a, state, a.y_row(row / kFadingTile * kFadingTile + kFadingTile - 1)));
+    FadingTile& tile = a.tiles[state * a.fading.tile_count + row / kFadingTile];
+    const int in_tile = a.time == Time::kForward ? row % kFadingTile : kFadingTile - 1 - row % kFadingTile;
+    tile.sums[in_tile] = own.g;
+    tile.until_end[in_tile] = taken ? exp2f(end.since(own)) : -0.f;
+    tile.since_chunk[in_tile] = row < a.fading.origin ? 0.f : exp2f(own.since(of_edge(a.fading.edge_at(a, row))));
+  }
+  if (a.factors == nullptr) return;
+
+  const int64_t index = blockIdx.x * int64_t{kBoundary} + thread;
+  if (index < int64_t{a.states()} * a.chunks) {
+    const int chunk = static_cast<int>(index % a.chunks);
+    a.carries[index] = FadeFactor::of(a.fading.passing(a, index / a.chunks, chunk, chunk + 1)).code;
+  }
+  if (group >= groups) return;
+  const float factor = taken ? exp2f(of_edge(a.fading.edge_after(a, row + 1)).since(own)) : 0.f;
+  const bool drops = is_there && factor == 0.f;
+  if (head_index % a.y_group == 0) a.factors[state * a.e_head + token] = factor;
+  if (a.e.data != nullptr) {
+    const float e = factor == 0.f ? 0.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
+    a.faded_e[head_index * a.e_head + token] = e * factor;
+  }
+  const bool some_drop = __syncthreads_or(drops);
+  if (thread == 0) a.whole[static_cast<int64_t>(head_index) * groups + group] = !some_drop;
+  if (!some_drop) return;
+
+  __shared__ bool keeps[kBoundary];
+  keeps[thread] = factor != 0.f;
+  __syncthreads();
+  const auto copy_rows = [&](const View& from, void* to, int columns) {
+    const auto* source = head_pointer<__nv_bfloat16>(from, batch, head);
+    auto* target = static_cast<__nv_bfloat16*>(to) + static_cast<int64_t>(head_index) * a.ny * columns;
+    const int vectors = columns / 8;
+#pragma unroll 4
+    for (int i = thread; i < kBoundary * vectors; i += kBoundary) {
+      const int copied = a.y_row(group * kBoundary + i / vectors), column = i % vectors * 8;
+      if (copied < 0 || copied >= a.ny) continue;
+      const int64_t at = a.time == Time::kForward ? copied : a.ny - 1 - copied;
+      uint4 x{};
+      if (keeps[i / vectors]) x = *reinterpret_cast<const uint4*>(source + at * from.token + column);
+      *reinterpret_cast<uint4*>(target + at * columns + column) = x;
+    }
+  };
+  copy_rows(a.y, a.zeroed_y, a.d);
+  copy_rows(a.w, a.zeroed_w, a.dv);
 }
 
 }  // namespace
 
-void linear_fade_pairs(const FadePairsArgs& a, cudaStream_t stream) {
-  const int rows = a.groups() * kBoundary;
-  constexpr int kThreads = 256;
-  launch_kernel("linear_fade_pairs", linear_fade_pairs_kernel, grid_1d((int64_t{a.states()} * rows + kThreads - 1) / kThreads), kThreads, 0,
-                stream, a, rows);
+void linear_fade_tiles(const FadeTilesArgs& a, cudaStream_t stream) {
+  launch_kernel("linear_fade_tiles", linear_fade_tiles_kernel, grid_1d(int64_t{a.states()} * a.y_group * a.groups_of_all()), kBoundary, 0,
+                stream, a, a.groups(), a.groups_of_all());
 }
 
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream) {

@@ -16,6 +16,8 @@ size_t no_workspace(const FwdParams&) { return 0; }
 
 constexpr Kernels kQuadratic[] = {
 #ifdef FASTMAX_HAS_SM90
+    {"quadratic_fused_sm90", covers_quadratic_fused_sm90, /*fwd_workspace_bytes=*/nullptr, quadratic_fused_bwd_sm90_workspace_bytes,
+     /*fwd=*/nullptr, quadratic_fused_bwd_sm90},
     {"quadratic_sm90", covers_quadratic_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      quadratic_fwd_sm90, quadratic_bwd_sm90},
     {"quadratic_bounded_sm90", covers_quadratic_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
@@ -41,8 +43,12 @@ constexpr Kernels kQuadratic[] = {
 
 constexpr Kernels kFlash[] = {
 #ifdef FASTMAX_HAS_SM90
+    {"flash_fused_sm90", covers_flash_fused_sm90, /*fwd_workspace_bytes=*/nullptr, quadratic_fused_bwd_sm90_workspace_bytes,
+     /*fwd=*/nullptr, flash_fused_bwd_sm90},
     {"flash_sm90", covers_flash_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes, flash_fwd_sm90,
      flash_bwd_sm90},
+    {"flash_window_sm90", covers_flash_window_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
+     flash_window_fwd_sm90, flash_window_bwd_sm90},
     {"flash_bounded_sm90", covers_flash_bounded_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,
      flash_bounded_fwd_sm90, flash_bounded_bwd_sm90},
     {"flash_fading_sm90", covers_flash_fading_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes,

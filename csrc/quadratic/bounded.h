@@ -17,6 +17,11 @@ inline bool is_bounded(const AttentionParams& p) {
   return p.window || p.first_key.data != nullptr || p.end_key.data != nullptr || p.log_decay != nullptr;
 }
 
+// Bounds that are no more than a causal one and a window, which take no tables.
+inline bool has_window_alone(const AttentionParams& p) {
+  return p.window && p.first_key.data == nullptr && p.end_key.data == nullptr && p.log_decay == nullptr;
+}
+
 // Offsets in the workspace. What the kernels without bounds have comes first.
 struct BoundedWorkspace {
   size_t tables, decay_sums, pair_sums, decay_gradient, bytes;

@@ -1,6 +1,7 @@
 // Backward over tiles of scores on Hopper, for two score policies (score.h): the sums of quadratic/bwd.h, with wgmma on tiles that
 // the copy engine brings. Two kernels, as there: one owns keys and streams queries (grad_k, grad_v), one owns queries and streams keys
-// (grad_q); scores are made twice, and every sum has one owner and a fixed order.
+// (grad_q); scores are made twice, and every sum has one owner and a fixed order. Calls of head dim 128 that are large enough have one
+// kernel in place of both (fused_bwd_sm90.h).
 //
 // In both a consumer, a warpgroup, owns 64 rows X and Y (keys and values; or queries and grad_o) and streams tiles A and B (queries
 // and grad_o; or keys and values) of the other side through a ring that the producer, a warp of the last warpgroup, fills:
@@ -18,6 +19,7 @@
 #include "core/launch.h"
 #include "core/score.h"
 #include "core/sm90/pipeline.h"
+#include "core/sm90/store.h"
 #include "core/sm90/tensor_map.h"
 #include "core/sm90/tiles.h"
 #include "core/sm90/wgmma.h"
@@ -38,32 +40,40 @@ inline int row_scores_per_head(const Problem& p) { return (p.n + 127) / 128 * 12
 
 template <class Visibility, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdSm90Tile {
-  static constexpr int kConsumers = 2;
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
+  // Queries of head_dim 32 take so few registers that three consumers fit, which hide each other's waits better than two with larger
+  // tiles; keys take a few too many.
+  static constexpr bool kNarrow = kHeadDim <= 32 && !kFades<Visibility>;
+  static constexpr int kConsumers = kNarrow && !kOwnsKeys ? 3 : 2;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kRows = 64;  // of a consumer
   static constexpr int kBlockRows = kConsumers * kRows;
   // Registers: sums take kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
   // kHeadDim / 4 each where they are kept in registers. 64 x 64 products of two operands in shared memory take all of its bandwidth.
   // What fades takes registers as well.
-  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kFades<Visibility> ? 128 : 64;
+  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kFades<Visibility> ? 128 : 64;
   static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kFades<Visibility>;
-  static constexpr bool kYInRegisters = kXInRegisters && !kOwnsKeys;
+  static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
-  static constexpr int kStages = kOwnsKeys && kHeadDim <= 64 ? 6 : 4;
+  static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
   static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's rows come early
 
   using RowTile = SwizzledTile<kRows, kHeadDim>;
   using StreamTile = SwizzledTile<kStream, kHeadDim>;
 
   static constexpr int kThreads = (kConsumers + 1) * 128;
-  static constexpr int kScoreBytes = kOwnsKeys ? kStream * static_cast<int>(sizeof(float4)) : 0;  // row scores, behind A and B
-  static constexpr int kStageBytes = 2 * StreamTile::kBytes + kScoreBytes;
+  // Behind A and B: row scores; where keys fade with their factors, or factors of keys.
+  using Column = std::conditional_t<kOwnsKeys, float4, float>;
+  static constexpr int kScoreBytes = kFades<Visibility> ? kFadingTileBytes<Column, kStream>
+                                     : kOwnsKeys        ? kStream * static_cast<int>(sizeof(float4))
+                                                        : 0;
+  static constexpr int kStageBytes =
+      2 * StreamTile::kBytes + (kScoreBytes + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
   static constexpr int kRowsAt = kStages * kStageBytes;  // offsets in shared memory
   static constexpr int kBarriers = kRowsAt + kRowBuffers * kConsumers * 2 * RowTile::kBytes;
   static constexpr int kRowBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
   static constexpr int kEnd = kRowBarriers + kConsumers * Ring<kRowBuffers>::kBarrierBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
-  static_assert(kStageBytes % kSwizzledTileAlignment == 0, "tiles begin at multiples of the swizzle's period");
   static_assert(kSharedBytes <= shared_limit(90), "the stages do not fit in shared memory");
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * ptx::registers_at_launch(kThreads),
                 "consumers would wait for registers that nobody gives up");
@@ -71,7 +81,7 @@ struct QuadraticBwdSm90Tile {
 
 struct QuadraticBwdMaps {
   CUtensorMap x, y, a, b;  // as above
-  CUtensorMap dx, dy;
+  CUtensorMap dx, dy;      // of kernels that store by the copy engine
 };
 
 // The rows of a consumer, as accumulators hold them (wgmma.h).
@@ -138,37 +148,79 @@ struct QuadraticBwdRows {
     if constexpr (kOwnsKeys) keep(dy);
   }
 
-  // S and D of a tile, whose first token is `begin`, to P and dS. visible: as visible_keys or visible_queries fills it. stage: of the
-  // columns' row scores. lane_row: the first row of this lane.
+  // S and D of a tile, whose first token is `begin`, to P and dS. visible: as visible_keys or visible_queries fills it. stage: of what
+  // columns bring with them. lane_row: the first row of this lane. streamed: row scores of the head that is streamed.
   template <bool kMasked, class Fading>
   __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Fading& fading, int begin,
-                                                int lane_row, int causal_offset) {
+                                                int lane_row, int causal_offset, const float4* streamed) {
+    const uint32_t columns = stage + 2 * StreamTile::kBytes;
+    fading.template start<kMasked>(columns);
+    if constexpr (kFades<Visibility>) {
+      if (kMasked && fading.takes_pairs) {
+        differentiate<kMasked, true>(columns, visible, fading, begin, lane_row, causal_offset, streamed);
+        return;
+      }
+    }
+    differentiate<kMasked, false>(columns, visible, fading, begin, lane_row, causal_offset, streamed);
+  }
+
+ private:
+  // kTakesPairs: the factor of each pair by itself.
+  template <bool kMasked, bool kTakesPairs, class Fading>
+  __device__ __forceinline__ void differentiate(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Fading& fading,
+                                                int begin, int lane_row, int causal_offset, const float4* streamed) {
     const int t = lane_index() % 4;
-    fading.template start<kMasked>(begin);
+    float4 rows[kOwnsKeys ? 1 : 2];
+    if constexpr (!kOwnsKeys) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[half] = row_scores[half];
+        if constexpr (kFades<Visibility> && !kTakesPairs) rows[half] = Score::fade_row(rows[half], fading.of_rows[half]);
+      }
+    }
 #pragma unroll
     for (int j = 0; j < kStream / 8; ++j) {
       const int column = 8 * j + 2 * t;
       float4 of_columns[2];
-      if constexpr (kOwnsKeys) {
-        const uint32_t scores = stage + 2 * StreamTile::kBytes + column * static_cast<int>(sizeof(float4));
+      if constexpr (kOwnsKeys && !kTakesPairs) {
+        const uint32_t scores = columns + column * static_cast<int>(sizeof(float4));
         of_columns[0] = ptx::load_shared_f32x4(scores), of_columns[1] = ptx::load_shared_f32x4(scores + sizeof(float4));
       }
-      const auto fading_columns = fading.template columns<kMasked>(begin + column);
+      float2 keys, sums[2];
+      if constexpr (kTakesPairs) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if constexpr (kOwnsKeys) of_columns[e] = streamed[begin + column + e];
+          sums[e] = fading.sum_of_column(begin + column + e);
+        }
+      } else if constexpr (kFades<Visibility> && !kOwnsKeys) {
+        keys = fading.columns(columns, column);
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = 4 * j + e;
-        const float4& row = kOwnsKeys ? of_columns[e % 2] : row_scores[e / 2];
+        const float4& row = kOwnsKeys ? of_columns[e % 2] : rows[e / 2];
         const bool counts = !kMasked || is_visible(visible, i);
         WeightAndDerivative pair;
         if constexpr (kFades<Visibility>) {
-          const FadedPair faded = Score::faded(row, s[i], d[i], fading.template factor<kMasked>(fading_columns, e % 2, e / 2));
+          float factor;
+          if constexpr (kTakesPairs) {
+            factor = fading.factor(sums[e % 2], e / 2);
+          } else if constexpr (kOwnsKeys) {
+            factor = fading.of_rows[e / 2];
+          } else {
+            factor = e % 2 == 0 ? keys.x : keys.y;
+          }
+          const FadedPair faded = Score::faded(row, s[i], d[i], factor);
           // A pair of a token with itself does not fade; there is none in a whole tile.
           const int own = lane_row + 8 * (e / 2), other = begin + column + e % 2;
           const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
           flow[e / 2] += counts && !itself ? faded.flow : 0.f;
           pair = faded;
-        } else {
+        } else if constexpr (kOwnsKeys) {
           pair = Score::weight_and_derivative(row, s[i], d[i]);
+        } else {
+          pair.ds = Score::derivative(row, s[i], d[i]);
         }
         d[i] = counts ? pair.ds : 0.f;
         if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
@@ -176,7 +228,6 @@ struct QuadraticBwdRows {
     }
   }
 
- private:
   static __device__ __forceinline__ void load_fragments(uint32_t (&fragments)[kHeadDim / 4], uint32_t tile, int warp, int lane) {
 #pragma unroll
     for (int kk = 0; kk < kHeadDim / 16; ++kk) {
@@ -210,16 +261,17 @@ template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKey
 __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>::kThreads, 1)
     quadratic_bwd_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
                               const float4* row_scores, const int rows_per_head, const int group, const WorkOrder order,
-                              const PairSums pair_sums) {
+                              const PairSums pair_sums, const uint8_t* fading_columns) {
   using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
+  using Element = typename Math::Element;
   extern __shared__ uint8_t shared[];
   const uint32_t base = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
-  // Of a consumer: buffers for X and Y, in which dX and dY take their place. The thread that stored those releases them.
+  // Of a consumer: buffers for X and Y, which are released as soon as no product needs them.
   const auto row_ring = [&](int i) {
     return Ring<Tile::kRowBuffers>(base + Tile::kRowBarriers + i * Ring<Tile::kRowBuffers>::kBarrierBytes);
   };
@@ -229,7 +281,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
 
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
-    for (int i = 0; i < Tile::kConsumers; ++i) row_ring(i).init(1);
+    for (int i = 0; i < Tile::kConsumers; ++i) row_ring(i).init(4);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -274,10 +326,15 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             const int token = tile * Tile::kStream;
             const uint32_t stage = base + at.stage * Tile::kStageBytes;
             ring.wait_until_empty(at);
-            ring.expect(at, Tile::kStageBytes);
+            ring.expect(at, 2 * StreamTile::kBytes + Tile::kScoreBytes);
             StreamTile::load(stage, maps.a, ring.full(at), token, head, item.batch);
             StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, item.batch);
-            if constexpr (kOwnsKeys) {
+            if constexpr (kFades<Visibility>) {
+              const int tokens = kOwnsKeys ? p.n : p.m, heads = kOwnsKeys ? p.h : p.hk;
+              const int64_t of_head = (static_cast<int64_t>(item.batch) * heads + head) * ((tokens + Tile::kStream - 1) / Tile::kStream);
+              ptx::bulk_load(stage + 2 * StreamTile::kBytes, fading_columns + (of_head + tile) * Tile::kScoreBytes, Tile::kScoreBytes,
+                             ring.full(at));
+            } else if constexpr (kOwnsKeys) {
               const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + head) * rows_per_head;
               ptx::bulk_load(stage + 2 * StreamTile::kBytes, row_scores + of_head + token, Tile::kScoreBytes, ring.full(at));
             }
@@ -349,7 +406,8 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
         }
       }();
       uint32_t visible[2][Tile::kStream / 32];
-      // S and D of the i-th tile, in the stage, to P and dS.
+      // S and D of the i-th tile of a head, in the stage, to P and dS.
+      int head_streamed = 0;
       const auto differentiate = [&](auto is_masked, int i, RingPosition at) {
         constexpr bool kMasked = decltype(is_masked)::value;
         if constexpr (kMasked) {
@@ -359,8 +417,12 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             visible_keys(visible, visibility(item), kept, item.batch, first - i, lane_row, t);
           }
         }
+        const float4* streamed = nullptr;
+        if constexpr (kOwnsKeys && kFades<Visibility>) {
+          streamed = row_scores + (static_cast<int64_t>(item.batch) * p.h + item.first_head + head_streamed) * rows_per_head;
+        }
         sums.template differentiate<kMasked>(stage_of(at), visible, fading, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
-                                             p.causal_offset);
+                                             p.causal_offset, streamed);
       };
 
       // With nothing else in flight: to P and dS of the tile in the current stage, which is the i-th of its head; and these to the sums.
@@ -386,7 +448,9 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
         at.template advance<Tile::kStages>();
       };
 
+      const auto release_rows = [&](bool condition = true) { row_ring(consumer).release(buffer, lane, condition); };
       if (seen == 0) {
+        release_rows();
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {
         int i = 0;
@@ -423,11 +487,12 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
         };
         if constexpr (Visibility::kBoundsBothSides) {
           // A head for itself: tables let other consumers see any number of tiles that this one skips, for which the ring has to turn.
-          for (int head = 0; head < heads_streamed; ++head) {
+          for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
             start();
             while (i < masked) step(std::true_type());
             while (i < whole) step(std::false_type());
             while (i < seen) step(std::true_type());
+            release_rows(head_streamed == heads_streamed - 1);
             add_tile();
             skip_tiles(at, in_block - seen - before);
           }
@@ -439,16 +504,18 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             while (i < whole) step(std::false_type());
             i = 0;
           }
+          release_rows();
           add_tile();
         }
       } else {
         int i = 0;
         const auto step = [&](auto is_masked) {
           visit(is_masked, i);
+          release_rows(i == seen - 1 && head_streamed == heads_streamed - 1);
           add_tile();
           ++i;
         };
-        for (int head = 0; head < heads_streamed; ++head) {
+        for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
           i = 0;
           skip_tiles(at, before);
           while (i < masked) step(std::true_type());
@@ -487,28 +554,21 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             }
           }
         }
-        store_accumulator<Math, RowTile>(x_tile + RowTile::kBytes, 0, sums.dy, 1.f, 1.f, warp_in_group, lane);
+        store_accumulator_rows<Math>(head_of<Element>(p.grad_v, p.grad_v_stride, item.batch, item.head), p.grad_v_stride.token, lane_row,
+                                     rows, p.dv, sums.dy, 1.f, 1.f);
       }
-      store_accumulator<Math, RowTile>(x_tile, 0, sums.dx, 1.f, 1.f, warp_in_group, lane);
-      ptx::fence_proxy_async();
-      ptx::barrier_wait<128>(1 + consumer);
-      if (warp_in_group == 0 && lane == 0) {
-        RowTile::store(x_tile, maps.dx, row, item.head, item.batch);
-        if constexpr (kOwnsKeys) RowTile::store(x_tile + RowTile::kBytes, maps.dy, row, item.head, item.batch);
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
-      }
-      row_ring(consumer).release(buffer, lane, warp_in_group == 0);
+      const Stride& stride = kOwnsKeys ? p.grad_k_stride : p.grad_q_stride;
+      store_accumulator_rows<Math>(head_of<Element>(kOwnsKeys ? p.grad_k : p.grad_q, stride, item.batch, item.head), stride.token, lane_row,
+                                   rows, p.d, sums.dx, 1.f, 1.f);
       buffer.template advance<Tile::kRowBuffers>();
     }
-    if (warp_in_group == 0 && lane == 0) ptx::bulk_wait<0>();
   }
 }
 
 // In the workspace: row scores, a copy of grad_o where noise is in it or a tensor map cannot express its strides, the kept keys, tables
 // of bounds, and where keys fade what decay/decay.h takes.
 struct QuadraticBwdSm90Workspace {
-  size_t grad_o, kept, tables, decay_sums, pair_sums, decay_gradient, bytes;
+  size_t grad_o, kept, tables, decay_sums, pair_sums, decay_gradient, key_factors, faded_row_scores, bytes;
   bool copies_grad_o;
 
   explicit QuadraticBwdSm90Workspace(const BwdParams& p)
@@ -517,10 +577,12 @@ struct QuadraticBwdSm90Workspace {
     grad_o = align(static_cast<size_t>(p.b) * p.h * row_scores_per_head(p) * sizeof(float4));
     kept = align(grad_o + (copies_grad_o ? static_cast<size_t>(p.b) * p.h * p.n * p.dv * 2 : 0));
     tables = kept + kept_words_bytes(p);
-    decay_sums = align(tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
+    decay_sums = align(tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
     pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
     decay_gradient = align(pair_sums + (p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p)));
-    bytes = decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p));
+    key_factors = align(decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)));
+    faded_row_scores = align(key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, kFadingQueries)));
+    bytes = faded_row_scores + (p.log_decay == nullptr ? 0 : faded_row_score_bytes(p));
   }
 };
 
@@ -537,42 +599,48 @@ struct LaunchQuadraticBwdSm90 {
     launch_row_scores<Score, Element, kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
     const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
     PairSums sums{};
+    uint8_t* columns[2] = {};  // what fades, of keys and of queries
     if constexpr (kFades<Visibility>) {
+      columns[0] = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
+      columns[1] = reinterpret_cast<uint8_t*>(workspace + at.faded_row_scores);
       fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+      fill_key_factors<Score, QuadraticBwdSm90Tile<Visibility, kHeadDim, false>::kStream>(p, columns[0], stream);
+      fade_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
       if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
     }
-    if constexpr (Visibility::kBoundsBothSides) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
+    if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
 
-    const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
-    const TokenTensor k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math}, grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
-    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, grad_v{p.grad_v, p.grad_v_stride, p.b, p.hk, p.m, p.dv, p.math};
+    const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
+    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
     TokenTensor grad_o{p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math};
     if (at.copies_grad_o) {
       grad_o.data = grad_o_copy;
       grad_o.stride = {int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
     }
-    const int64_t column_bytes = int64_t{p.d + p.dv} * 2;
-    run_kernel<Math, kHeadDim, true>("quadratic_bwd_kv_sm90", p, k, v, q, grad_o, grad_k, grad_v, kept, row_scores, p.m, p.hk,
-                                     column_bytes * p.n * (p.h / p.hk), sums, stream);
-    run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, grad_q, grad_q, kept, row_scores, p.n, p.h,
-                                      column_bytes * p.m / (p.h / p.hk), sums, stream);
+    run_kernel<Math, kHeadDim, true>("quadratic_bwd_kv_sm90", p, k, v, q, grad_o, kept, row_scores, p.m, p.hk,
+                                     sums, columns[1], stream);
+    run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, kept, row_scores, p.n, p.h,
+                                      sums, columns[0], stream);
     if (kFades<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
 
-  // rows: of a head that blocks own; stream_bytes: what its items read beside them.
+  // rows: of a head that blocks own.
   template <class Math, int kHeadDim, bool kOwnsKeys>
   static void run_kernel(const char* name, const BwdParams& p, const TokenTensor& x, const TokenTensor& y, const TokenTensor& a,
-                         const TokenTensor& b, const TokenTensor& dx, const TokenTensor& dy, const KeptWords& kept,
-                         const float4* row_scores, int rows, int heads, int64_t stream_bytes, const PairSums& sums,
+                         const TokenTensor& b, const KeptWords& kept,
+                         const float4* row_scores, int rows, int heads, const PairSums& sums, const uint8_t* fading_columns,
                          cudaStream_t stream) {
     using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
-    const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows),   tensor_map(y, Tile::kRows),  tensor_map(a, Tile::kStream),
-                                tensor_map(b, Tile::kStream), tensor_map(dx, Tile::kRows), tensor_map(dy, Tile::kRows)};
-    const WorkOrder order =
-        WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, stream_bytes, !kOwnsKeys);
-    launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>, grid_1d(std::min(order.items(), p.sm_count)),
-                  Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores, row_scores_per_head(p), p.h / p.hk, order,
-                  sums);
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
+    const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows), tensor_map(y, Tile::kRows), tensor_map(a, Tile::kStream),
+                                tensor_map(b, Tile::kStream)};
+    const WorkOrder order = WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, p.sm_count,
+                                          p.causal && !p.window, !kOwnsKeys);
+    launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>,
+                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,
+                  row_scores_per_head(p), p.h / p.hk, order, sums, fading_columns);
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include "core/sm90/tensor_map.h"
 #include "quadratic/bounded.h"
+#include "quadratic/fused_bwd_plan.h"
 #include "quadratic/quadratic_sm90.h"
 
 namespace fastmax {
@@ -23,18 +24,25 @@ bool covers_quadratic(const AttentionParams& p) { return p.math == MathMode::kBF
 bool covers_flash(const AttentionParams& p, Direction direction) {
   return (p.math == MathMode::kBF16 || (p.math == MathMode::kFP16 && direction == Direction::kForward)) && covers(p);
 }
+bool covers_fused(const AttentionParams& p, Direction direction) {
+  return direction == Direction::kBackward && fused_bwd_pays(p);
+}
 bool has_bounds_alone(const AttentionParams& p) { return is_bounded(p) && p.log_decay == nullptr; }
 
 }  // namespace
 
 bool covers_quadratic_sm90(const AttentionParams& p, Direction) { return !is_bounded(p) && covers_quadratic(p); }
-bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction) { return has_bounds_alone(p) && covers_quadratic(p); }
-bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction) {
-  const bool has_head_dim = direction == Direction::kForward || QuadraticFadingBwdSm90HeadDims::at_least(p.head_dim) != 0;
-  return p.log_decay != nullptr && has_head_dim && covers_quadratic(p);
+bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction) {
+  return covers_fused(p, direction) && covers_quadratic_sm90(p, direction);
 }
+bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction) { return has_bounds_alone(p) && covers_quadratic(p); }
+bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
 
+bool covers_flash_window_sm90(const AttentionParams& p, Direction direction) { return has_window_alone(p) && covers_flash(p, direction); }
 bool covers_flash_sm90(const AttentionParams& p, Direction direction) { return !is_bounded(p) && covers_flash(p, direction); }
+bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction) {
+  return covers_fused(p, direction) && covers_flash_sm90(p, direction);
+}
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction) {
   return has_bounds_alone(p) && covers_flash(p, direction);
 }

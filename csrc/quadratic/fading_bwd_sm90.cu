@@ -6,7 +6,7 @@ namespace fastmax {
 
 void quadratic_fading_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
   using Launch = LaunchQuadraticBwdSm90<PolynomialScore, FadingVisibility>;
-  dispatch_head_dim(QuadraticFadingBwdSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
+  dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
 }
 
 }  // namespace fastmax

@@ -20,6 +20,7 @@
 #include "core/launch.h"
 #include "core/score.h"
 #include "core/sm90/pipeline.h"
+#include "core/sm90/store.h"
 #include "core/sm90/tensor_map.h"
 #include "core/sm90/tiles.h"
 #include "core/sm90/wgmma.h"
@@ -47,7 +48,7 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's queries come early
   static constexpr bool kTakesTurns = Score::kFollowsRowMax;
 
-  using QueryTile = SwizzledTile<kRows, kHeadDim>;  // and of the output, which takes its place
+  using QueryTile = SwizzledTile<kRows, kHeadDim>;
   using KeyTile = SwizzledTile<kKeys, kHeadDim>;    // and of values
 
   static constexpr int kThreads = (kConsumers + 1) * 128;
@@ -55,7 +56,9 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueries = kStages * kStageBytes;  // offsets in shared memory
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kEnd = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
+  static constexpr int kFactorBytes = kFades<Visibility> ? kFadingTileBytes<float, kKeys> : 0;  // of a stage
+  static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
+  static constexpr int kEnd = kFactors + kStages * kFactorBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
   static_assert(kSharedBytes <= shared_limit(90), "the stages do not fit in shared memory");
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * ptx::registers_at_launch(kThreads),
@@ -69,8 +72,12 @@ inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax;
 template <class Math>
 inline constexpr float kLog2OfLargestWeight = Math::kMode == MathMode::kFP16 ? 14.f : 0.f;
 
+// Whether a window's bits, which take registers to make, are used row by row.
+template <class Score, class Visibility>
+inline constexpr bool kHidesKeys = Score::kFollowsRowMax && Visibility::kBoundsBothSides && !Visibility::kHasTables;
+
 struct QuadraticFwdMaps {
-  CUtensorMap q, k, v, o;
+  CUtensorMap q, k, v;
 };
 
 // What a consumer knows of its rows: those of a warp, as an accumulator holds them (wgmma.h).
@@ -109,21 +116,31 @@ struct QuadraticFwdRows {
     for (int i = 0; i < Tile::kKeys / 4; ++i) w[i] = pack_16bit<Math>(s[2 * i], s[2 * i + 1]);
   }
 
-  // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. shrink: what sums so far are to be
-  // multiplied by.
+  // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. factors: of keys that fade, in shared memory.
+  // shrink: what sums so far are to be multiplied by.
   template <bool kMasked, class Fading>
-  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Fading& fading, int key_begin,
-                                        float (&shrink)[2]) {
+  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Fading& fading, uint32_t factors,
+                                        int key_begin, float (&shrink)[2]) {
     if constexpr (kFades<Visibility>) {
-      fading.template start<kMasked>(key_begin);
+      fading.template start<kMasked>(factors);
+      if (kMasked && fading.takes_pairs) {
 #pragma unroll
-      for (int j = 0; j < Tile::kKeys / 8; ++j) {
-        const auto keys = fading.template columns<kMasked>(key_begin + 8 * j + lane_index() % 4 * 2);
+        for (int i = 0; i < Tile::kKeys / 4; ++i) {
+          const float2 key = fading.sum_of_column(key_begin + i / 2 * 8 + lane_index() % 4 * 2 + i % 2);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = s[4 * j + e];
-          if constexpr (!Score::kFollowsRowMax) x = score.weight(x);
-          x = score.fade(x, fading.template factor<kMasked>(keys, e % 2, e / 2));
+          for (int half = 0; half < 2; ++half) {
+            float& x = s[i / 2 * 4 + half * 2 + i % 2];
+            if constexpr (!Score::kFollowsRowMax) x = score.weight(x);
+            x = score.fade(x, fading.factor(key, half));
+          }
+        }
+      } else {
+        const typename Score::FadedRow rows[2] = {score.faded_row(fading.of_rows[0]), score.faded_row(fading.of_rows[1])};
+#pragma unroll
+        for (int j = 0; j < Tile::kKeys / 8; ++j) {
+          const float2 keys = fading.columns(factors, 8 * j + lane_index() % 4 * 2);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[4 * j + e] = rows[e / 2].at(s[4 * j + e], e % 2 == 0 ? keys.x : keys.y);
         }
       }
       score = score.of_faded();
@@ -183,7 +200,7 @@ struct Turns {
 template <class Score, class Visibility, class Math, int kHeadDim>
 __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>::kThreads, 1)
     quadratic_fwd_sm90_kernel(const __grid_constant__ QuadraticFwdMaps maps, const FwdParams p, const KeptWords kept,
-                              const WorkOrder order) {
+                              const WorkOrder order, const uint8_t* key_factors) {
   using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
   using KeyTile = typename Tile::KeyTile;
   using QueryTile = typename Tile::QueryTile;
@@ -192,7 +209,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
-  // Of a consumer: buffers for queries, in which the output takes their place. The thread that stored it releases them.
+  // Of a consumer: buffers for queries, which are released as soon as all scores are made.
   const auto query_ring = [&](int i) {
     return Ring<Tile::kQueryBuffers>(base + Tile::kQueryBarriers + i * Ring<Tile::kQueryBuffers>::kBarrierBytes);
   };
@@ -200,9 +217,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
     return base + Tile::kQueries + (i * Tile::kQueryBuffers + at.stage) * QueryTile::kBytes;
   };
 
+  const auto factors = [&](RingPosition at) { return base + Tile::kFactors + at.stage * Tile::kFactorBytes; };
+
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
-    for (int i = 0; i < Tile::kConsumers; ++i) query_ring(i).init(1);
+    for (int i = 0; i < Tile::kConsumers; ++i) query_ring(i).init(4);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
@@ -211,8 +230,17 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   const auto tiles_of = [&](const HeadIndex& head, int row, int rows) {
     return walk_over_keys<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1);
   };
+  // Consumers that a head lacks are those of its first block: those of the last one, which see most, wait for nobody in vain. They take
+  // rows behind the last one, which there are not.
+  const int rows_of_blocks = order.row_blocks * Tile::kBlockRows;
+  const int lacking = rows_of_blocks - (p.n + Tile::kRows - 1) / Tile::kRows * Tile::kRows;
+  const auto row_of = [&](const WorkItem& item, int consumer) {
+    const int row = item.row_block * Tile::kBlockRows - lacking + consumer * Tile::kRows;
+    return row < 0 ? row + rows_of_blocks : row;
+  };
   const auto tiles_of_block = [&](const WorkItem& item, const HeadIndex& head) {
-    return tiles_of(head, item.row_block * Tile::kBlockRows, Tile::kBlockRows).seen;
+    const int end = (item.row_block + 1) * Tile::kBlockRows - lacking, rows = min(end, Tile::kBlockRows);
+    return tiles_of(head, end - rows, rows).seen;
   };
 
   if (consumer == Tile::kConsumers) {
@@ -226,7 +254,11 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
           const uint32_t stage = base + at.stage * Tile::kStageBytes;
           ring.wait_until_empty(at);
-          ring.expect(at, Tile::kStageBytes);
+          ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
+          if constexpr (kFades<Visibility>) {
+            const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
+            ptx::bulk_load(factors(at), key_factors + (of_head + tile) * Tile::kFactorBytes, Tile::kFactorBytes, ring.full(at));
+          }
           KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
           at.advance<Tile::kStages>();
@@ -241,8 +273,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           const Ring<Tile::kQueryBuffers> buffers = query_ring(i);
           buffers.wait_until_empty(at);
           buffers.expect(at, QueryTile::kBytes);
-          QueryTile::load(query_tile(i, at), maps.q, buffers.full(at), item.row_block * Tile::kBlockRows + i * Tile::kRows, head.head,
-                          head.batch);
+          QueryTile::load(query_tile(i, at), maps.q, buffers.full(at), row_of(item, i), head.head, head.batch);
         }
       }
     }
@@ -257,8 +288,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
       const WorkItem item = walk.item();
       const HeadIndex head = head_index(p, item.head);
       const Range block_tiles = tiles_of_block(item, head);
-      const int row = item.row_block * Tile::kBlockRows + consumer * Tile::kRows;  // of the warpgroup
-      const int lane_row = row + warp_in_group * 16 + lane / 4;                    // and the row 8 further
+      const int row = row_of(item, consumer);                    // of the warpgroup
+      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
       TileRanges tiles{{0, 0}, {0, 0}};
       if (row < p.n) tiles = tiles_of(head, row, Tile::kRows);
       if (tiles.seen.end <= tiles.seen.begin) tiles = {{block_tiles.begin, block_tiles.begin}, {block_tiles.begin, block_tiles.begin}};
@@ -294,6 +325,16 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }();
 
+        const auto weigh_masked = [&](int tile, uint32_t key_factors) {
+          if constexpr (kHidesKeys<Score, Visibility>) {
+            hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<false>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+          } else {
+            visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<true>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+          }
+        };
+
         ring.wait_until_full(at);
         turns.wait();
         wgmma_fence();
@@ -301,8 +342,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         turns.pass();
         wgmma_wait<0>();
         keep(rows.s);
-        visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-        rows.template weigh<true>(score, visible, fading, tile * Tile::kKeys, shrink);
+        weigh_masked(tile, factors(at));
 
         // From weights of this tile to those of the one below.
         const auto step = [&](auto masked) {
@@ -322,8 +362,8 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           turns.pass();
           wgmma_wait<1>();
           keep(rows.s);
-          if constexpr (kMasked) visible_keys(visible, sees, kept, head.batch, tile - 1, lane_row, t);
-          rows.template weigh<kMasked>(score, visible, fading, (tile - 1) * Tile::kKeys, shrink);
+          if constexpr (kMasked) weigh_masked(tile - 1, factors(below));
+          else rows.template weigh<false>(score, visible, fading, factors(below), (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
           rows.shrink_output(shrink);
@@ -337,6 +377,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           while (tile > first_tile) step(std::true_type());
         }
 
+        query_ring(consumer).release(queries, lane);
         const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
         uint32_t w[Tile::kKeys / 4];
         rows.pack_weights(w);
@@ -348,7 +389,10 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         ring.release(at, lane);
         at.template advance<Tile::kStages>();
         --tile;
+      } else {
+        query_ring(consumer).release(queries, lane);
       }
+      queries.template advance<Tile::kQueryBuffers>();
       if constexpr (Visibility::kBoundsBothSides) skip_tiles(block_tiles.begin - 1);
 
       float inverse[2];
@@ -379,29 +423,21 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           }
         }
       }
-      const uint32_t result = query_tile(consumer, queries);
-      store_accumulator<Math, QueryTile>(result, 0, rows.o, inverse[0], inverse[1], warp_in_group, lane);
-      ptx::fence_proxy_async();
-      ptx::barrier_wait<128>(1 + consumer);
-      if (warp_in_group == 0 && lane == 0) {
-        QueryTile::store(result, maps.o, row, head.head, head.batch);
-        ptx::bulk_commit();
-        ptx::bulk_wait_read<0>();
-      }
-      query_ring(consumer).release(queries, lane, warp_in_group == 0);
-      queries.template advance<Tile::kQueryBuffers>();
+      using Element = typename Math::Element;
+      store_accumulator_rows<Math>(head_of<Element>(p.o, p.o_stride, head.batch, head.head), p.o_stride.token, lane_row, p.n, p.dv, rows.o,
+                                   inverse[0], inverse[1]);
     }
-    if (warp_in_group == 0 && lane == 0) ptx::bulk_wait<0>();
   }
 }
 
-// In the workspace: the kept keys, running sums of decays, tables of bounds.
+// In the workspace: the kept keys, running sums of decays, tables of bounds, factors of keys.
 struct QuadraticFwdSm90Workspace {
-  size_t decay_sums, tables, bytes;
+  size_t decay_sums, tables, key_factors, bytes;
 
   explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
     tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
-    bytes = tables + (is_bounded(p) ? bound_table_bytes(p, Direction::kForward) : 0);
+    key_factors = (tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kForward) : 0) + 255) / 256 * 256;
+    bytes = key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
   }
 };
 
@@ -421,21 +457,29 @@ struct LaunchQuadraticFwdSm90 {
   static void run(const FwdParams& call, cudaStream_t stream) {
     using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
     FwdParams p = call;
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
     const KeptWords kept = fill_kept_words(p, p.workspace, stream);
-    if constexpr (Visibility::kBoundsBothSides) {
+    uint8_t* key_factors = nullptr;
+    if constexpr (Visibility::kHasTables) {
       const QuadraticFwdSm90Workspace at(p);
       char* workspace = static_cast<char*>(p.workspace);
-      if constexpr (kFades<Visibility>) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+      if constexpr (kFades<Visibility>) {
+        fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+        key_factors = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
+        fill_key_factors<Score, Tile::kKeys>(p, key_factors, stream);
+      }
       fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kForward, stream);
     }
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
-    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math}, o{p.o, p.o_stride, p.b, p.h, p.n, p.dv, p.math};
-    const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys),
-                                tensor_map(o, Tile::kRows)};
-    const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h,
-                                          int64_t{p.m} * (p.d + p.dv) * 2 / (p.h / p.hk), true);
+    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
+    const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys)};
+    const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h, p.sm_count,
+                                          p.causal && !p.window, true);
     launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
-                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order);
+                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order,
+                  key_factors);
   }
 };
 

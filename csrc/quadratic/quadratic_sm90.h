@@ -1,4 +1,4 @@
-// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, and softmax's forward fp16 too; head dims 64 and 128.
+// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, and softmax's forward fp16 too; head dims up to 128.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,27 +11,34 @@
 
 namespace fastmax {
 
-using QuadraticSm90HeadDims = HeadDims<64, 128>;
-// At 128 registers hold no more: it would spill a hundred words.
-using QuadraticFadingBwdSm90HeadDims = HeadDims<64>;
+using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
 
-// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade.
+// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade; and of softmax
+// with a window and nothing else, which takes no tables. Fused: the backward, in one kernel where that is better than two.
+bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_window_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
 size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
+size_t quadratic_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
 
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void quadratic_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void flash_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+void flash_window_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+void flash_window_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void flash_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void flash_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 void quadratic_fading_fwd_sm90(const FwdParams& p, cudaStream_t stream);

@@ -20,6 +20,16 @@ __device__ __forceinline__ uint32_t low_bits(int count, int word) {
   return static_cast<uint32_t>((uint64_t{1} << min(max(count - 32 * word, 0), 32)) - 1);
 }
 
+// A row whose range is computed, in each tile again: between tiles its bounds would take registers.
+template <class Visibility>
+__device__ __forceinline__ int row_again(int row) {
+  if constexpr (Visibility::kBoundsBothSides && !Visibility::kHasTables) {
+    return static_cast<int>(ptx::keep_in_register(row));
+  } else {
+    return row;
+  }
+}
+
 // Rows are queries: `row` and row + 8. Columns are the 32 kWords keys of a tile. t: lane % 4.
 template <int kWords, class Visibility>
 __device__ __forceinline__ void visible_keys(uint32_t (&visible)[2][kWords], const Visibility& sees, const KeptWords& kept, int batch,
@@ -29,12 +39,36 @@ __device__ __forceinline__ void visible_keys(uint32_t (&visible)[2][kWords], con
   kept.load(words, batch, tile);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Range keys = sees.keys_of(row + 8 * half);
+    const Range keys = sees.keys_of(row_again<Visibility>(row) + 8 * half);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       uint32_t bits = words[i] & low_bits(keys.end - tile * kKeys, i);
       if constexpr (Visibility::kBoundsBothSides) bits &= ~low_bits(keys.begin - tile * kKeys, i);
       visible[half][i] = bits >> (2 * t);
+    }
+  }
+}
+
+// The same for scores of which no more is asked: those of other keys become -infinity, one row after the other, in fewer registers.
+template <class Visibility, int kCount>
+__device__ __forceinline__ void hide_keys(float (&scores)[kCount], const Visibility& sees, const KeptWords& kept, int batch, int tile,
+                                          int row, int t) {
+  constexpr int kWords = kCount / 16, kKeys = 32 * kWords;
+  const auto bits_below = [](int count, int word) { return __funnelshift_lc(~0u, 0u, max(count - 32 * word, 0)); };  // low_bits
+  uint32_t words[kWords];
+  kept.load(words, batch, tile);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Range keys = sees.keys_of(row_again<Visibility>(row) + 8 * half);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t bits =
+          (words[i] & bits_below(keys.end - tile * kKeys, i) & ~bits_below(keys.begin - tile * kKeys, i)) >> (2 * t);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float& x = scores[16 * i + j / 2 * 4 + 2 * half + j % 2];
+        x = (bits >> (j / 2 * 8 + j % 2) & 1u) != 0 ? x : -INFINITY;
+      }
     }
   }
 }
@@ -45,7 +79,7 @@ __device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], 
   constexpr int kQueries = 32 * kWords;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const Range queries = sees.queries_of(row + 8 * half);
+    const Range queries = sees.queries_of(row_again<Visibility>(row) + 8 * half);
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       uint32_t bits = ~low_bits(queries.begin - tile * kQueries, i);

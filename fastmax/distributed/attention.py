@@ -407,7 +407,7 @@ def _attend(
             return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
         if algorithm == "quadratic":
             return _of_all_keys(q, k, v, asked, spread, score)
-        o, z = states.attend_to_all(q, k, v, states.Job(score, spread, asked.mask, None, None, keeps=False))
+        o, z = states.attend_to_all(q, k, v, states.Job(score, spread, asked.mask, None, None))
         return o, log_of_sums(z)
     behind = 0 if asked.causal else window
     surrounded = _surrounded(k, v, asked, spread, window, behind)
@@ -458,8 +458,7 @@ def _of_earlier_keys(
     first_keys = tuple(first_keys) if bounded else None
     carries = Carries(k, decay, first_keys, *spread) if bounded else None
     if algorithm == "linear":
-        keeps = decay is None and len(spread.layout.parts) > 1
-        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, first_keys, carries, keeps))
+        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, first_keys, carries))
     else:
         job = ring.Job(score, True, spread, mask, first_keys, carries, None)
         attend = partial(ring.attend, q, k, v, decay, job)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 from torch import distributed as dist
@@ -43,10 +45,11 @@ class Carries:
             self._numbers = torch.stack([came[place] for place in places]) if places else came[:0].flatten(0, 1)
         return self._numbers
 
-    def log_factors(self) -> Tensor:
-        """(parts, b * hk), float64: the logarithm of what is left behind a part of a state before it; -inf for nothing."""
+    @cached_property
+    def factors(self) -> Tensor:
+        """(parts, b * hk, 1), float64: what is left behind a part of a state before it."""
         totals, forgets = self._of_parts().unbind(1)
-        return torch.where(forgets >= 0, -torch.inf, totals).flatten(1)
+        return torch.where(forgets >= 0, 0.0, totals.exp()).flatten(1).unsqueeze(-1)
 
     def between(self, first: int, last: int) -> Tensor:
         """(b, hk), float64: the sum of the decays of the parts from one place to before another, without what forgets."""

@@ -35,11 +35,12 @@ class Axes(NamedTuple):
 _QUERIES, _KEYS, _MASK, _SHARED = Axes(0, 1), Axes(0, 1, of_keys=True), Axes(0, None), Axes(None, None)
 _AXES = {
     **dict.fromkeys(("q", "q_factor", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
+    **dict.fromkeys(("g", "e", "pairs"), _QUERIES),
     **dict.fromkeys(
         ("k", "k_factor", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS
     ),
     **dict.fromkeys(("near_mask", "near_decays", "gathered", "kept", "log_decay", "finite", "shift"), _KEYS),
-    **dict.fromkeys(("first_key", "end_key"), _KEYS),
+    **dict.fromkeys(("first_key", "end_key", "pairs_of_states"), _KEYS),
     "key_padding_mask": _MASK,
     **dict.fromkeys(("rpe_matrix", "cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }
@@ -54,15 +55,19 @@ _RESULTS = {
     "exact_tiles_forward": ("o", "lse"),
     "exact_tiles_backward": (*_OF_TOKENS, "grad_log_decay"),
     "merge_": ("z_far",),
+    "far_forward_": ("z",),
+    "far_backward_": ("grad_log_decay",),
     "decode_step": ("o", "new_values", "new_weights"),
     "decode_step_": ("o",),
     "gathered_step_": ("o",),
     "prefill": ("o", "z", "new_values", "new_weights"),
     "prefill_backward": (*_OF_TOKENS, "grad_log_decay", "grad_values", "grad_weights"),
     "state_of_keys": ("values", "weights", "kept"),
-    "state_of_queries": ("grad_values", "grad_weights", "kept"),
     "prefill_kept_": ("o", "z"),
-    "prefill_kept_backward_": _OF_TOKENS,
+    "gradients_of_sums": ("g", "e"),
+    "state_of_queries": ("grad_values", "grad_weights", "kept"),
+    "prefill_backward_of_queries": ("grad_q", "pairs"),
+    "prefill_backward_of_keys_": ("grad_k", "grad_v", "grad_log_decay"),
     "finite_decay": ("finite", "first_key"),
     "normalize_tokens": ("q", "k", "q_factor", "k_factor"),
     "normalize_tokens_backward": ("q", "k"),  # where these lie: rows of their own, and no sums over ranks
@@ -105,7 +110,8 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
     Args:
         tensors: by their names in a schema, 4-d q, k and v or (b * heads, n, d).
         written: the names of those that an operator writes over, which stay where they are and go before the others.
-        keys_summed: whether gradients of a key/value head may be summed over ranks: not where one is of a state, too.
+        keys_summed: whether gradients of a key/value head may be summed over ranks: not where one is of a state, too, or is
+            added to what is there.
 
     Raises:
         ValueError: naming a tensor on another mesh, or a written one that lies otherwise.
@@ -177,7 +183,8 @@ def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple =
     # What has no elements stands for a tensor that the call does not have, and has neither batch nor heads.
     with_axes = {name: x for name, x in tensors.items() if tuple(x.shape) != (0,)}
     with torch.no_grad():  # autograd has recorded the operator itself
-        division = divide(with_axes, written, keys_summed="grad_new_values" not in names)
+        keys_summed = "grad_new_values" not in names and "grad_k" not in written
+        division = divide(with_axes, written, keys_summed)
         everywhere = (Replicate(),) * division.mesh.ndim
         local = []
         for name, x in zip(names, args, strict=True):

@@ -4,8 +4,9 @@ A part makes the state of its own keys, all states are exchanged once, and the p
 the sum over the parts before it. The gradient goes the other way: the gradient of the state that a part ends in is a sum over
 the queries of the parts behind it. What fades, fades by a factor a part (`Carries`).
 
-Kernels keep what they compute on the way to a part's own state, so that it is added up once. With decays, whose gradient takes
-the state that a part ends in, each part adds it up twice.
+Kernels keep what they compute on the way to a part's own state, so that it is added up once. The first part has no state to add
+to that, and in the backward the last. The gradient of the queries takes nothing that is behind, and is computed while the
+gradients of states are exchanged.
 
 From a handful of ranks on no rank receives all states. Each scans its share of them for all ranks, in two messages all to all.
 """
@@ -25,7 +26,7 @@ from fastmax.call import Call
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Pending, all_to_all, gather
 from fastmax.distributed.final import without_second_derivative
-from fastmax.distributed.layout import Part, Spread
+from fastmax.distributed.layout import Layout, Part, Spread
 from fastmax.score import Score
 
 # Bytes in the time that one more message takes: 20 us at 300 GB/s. Gathering receives the states of all other ranks, shares
@@ -39,11 +40,12 @@ def by_shares(world: int, state_bytes: int) -> bool:
 
 
 class Exchange:
-    """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it."""
+    """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it,
+    None where there are none."""
 
     def __init__(self, own: list[Tensor], like: Tensor, carries: Carries | None, spread: Spread, backward: bool):
         """Starts it; `like` (channels, elements), of a rank without parts too."""
-        self._layout, self._own, self._backward = spread.layout, spread.parts, backward
+        self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
         layout, group = spread
         self._carries = carries
         self._elements = like.shape[1]
@@ -60,41 +62,56 @@ class Exchange:
         came = all_to_all(f"shares of {what}", states, group).wait()
         scanned = torch.zeros_like(came)
         for part, x in self._scan(came, layout.parts):
-            scanned[part.rank, self._slot(part)] = x
+            if x is not None:
+                scanned[part.rank, self._slot(part)] = x
         self._pending = all_to_all(f"shares of {what}", scanned, group)
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> list[Tensor | None]:
         came = self._pending.wait()
-        own = self._own
         if self._shares:
             came = came.permute(1, 2, 0, 3).flatten(2)[..., : self._elements]
-            return [came[i] for i in range(len(own))]
-        found = dict(self._scan(came, own))
-        return [found[part] for part in own]
+            return [None if part in _ends(self._layout, self._backward) else came[i] for i, part in enumerate(self._parts)]
+        found = dict(self._scan(came, self._parts))
+        return [found[part] for part in self._parts]
+
+    def passed_on(self, came: list[Tensor | None]) -> list[Tensor | None]:
+        """Of each part of this rank what came and its own state; None where nobody reads it."""
+        unread = _ends(self._layout, not self._backward)
+        return [
+            None if part in unread else self._joined(before, own, self._layout.index[part]).to(own.dtype)
+            for part, before, own in zip(self._parts, came, self._own, strict=True)
+        ]
 
     def _slot(self, part: Part) -> int:
         return self._layout.of(part.rank).index(part)
 
     def _scan(self, states: Tensor, wanted: tuple[Part, ...]):
-        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum, made in float64."""
-        log_factors = None if self._carries is None else self._carries.log_factors()
+        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum."""
         total = None
         left = set(wanted)
         parts = list(enumerate(self._layout.parts))
         for i, part in reversed(parts) if self._backward else parts:
             if part in left:
                 left.remove(part)
-                yield part, torch.zeros_like(states[0, 0]) if total is None else total.to(states.dtype)
+                yield part, None if total is None else total.to(states.dtype)
             if not left:
                 return
-            state = states[part.rank, self._slot(part)]
-            if total is None:
-                total = state  # a single one is as it is
-            elif log_factors is None:
-                total = total.double() + state
-            else:
-                factor = log_factors[i].exp().unsqueeze(-1)
-                total = state + torch.where(factor == 0.0, 0.0, total.double() * factor)
+            total = self._joined(total, states[part.rank, self._slot(part)], i)
+
+    def _joined(self, before: Tensor | None, own: Tensor, place: int) -> Tensor:
+        """In float64, but a single state, which is as it is."""
+        if before is None:
+            return own
+        before = before.double()
+        if self._carries is None:
+            return before + own
+        factor = self._carries.factors[place]
+        return own + torch.where(factor == 0.0, 0.0, before * factor)
+
+
+def _ends(layout: Layout, backward: bool) -> tuple[Part, ...]:
+    """The part, if there is one, before which nothing comes."""
+    return layout.parts[-1:] if backward else layout.parts[:1]
 
 
 class Job(NamedTuple):
@@ -105,7 +122,6 @@ class Job(NamedTuple):
     mask: Tensor | None  # bool (b, n)
     first_keys: tuple[Tensor, ...] | None  # int32 (b, hk, n of the part), of each part; -1: the state is seen
     carries: Carries | None
-    keeps: bool  # what is computed on the way to the state of a part: there are others, and no decays
 
     def call(self, i: int, log_decay: Tensor | None) -> Call:
         local = self.spread.parts[i].local
@@ -159,6 +175,21 @@ def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if x is None else x[:, :, part.local] for x in tensors)
 
 
+_State = tuple[Tensor | None, Tensor | None]  # values and weights, None for zeros
+
+
+def _states(packed: list[Tensor | None], v: Tensor) -> list[_State]:
+    return [(None, None) if x is None else _unpack(x, v) for x in packed]
+
+
+def _pairs(state: _State, grads: _State, k: Tensor) -> Tensor:
+    """(b, hk), float64: the sum of the products of a state's numbers and their gradients."""
+    # What has no gradient has no part in it, even if it is not finite.
+    given = [(x, grad) for x, grad in zip(state, grads, strict=True) if x is not None and grad is not None]
+    products = (torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given)
+    return sum((x.flatten(2).sum(-1) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
+
+
 class _Call:
     """What the two functions of a causal call, between which it waits, hand each other."""
 
@@ -170,13 +201,18 @@ class _Call:
 
 
 def _own_states(
-    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, unread: tuple[Part, ...], like: Tensor
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The packed state of each part of this rank, and what was kept of it. Those of `unread` parts nobody reads."""
+    state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, like: Tensor, k: Tensor, backward: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The packed state of each part of this rank, and what was kept of it.
+
+    Nobody reads the state of the last part, or in the backward of the first. Where kernels keep something of it, it is made all
+    the same, while the others make theirs: a rank that came to the exchange early would wait on multiprocessors.
+    """
     own, kept = [], []
+    unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, not backward)
     for i, part in enumerate(job.spread.parts):
-        if part in unread and not job.keeps:
-            own.append(like), kept.append(None)
+        if part in unread:
+            own.append(like), kept.append(k.new_empty(*k.shape[:2], 0, dtype=torch.uint8))
         else:
             *state, of_part = state_of(i, part)
             own.append(_pack(state)), kept.append(of_part)
@@ -192,9 +228,9 @@ class _Begin(torch.autograd.Function):
         like = _like(k, v, job.score)
 
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
-            return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), job.keeps)
+            return ops.state_of_keys(*_of(part, k, v), job.call(i, log_decay), keep=True)
 
-        own, call.kept = _own_states(state_of, job, job.spread.layout.parts[-1:], like)
+        own, call.kept = _own_states(state_of, job, like, k, backward=False)
         call.states = Exchange(own, like, job.carries, job.spread, backward=False)
         return q.new_empty(0)
 
@@ -211,14 +247,14 @@ class _Finish(torch.autograd.Function):
     @staticmethod
     def forward(ctx, call: _Call, ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         ctx.call, job = call, call.job
-        before, call.states = [_unpack(x, v) for x in call.states.wait()], None
-        pieces, after = [], []
-        for i, (part, state) in enumerate(zip(job.spread.parts, before, strict=True)):
-            given = *_of(part, q, k, v), job.call(i, log_decay), *state
-            o, z, *new = ops.prefill_kept_(*given, call.kept[i]) if job.keeps else ops.prefill(*given)
-            pieces.append((o, z))
-            after.append(new if log_decay is not None else (None, None))  # for its gradient alone
-        call.kept = []
+        came = call.states.wait()
+        before = _states(came, v)
+        after = [] if log_decay is None else _states(call.states.passed_on(came), v)  # for its gradient
+        call.states = came = None
+        pieces = []
+        for i, part in enumerate(job.spread.parts):
+            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), job.call(i, log_decay), *before[i], call.kept[i]))
+            call.kept[i] = None
         z = q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), z))
         ctx.save_for_backward(q, k, v, log_decay, o, z, *chain(*before, *after))
@@ -230,29 +266,35 @@ class _Finish(torch.autograd.Function):
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, log_decay, o, z, *states = ctx.saved_tensors
         job, like = ctx.call.job, _like(k, v, ctx.call.job.score)
-        grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         parts = job.spread.parts
+        states = list(zip(states[::2], states[1::2], strict=True))
+        before, after = states[: len(parts)], states[len(parts) :]
         calls = [job.call(i, log_decay) for i in range(len(parts))]
+        g, e = ops.gradients_of_sums(torch.zeros_like(o) if grad_o is None else grad_o, grad_z, o, z)
 
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
-            return ops.state_of_queries(*_of(part, grad_o, grad_z, q, k, v, o, z), calls[i], job.keeps)
+            return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
-        own, kept = _own_states(state_of, job, job.spread.layout.parts[:1], like)
+        own, kept = _own_states(state_of, job, like, k, backward=True)
         exchange = Exchange(own, like, job.carries, job.spread, backward=True)
+        # While gradients of states are on their way:
+        of_queries = [
+            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
+        ]
 
         def gradients() -> tuple[Tensor, ...]:
-            pairs = list(zip(states[::2], states[1::2], strict=True))
-            before, after = pairs[: len(parts)], pairs[len(parts) :]
+            came = exchange.wait()
+            behind = _states(came, v)
+            passed_on = [] if log_decay is None else _states(exchange.passed_on(came), v)
             pieces = []
-            for i, (part, grad_new) in enumerate(zip(parts, exchange.wait(), strict=True)):
-                grads = *_of(part, grad_o, grad_z), *_unpack(grad_new, v)
-                tokens, results = _of(part, q, k, v), _of(part, o, z)
-                if job.keeps:
-                    of_part = ops.prefill_kept_backward_(grads, *tokens, results, calls[i], *before[i], kept[i])
-                else:
-                    of_part = ops.prefill_backward(grads, *tokens, (*results, *after[i]), calls[i], *before[i])
-                pieces.append(of_part[: 3 if log_decay is None else 4])
-            kept.clear()
+            for i, part in enumerate(parts):
+                (grad_q, pairs), of_states = of_queries[i], None
+                if log_decay is not None:
+                    of_states = torch.stack([_pairs(after[i], behind[i], k), _pairs(before[i], passed_on[i], k)], dim=-1)
+                given = *_of(part, g, e), behind[i], *_of(part, q, k, v), calls[i], pairs, of_states, kept[i]
+                grad_k, grad_v, of_decay = ops.prefill_backward_of_keys_(*given)
+                pieces.append((grad_q, grad_k, grad_v, of_decay)[: 3 if log_decay is None else 4])
+                of_queries[i] = kept[i] = None
             return _joined(pieces, tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
 
         ctx.call.gradients = gradients

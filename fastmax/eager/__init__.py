@@ -25,7 +25,7 @@ from fastmax.eager.blocks import (
     to_blocks,
     token_major,
 )
-from fastmax.eager.decay import Decay, finite_decay
+from fastmax.eager.decay import Decay, QueryPairs, finite_decay
 from fastmax.eager.features import state_rows
 from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
@@ -45,6 +45,8 @@ __all__ = [
     "algorithm_of",
     "backward",
     "backward_from_state",
+    "backward_of_keys",
+    "backward_of_queries",
     "compute_dtype",
     "decode_step",
     "decode_step_",
@@ -55,6 +57,7 @@ __all__ = [
     "forward",
     "forward_from_state",
     "gathered_step_",
+    "gradients_of_sums",
     "in_functorch",
     "is_transformed",
     "merge_",
@@ -65,9 +68,11 @@ __all__ = [
     "state_of_keys",
     "state_of_queries",
     "state_rows",
+    "sums_dtype",
     "sums_of_weights",
     "token_factors",
     "unit_rows",
+    "zero_state",
 ]
 
 
@@ -215,7 +220,7 @@ def backward_from_state(
 def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """Values (b, hk, features, dv) and weights (b, hk, features): the state in which a causal call of these keys ends."""
     (b, hk, _, d), dv, order = k.shape, v.shape[3], call.score.order
-    values, weights = _zero_state(k, v, order)
+    values, weights = zero_state(k, v, order)
     plan, workspace = plan_linear(k.device, b * hk, 1, d, dv, order), Workspace(values.dtype, k.device)
     for batch, heads in head_groups(b, hk, plan.heads) if k.numel() > 0 else ():
         state = linear.state_of_keys(_operands(k, k, v, call, batch, heads), plan, workspace)
@@ -223,23 +228,96 @@ def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return values, weights
 
 
-def state_of_queries(
-    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
-) -> tuple[Tensor, Tensor]:
-    """What `backward_from_state` returns as gradients of values and weights, where those of the new state are zeros."""
-    (b, hk, _, d), dv, order = k.shape, v.shape[3], call.score.order
-    values, weights = _zero_state(k, v, order)
-    rows, workspace = _rows(grad_o, grad_z, o, z, call), Workspace(values.dtype, k.device)
-    plan = plan_linear(k.device, b * hk, _group_size(q, k), d, dv, order)
-    factors = coefficients(d, _divisors(call.score, values.dtype), values)
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of g, the gradient of a sum of values of a dtype: float16, which has no room for it, is widened."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """See `fastmax.ops.gradients_of_sums`. e is made of g as that is rounded: where o is close to v both cancel in g.v + e."""
+    inverse = tiles.reciprocal(z).unsqueeze(-1)
+    g = (grad_o * inverse).to(sums_dtype(o.dtype)).contiguous()
+    e = -(g.to(z.dtype) * o).sum(-1)
+    return g, e if grad_z is None else e + torch.where(z == tiles.NO_KEYS, 0.0, grad_z)
+
+
+def _given_terms(ops: Operands, g: Tensor, e: Tensor, kv_heads: int, batch: slice, heads: slice):
+    """g and e of spans of a head group, as `_terms`."""
+    group = [_five(x, kv_heads)[batch, heads] for x in (g, e.unsqueeze(-1))]
+    return lambda span: tuple(to_blocks(x, span).to(ops.dtype) for x in group)
+
+
+def _groups(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call):
+    """Batch entries and heads of each head group, its operands and terms; and the plan."""
+    (b, hk, _, d), dv = k.shape, v.shape[3]
+    plan = plan_linear(k.device, b * hk, _group_size(q, k), d, dv, call.score.order)
     for batch, heads in head_groups(b, hk, plan.heads) if q.numel() > 0 else ():
         ops = _operands(q, k, v, call, batch, heads)
-        state = linear.state_of_queries(ops, plan, _terms(ops, rows, hk, batch, heads), workspace)
-        _write_state(linear.pack_state(state, d), (values, weights), batch, heads)
+        yield (batch, heads), plan, ops, _given_terms(ops, g, e, hk, batch, heads)
+
+
+def backward_of_queries(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, state: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """The gradient of q as `backward_from_state` has it, and with a decay the sums (b, h, n) of pairs of each query with keys
+    of other chunks."""
+    grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k[:, :, :0], v[:, :, :0]))
+    pairs = None if call.log_decay is None else torch.zeros_like(e, memory_format=torch.contiguous_format)
+    workspace, hk = Workspace(compute_dtype(q.dtype), q.device), k.shape[1]
+    for group, plan, ops, terms in _groups(g, e, q, k, v, call):
+        sums = Gradients(ops, tuple(_five(x, hk)[group] for x in grads), None)
+        if pairs is not None:
+            sums.decay = QueryPairs(_five(pairs, hk)[group])
+        before = linear.unpack_state(*(x[group].flatten(0, 1) for x in state), q.shape[3], call.score.order)
+        linear.backward_of_queries(ops, plan, terms, sums, workspace, before)
+        sums.write()
+    return grads[0], pairs
+
+
+def backward_of_keys(
+    g: Tensor,
+    e: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    state_grads: tuple[Tensor, Tensor],
+    pairs: Tensor | None,
+    pairs_of_states: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """The gradients of k and v as `backward_from_state` has them, and of log_decay by the pairs of `backward_of_queries`."""
+    grads = tuple(empty_like_layout(x, x.shape[-1]).zero_() for x in (q[:, :, :0], k, v))
+    of_decay = None if call.log_decay is None else torch.zeros_like(call.log_decay, memory_format=torch.contiguous_format)
+    workspace, hk = Workspace(compute_dtype(q.dtype), q.device), k.shape[1]
+    score = _divisors(call.score, state_grads[0].dtype)
+    factors = coefficients(q.shape[3], score, state_grads[0])
+    behind_all = state_grads[0] / factors.unsqueeze(-1), state_grads[1] / factors
+    for group, plan, ops, terms in _groups(g, e, q, k, v, call):
+        sums = Gradients(ops, tuple(_five(x, hk)[group] for x in grads), None)
+        if of_decay is not None:
+            of_group = _five(pairs, hk)[group]
+            sums.decay.add_queries(0, of_group.flatten(2).flatten(0, 1).unsqueeze(-1), of_group.shape[2])
+        behind = linear.unpack_state(*(x[group].flatten(0, 1) for x in behind_all), q.shape[3], call.score.order)
+        linear.backward_of_keys(ops, plan, terms, sums, workspace, behind, score)
+        sums.write()
+        if of_decay is not None:
+            behind_pairs, before_pairs = pairs_of_states[group].split(1, dim=-1)
+            of_decay[group] = sums.decay.result(before_pairs, behind_pairs).to(of_decay.dtype)
+    return grads[1:], of_decay
+
+
+def state_of_queries(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """What `backward_from_state` returns as gradients of values and weights, where those of the new state are zeros."""
+    values, weights = zero_state(k, v, call.score.order)
+    workspace, d = Workspace(values.dtype, k.device), k.shape[3]
+    factors = coefficients(d, _divisors(call.score, values.dtype), values)
+    for group, plan, ops, terms in _groups(g, e, q, k, v, call):
+        state = linear.state_of_queries(ops, plan, terms, workspace)
+        _write_state(linear.pack_state(state, d), (values, weights), *group)
     return values.mul_(factors.unsqueeze(-1)), weights.mul_(factors)
 
 
-def _zero_state(k: Tensor, v: Tensor, order: int) -> tuple[Tensor, Tensor]:
+def zero_state(k: Tensor, v: Tensor, order: int) -> tuple[Tensor, Tensor]:
     """Values (b, hk, features, dv) and weights (b, hk, features) before any token."""
     b, hk, _, d = k.shape
     features = state_rows(d, order)

@@ -209,6 +209,19 @@ class Decay:
         return rearrange(x[..., start : start + count * length], "b h (count t) -> (b h count) t", count=count)
 
 
+class QueryPairs:
+    """What of the gradient of log_decay comes by query, where the rest is for another call (`DecayGradient.add_queries`)."""
+
+    def __init__(self, out: Tensor):
+        """`out` (b, hk, group, n), zeros."""
+        self._out = out
+
+    def add_queries(self, start: int, x: Tensor, group: int) -> None:
+        b, hk = self._out.shape[:2]
+        x = rearrange(x, "(b h count) (g t) 1 -> b h g (count t)", b=b, h=hk, g=group)
+        self._out[..., start : start + x.shape[-1]] += x
+
+
 class DecayGradient:
     """Sums up the gradient of log_decay over a head group.
 

@@ -319,18 +319,33 @@ def backward(
     `score_behind`, in which no coefficient is 0. Both states may be overwritten. Returns what becomes of `behind` with all
     queries in it, which all see the keys of `before`.
     """
-    walk = _Walk(ops, plan, workspace)
-    score = ops.score
-    score_behind = score if score_behind is None else score_behind
+    _of_queries(ops, plan, g_e, grads, workspace, before)
+    return _of_keys(ops, plan, g_e, grads, workspace, behind, score_behind)
 
-    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor | None, factor: Tensor | None, span: Span):
-        """`v` and `weight` have the factor."""
-        dk, dv = _read_gradient(state, k, v, weight, score_behind, workspace, values=True)
-        grads.add_k(span, dk)
-        if grads.decay is not None:
-            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score_behind) * weight)
-        grads.add_v(span, dv if factor is None else dv * factor)
 
+def backward_of_queries(
+    ops: Operands, plan: LinearPlan, g_e: Callable, grads: Gradients, workspace: Workspace, before: State
+) -> None:
+    """The gradient of q by `backward`; `grads.decay` gets the sums by query of pairs of other chunks."""
+    _of_queries(ops, plan, g_e, grads, workspace, before, alone=True)
+
+
+def backward_of_keys(
+    ops: Operands,
+    plan: LinearPlan,
+    g_e: Callable,
+    grads: Gradients,
+    workspace: Workspace,
+    behind: State,
+    score_behind: Score,
+) -> None:
+    """The gradients of k and v by `backward`; `grads.decay` gets all but those sums."""
+    _of_keys(ops, plan, g_e, grads, workspace, behind, score_behind, alone=True)
+
+
+def _of_queries(ops, plan, g_e, grads, workspace, before, alone=False) -> None:
+    """`backward` up to where keys look at queries; `alone`: with the chunks' own pairs, which else come there."""
+    walk, score = _Walk(ops, plan, workspace), ops.score
     state = walk.state() if before is None else before
     for span in walk.alone:
         state = _absorb(state, *walk.alone_k_v(span)[:3], workspace)
@@ -346,9 +361,25 @@ def backward(
                 grads.decay.add_queries(span.start, _read_pairs(before, q, g, e, dq, score), ops.group)
 
         if ops.causal:
-            _, state = walk.advance(state, _scaled(walk.k_v(walk.keys(span)), keys), span, dq, carry)
+            k, v, weight = walk.k_v(walk.keys(span))
+            _, state = walk.advance(state, _scaled((k, v, weight), keys), span, dq, carry)
+            if alone:
+                grads.add_q(span, tiles.backward(q, k, v, *terms, score, walk.place(span, weight), workspace).q)
         else:
             dq(state)
+
+
+def _of_keys(ops, plan, g_e, grads, workspace, behind, score_behind, alone=False) -> State:
+    walk, score = _Walk(ops, plan, workspace), ops.score
+    score_behind = score if score_behind is None else score_behind
+
+    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor | None, factor: Tensor | None, span: Span):
+        """`v` and `weight` have the factor."""
+        dk, dv = _read_gradient(state, k, v, weight, score_behind, workspace, values=True)
+        grads.add_k(span, dk)
+        if grads.decay is not None:
+            grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score_behind) * weight)
+        grads.add_v(span, dv if factor is None else dv * factor)
 
     state = walk.state() if behind is None else behind
     for span in reversed(walk.queries):
@@ -363,7 +394,8 @@ def backward(
 
             _, state = walk.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
             tile = tiles.backward(q, k, v, g, e, score, walk.place(span, weight), workspace)
-            grads.add_q(span, tile.q)
+            if not alone:
+                grads.add_q(span, tile.q)
             grads.add_k(keys, tile.k)
             grads.add_v(keys, tile.v)
             if tile.pairs is not None:

@@ -30,6 +30,7 @@ PORTABLE = (
     "quadratic/bounds_sm80.cu",
     "linear/prepare_sm80.cu",
     "linear/tile_inputs_sm80.cu",
+    "linear/order1/sums_sm80.cu",
     "linear/order2/add_state_sm80.cu",
     "linear/order2/part_state_sm80.cu",
     "linear/order2/part_state_io_sm80.cu",
@@ -51,7 +52,7 @@ def build(folder: Path, pattern: str = "", csrc: Path = CSRC, jobs: int = 2) -> 
     folder.mkdir(parents=True, exist_ok=True)
     kernels = [path for path in sorted(csrc.rglob("*_sm90.cu")) if re.search(pattern, str(path.relative_to(csrc)))]
     others = [csrc / name for name in PORTABLE] + [path for name in HOST for path in sorted(csrc.glob(name))]
-    sources = [*kernels, *others]
+    sources = [path for path in [*kernels, *others] if path.exists()]
     with ThreadPoolExecutor(jobs) as pool:
         own = pool.map(
             lambda source: compile_source(source, folder / f"{source.stem}.o", csrc, "-O2"), sorted(HERE.glob("*.cpp"))

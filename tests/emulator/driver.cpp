@@ -92,6 +92,20 @@ void fill(BwdParams& p) {
   take("kept", p.kept);
 }
 
+// What later versions of the params have beside these.
+template <class Params>
+void fill_more(Params& p) {
+  if constexpr (requires { p.near_lse; }) {
+    take("near_lse", p.near_lse);
+    p.near_lse_head = has("near_lse") ? tensor("near_lse").strides[1] : 0;
+  }
+  if constexpr (requires { p.from_nothing; }) p.from_nothing = integer("from_nothing", 0) != 0;
+  if constexpr (requires { p.adds; }) p.adds = integer("adds", 0) != 0;
+  if constexpr (requires { p.g_stride; }) take("g", p.g, p.g_stride), take("e", p.e);
+  if constexpr (requires { p.pairs_by_query; }) take("pairs_by_query", p.pairs_by_query);
+  if constexpr (requires { p.pairs_of_states; }) take("pairs_of_states", p.pairs_of_states);
+}
+
 const Algorithm& algorithm_of(const std::string& name) {
   for (const Algorithm* algorithm : {&kQuadraticAlgorithm, &kFlashAlgorithm, &kLinearAlgorithm, &kLinearFromState}) {
     if (name == algorithm->name) return *algorithm;
@@ -129,7 +143,7 @@ class Workspace {
 template <class Params>
 size_t kept_bytes(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*bytes)(const Params&)) {
   Params p{};
-  fill(static_cast<AttentionParams&>(p)), fill(p);
+  fill(static_cast<AttentionParams&>(p)), fill(p), fill_more(p);
   const auto function = select(algorithm, p, direction).*bytes;
   return function == nullptr ? 0 : function(p);
 }
@@ -138,7 +152,7 @@ template <class Params>
 void run(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*workspace_bytes)(const Params&),
          void (*Kernels::*launch)(const Params&, cudaStream_t)) {
   Params p{};
-  fill(static_cast<AttentionParams&>(p)), fill(p);
+  fill(static_cast<AttentionParams&>(p)), fill(p), fill_more(p);
   const Kernels& kernels = select(algorithm, p, direction);
   kernels_name = kernels.name;
   const Workspace workspace((kernels.*workspace_bytes)(p));

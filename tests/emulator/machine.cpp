@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <deque>
@@ -24,6 +25,7 @@ namespace {
 
 constexpr int kSharedWindow = 1 << 18;  // what 14 bits of an address by 16 bytes reach
 constexpr int kRegisters = 65536;
+constexpr double kSpinSeconds = 20;  // without progress of any block, while some wait for each other
 
 }  // namespace
 
@@ -41,7 +43,7 @@ namespace {
 
 // ---- what threads wait for
 
-enum class Waits { kNothing, kExchange, kBarrier, kMbarrier, kRegisters };
+enum class Waits { kNothing, kOthersFirst, kExchange, kBarrier, kMbarrier, kRegisters };
 
 struct Write {  // a copy from shared memory
   bool is_box;
@@ -49,6 +51,7 @@ struct Write {  // a copy from shared memory
   Box box;
   unsigned char* dst;
   uint32_t src, bytes;
+  Combine combine;
   std::vector<unsigned char> data;
   bool is_read = false, is_written = false, is_waited_for = false;
 };
@@ -130,6 +133,7 @@ struct LaunchState {
   const std::function<void()>* kernel;
   Schedule schedule;
   std::atomic<uint64_t> next_block{0};
+  std::atomic<uint64_t> progress{0};
   std::atomic<bool> failed{false};
   std::mutex mutex;
   std::string error;
@@ -187,10 +191,12 @@ class Block {
       const int warp = pick_warp();
       if (warp < 0) {
         if (finish_one_load()) continue;
+        if (wake_spinning()) continue;
         error = "deadlock: " + who_waits();
         break;
       }
       run_warp(warp);
+      if (++steps % 64 == 0) state.progress.fetch_add(1, std::memory_order_relaxed);
     }
     if (error.empty()) check_end();
   }
@@ -377,10 +383,35 @@ class Block {
     w.is_written = true;
     if (w.is_box) {
       for_each_chunk(tensor_map_of(w.map), w.src, w.box, [&](uint32_t at, unsigned char* memory, uint32_t bytes) {
-        std::memcpy(memory, w.data.data() + (at - w.src), bytes);
+        combine(memory, w.data.data() + (at - w.src), bytes, w.combine, tensor_map_of(w.map).is_bf16);
       });
     } else {
-      std::memcpy(w.dst, w.data.data(), w.bytes);
+      combine(w.dst, w.data.data(), w.bytes, w.combine, false);
+    }
+  }
+  static void combine(unsigned char* to, const unsigned char* from, uint32_t bytes, Combine how, bool is_bf16) {
+    if (how == Combine::kReplace) {
+      std::memcpy(to, from, bytes);
+    } else if (how == Combine::kAddFloat) {
+      for (uint32_t i = 0; i < bytes; i += 4) {
+        float a, b;
+        std::memcpy(&a, to + i, 4), std::memcpy(&b, from + i, 4);
+        a += b;
+        std::memcpy(to + i, &a, 4);
+      }
+    } else {
+      for (uint32_t i = 0; i < bytes; i += 2) {
+        uint16_t a, b;
+        std::memcpy(&a, to + i, 2), std::memcpy(&b, from + i, 2);
+        if (is_bf16) {
+          const __nv_bfloat16 sum = __float2bfloat16_rn(bf16_to_float(a) + bf16_to_float(b));
+          std::memcpy(&a, &sum, 2);
+        } else {
+          const __half sum = __float2half_rn(fp16_to_float(a) + fp16_to_float(b));
+          std::memcpy(&a, &sum, 2);
+        }
+        std::memcpy(to + i, &a, 2);
+      }
     }
   }
 
@@ -555,6 +586,21 @@ class Block {
     return -1;
   }
 
+  // Threads that look again and again for what another block does.
+  bool wake_spinning() {
+    bool any = false;
+    wake_all([&](const Fiber& f) { return f.waits == Waits::kOthersFirst && (any = true); });
+    if (!any) return false;
+    const uint64_t progress = state.progress.load();
+    const auto now = std::chrono::steady_clock::now();
+    if (progress != seen_progress) seen_progress = progress, seen_at = now;
+    if (std::chrono::duration<double>(now - seen_at).count() > kSpinSeconds) {
+      error = "blocks wait for each other: " + who_waits();
+    }
+    std::this_thread::yield();
+    return true;
+  }
+
   std::string who_waits() const {
     std::map<std::string, std::string> threads;  // by what they wait for
     for (size_t w = 0; w < warps.size(); ++w) {
@@ -575,6 +621,7 @@ class Block {
   std::string describe(const Fiber& f) const {
     switch (f.waits) {
       case Waits::kNothing: return "nothing";
+      case Waits::kOthersFirst: return "other blocks";
       case Waits::kExchange: return std::string("its lanes in ") + f.what;
       case Waits::kBarrier: {
         const NamedBarrier& b = barriers[f.address];
@@ -621,6 +668,9 @@ class Block {
   int dim, live, current = 0, last_warp = -1;
   bool in_fiber = false;
   uint32_t first_address = 0;
+  uint64_t steps = 0, seen_progress = 0;
+  std::chrono::steady_clock::time_point seen_at = std::chrono::steady_clock::now();
+  int64_t clock = 0;
   Context scheduler;
   std::string error;
   std::array<NamedBarrier, 16> barriers;
@@ -690,6 +740,7 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
       block = &now;
       now.run();
       block = nullptr;
+      ++state.progress;
       if (!now.error.empty()) {
         const std::lock_guard<std::mutex> lock(state.mutex);
         if (state.error.empty()) state.error = "block " + std::to_string(i) + ": " + now.error;
@@ -716,6 +767,13 @@ int warp_index() { return block->current / kWarp; }
 
 void touch() {
   if (block->schedule.warps == Schedule::Warps::kRandom && block->chance(64)) block->back_to_scheduler();
+}
+void spin() {
+  block->wait(Waits::kOthersFirst);
+}
+int64_t clock() {
+  block->back_to_scheduler();
+  return block->clock += 1000;
 }
 
 uint32_t shared_address(const void* p) {
@@ -812,16 +870,20 @@ void mbarrier_init(uint32_t address, int arrivals) {
   std::memcpy(block->shared(address, 8), &word, 8);
   if (!block->mbarriers.insert({address, {arrivals, arrivals, 0, 0}}).second) fail("an mbarrier that is initialised twice");
 }
-void mbarrier_arrive(uint32_t address) {
+void mbarrier_arrive(uint32_t address, int arrivals) {
   touch();
   Mbarrier& barrier = block->mbarrier(address);
-  if (barrier.pending == 0) fail("more arrivals at the mbarrier at " + block->name_of(address) + " than its phase waits for");
-  --barrier.pending;
+  if (arrivals > barrier.pending) fail("more arrivals at the mbarrier at " + block->name_of(address) + " than its phase waits for");
+  barrier.pending -= arrivals;
   block->end_phase_if_complete(address, barrier);
 }
 void mbarrier_expect(uint32_t address, uint32_t bytes) {
   touch();
   block->mbarrier(address).bytes += bytes;
+}
+bool mbarrier_test(uint32_t address, uint32_t parity) {
+  block->back_to_scheduler();
+  return (block->mbarrier(address).phase & 1) != parity;
 }
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   touch();
@@ -856,20 +918,20 @@ void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) 
   check_bulk(src, dst, bytes);
   block->start_load({false, {}, {}, src, dst, bytes, barrier});
 }
-void store_box(const CUtensorMap& map, uint32_t src, const Box& box) {
+void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine combine) {
   const TensorMap& m = tensor_map_of(map);
   block->check_box(m, src);
   for (const int at : box.at) {
     if (at < 0) fail("a box that is stored at a negative coordinate");
   }
   auto write = std::make_unique<Write>();
-  write->is_box = true, write->map = map, write->box = box, write->src = src, write->bytes = Block::box_bytes(m);
+  write->is_box = true, write->map = map, write->box = box, write->src = src, write->bytes = Block::box_bytes(m), write->combine = combine;
   block->start_write(std::move(write));
 }
-void store_bulk(void* dst, uint32_t src, uint32_t bytes) {
+void store_bulk(void* dst, uint32_t src, uint32_t bytes, Combine combine) {
   check_bulk(dst, src, bytes);
   auto write = std::make_unique<Write>();
-  write->is_box = false, write->dst = static_cast<unsigned char*>(dst), write->src = src, write->bytes = bytes;
+  write->is_box = false, write->dst = static_cast<unsigned char*>(dst), write->src = src, write->bytes = bytes, write->combine = combine;
   block->start_write(std::move(write));
 }
 void bulk_commit() {

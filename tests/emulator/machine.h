@@ -55,6 +55,9 @@ const dim3& grid_size();
 
 // Others may run here.
 void touch();
+// Nothing that this thread waits for will come before others ran.
+void spin();
+int64_t clock();
 
 // ---- shared memory, by its 32-bit addresses
 
@@ -120,8 +123,9 @@ void barrier_arrive(int barrier, int threads);
 // ---- mbarrier
 
 void mbarrier_init(uint32_t address, int arrivals);
-void mbarrier_arrive(uint32_t address);
+void mbarrier_arrive(uint32_t address, int arrivals);
 void mbarrier_expect(uint32_t address, uint32_t bytes);
+bool mbarrier_test(uint32_t address, uint32_t parity);
 void mbarrier_wait(uint32_t address, uint32_t parity);
 
 // ---- copies
@@ -135,6 +139,7 @@ struct TensorMap {
   uint32_t extents[4];
   uint16_t box[4];
   uint16_t element_bytes, swizzle_bytes;
+  bool is_bf16;
 };
 static_assert(sizeof(TensorMap) <= sizeof(CUtensorMap));
 
@@ -142,10 +147,12 @@ struct Box {
   int at[4];  // column, token, head, batch
 };
 
+enum class Combine { kReplace, kAddFloat, kAdd16 };
+
 void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box);
 void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier);
-void store_box(const CUtensorMap& map, uint32_t src, const Box& box);
-void store_bulk(void* dst, uint32_t src, uint32_t bytes);
+void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine combine);
+void store_bulk(void* dst, uint32_t src, uint32_t bytes, Combine combine);
 void bulk_commit();
 void bulk_wait(int pending, bool only_read);
 

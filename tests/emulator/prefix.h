@@ -68,8 +68,18 @@ inline To emulator_bits(From x) {
 }
 inline float __uint_as_float(unsigned x) { return emulator_bits<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator_bits<unsigned>(x); }
+inline float __int_as_float(int x) { return emulator_bits<float>(x); }
+inline int __float_as_int(float x) { return emulator_bits<int>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __funnelshift_lc(unsigned lo, unsigned hi, unsigned shift) {
+  return static_cast<unsigned>(((uint64_t{hi} << 32 | lo) << (shift < 32 ? shift : 32)) >> 32);
+}
 
 template <class T>
 inline T __ldg(const T* p) { return *p; }
@@ -81,6 +91,10 @@ template <class T>
 inline void __stcg(T* p, T x) { *p = x; }
 template <class T>
 inline void __stcs(T* p, T x) { *p = x; }
+
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline long long clock64() { return ::emulator::clock(); }
 
 // ---- collectives
 
@@ -141,6 +155,10 @@ template <class T>
 inline T __reduce_max_sync(unsigned mask, T x) {
   return emulator_reduce("__reduce_max_sync", mask, x, [](T a, T b) { return a > b ? a : b; });
 }
+template <class T>
+inline T __reduce_add_sync(unsigned mask, T x) {
+  return emulator_reduce("__reduce_add_sync", mask, x, [](T a, T b) { return a + b; });
+}
 
 // ---- atomics: blocks are threads of their own
 
@@ -153,6 +171,14 @@ inline T emulator_atomic(T* p, const Change& change) {
   return old;
 }
 template <class T>
+inline T atomicAdd(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T old) { return static_cast<T>(old + x); }); }
+template <class T>
 inline T atomicMin(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T old) { return old < x ? old : x; }); }
 template <class T>
 inline T atomicMax(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T old) { return old > x ? old : x; }); }
+template <class T>
+inline T atomicExch(T* p, std::type_identity_t<T> x) { return emulator_atomic(p, [x](T) { return x; }); }
+template <class T>
+inline T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> x) {
+  return emulator_atomic(p, [=](T old) { return old == expected ? x : old; });
+}

@@ -21,7 +21,7 @@ CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ran
     return CUDA_ERROR_INVALID_VALUE;
   }
   emulator::TensorMap m{};
-  m.magic = emulator::TensorMap::kMagic, m.base = static_cast<unsigned char*>(base), m.element_bytes = 2;
+  m.magic = emulator::TensorMap::kMagic, m.base = static_cast<unsigned char*>(base), m.element_bytes = 2, m.is_bf16 = is_bf16;
   static_assert(CU_TENSOR_MAP_SWIZZLE_NONE == 0 && CU_TENSOR_MAP_SWIZZLE_128B == 3, "by their logarithms");
   if (swizzle > CU_TENSOR_MAP_SWIZZLE_128B) return CUDA_ERROR_INVALID_VALUE;
   m.swizzle_bytes = static_cast<uint16_t>(16 << swizzle);
@@ -57,8 +57,19 @@ CUcontext current_context() { return reinterpret_cast<CUcontext>(1); }
 extern "C" {
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) { return std::memset(p, value, bytes), cudaSuccess; }
 cudaError_t cudaMemset2DAsync(void* p, size_t pitch, int value, size_t width, size_t height, cudaStream_t) {
   for (size_t i = 0; i < height; ++i) std::memset(static_cast<char*>(p) + i * pitch, value, width);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height, cudaMemcpyKind,
+                              cudaStream_t) {
+  for (size_t i = 0; i < height; ++i) {
+    std::memcpy(static_cast<char*>(to) + i * to_pitch, static_cast<const char*>(from) + i * from_pitch, width);
+  }
   return cudaSuccess;
 }
 // Kernels of the portable rows of the tables: __init__.py makes their symbols come here.

@@ -20,6 +20,12 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;  // of the phase in which the stage is full
 
+  // Of the i-th stage that is filled.
+  template <int kStages>
+  static __device__ __forceinline__ RingPosition of(int i) {
+    return {i % kStages, static_cast<uint32_t>(i / kStages % 2)};
+  }
+
   template <int kStages>
   __device__ __forceinline__ void advance() {
     if (++stage == kStages) stage = 0, parity ^= 1;
@@ -35,10 +41,10 @@ struct Ring {
 
   explicit __device__ __forceinline__ Ring(uint32_t barriers) : barriers(barriers) {}
 
-  // By one thread, before the block's barrier; then ptx::fence_mbarrier_init().
-  __device__ __forceinline__ void init(int reader_warps) const {
+  // By one thread, before the block's barrier; then ptx::fence_mbarrier_init(). writers: that arrive where warps fill the stages.
+  __device__ __forceinline__ void init(int reader_warps, int writers = 1) const {
     for (int i = 0; i < kStages; ++i) {
-      ptx::mbarrier_init(barriers + 16 * i, 1);
+      ptx::mbarrier_init(barriers + 16 * i, writers);
       ptx::mbarrier_init(barriers + 16 * i + 8, reader_warps);
     }
   }
@@ -50,6 +56,12 @@ struct Ring {
   __device__ __forceinline__ void wait_until_empty(RingPosition at) const { ptx::mbarrier_wait(empty(at), at.parity ^ 1); }
   __device__ __forceinline__ void expect(RingPosition at, uint32_t bytes) const { ptx::mbarrier_arrive_expect(full(at), bytes); }
   __device__ __forceinline__ void wait_until_full(RingPosition at) const { ptx::mbarrier_wait(full(at), at.parity); }
+
+  // A writer's warp, in place of `expect`, after its writes.
+  __device__ __forceinline__ void publish(RingPosition at, int lane) const {
+    __syncwarp();
+    ptx::mbarrier_arrive_if(full(at), lane == 0);
+  }
 
   // Without a branch (ptx.h). condition: the same in all lanes.
   __device__ __forceinline__ void release(RingPosition at, int lane, bool condition = true) const {

@@ -28,6 +28,11 @@ __device__ __forceinline__ void mbarrier_arrive_expect(uint32_t barrier, uint32_
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
+// [mbarrier.arrive] In the place of so many threads.
+__device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
 // [mbarrier.try_wait] Whether the phase of this parity has ended; waits for a time that the system chooses. Not `.acquire.cluster`,
 // which empties L1 at every wait.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
@@ -70,6 +75,13 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, 
                : "memory");
 }
 
+// [cp.reduce.async.bulk.tensor] As tma_store, but adds to what is there, each number rounded once to the tensor's type.
+__device__ __forceinline__ void tma_add(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map), "r"(src),
+               "r"(column), "r"(token), "r"(head), "r"(batch)
+               : "memory");
+}
+
 // [cp.async.bulk] Contiguous bytes, a multiple of 16 at multiples of 16, to shared memory.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
@@ -80,6 +92,11 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
 // [cp.async.bulk] Likewise from shared memory. Joins this thread's bulk group.
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
+}
+
+// [cp.reduce.async.bulk] Adds floats of shared memory to those of global memory, one by one. Joins this thread's bulk group.
+__device__ __forceinline__ void bulk_add_f32(float* dst, uint32_t src, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst), "r"(src), "r"(bytes) : "memory");
 }
 
 // [cp.async.bulk.commit_group]
@@ -99,6 +116,30 @@ __device__ __forceinline__ void bulk_wait_read() {
 // [fence.proxy] This thread's ordinary writes of shared memory, before the copy engine or wgmma reads them. Before the barrier that
 // tells so, in every thread that wrote.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// [fence.proxy] Likewise of global memory, in both directions.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// [ld], [st] A word by which blocks tell each other that something is done.
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* p) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+// Until the word is this one; in a build with FASTMAX_TRAP_DEADLOCKS as mbarrier_wait.
+__device__ __forceinline__ void wait_acquire(const uint32_t* p, uint32_t value) {
+#ifdef FASTMAX_TRAP_DEADLOCKS
+  for (uint32_t tries = 0; load_acquire(p) != value; ++tries) {
+    asm volatile("{.reg .pred p; setp.gt.u32 p, %0, 0x4000000; @p st.global.u32 [%1], 0;}" ::"r"(tries), "l"(uint64_t{0}) : "memory");
+  }
+#else
+  while (load_acquire(p) != value) {
+  }
+#endif
+}
+__device__ __forceinline__ void store_release(uint32_t* p, uint32_t value) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
 
 // [bar] At a named barrier (1 to 15) of kThreads threads: arrives without waiting, for those in barrier_wait (core/ptx.h).
 template <int kThreads>

@@ -21,7 +21,6 @@ Encode encode() {
 }
 
 constexpr int kElementBytes = 2;
-constexpr int kPanelCols = 64;
 
 // {column, token, head, batch}, and the strides of the last three in bytes.
 struct Shape {
@@ -48,10 +47,10 @@ std::optional<Shape> shape_of(const TokenTensor& x) {
 struct Key {
   const void* data;
   Shape shape;
-  int64_t box_tokens;
+  int64_t box_tokens, box_columns;
   int64_t math;
 };
-static_assert(sizeof(Key) == 8 * 10, "no padding between what is compared");
+static_assert(sizeof(Key) == 8 * 11, "no padding between what is compared");
 
 struct Entry {
   Key key;  // data is null in an empty one
@@ -79,24 +78,24 @@ bool has_tensor_map(const TokenTensor& tensor) { return shape_of(tensor).has_val
 
 bool driver_makes_tensor_maps() { return encode() != nullptr; }
 
-CUtensorMap tensor_map(const TokenTensor& tensor, int box_tokens) {
+CUtensorMap tensor_map(const TokenTensor& tensor, int box_tokens, int box_columns) {
   static thread_local std::array<Entry, 64> entries{};
 
   const std::optional<Shape> shape = shape_of(tensor);
   if (!shape.has_value()) throw std::logic_error("fastmax: a tensor's strides cannot be expressed by a tensor map");
-  const Key key{tensor.data, *shape, box_tokens, static_cast<int64_t>(tensor.math)};
+  const Key key{tensor.data, *shape, box_tokens, box_columns, static_cast<int64_t>(tensor.math)};
   Entry& entry = entries[slot_of(key, entries.size())];
   if (entry.key.data != nullptr && std::memcmp(&entry.key, &key, sizeof(key)) == 0) return entry.map;
 
   make_context_current();
-  const cuuint32_t box[4] = {kPanelCols, static_cast<cuuint32_t>(box_tokens), 1, 1};
+  const cuuint32_t box[4] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_tokens), 1, 1};
   const cuuint32_t element_strides[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result =
       encode()(&map, tensor.math == MathMode::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
                const_cast<void*>(tensor.data), shape->extents.data(), shape->strides.data(), box, element_strides,
-               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-               CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+               CU_TENSOR_MAP_INTERLEAVE_NONE, box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("fastmax: cuTensorMapEncodeTiled: error " + std::to_string(static_cast<int>(result)));
   }

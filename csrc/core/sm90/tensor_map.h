@@ -24,8 +24,12 @@ bool has_tensor_map(const TokenTensor& tensor);
 // Whether the driver makes tensor maps (CUDA 12 and newer do).
 bool driver_makes_tensor_maps();
 
-// Boxes of box_tokens (at most 256) x 64 columns, in the 128-byte swizzle of core/sm90/tiles.h, coordinates {column, token, head,
-// batch}. Kept by thread, since the same tensors come again and again; a map depends on nothing but what is given here.
-CUtensorMap tensor_map(const TokenTensor& tensor, int box_tokens);
+// Columns of a panel of a tile (core/sm90/tiles.h), whose rows are swizzled.
+constexpr int panel_cols(int tile_cols) { return tile_cols % 64 == 0 ? 64 : 32; }
+
+// Boxes of box_tokens (at most 256) x 64 or 32 columns (panel_cols), in the 128-byte or the 64-byte swizzle of core/sm90/tiles.h,
+// coordinates {column, token, head, batch}. Kept by thread, since the same tensors come again and again; a map depends on nothing but
+// what is given here.
+CUtensorMap tensor_map(const TokenTensor& tensor, int box_tokens, int box_columns = 64);
 
 }  // namespace fastmax

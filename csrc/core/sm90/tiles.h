@@ -6,8 +6,13 @@
 //   row 0    chunks 0 1 2 3 4 5 6 7        0 1 2 3 4 5 6 7
 //   row 1    chunks 1 0 3 2 5 4 7 6        1 0 3 2 5 4 7 6   ...
 //
+// Where kCols is no multiple of 64, panels have 32 columns and rows of 64 bytes, of whose four chunks every second row swaps
+// others (the 64-byte swizzle, over 8 rows = 512 bytes):
+//
+//   rows 0, 1    chunks 0 1 2 3        rows 2, 3    chunks 1 0 3 2        rows 4, 5    chunks 2 3 0 1   ...
+//
 // As an operand, a tile is read in steps of 16 along the sum:
-//   k_major    the sum runs over columns (Q K^T: both): step k is 32 bytes to the right, in panel k / 4
+//   k_major    the sum runs over columns (Q K^T: both): step k is 32 bytes to the right, in panel k / 4 (k / 2)
 //   mn_major   the sum runs over tokens (P V: V): step k is 16 rows down; further panels are further columns of the result
 #pragma once
 
@@ -16,6 +21,7 @@
 #include "core/dtype.h"
 #include "core/ptx.h"
 #include "core/sm90/ptx.h"
+#include "core/sm90/tensor_map.h"
 
 namespace fastmax {
 
@@ -25,19 +31,24 @@ __device__ __forceinline__ T warp_uniform(T x) {
   return __shfl_sync(0xffffffffu, x, 0);
 }
 
-inline constexpr int kPanelCols = 64;
 inline constexpr int kSwizzledTileAlignment = 1024;
 
 template <int kRows, int kCols>
 struct SwizzledTile {
+  static constexpr int kPanelCols = panel_cols(kCols);
+  static constexpr int kRowBytes = kPanelCols * 2;  // of a panel
   static_assert(kRows % 8 == 0 && kCols % kPanelCols == 0, "tiles are whole swizzle periods");
   static constexpr int kPanels = kCols / kPanelCols;
-  static constexpr int kPanelBytes = kRows * 128;
+  static constexpr int kPanelBytes = kRows * kRowBytes;
   static constexpr int kBytes = kPanels * kPanelBytes;
 
   // Byte offset of a 16-byte chunk; chunk: column / 8.
   static __device__ __forceinline__ uint32_t chunk_offset(int row, int chunk) {
-    return static_cast<uint32_t>((chunk >> 3) * kPanelBytes + row * 128 + (((chunk ^ row) & 7) << 4));
+    if constexpr (kPanelCols == 64) {
+      return static_cast<uint32_t>((chunk >> 3) * kPanelBytes + row * 128 + (((chunk ^ row) & 7) << 4));
+    } else {
+      return static_cast<uint32_t>((chunk >> 2) * kPanelBytes + row * 64 + (((chunk ^ (row >> 1)) & 3) << 4));
+    }
   }
 
   // The whole tile, from column 0 of a tensor on. Its bytes are to be expected at the barrier.
@@ -48,6 +59,10 @@ struct SwizzledTile {
   static __device__ __forceinline__ void store(uint32_t tile, const CUtensorMap& map, int token, int head, int batch) {
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) ptx::tma_store(map, tile + i * kPanelBytes, i * kPanelCols, token, head, batch);
+  }
+  static __device__ __forceinline__ void add(uint32_t tile, const CUtensorMap& map, int token, int head, int batch) {
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) ptx::tma_add(map, tile + i * kPanelBytes, i * kPanelCols, token, head, batch);
   }
 };
 
@@ -70,15 +85,20 @@ struct Operand {
 
   // Descriptors of step k, from row `row` (a multiple of 8; k_major) or from panel `panel` on (mn_major).
   __device__ __forceinline__ uint64_t k_major(int k, int row = 0) const {
-    return descriptor(low + (k >> 2) * (Tile::kPanelBytes >> 4) + (k & 3) * 2 + row * 8);
+    constexpr int kLog2Steps = Tile::kPanelCols == 64 ? 2 : 1;  // of a panel
+    return descriptor(low + (k >> kLog2Steps) * (Tile::kPanelBytes >> 4) + (k & ((1 << kLog2Steps) - 1)) * 2 +
+                      row * (Tile::kRowBytes >> 4));
   }
   __device__ __forceinline__ uint64_t mn_major(int k, int panel = 0) const {
-    return descriptor(low + k * 128 + panel * (Tile::kPanelBytes >> 4));
+    return descriptor(low + k * Tile::kRowBytes + panel * (Tile::kPanelBytes >> 4));  // 16 rows
   }
 
  private:
-  // Upper word: 128-byte swizzle, and 1024 bytes between groups of 8 rows.
-  static __device__ __forceinline__ uint64_t descriptor(uint32_t low) { return (uint64_t{0x40000040u} << 32) | low; }
+  // Upper word: 128-byte swizzle (1) or 64-byte swizzle (2), and 1024 or 512 bytes between groups of 8 rows.
+  static __device__ __forceinline__ uint64_t descriptor(uint32_t low) {
+    constexpr uint32_t kHigh = Tile::kPanelCols == 64 ? 0x40000040u : 0x80000020u;
+    return (uint64_t{kHigh} << 32) | low;
+  }
 };
 
 template <class Math>

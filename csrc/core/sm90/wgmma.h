@@ -3,6 +3,7 @@
 //   Wgmma<Math, kN>::rs<kB>(d, a, b)         A from registers, B from shared memory
 //   Wgmma<Math, kN>::ss<kA, kB>(d, a, b)     both from shared memory, by their descriptors (tiles.h)
 //   ... ::rs_first, ::ss_first               D = A B: outputs only, so that no zeros are written before
+//   ... ::rs_if<kB>(goes_on, d, a, b)        D += A B or D = A B, as is known at run time
 //
 // D: warp w of the warpgroup holds rows 16 w .. 16 w + 15. With g = lane / 4 and t = lane % 4, of columns 8j .. 8j + 7:
 //   d[4j], d[4j + 1]: row g, columns 8j + 2t and the next;   d[4j + 2], d[4j + 3]: row g + 8
@@ -52,9 +53,11 @@ struct Wgmma;
 #define FASTMAX_LIST_8(io, d, i) io(d[i]), io(d[i + 1]), io(d[i + 2]), io(d[i + 3]), io(d[i + 4]), io(d[i + 5]), io(d[i + 6]), io(d[i + 7])
 #define FASTMAX_LIST_16(io, d, i) FASTMAX_LIST_8(io, d, i), FASTMAX_LIST_8(io, d, i + 8)
 #define FASTMAX_LIST_32(io, d, i) FASTMAX_LIST_16(io, d, i), FASTMAX_LIST_16(io, d, i + 16)
+#define FASTMAX_LIST_48(io, d, i) FASTMAX_LIST_32(io, d, i), FASTMAX_LIST_16(io, d, i + 32)
 #define FASTMAX_LIST_64(io, d, i) FASTMAX_LIST_32(io, d, i), FASTMAX_LIST_32(io, d, i + 32)
 #define FASTMAX_TEXT_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define FASTMAX_TEXT_32 FASTMAX_TEXT_16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define FASTMAX_TEXT_48 FASTMAX_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define FASTMAX_TEXT_64                                                                                                 \
   FASTMAX_TEXT_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "   \
                   "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -69,6 +72,17 @@ struct Wgmma;
                  : FASTMAX_LIST_##count(io, d, 0)                                                                                 \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kB)));                                \
   }
+// goes_on: D += A B; else D = A B, whatever was in D.
+#define FASTMAX_WGMMA_RS_IF(n, type, count, o0, o1, o2, o3, o4, o5, o6)                                                           \
+  template <Major kB>                                                                                                             \
+  static __device__ __forceinline__ void rs_if(bool goes_on, float (&d)[count], const uint32_t* a, uint64_t b) {                  \
+    asm volatile("{.reg .pred p; setp.ne.b32 p, " o6 ", 0;\n"                                                                     \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FASTMAX_TEXT_##count "}, {" o0 ", " o1      \
+                 ", " o2 ", " o3 "}, " o4 ", p, 1, 1, " o5 ";}\n"                                                                 \
+                 : FASTMAX_LIST_##count(FASTMAX_INOUT, d, 0)                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kB)),                                 \
+                   "r"(static_cast<uint32_t>(goes_on)));                                                                          \
+  }
 #define FASTMAX_WGMMA_SS(name, n, type, count, io, first, o0, o1, o2, o3)                                                         \
   template <Major kA, Major kB>                                                                                                   \
   static __device__ __forceinline__ void name(float (&d)[count], uint64_t a, uint64_t b) {                                        \
@@ -78,29 +92,38 @@ struct Wgmma;
                  : FASTMAX_LIST_##count(io, d, 0)                                                                                 \
                  : "l"(a), "l"(b), "n"(static_cast<int>(kA)), "n"(static_cast<int>(kB)));                                         \
   }
-#define FASTMAX_WGMMA(Math, type, n, count, o0, o1, o2, o3, o4, o5)                               \
+#define FASTMAX_WGMMA(Math, type, n, count, o0, o1, o2, o3, o4, o5, o6)                           \
   template <>                                                                                     \
   struct Wgmma<Math, n> {                                                                         \
     FASTMAX_WGMMA_RS(rs, n, type, count, FASTMAX_INOUT, 1, o0, o1, o2, o3, o4, o5)                \
     FASTMAX_WGMMA_RS(rs_first, n, type, count, FASTMAX_OUT, 0, o0, o1, o2, o3, o4, o5)            \
+    FASTMAX_WGMMA_RS_IF(n, type, count, o0, o1, o2, o3, o4, o5, o6)                               \
     FASTMAX_WGMMA_SS(ss, n, type, count, FASTMAX_INOUT, 1, o0, o1, o2, o3)                        \
     FASTMAX_WGMMA_SS(ss_first, n, type, count, FASTMAX_OUT, 0, o0, o1, o2, o3)                    \
   };
-#define FASTMAX_WGMMA_TYPE(Math, type)                                               \
-  FASTMAX_WGMMA(Math, type, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37")        \
-  FASTMAX_WGMMA(Math, type, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+#define FASTMAX_WGMMA_TYPE(Math, type)                                                      \
+  FASTMAX_WGMMA(Math, type, 64, 32, "%32", "%33", "%34", "%35", "%36", "%37", "%38")        \
+  FASTMAX_WGMMA(Math, type, 128, 64, "%64", "%65", "%66", "%67", "%68", "%69", "%70")
 
 FASTMAX_WGMMA_TYPE(Bf16, "bf16")
 FASTMAX_WGMMA_TYPE(Fp16, "f16")
 
+FASTMAX_WGMMA(Bf16, "bf16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+FASTMAX_WGMMA(Bf16, "bf16", 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+FASTMAX_WGMMA(Fp16, "f16", 32, 16, "%16", "%17", "%18", "%19", "%20", "%21", "%22")
+FASTMAX_WGMMA(Fp16, "f16", 96, 48, "%48", "%49", "%50", "%51", "%52", "%53", "%54")
+
 #undef FASTMAX_WGMMA_TYPE
 #undef FASTMAX_WGMMA
 #undef FASTMAX_WGMMA_SS
+#undef FASTMAX_WGMMA_RS_IF
 #undef FASTMAX_WGMMA_RS
 #undef FASTMAX_TEXT_64
+#undef FASTMAX_TEXT_48
 #undef FASTMAX_TEXT_32
 #undef FASTMAX_TEXT_16
 #undef FASTMAX_LIST_64
+#undef FASTMAX_LIST_48
 #undef FASTMAX_LIST_32
 #undef FASTMAX_LIST_16
 #undef FASTMAX_LIST_8

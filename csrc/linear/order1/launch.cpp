@@ -1,9 +1,10 @@
 // The linear algorithm of order 1 as a sequence of passes: segments, workspace, arguments. No kernels here.
 //
 // Workspace per state (b * hk of them): parts * (head_dim^2 + 2 head_dim + 4) floats, parts about what fills the device; in the backward
-// also g (as grad_o) and e (a float per row). fp16 adds fp32 copies of q, k and v. All O(n d).
+// also g (as grad_o) and e (a float per row), or in place of g 1 / z (another one). fp16 adds fp32 copies of q, k and v. All O(n d).
 
 #include <algorithm>
+#include <optional>
 
 #include "core/dispatch.h"
 #include "linear/dispatch.h"
@@ -19,7 +20,7 @@ constexpr int kMinSegment = 256;
 static_assert(kMinSegment % (2 * kBoundary) == 0, "halves of a segment end at a boundary");
 
 // x rows looking at y rows; x_heads and y_heads are per batch entry.
-Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, int ny, int boundary_offset, Time time,
+Linear1Problem make_problem(const Problem& p, const Linear1Walks& kernels, int x_heads, int y_heads, int nx, int ny, int boundary_offset, Time time,
                             int y_columns, int w_columns) {
   Linear1Problem r{};
   static_cast<Sequence&>(r) = Sequence::dense(nx, ny, p.causal, boundary_offset, time);
@@ -29,13 +30,14 @@ Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, 
   r.y_columns = y_columns, r.w_columns = w_columns;
   r.sm_arch = p.sm_arch;
 
+  const int64_t walks = int64_t{r.states()} * r.x_group;
+  r.group = kernels.group(p, walks);
+
   // Rows of a piece when `rows` of them, for every head of `heads`, are cut so that the pieces fill the device once.
   const auto piece = [&](int rows, int64_t heads) {
-    const int64_t slots = int64_t{p.sm_count} * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16, p.sm_arch);
-    const int64_t pieces = std::max<int64_t>(1, slots / heads);
+    const int64_t pieces = std::max<int64_t>(1, kernels.blocks(p) / (heads * r.group));
     return std::max(kMinSegment, round_up(static_cast<int>((rows + pieces - 1) / pieces), 2 * kBoundary));
   };
-  const int64_t walks = int64_t{r.states()} * r.x_group;
   if (p.causal) {
     r.segment = piece(r.boundary + nx, walks);
     r.part = r.segment;
@@ -45,8 +47,7 @@ Linear1Problem make_problem(const Problem& p, int x_heads, int y_heads, int nx, 
   }
   r.segments = (nx + r.segment - 1) / r.segment;
   // Sums have registers for more blocks than walks.
-  const int64_t sum_slots = int64_t{p.sm_count} * linear1_sum_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16);
-  if (p.causal && 2 * int64_t{r.states()} * (r.segments - 1) <= sum_slots && r.segment >= 2 * kMinSegment) r.part = r.segment / 2;
+  if (p.causal && 2 * int64_t{r.states()} * (r.segments - 1) <= kernels.sum_blocks(p) && r.segment >= 2 * kMinSegment) r.part = r.segment / 2;
   r.lead_parts = (r.boundary + r.part - 1) / r.part;
   r.parts = r.lead_parts + (p.causal ? (r.segments - 1) * (r.segment / r.part) : 0);
   return r;
@@ -62,8 +63,8 @@ struct FwdPlan {
   float* prefixes;
   size_t bytes;
 
-  FwdPlan(const FwdParams& p, Workspace w)
-      : problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.d, p.dv)), inputs(p, w) {
+  FwdPlan(const FwdParams& p, const Linear1Walks& walks, Workspace w)
+      : problem(make_problem(p, walks, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.d, p.dv)), inputs(p, w) {
     prefixes = w.take<float>(state_floats(p, problem));
     bytes = w.used();
   }
@@ -72,37 +73,73 @@ struct FwdPlan {
 struct BwdPlan {
   Linear1Problem q_problem;   // grad_q: queries looking at keys
   Linear1Problem kv_problem;  // grad_k, grad_v: keys looking at queries, back in time
-  PreparedInputs inputs;
+  std::optional<PreparedInputs> prepared;
+  float *e = nullptr, *inverse_z;  // where there are no prepared inputs, as theirs
+  int64_t e_head, e_pad;
   float* prefixes;  // of one problem, then of the other
   size_t bytes;
 
-  BwdPlan(const BwdParams& p, Workspace w)
-      : q_problem(make_problem(p, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.dv, p.d)),
-        kv_problem(make_problem(p, p.hk, p.h, p.m, p.n, 0, Time::kBackward, p.d, p.dv)),
-        inputs(p, w) {
+  BwdPlan(const BwdParams& p, const Linear1Walks& walks, Workspace w)
+      : q_problem(make_problem(p, walks, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward, p.dv, p.d)),
+        kv_problem(make_problem(p, walks, p.hk, p.h, p.m, p.n, 0, Time::kBackward, p.d, p.dv)) {
+    if (walks.divides != nullptr && walks.divides(p)) {
+      e_head = round_up(p.n, kBoundary), e_pad = e_head - p.n;
+      const int64_t floats = int64_t{p.b} * p.h * e_head;
+      e = w.take<float>(2 * floats), inverse_z = e + floats;
+    } else {
+      prepared.emplace(p, w);
+    }
     prefixes = w.take<float>(std::max(state_floats(p, q_problem), state_floats(p, kv_problem)));
     bytes = w.used();
   }
+
+  // g is grad_o where the walks divide.
+  BwdInputs fill(const BwdParams& p, cudaStream_t stream) const {
+    if (prepared) return prepared->fill(p, stream);
+    if (e_pad > 0) {
+      check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), 2 * int64_t{p.b} * p.h, stream), "linear1");
+    }
+    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride), {p.key_padding_mask, p.mask_batch_stride, 1}};
+    return {in, view(p.grad_o, p.grad_o_stride), {e + e_pad, e_head, 1}};
+  }
+  void divide(const BwdParams& p, Linear1WalkArgs& a) const {
+    a.o = view(p.o, p.o_stride);
+    a.given_z = p.z, a.grad_z = p.grad_z;
+    a.e = e + e_pad, a.inverse_z = inverse_z + e_pad, a.e_head = e_head;
+  }
+  RowScale w_scale() const { return prepared ? RowScale{} : RowScale{inverse_z + e_pad, e_head, 1}; }
 };
 
 // A walk, after the sums that it starts from.
-void run_walk(const Problem& p, Linear1WalkArgs walk, float* prefixes, cudaStream_t stream) {
+void run_walk(const Problem& p, const Linear1Walks& walks, Linear1WalkArgs walk, float* prefixes, cudaStream_t stream) {
   Linear1SumArgs sums{walk};
   sums.y = walk.y, sums.w = walk.w;
   sums.y_mask = walk.y_mask;
   sums.prefixes = prefixes;
-  run_pass(p, sums, stream);
+  walks.sum(p, sums, stream);
   walk.prefixes = prefixes;
-  run_pass(p, walk, stream);
+  walks.walk(p, walk, stream);
 }
 
 }  // namespace
 
-size_t linear1_fwd_workspace_bytes(const FwdParams& p) { return FwdPlan(p, Workspace(nullptr)).bytes; }
-size_t linear1_bwd_workspace_bytes(const BwdParams& p) { return BwdPlan(p, Workspace(nullptr)).bytes; }
+const Linear1Walks kLinear1WalksSm80 = {
+    [](const Problem& p) {
+      return p.sm_count * linear1_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16, p.sm_arch);
+    },
+    [](const Problem&, int64_t) { return 1; },
+    [](const Problem& p) { return p.sm_count * linear1_sum_blocks(linear_head_dim(p.head_dim), p.math == MathMode::kBF16); },
+    [](const Problem& p, const Linear1SumArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    [](const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    [](const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream) { run_pass(p, a, stream); },
+    /*divides=*/nullptr,
+};
 
-void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream) {
-  const FwdPlan plan(p, Workspace(p.workspace));
+size_t linear1_fwd_workspace_bytes(const FwdParams& p, const Linear1Walks& walks) { return FwdPlan(p, walks, Workspace(nullptr)).bytes; }
+size_t linear1_bwd_workspace_bytes(const BwdParams& p, const Linear1Walks& walks) { return BwdPlan(p, walks, Workspace(nullptr)).bytes; }
+
+void launch_linear1_fwd(const FwdParams& p, const Linear1Walks& walks, cudaStream_t stream) {
+  const FwdPlan plan(p, walks, Workspace(p.workspace));
   const Inputs in = plan.inputs.fill(p, stream);
   const Coefficients f(p);
 
@@ -115,42 +152,43 @@ void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream) {
   walk.z = p.z;
   walk.noise = view(p.noise, p.noise_stride);
   walk.dropout = p.dropout;
-  run_walk(p, walk, plan.prefixes, stream);
+  run_walk(p, walks, walk, plan.prefixes, stream);
 }
 
-void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream) {
-  const BwdPlan plan(p, Workspace(p.workspace));
-  const BwdInputs in = plan.inputs.fill(p, stream);
+void launch_linear1_bwd(const BwdParams& p, const Linear1Walks& walks, cudaStream_t stream) {
+  const BwdPlan plan(p, walks, Workspace(p.workspace));
+  const BwdInputs in = plan.fill(p, stream);
   const Coefficients f(p);
 
   // grad_q: prefixes of v^T k.
   Linear1WalkArgs grad_q{plan.q_problem};
   grad_q.x = in.g, grad_q.y = in.v, grad_q.w = in.k;
   grad_q.y_mask = in.key_mask;
-  grad_q.x_scale = in.e;
+  if (plan.prepared) grad_q.x_scale = in.e;
+  else plan.divide(p, grad_q);
   grad_q.c1 = f.c1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
-  run_walk(p, grad_q, plan.prefixes, stream);
+  run_walk(p, walks, grad_q, plan.prefixes, stream);
 
   // grad_k and grad_v: suffixes of q^T g, as prefixes of a walk back in time.
   Linear1SumArgs suffix{plan.kv_problem};
   suffix.y = in.q, suffix.w = in.g;
-  suffix.y_scale = in.e;
+  suffix.y_scale = in.e, suffix.w_scale = plan.w_scale();
   suffix.prefixes = plan.prefixes;
-  run_pass(p, suffix, stream);
+  walks.sum(p, suffix, stream);
 
   Linear1PairWalkArgs grad_kv{plan.kv_problem};
   grad_kv.x = in.k, grad_kv.x2 = in.v;
   grad_kv.y = suffix.y, grad_kv.w = suffix.w;
   grad_kv.x_mask = in.key_mask;
-  grad_kv.y_scale = suffix.y_scale;
+  grad_kv.y_scale = suffix.y_scale, grad_kv.w_scale = suffix.w_scale;
   grad_kv.prefixes = plan.prefixes;
   grad_kv.c0 = f.c0, grad_kv.c1 = f.c1;
   grad_kv.grad_w = view(p.grad_v, p.grad_v_stride);
   grad_kv.grad_y = view(p.grad_k, p.grad_k_stride);
   grad_kv.half_out = runs_as_tf32(p);
-  run_pass(p, grad_kv, stream);
+  walks.pair_walk(p, grad_kv, stream);
 }
 
 }  // namespace fastmax

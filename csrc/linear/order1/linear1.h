@@ -10,6 +10,7 @@
 // once where the states alone fill the device and there is a single segment.
 #pragma once
 
+#include "core/algorithm.h"
 #include "core/device.h"
 #include "linear/linear.h"
 
@@ -21,7 +22,8 @@ struct Linear1Problem : Sequence {
   int x_group, y_group;      // x heads per state, y heads summed into one state
   int y_columns, w_columns;  // columns in memory of y (and of the x that meets it), and of w
   int sm_arch;
-  int segment, segments;     // x rows that a block walks, and how many of those
+  int segment, segments;     // x rows that a group of blocks walks, and how many of those
+  int group;                 // blocks that take turns at the tiles of a segment
   int part;                  // y rows that are summed on their own; causal, a divisor of the segment
   int lead_parts, parts;     // parts before the boundary, and all: causal, also those of every segment but the last
 
@@ -39,6 +41,7 @@ struct Linear1SumArgs : Linear1Problem {
   View y, w;
   RowMask y_mask;
   RowScale y_scale;  // e, in sum e y; null: sum y
+  RowScale w_scale;  // 1 / z where w is grad_o (Linear1Walks::divides)
   float* prefixes;   // [state][part][linear1_state_floats()]
 };
 
@@ -54,13 +57,19 @@ struct Linear1WalkArgs : Linear1Problem {
   float* z;       // null: no division; else [batch][x head][nx]
   View noise;
   float dropout;
+
+  // Where x is grad_o (Linear1Walks::divides): out is divided by z, and e and 1 / z of its rows are written, heads e_head apart.
+  View o;
+  const float *given_z, *grad_z;  // [batch][x head][nx]; grad_z may be null
+  float *e, *inverse_z;
+  int64_t e_head;
 };
 
 // grad_w = sum (c0 + c1 x.y) w, grad_y = sum c1 (x2.w + e_y) y
 struct Linear1PairWalkArgs : Linear1Problem {
   View x, x2, y, w;
   RowMask x_mask;  // masked x rows are written as zeros
-  RowScale y_scale;
+  RowScale y_scale, w_scale;
   const float* prefixes;
   float c0, c1;
   View grad_w, grad_y;
@@ -77,9 +86,28 @@ constexpr int linear1_blocks(int head_dim, bool is_bf16, int sm_arch) {
 // Likewise of the sums.
 constexpr int linear1_sum_blocks(int head_dim, bool is_bf16) { return !is_bf16 ? 1 : head_dim <= 64 ? 4 : 2; }
 
-void launch_linear1_fwd(const FwdParams& p, cudaStream_t stream);
-void launch_linear1_bwd(const BwdParams& p, cudaStream_t stream);
-size_t linear1_fwd_workspace_bytes(const FwdParams& p);
-size_t linear1_bwd_workspace_bytes(const BwdParams& p);
+// An architecture's kernels.
+struct Linear1Walks {
+  int (*blocks)(const Problem& p);  // of walks, and of sums, that fill the device
+  int (*group)(const Problem& p, int64_t walks);
+  int (*sum_blocks)(const Problem& p);
+  void (*sum)(const Problem& p, const Linear1SumArgs& a, cudaStream_t stream);
+  void (*walk)(const Problem& p, const Linear1WalkArgs& a, cudaStream_t stream);
+  void (*pair_walk)(const Problem& p, const Linear1PairWalkArgs& a, cudaStream_t stream);
+  // Whether grad_o, o and z may come in the place of g and e. Null: no.
+  bool (*divides)(const BwdParams& p);
+};
+extern const Linear1Walks kLinear1WalksSm80;  // for every architecture
+extern const Linear1Walks kLinear1WalksSm90;  // Hopper: linear1_sm90_covers
+bool linear1_sm90_covers(const AttentionParams& p, Direction direction);
+
+// Inclusive prefixes of the states of parts, in place.
+template <class Math>
+void linear1_scan(const Linear1SumArgs& a, int head_dim, cudaStream_t stream);
+
+void launch_linear1_fwd(const FwdParams& p, const Linear1Walks& walks, cudaStream_t stream);
+void launch_linear1_bwd(const BwdParams& p, const Linear1Walks& walks, cudaStream_t stream);
+size_t linear1_fwd_workspace_bytes(const FwdParams& p, const Linear1Walks& walks);
+size_t linear1_bwd_workspace_bytes(const BwdParams& p, const Linear1Walks& walks);
 
 }  // namespace fastmax

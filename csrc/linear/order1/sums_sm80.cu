@@ -93,15 +93,19 @@ struct LaunchSums {
     if (a.parts == 0) return;
     launch_kernel("linear1_sums", linear1_sums_kernel<Math, kHeadDim>, grid_1d(int64_t{a.states()} * a.parts), Tile::kThreads,
                   Tile::kSharedBytes, stream, a);
-    if (a.parts == 1) return;
-    constexpr int kFloats = static_cast<int>(linear1_state_floats(kHeadDim));
-    constexpr int kBlocks = (kFloats + kScanThreads - 1) / kScanThreads;
-    launch_kernel("linear1_scan", linear1_scan_kernel<Math>, grid_1d(int64_t{a.states()} * kBlocks), kScanThreads, 0, stream,
-                  a.prefixes, a.parts, kFloats, kBlocks);
+    linear1_scan<Math>(a, kHeadDim, stream);
   }
 };
 
 }  // namespace
+
+template <>
+void linear1_scan<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
+  if (a.parts == 1) return;
+  const int floats = static_cast<int>(linear1_state_floats(head_dim)), blocks = (floats + kScanThreads - 1) / kScanThreads;
+  launch_kernel("linear1_scan", linear1_scan_kernel<FASTMAX_MATH>, grid_1d(int64_t{a.states()} * blocks), kScanThreads, 0, stream,
+                a.prefixes, a.parts, floats, blocks);
+}
 
 template <>
 void linear_pass<FASTMAX_MATH>(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {

@@ -362,6 +362,20 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4]) {
   }
 }
 
+// Rows row (of this lane's quad) and row + 8 of a result times 1 + dropout noise.
+template <class Math, int kBlocks8>
+__device__ __forceinline__ void multiply_noise(const View& noise, bool half_noise, float dropout, int batch, int head, int row, int row_end,
+                                               int first_column, int columns, float (&acc)[kBlocks8][4]) {
+#pragma unroll
+  for (int i = 0; i < 2 * kBlocks8; ++i) {
+    const int noise_row = row + i % 2 * 8, column = first_column + i / 2 * 8 + 2 * (lane_index() % 4);
+    if (noise_row >= row_end || column >= columns) continue;
+    const float2 r = load_row_pair<typename Math::Element>(noise, half_noise, batch, head, noise_row, column);
+    acc[i / 2][i % 2 * 2] *= fmaf(dropout, r.x, 1.f);
+    acc[i / 2][i % 2 * 2 + 1] *= fmaf(dropout, r.y, 1.f);
+  }
+}
+
 // Rows row (of this lane's quad) and row + 8 of a result, times a factor each. bf16: 16 bytes per lane.
 template <class Math, int kBlocks8>
 __device__ __forceinline__ void store_result(const View& out, bool half_out, int batch, int head, int row, int row_end, int first_column,
@@ -382,7 +396,7 @@ __device__ __forceinline__ void store_result(const View& out, bool half_out, int
           words[i] = ptx::pack_bf16x2(acc[n + i][2 * half] * factor[half], acc[n + i][2 * half + 1] * factor[half]);
         }
         transpose_quad(words);
-        if (out_row < row_end && first_column + 8 * (n + t) < columns) {
+        if (static_cast<unsigned>(out_row) < static_cast<unsigned>(row_end) && first_column + 8 * (n + t) < columns) {
           *reinterpret_cast<uint4*>(dst + 8 * n) = make_uint4(words[0], words[1], words[2], words[3]);
         }
       }

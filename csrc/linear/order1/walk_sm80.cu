@@ -182,14 +182,7 @@ __global__ void __launch_bounds__(Linear1Tile<Math, kHeadDim>::kThreads, Linear1
       }
     }
     if (a.noise.data != nullptr) {
-#pragma unroll
-      for (int i = 0; i < 2 * kBlocks8; ++i) {
-        const int noise_row = out_row + i % 2 * 8, column = warp.column + i / 2 * 8 + 2 * t;
-        if (noise_row >= a.nx || column >= a.w_columns) continue;
-        const float2 r = load_row_pair<Element>(a.noise, a.half_out, batch, x_head, noise_row, column);
-        out[i / 2][i % 2 * 2] *= fmaf(a.dropout, r.x, 1.f);
-        out[i / 2][i % 2 * 2 + 1] *= fmaf(a.dropout, r.y, 1.f);
-      }
+      multiply_noise<Math>(a.noise, a.half_out, a.dropout, batch, x_head, out_row, a.nx, warp.column, a.w_columns, out);
     }
     store_result<Math>(a.out, a.half_out, batch, x_head, out_row, a.nx, warp.column, a.w_columns, out, factor);
 

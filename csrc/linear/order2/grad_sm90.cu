@@ -42,10 +42,10 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int threads(Grads grads) { return 128 * (kWarpgroups + (grads == Grads::kKeysAndValues ? 0 : 1)); }
   static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
   static constexpr int kRows = kWarpgroups * kTileRows;
-  static constexpr int kStages = kHeadDim == 64 ? 8 : 3;
+  static constexpr int kStages = kHeadDim <= 64 ? 8 : 3;
   static constexpr int kStageBytes = 2 * State::kTileBytes;
   static constexpr int kStateStages = State::kTiles / 2;
-  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
+  static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1, kXBytes = 2 * State::kTileBytes;  // x and x2 of a warpgroup
   // The gradient while there are tiles of pairs: in registers, or of wide heads, where it would take half of them, in fp32 in shared memory.
   static constexpr bool kSumsInShared = kHeadDim == 128;
   static constexpr int kSumBytes = kSumsInShared ? kTileRows * kHeadDim * 4 : 0;  // of a warpgroup
@@ -55,10 +55,13 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kScales = kX + kXBuffers * kWarpgroups * kXBytes;
   static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
   static constexpr int kPairSums = kSumsAt + kWarpgroups * kSumBytes;  // of rows
-  static constexpr int kXFull = kPairSums + kRows * 4;
+  // How tiles of x, and of y of each stage, fade. Of wide heads it is read from memory.
+  static constexpr int kFadingBytes = kSumsInShared ? 0 : static_cast<int>(sizeof(FadingTile));
+  static constexpr int kXFading = kPairSums + kRows * 4, kYFading = kXFading + kXBuffers * kWarpgroups * kFadingBytes;
+  static constexpr int kXFull = kYFading + kStages * kFadingBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
-  static constexpr int kQueueBytes = kHeadDim == 64 ? kWarps * SourceQueue::kBytes : 0;  // there is no grad_v at 128
+  static constexpr int kQueueBytes = grads_with_values_sm90(kHeadDim) ? kWarps * SourceQueue::kBytes : 0;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kQueues + kQueueBytes;
   static_assert(kBarriers % 16 == 0 && kQueues % 16 == 0, "barriers and sources are aligned");
   static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
@@ -68,7 +71,7 @@ struct GradMaps {
   CUtensorMap x, x2, y, y2, grad, values;
 };
 
-template <int kHeadDim, Grads kGrads, bool kFades>
+template <int kHeadDim, Grads kGrads, Fade kFade>
 __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
                             const ItemsOfRows items) {
@@ -77,9 +80,12 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   using Rows = Operand<RowTile>;
   using Products = Wgmma<Bf16, kHeadDim>;
   using Scores = Wgmma<Bf16, 64>;
+  using Panel = Wgmma<Bf16, Tile::kPanelCols>;
   constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
   constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
+  constexpr bool kFades = kFade != Fade::kNone, kDecays = kFade == Fade::kDecays;
+  constexpr int kFadingBytes = kFades ? Tile::kFadingBytes : 0;
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
   const uint32_t x_full = stages_at + Tile::kXFull;
@@ -102,7 +108,11 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
     const int token = first_token + (kBack ? -(own / a.y_group) : own) * kTileRows, y_head = first_y_head + (kBack ? own % a.y_group : 0);
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0));
+    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0) + kFadingBytes);
+    if constexpr (kFadingBytes != 0) {
+      const int64_t state = int64_t{batch} * a.state_heads + first_y_head / a.y_group;
+      ptx::bulk_load(stages_at + Tile::kYFading + at.stage * kFadingBytes, fading_tile_at(a, state, token), kFadingBytes, ring.full(at));
+    }
     RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
     RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
     if (kBack) {
@@ -147,6 +157,21 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     ++loads.count;
     if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
   };
+  // The same where the stage kAhead from here is of the item's snapshot too. Where rows fade, and each place that loads can load
+  // everything, there are more instructions than a cache of them holds (128 KB).
+  constexpr int kLongStages = 1 + kBlocks / 4 * Tile::star_tiles(0);  // to the end of the longer passes
+  constexpr bool kLongLoadState = kFades && kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
+  const auto load_state_stage = [&] {
+    if constexpr (kLongLoadState) {
+      if (lane == 0 && warp == loads.count % Tile::kWarps) {
+        const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
+        load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
+      }
+      ++loads.count, ++loads.stage;
+    } else {
+      load_stage();
+    }
+  };
   if constexpr (kValues) {
     if (lane < SourceQueue::kItems - 1) put_source(lane);
     __syncwarp();
@@ -154,6 +179,9 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     for (int i = 0; i < kAhead; ++i) load_stage();
   }
 
+  [[maybe_unused]] const auto x_fading_at = [&](int buffer) {
+    return static_cast<uint32_t>(stages_at + Tile::kXFading + (kWarpgroups * buffer + warpgroup) * kFadingBytes);
+  };
   const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
     if (index >= items.count) return;
     const ItemsOfRows::Item item = items.at(a, index);
@@ -161,7 +189,11 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
     const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
-    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes);
+    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kFadingBytes);
+    if constexpr (kFadingBytes != 0) {
+      const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+      ptx::bulk_load(x_fading_at(buffer), fading_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows)), kFadingBytes, barrier);
+    }
     RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
     RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
   };
@@ -186,7 +218,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const int buffer = count % Tile::kXBuffers;
     const bool has_state = a.has_state(item.chunk);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
-    float grad[kHeadDim / 2], values[kValues ? 32 : 1], x_e[2] = {0.f, 0.f};
+    float grad[kHeadDim / 2], values[kValues ? kHeadDim / 2 : 1], x_e[2] = {0.f, 0.f};
     ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
     const auto load_x_e = [&](const ItemsOfRows::Item& item) {
       if (kBack) return;
@@ -211,7 +243,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       // Second moment and first order.
       {
         load_x_e(item);
-        ring.wait_until_full(at), load_stage();
+        ring.wait_until_full(at), load_state_stage();
         const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes), moment(stage());
         float m[kHeadDim / 2];
         wgmma_fence();
@@ -230,17 +262,18 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         }
         const Rows linear(stage() + (Tile::kPanels == 1 ? kTileBytes : 0));
 #pragma unroll
-        for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has 64 features
-          float(&of_panel)[32] = reinterpret_cast<float(&)[32]>(grad[32 * panel]);
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {  // of the gradient: a tile has as many columns of y
+          constexpr int kPanelSums = Tile::kPanelCols / 2;
+          float(&of_panel)[kPanelSums] = reinterpret_cast<float(&)[kPanelSums]>(grad[kPanelSums * panel]);
           const Rows features = linear.behind(panel * kTileBytes);
-          Scores::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
+          Panel::template ss_first<Major::kK, Major::kK>(of_panel, x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < kSteps; ++k) Panel::template ss<Major::kK, Major::kK>(of_panel, x2_operand.k_major(k), features.k_major(k));
         }
         if constexpr (kValues) {
-          Scores::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
+          Products::template ss_first<Major::kK, Major::kMN>(values, x_operand.k_major(0), linear.mn_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
+          for (int k = 1; k < kSteps; ++k) Products::template ss<Major::kK, Major::kMN>(values, x_operand.k_major(k), linear.mn_major(k));
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -249,42 +282,38 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         ring.release(at, lane);
         at.template advance<kStages>();
         const float* state_sums = a.sums + item.slot * Tile::kSums;
-        // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings (add_gradient).
-        if constexpr (kFades) {
-          const auto columns = lane_columns();
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float e = kBack ? 1.f : x_e[r];
-            float order0 = t == 0 ? e * state_sums[Tile::kSumOne] : 0.f, order1 = 0.f;
-#pragma unroll
-            for (int j = 0; j < kBlocks; ++j) {
-              const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
-              const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-              const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
-              order0 = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0));
-              order1 = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad[4 * j + 2 * r]), order1);
-              order1 = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad[4 * j + 2 * r + 1]), order1);
-            }
-            const float sum = quad_sum(fmaf(a.c0, order0, 0.5f * order1));
-            if (t == 0) ptx::store_shared_f32(pair_sum_at(r), sum);
-          }
-        }
+        // What the rows' pairs have of orders 0 and 1, and half of order 1 less, which the gradient brings further down.
+        [[maybe_unused]] const auto columns = lane_columns();
+        [[maybe_unused]] float order0[2] = {0.f, 0.f}, order1[2] = {0.f, 0.f};
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
           const float2 y = ptx::load_global_f32x2(state_sums + Tile::kSumY + 8 * j + 2 * t);
+          [[maybe_unused]] float2 w;
+          if constexpr (kValues || kDecays) w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             const float e = kBack ? 1.f : x_e[r];
-            grad[4 * j + 2 * r] += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
-            grad[4 * j + 2 * r + 1] += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
-          }
-          if constexpr (kValues) {
-            const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-#pragma unroll
-            for (int r = 0; r < 2; ++r) {
+            float &grad0 = grad[4 * j + 2 * r], &grad1 = grad[4 * j + 2 * r + 1];
+            if constexpr (kDecays) {
+              const float2 x_pair = columns(r, j), x2_pair = columns(r, j, kTileBytes);
+              order0[r] = fmaf(x2_pair.x, w.x, fmaf(x2_pair.y, w.y, order0[r]));
+              order1[r] = fmaf(x_pair.x, fmaf(e * a.g0, y.x, grad0), order1[r]);
+              order1[r] = fmaf(x_pair.y, fmaf(e * a.g0, y.y, grad1), order1[r]);
+            }
+            grad0 += e * fmaf(a.g0, y.x, m[4 * j + 2 * r]);
+            grad1 += e * fmaf(a.g0, y.y, m[4 * j + 2 * r + 1]);
+            if constexpr (kValues) {
               values[4 * j + 2 * r] = fmaf(a.c0, w.x, values[4 * j + 2 * r]);
               values[4 * j + 2 * r + 1] = fmaf(a.c0, w.y, values[4 * j + 2 * r + 1]);
             }
+          }
+        }
+        if constexpr (kDecays) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            if (t == 0) order0[r] += (kBack ? 1.f : x_e[r]) * state_sums[Tile::kSumOne];
+            const float sum = quad_sum(fmaf(a.c0, order0[r], 0.5f * order1[r]));
+            if (t == 0) ptx::store_shared_f32(pair_sum_at(r), sum);
           }
         }
       }
@@ -347,7 +376,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto load_base = [&](uint32_t(&base)[2], int star, int block) {
         ptx::ldmatrix_x2(base, x + RowTile::chunk_offset(16 * w4 + lane % 16, (star + block) % kBlocks));
       };
-      // Without grad_v, at head dim 64: W of a stage at a time, two of them in flight.
+      // Without grad_v, up to head dim 64: W of a stage at a time, two of them in flight.
       const auto pass = [&](auto tiles, int star) {
         constexpr int kTiles = decltype(tiles)::value;
         float w[2][64];
@@ -361,7 +390,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           wgmma_fence();
           Wgmma<Bf16, 128>::template ss_first<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < kSteps; ++k) Wgmma<Bf16, 128>::template ss<Major::kK, Major::kK>(w[i % 2], x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
         };
         load_star(star);
@@ -391,7 +420,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto pass_with_values = [&](auto tiles, int star) {
         constexpr int kTiles = decltype(tiles)::value;
         float w[32];
-        uint32_t base[2], next_base[2];
+        uint32_t base[2], next_base[2], f[16];  // f: features, of the tile whose products with them are in flight
         Rows features(stages_at);  // of the tile
         RingPosition used = at;
         const auto issue_w = [&](int u) {
@@ -406,13 +435,13 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           wgmma_fence();
           Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < 4; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
           wgmma_commit();
-          if (u % 2 == 0) load_stage();
+          if (u % 2 == 0 && kTiles == Tile::star_tiles(0)) load_state_stage();
+          else if (u % 2 == 0) load_stage();
         };
         const auto issue_values = [&] {
           if constexpr (kValues) {
-            uint32_t f[16];
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
 #pragma unroll
@@ -420,7 +449,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
             }
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
+            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(values, f + 4 * k, features.mn_major(k));
             wgmma_commit();
           }
         };
@@ -453,15 +482,17 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         rotate();
         if constexpr (kValues) keep(values);
       };
+      constexpr auto kLong = std::integral_constant<int, Tile::star_tiles(0)>{};  // the lower stars have one tile more
+      constexpr auto kShort = std::integral_constant<int, Tile::star_tiles(kBlocks - 1)>{};
       if constexpr (!Tile::kSumsInShared) {
-        constexpr auto kLong = std::integral_constant<int, Tile::star_tiles(0)>{};  // the lower stars have one tile more
-        constexpr auto kShort = std::integral_constant<int, Tile::star_tiles(kBlocks - 1)>{};
         const auto run = [&](auto tiles, int star) {
           if constexpr (kValues) pass_with_values(tiles, star);
           else pass(tiles, star);
         };
-        for (int star = 0; star < kBlocks / 2; star += 2) run(kLong, star);
-        for (int star = kBlocks / 2; star < kBlocks; star += 2) run(kShort, star);
+        // At head dim 32 each loop has one pass. Without loops the compiler would mix passes, and run out of registers (C7512).
+        const int half = kBlocks == 4 ? static_cast<int>(ptx::keep_in_register(kBlocks / 2)) : kBlocks / 2;
+        for (int star = 0; star < half; star += 2) run(kLong, star);
+        for (int star = half; star < kBlocks; star += 2) run(kShort, star);
       } else {
         // Of a lane, block after block. While one warpgroup has products on the CUDA cores, the other has its W made.
         const uint32_t sums_at = stages_at + Tile::kSumsAt + warpgroup * Tile::kSumBytes + threadIdx.x % 128 * 16;
@@ -476,36 +507,39 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           add(sum);
           ptx::store_shared_f32x4(sum_of(block), make_float4(sum[0], sum[1], sum[2], sum[3]));
         };
-        int star = 0, offset = 0;
-        load_star(0);
-        for (int i = 0; i < Tile::kPairTiles / 2; ++i) {
+        int half = 0;  // of the stage
+        const auto pass_in_shared = [&](auto tiles, int star) {  // of a star; W of a tile is made beside the products of the one before
+          constexpr int kTiles = decltype(tiles)::value;
           float w[2][32];
-          ring.wait_until_full(at);
-          const Rows features(stage()), next_features = features.behind(kTileBytes);
-          wgmma_fence();
-          Scores::template ss_first<Major::kK, Major::kK>(w[0], x2_operand.k_major(0), features.k_major(0));
+          const auto issue = [&](float(&w)[32]) {
+            ring.wait_until_full(at);
+            const Rows features(stage() + half * kTileBytes);
+            wgmma_fence();
+            Scores::template ss_first<Major::kK, Major::kK>(w, x2_operand.k_major(0), features.k_major(0));
 #pragma unroll
-          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[0], x2_operand.k_major(k), features.k_major(k));
-          Scores::template ss_first<Major::kK, Major::kK>(w[1], x2_operand.k_major(0), next_features.k_major(0));
+            for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w, x2_operand.k_major(k), features.k_major(k));
+            wgmma_commit();
+          };
+          load_star(star);
+          issue(w[0]);
 #pragma unroll
-          for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(w[1], x2_operand.k_major(k), next_features.k_major(k));
-          wgmma_commit();
-          wgmma_wait<0>();
-          keep(w[0]), keep(w[1]);
-          ring.release(at, lane);
-          at.template advance<kStages>();
-#pragma unroll
-          for (int j = 0; j < 2; ++j) {
+          for (int offset = 0; offset < kTiles; ++offset) {
+            const RingPosition own = at;
+            const bool releases = half == 1;
+            if (releases) at.template advance<kStages>();
+            half ^= 1;
+            if (offset + 1 < kTiles) issue(w[(offset + 1) % 2]), wgmma_wait<1>();
+            else wgmma_wait<0>();
+            keep(w[offset % 2]);
+            ring.release(own, lane, releases);
             uint32_t base[2];
             load_base(base, star, offset);
-            add_to((star + offset) % kBlocks, [&](float* sum) { add_products(w[j], sum, base); });
-            if (++offset == Tile::star_tiles(star)) {
-              add_to(star, add_star);
-              offset = 0, ++star;
-              if (star < kBlocks) load_star(star);
-            }
+            add_to((star + offset) % kBlocks, [&](float* sum) { add_products(w[offset % 2], sum, base); });
           }
-        }
+          add_to(star, add_star);
+        };
+        for (int star = 0; star < kBlocks / 2; ++star) pass_in_shared(kLong, star);
+        for (int star = kBlocks / 2; star < kBlocks; ++star) pass_in_shared(kShort, star);
 #pragma unroll
         for (int j = 0; j < kBlocks; ++j) {
           const float4 sum = ptx::load_shared_f32x4(sum_of(j));
@@ -517,7 +551,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       for (int i = 0; i < kHeadDim / 2; ++i) grad[i] = 0.f;
       if constexpr (kValues) {
 #pragma unroll
-        for (int i = 0; i < 32; ++i) values[i] = 0.f;
+        for (int i = 0; i < kHeadDim / 2; ++i) values[i] = 0.f;
       }
     }
     keep(grad);
@@ -526,29 +560,36 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     // What is left of earlier chunks.
     [[maybe_unused]] WalkSum x_sums[2];
     [[maybe_unused]] float pairs[2] = {0.f, 0.f};  // this lane's part of the sums of pairs
+    const auto x_fading = [&](const ItemsOfRows::Item& item) {
+      if constexpr (kFadingBytes != 0) {
+        return SharedFadingTile{x_fading_at(static_cast<int>(ptx::keep_in_register(count)) % Tile::kXBuffers)};
+      } else {
+        const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+        return GlobalFadingTile{fading_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows))};
+      }
+    };
     if constexpr (kFades) {
-      const ItemsOfRows::Item item = item_again();
-      const FadingItem fading(a, item);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) x_sums[r] = fading.of_x(item.row + warpgroup * kTileRows, row + 8 * r);
+      const auto fading = x_fading(item_again());
+      x_sums[0] = fading.sum(row), x_sums[1] = fading.sum(row + 8);
       if (has_state) {
-        const auto columns = lane_columns();
+        [[maybe_unused]] const auto columns = lane_columns();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float factor = fading.of_state(x_sums[r]);
+          const float factor = fading.since_chunk(row + 8 * r);
           float of_gradient = 0.f;
 #pragma unroll
           for (int j = 0; j < kBlocks; ++j) {
-            const float2 x_pair = columns(r, j);
+            float2 x_pair;
+            if constexpr (kDecays) x_pair = columns(r, j);
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               float& of_column = grad[4 * j + 2 * r + i];
-              of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
+              if (kDecays) of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
               of_column = faded(of_column, factor);
               if constexpr (kValues) values[4 * j + 2 * r + i] = faded(values[4 * j + 2 * r + i], factor);
             }
           }
-          pairs[r] = faded(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
+          if (kDecays) pairs[r] = faded(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
         }
       }
     }
@@ -556,15 +597,24 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     // The own chunk.
     {
       const ItemsOfRows::Item item = item_again();
-      const FadingItem fading(a, item);
       load_x_e(item);
       const Rows x_operand(x), x2_operand = x_operand.behind(kTileBytes);
       uint32_t slopes[16], weights[kValues ? 16 : 1];
       RingPosition before;  // the stage before, not yet released
       bool releases = false;
-      const auto add_tile = [&](auto is_diagonal, [[maybe_unused]] int tile, [[maybe_unused]] const WalkSum& end) {
+      const auto y_fading = [&]([[maybe_unused]] int tile) {  // of the stage's tile of y
+        if constexpr (kFadingBytes != 0) {
+          return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kYFading + at.stage * kFadingBytes)};
+        } else {
+          const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+          return GlobalFadingTile{fading_tile(a, state, a.chunk_begin(item.chunk)) + tile};
+        }
+      };
+      const auto add_tile = [&](auto is_diagonal, auto pair_factors, [[maybe_unused]] int tile) {
         constexpr bool kDiagonal = decltype(is_diagonal)::value;
-        ring.wait_until_full(at), load_stage();
+        constexpr PairFactors kFactors = decltype(pair_factors)::value;
+        ring.wait_until_full(at);
+        if constexpr (!kFades) load_stage();
         const Rows y(stage()), y2 = y.behind(kTileBytes);
         const uint32_t y_e = scales_at + at.stage * kScaleBytes;
         float s[32], p[32];
@@ -576,19 +626,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
 #pragma unroll
         for (int k = 1; k < kSteps; ++k) Scores::template ss<Major::kK, Major::kK>(p, x2_operand.k_major(k), y2.k_major(k));
         wgmma_commit();
-        [[maybe_unused]] ColumnFactors column_factors;
-        [[maybe_unused]] ColumnSums column_sums;
-        [[maybe_unused]] float left[2];  // at the end of the tile, of what a row sees
-        if constexpr (kFades && kDiagonal) column_sums.load(fading.sums(tile));
-        if constexpr (kFades && !kDiagonal) {
-          column_factors.load(fading.factors(tile));
-          left[0] = ptx::exp2_approx(x_sums[0].since(end)), left[1] = ptx::exp2_approx(x_sums[1].since(end));
-        }
-        wgmma_wait<0>();
-        keep(s), keep(p);
-        ring.release(before, lane, releases);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
+        const auto weigh = [&](int j, [[maybe_unused]] const float(&factors)[2][2]) {
           float2 column_e = make_float2(0.f, 0.f);
           if (kBack) column_e = ptx::load_shared_f32x2(y_e + (8 * j + 2 * t) * 4);
 #pragma unroll
@@ -601,13 +639,12 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
               const int column = 8 * j + 2 * t + i, x_row = row + 8 * r;
               const bool seen = !kDiagonal || (kBack ? column >= x_row : column <= x_row);
               float centred = p[4 * j + 2 * r + i] + e, f = 0.f;
-              if (kValues || kFades) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
+              if (kValues || kDecays) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
               if constexpr (kFades) {
-                const float factor = kDiagonal ? column_sums.factor(x_sums[r], j, i) : left[r] * column_factors.factor(j, i);
-                centred *= factor;
+                centred *= factors[r][i];
                 // A row's pair with its own token does not fade, and does not count.
-                pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
-                f *= factor;
+                if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
+                f *= factors[r][i];
               }
               slope[i] = seen ? fmaf(score, a.g1, a.g0) * centred : 0.f;
               if (kValues) weight[i] = seen ? f : 0.f;
@@ -615,7 +652,13 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
             slopes[2 * j + r] = ptx::pack_bf16x2(slope[0], slope[1]);
             if constexpr (kValues) weights[2 * j + r] = ptx::pack_bf16x2(weight[0], weight[1]);
           }
-        }
+        };
+        // Before the wait: what is in memory comes beside the products.
+        const PairFading<kBack, kFactors, decltype(y_fading(0))> fading(y_fading(tile), x_sums[0], x_sums[1]);
+        wgmma_wait<0>();
+        keep(s), keep(p);
+        ring.release(before, lane, releases);
+        fading.for_each_block(weigh);
         keep(slopes);
         if constexpr (kValues) keep(weights);
         wgmma_fence();
@@ -623,7 +666,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(grad, slopes + 4 * k, y.mn_major(k));
         if constexpr (kValues) {
 #pragma unroll
-          for (int k = 0; k < 4; ++k) Scores::template rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
+          for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(values, weights + 4 * k, y2.mn_major(k));
         }
         wgmma_commit();
         wgmma_wait<0>();
@@ -635,7 +678,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const auto skip_tile = [&] {
         ring.release(before, lane, releases);  // or the ring would fill up
         releases = false;
-        ring.wait_until_full(at), load_stage();
+        ring.wait_until_full(at);
+        if constexpr (!kFades) load_stage();
         ring.release(at, lane);
         at.template advance<kStages>();
       };
@@ -644,26 +688,43 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       const int diagonal_end = min(diagonal + y_group, own_stages);
       int own = 0;
       const auto tile_at = [&](int own) { return kBack ? own / y_group : own; };
-      [[maybe_unused]] WalkSum first_x{}, next_end{};
-      if constexpr (kFades) {
-        first_x = fading.of_x(item.row + warpgroup * kTileRows, kBack ? kTileRows - 1 : 0);
-        next_end = fading.end_of(0);
-      }
+      // Which factors a tile has is known before its products.
+      constexpr OfPairFactors<PairFactors::kOne> kOne;
+      constexpr OfPairFactors<PairFactors::kRowsAndColumns> kRowsAndColumns;
+      constexpr OfPairFactors<PairFactors::kPairs> kPairs;
+      [[maybe_unused]] WalkSum first_x{};
+      if constexpr (kFades) first_x = x_fading(item).sum(kFirstOfTile<kBack>);
       for (; own < diagonal && own < own_stages; ++own) {
-        const WalkSum end = next_end;
-        if constexpr (kFades) {
-          next_end = fading.end_of(tile_at(own + 1));
-          if (FadingItem::is_gone(first_x, end)) {
-            skip_tile();
-            continue;
-          }
+        const int tile = tile_at(own);
+        if constexpr (!kFades) {
+          add_tile(std::false_type{}, kOne, tile);
+        } else {
+          if constexpr (kFadingBytes != 0) ring.wait_until_full(at), load_stage();
+          if (is_gone(first_x, y_fading(tile).sum(kLastOfTile<kBack>))) skip_tile();
+          else if constexpr (kDecays) add_tile(std::false_type{}, kRowsAndColumns, tile);
+          else if (is_whole<kBack>(x_fading(item), y_fading(tile))) add_tile(std::false_type{}, kOne, tile);
+          else add_tile(std::false_type{}, kPairs, tile);
         }
-        add_tile(std::false_type{}, tile_at(own), end);
       }
       wgmma_wait<0>();
-      for (; own < diagonal_end; ++own) add_tile(std::true_type{}, tile_at(own), next_end);
+      for (; own < diagonal_end; ++own) {
+        const int tile = tile_at(own);
+        if constexpr (!kFades) {
+          add_tile(std::true_type{}, kOne, tile);
+        } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {  // whose loads are another warp's
+          add_tile(std::true_type{}, kPairs, tile);  // of two kinds the compiler would take registers from tiles of the state
+        } else {
+          if constexpr (kFadingBytes != 0) ring.wait_until_full(at), load_stage();
+          const bool is_plain = kDecays ? !is_far<kBack>(y_fading(tile)) : is_whole<kBack>(x_fading(item), y_fading(tile));
+          if (is_plain) add_tile(std::true_type{}, std::conditional_t<kDecays, decltype(kRowsAndColumns), decltype(kOne)>{}, tile);
+          else add_tile(std::true_type{}, kPairs, tile);
+        }
+      }
       wgmma_wait<0>();
-      for (; own < own_stages; ++own) skip_tile();  // of the other warpgroup alone
+      for (; own < own_stages; ++own) {  // of the other warpgroup alone
+        if constexpr (kFades) load_stage();
+        skip_tile();
+      }
       ring.release(before, lane, releases);
     }
 
@@ -689,7 +750,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         }
       }
     }
-    if (kFades && a.pair_sums.data != nullptr) {
+    if (kDecays && a.pair_sums.data != nullptr) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int x_token = token + row + 8 * r;
@@ -706,14 +767,14 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     ptx::barrier_wait<128>(1 + warpgroup);
     const bool begins_before = kBack && token < 0;
     if (begins_before) {
-      store_rows<kHeadDim>(x, a.out, here.batch, here.x_head, token, a.nx, a.d);
-      if (kValues) store_rows<kHeadDim>(x2, values_out, here.batch, here.x_head, token, a.nx, a.dv);
+      store_rows<kHeadDim>(x, a.out, here.batch, here.x_head, token, a.nx, a.d, a.adds);
+      if (kValues) store_rows<kHeadDim>(x2, values_out, here.batch, here.x_head, token, a.nx, a.dv, a.adds);
       ptx::barrier_wait<128>(1 + warpgroup);
     }
     if (w4 == 0 && lane == 0) {
       if (!begins_before) {
-        RowTile::store(x, maps.grad, token, here.x_head, here.batch);
-        if (kValues) RowTile::store(x2, maps.values, token, here.x_head, here.batch);
+        store_tile<RowTile>(x, maps.grad, token, here.x_head, here.batch, a.adds);
+        if (kValues) store_tile<RowTile>(x2, maps.values, token, here.x_head, here.batch, a.adds);
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
@@ -723,39 +784,42 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, Grads kGrads, bool kFades>
+template <int kHeadDim, Grads kGrads, Fade kFade>
 void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
   using Tile = GradTileSm90<kHeadDim>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   GradMaps maps{};
-  maps.x = rows_map(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map(a.x2, a, x_heads, a.nx, a.dv);
-  maps.y = rows_map(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map(a.y2, a, y_heads, a.ny, a.dv);
-  maps.grad = rows_map(a.out, a, x_heads, a.nx, a.d);
-  if (kGrads == Grads::kKeysAndValues) maps.values = rows_map(values, a, x_heads, a.nx, a.dv);
-  launch_kernel(kFades ? "linear_grad_fading_sm90" : "linear_grad_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kFades>,
+  maps.x = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d), maps.x2 = rows_map<kHeadDim>(a.x2, a, x_heads, a.nx, a.dv);
+  maps.y = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map<kHeadDim>(a.y2, a, y_heads, a.ny, a.dv);
+  maps.grad = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.d);
+  if (kGrads == Grads::kKeysAndValues) maps.values = rows_map<kHeadDim>(values, a, x_heads, a.nx, a.dv);
+  launch_kernel(kFade == Fade::kNone ? "linear_grad_sm90" : "linear_grad_fading_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kFade>,
                 std::min(sm_count, items.count), Tile::threads(kGrads), Tile::kSharedBytes, stream, maps, a, values, items);
 }
 
 template <int kHeadDim, Grads kGrads>
 void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
-  if (a.fading) launch_grad<kHeadDim, kGrads, true>(a, values, sm_count, stream);
-  else launch_grad<kHeadDim, kGrads, false>(a, values, sm_count, stream);
+  if (!a.fading) launch_grad<kHeadDim, kGrads, Fade::kNone>(a, values, sm_count, stream);
+  else if (a.fading.bounds_alone) launch_grad<kHeadDim, kGrads, Fade::kBounds>(a, values, sm_count, stream);
+  else launch_grad<kHeadDim, kGrads, Fade::kDecays>(a, values, sm_count, stream);
 }
 
 }  // namespace
 
 void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) launch<64, Grads::kQueries>(a, {}, sm_count, stream);
-  else launch<128, Grads::kQueries>(a, {}, sm_count, stream);
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim,
+                    [&](auto dim) { launch<dim, Grads::kQueries>(a, {}, sm_count, stream); });
 }
 void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) {
-    launch<64, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
-  } else {  // registers for one of the two
-    linear_read_sm90(values, head_dim, sm_count, stream);
-    launch<128, Grads::kKeys>(a, {}, sm_count, stream);
-  }
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (grads_with_values_sm90(dim)) {
+      launch<dim, Grads::kKeysAndValues>(a, values.out, sm_count, stream);
+    } else {
+      linear_read_sm90(values, head_dim, sm_count, stream);
+      launch<dim, Grads::kKeys>(a, {}, sm_count, stream);
+    }
+  });
 }
 
 }  // namespace fastmax

@@ -5,11 +5,15 @@
 // token or behind the last one arrive as zeros, and are not written.
 #pragma once
 
+#include <cstddef>
+#include <type_traits>
+
 #include "core/sm90/tensor_map.h"
 #include "core/sm90/tiles.h"
 #include "linear/linear.h"
 #include "linear/order2/snapshot_sm90.h"
 #ifdef __CUDACC__
+#include "linear/order2/features.h"
 #include "linear/ptx.h"
 #endif
 
@@ -65,60 +69,124 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
   return s.time == Time::kForward ? row : rows - row - kTileRows;
 }
 
-// How what an item's rows see fades, and tiles of y of their own chunk.
-struct FadingItem {
-  const LinearProblem& p;
-  int64_t state;
-  int chunk;
+// What fades in a call: nothing; rows of sequences that ended; or all rows.
+enum class Fade { kNone, kBounds, kDecays };
 
-  __device__ __forceinline__ FadingItem(const LinearProblem& p, const ItemsOfRows::Item& item)
-      : p(p), state(static_cast<int64_t>(item.batch) * p.state_heads + item.state_head), chunk(item.chunk) {}
+// How the 64 rows from a virtual row on fade.
+__device__ __forceinline__ const FadingTile* fading_tile(const LinearProblem& p, int64_t state, int virtual_row) {
+  static_assert(kTileRows == kFadingTile, "the same tiles");
+  return p.fading.tiles + state * p.fading.tile_count + virtual_row / kFadingTile;
+}
+// Of a tile of y that begins at a token.
+__device__ __forceinline__ const FadingTile* fading_tile_at(const LinearProblem& p, int64_t state, int token) {
+  return fading_tile(p, state, p.pad + (p.time == Time::kForward ? token : p.ny - kTileRows - token));
+}
 
-  // A row of a tile of x, in the order of tokens; the tile begins at row `first` of the walk.
-  __device__ __forceinline__ WalkSum of_x(int first, int row) const {
-    return of_y_row(p.y_row(p.seen_end(p.time == Time::kForward ? first + row : first + kTileRows - 1 - row)));
+// The same to read, in shared memory or in global.
+struct SharedFadingTile {
+  static constexpr bool kLoadsEarly = false;
+  uint32_t address;
+
+  __device__ __forceinline__ WalkSum sum(int row) const { return {ptx::load_shared_f32x2(address + offsetof(FadingTile, sums) + 8 * row)}; }
+  __device__ __forceinline__ float4 sums(int row) const { return ptx::load_shared_f32x4(address + offsetof(FadingTile, sums) + 8 * row); }
+  __device__ __forceinline__ float2 until_end(int row) const {
+    return ptx::load_shared_f32x2(address + offsetof(FadingTile, until_end) + 4 * row);
   }
-  // What is left of the state before the chunk.
-  __device__ __forceinline__ float of_state(const WalkSum& x) const {
-    return exp2f(x.since(WalkSum::of(p, p.fading.at_edge(p, state, p.fading.first_chunk + chunk))));
+  __device__ __forceinline__ float since_chunk(int row) const {
+    return ptx::load_shared_f32(address + offsetof(FadingTile, since_chunk) + 4 * row);
   }
-  // A tile's last row in the walk.
-  __device__ __forceinline__ WalkSum end_of(int tile) const { return of_y_row(row_of(tile) + kTileRows - 1); }
-  // Whether nothing is left of a tile where it ends, for rows of x of which `x` is the first.
-  __device__ __forceinline__ static bool is_gone(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
-  // Of a tile's rows in the order of tokens: what is left at its end, and their sums.
-  __device__ __forceinline__ const float* factors(int tile) const { return p.fading.y_factors + place_of(tile); }
-  __device__ __forceinline__ const float2* sums(int tile) const { return p.fading.y_sums + place_of(tile); }
+};
+struct GlobalFadingTile {
+  static constexpr bool kLoadsEarly = true;
+  const FadingTile* tile;
+
+  __device__ __forceinline__ WalkSum sum(int row) const { return {__ldg(tile->sums + row)}; }
+  __device__ __forceinline__ float4 sums(int row) const { return __ldg(reinterpret_cast<const float4*>(tile->sums + row)); }
+  __device__ __forceinline__ float2 until_end(int row) const { return __ldg(reinterpret_cast<const float2*>(tile->until_end + row)); }
+  __device__ __forceinline__ float since_chunk(int row) const { return __ldg(tile->since_chunk + row); }
+};
+
+// A tile's first and last row in the walk.
+template <bool kBack>
+inline constexpr int kFirstOfTile = kBack ? kTileRows - 1 : 0;
+template <bool kBack>
+inline constexpr int kLastOfTile = kTileRows - 1 - kFirstOfTile<kBack>;
+
+// Whether nothing is left of a tile that ends at `end`, for rows of x of which `x` are the first.
+__device__ __forceinline__ bool is_gone(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
+
+// Whether a tile fades so much that numbers of its rows alone would not be in range (PairFading).
+template <bool kBack, class Tile>
+__device__ __forceinline__ bool is_far(const Tile& y) {
+  return !(y.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) > -64.f);
+}
+// Whether nothing fades between a tile of y and one of x, or within them.
+template <bool kBack, class XTile, class YTile>
+__device__ __forceinline__ bool is_whole(const XTile& x, const YTile& y) {
+  return x.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) == 0.f;
+}
+
+// What a lane's pairs of rows of x with columns 8 j + 2 t and the next of a tile of y are multiplied by.
+//   kOne
+//   kRowsAndColumns   a number a row times one a column, with the tile's end between them. Rows among those of the tile come before its
+//                     end: their numbers are above 1, and in range where no pair of the tile fades by more than 2^-64 (is_far)
+//   kPairs            each pair has a number of its own
+enum class PairFactors { kOne, kRowsAndColumns, kPairs };
+
+template <bool kBack, PairFactors kFactors, class Tile>
+struct PairFading {
+  static constexpr bool kOfRows = kFactors == PairFactors::kRowsAndColumns, kOfPairs = kFactors == PairFactors::kPairs;
+  static constexpr bool kLoadsEarly = Tile::kLoadsEarly && kOfRows;
+  Tile y;
+  WalkSum x[2];
+  float left[2];
+  float2 loaded[kLoadsEarly ? 8 : 1];
+
+  __device__ __forceinline__ PairFading(const Tile& y, const WalkSum& x0, const WalkSum& x1) : y(y), x{x0, x1} {
+    if constexpr (kOfRows) {
+      const WalkSum end = y.sum(kLastOfTile<kBack>);
+      left[0] = ptx::exp2_approx(x0.since(end)), left[1] = ptx::exp2_approx(x1.since(end));
+    }
+    if constexpr (kLoadsEarly) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) loaded[j] = y.until_end(8 * j + 2 * (threadIdx.x % 4));
+    }
+  }
+
+  // Calls f(j, factors), factors[r][i].
+  template <class F>
+  __device__ __forceinline__ void for_each_block(const F& f) const {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float factors[2][2] = {{1.f, 1.f}, {1.f, 1.f}};
+      if constexpr (kOfRows || kOfPairs) {
+        float2 until;
+        if constexpr (kLoadsEarly) until = loaded[j];
+        else until = y.until_end(8 * j + 2 * t);
+        float4 sums;
+        if constexpr (kOfPairs) sums = y.sums(8 * j + 2 * t);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          if constexpr (kOfRows) {
+            factors[r][0] = left[r] * until.x, factors[r][1] = left[r] * until.y;
+          } else {
+            factors[r][0] = of_pair(x[r], make_float2(sums.x, sums.y), until.x);
+            factors[r][1] = of_pair(x[r], make_float2(sums.z, sums.w), until.y);
+          }
+        }
+      }
+      f(j, factors);
+    }
+  }
 
  private:
-  static_assert(kTileRows == kFadingTile, "factors are of tiles");
-  __device__ __forceinline__ WalkSum of_y_row(int row) const { return WalkSum::of(p, p.fading.at_row(p, state, row)); }
-  __device__ __forceinline__ int row_of(int tile) const { return p.y_row(p.chunk_begin(chunk) + tile * kTileRows); }
-  __device__ __forceinline__ int64_t place_of(int tile) const { return state * p.fading.y_rows + tile_token(p, p.ny, row_of(tile)); }
-};
-
-// Factors of a lane's columns 8 j + 2 t and the next of a tile that is before rows of x, one number a column; or among them, by row.
-struct ColumnFactors {
-  float2 left[8];
-
-  __device__ __forceinline__ void load(const float* factors) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) left[j] = __ldg(reinterpret_cast<const float2*>(factors + 8 * j + 2 * (threadIdx.x % 4)));
-  }
-  __device__ __forceinline__ float factor(int j, int i) const { return i == 0 ? left[j].x : left[j].y; }
-};
-struct ColumnSums {
-  float4 sums[8];
-
-  __device__ __forceinline__ void load(const float2* g) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) sums[j] = __ldg(reinterpret_cast<const float4*>(g + 8 * j + 2 * (threadIdx.x % 4)));
-  }
-  __device__ __forceinline__ float factor(const WalkSum& x, int j, int i) const {
-    const float2 y = i == 0 ? make_float2(sums[j].x, sums[j].y) : make_float2(sums[j].z, sums[j].w);
-    return ptx::exp2_approx(fminf(x.since({y}), 0.f));
+  __device__ __forceinline__ static float of_pair(const WalkSum& x, const float2& y, float until_end) {
+    return __float_as_int(until_end) < 0 ? 0.f : ptx::exp2_approx(fminf(x.since({y}), 0.f));
   }
 };
+template <PairFactors kFactors>
+using OfPairFactors = std::integral_constant<PairFactors, kFactors>;
 
 // Where the stages of an item come from: first those of its snapshot, then tiles of y and of its values from its own chunk.
 struct ItemSource {
@@ -173,10 +241,18 @@ __device__ __forceinline__ const float* tile_scales(const RowScale& e, int token
   return e.data + head * e.head + max(token, tokens - static_cast<int>(e.head));
 }
 
-// A tile of results to the rows of a head from `token` on, by the threads of a warpgroup. The copy engine writes none that begins before
-// the first token.
+// A tile of results to a tensor, by one thread; `adds`: to what is there.
+template <class Tile>
+__device__ __forceinline__ void store_tile(uint32_t tile, const CUtensorMap& map, int token, int head, int batch, bool adds) {
+  if (adds) Tile::add(tile, map, token, head, batch);
+  else Tile::store(tile, map, token, head, batch);
+}
+
+// The same to the rows of a head from `token` on, by the threads of a warpgroup. The copy engine writes no tile that begins before the
+// first token.
 template <int kHeadDim>
-__device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int batch, int head, int token, int tokens, int columns) {
+__device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int batch, int head, int token, int tokens, int columns,
+                                           bool adds) {
   constexpr int kChunks = kHeadDim / 8;
   auto* rows = reinterpret_cast<__nv_bfloat16*>(const_cast<void*>(out.data)) + batch * out.batch + head * out.head;
   for (int i = threadIdx.x % 128; i < kTileRows * kChunks; i += 128) {
@@ -184,14 +260,22 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int b
     if (token + row < 0 || token + row >= tokens || 8 * chunk >= columns) continue;
     uint32_t x[4];
     ptx::load_shared_u32x4(x, tile + RowTileSm90<kHeadDim>::chunk_offset(row, chunk));
-    *reinterpret_cast<uint4*>(rows + (token + row) * out.token + 8 * chunk) = make_uint4(x[0], x[1], x[2], x[3]);
+    uint4* result = reinterpret_cast<uint4*>(rows + (token + row) * out.token + 8 * chunk);
+    if (adds) {
+      const uint4 before = *result;
+      x[0] = add_bf16x2(before.x, x[0]), x[1] = add_bf16x2(before.y, x[1]);
+      x[2] = add_bf16x2(before.z, x[2]), x[3] = add_bf16x2(before.w, x[3]);
+    }
+    *result = make_uint4(x[0], x[1], x[2], x[3]);
   }
 }
 #endif
 
 // As the copy engine knows them.
-inline CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
-  return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows);
+template <int kHeadDim>
+CUtensorMap rows_map(const View& x, const LinearProblem& p, int heads, int tokens, int columns) {
+  return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows,
+                    panel_cols(kHeadDim));
 }
 
 }  // namespace fastmax

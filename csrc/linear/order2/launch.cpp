@@ -75,7 +75,8 @@ PerRow of_phase(PerRow s, const Phase& phase, int heads, int token) {
 }
 KeptRows of_phase(KeptRows kept, const Phase& phase) {
   const int64_t first_head = int64_t{phase.first_state} * phase.problem.y_group;
-  if (kept.data != nullptr) kept.data += first_head * kept.head, kept.whole += first_head * kept.groups;
+  if (kept.data != nullptr) kept.data += first_head * kept.head;
+  if (kept.whole != nullptr) kept.whole += first_head * kept.groups;
   return kept;
 }
 CarriedState of_phase(CarriedState state, const Phase& phase) {
@@ -99,13 +100,16 @@ Fading of_phase(Fading fading, const Phase& phase) {
   if (fading) {
     fading.sums += int64_t{phase.first_state} * fading.tokens;
     fading.carries += int64_t{phase.first_state} * fading.chunks;
-    if (fading.y_sums != nullptr) fading.y_sums += phase.first_state * fading.y_rows, fading.y_factors += phase.first_state * fading.y_rows;
+    if (fading.tiles != nullptr) fading.tiles += int64_t{phase.first_state} * fading.tile_count;
     fading.first_chunk = phase.first_row / phase.problem.chunk;
   }
   return fading;
 }
 
 inline constexpr StateFactors kAsTheyAre{1.f, 1.f, 1.f, 1.f};
+
+// Where the snapshots of a walk come from: its rows; or an earlier call kept them, and the carried state is added to them, or is of zeros.
+enum class Snapshots { kSummed, kAddedTo, kReady };
 
 // A call's passes over the states of one plan, in the workspace.
 struct Passes {
@@ -117,9 +121,8 @@ struct Passes {
   cudaStream_t stream;
   CarriedState carried{};  // new_values may be null: what comes out is not wanted
   StateFactors loads = kAsTheyAre, stores = kAsTheyAre;
-  // Where the plan keeps snapshots. adds: they are there, without the carried state.
-  void* kept = nullptr;
-  bool adds = false;
+  void* kept = nullptr;  // where the plan keeps snapshots
+  Snapshots origin = Snapshots::kSummed;
   UncountedRows uncounted{};
 
   // Runs the phases: the states, then whoever reads them.
@@ -127,9 +130,10 @@ struct Passes {
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
-      if (phase.loads) kernels.load(p, carry(phase, loads), stream);
-      if (adds) add(phase, a);
-      else sum(phase, a, snapshots_of(phase));
+      const bool are_ready = origin == Snapshots::kReady;
+      if (phase.loads && !are_ready) kernels.load(p, carry(phase, loads), stream);
+      if (origin == Snapshots::kAddedTo) add(phase, a);
+      else if (!are_ready) sum(phase, a, snapshots_of(phase));
       if (phase.problem.nx > 0) consume(phase);
       if (phase.stores && carried.new_values != nullptr) kernels.store(p, carry(phase, stores), stream);
     }
@@ -156,6 +160,7 @@ struct Passes {
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.noise = of_phase(a.noise, phase, heads, phase.first_token, output_bytes(p));
     if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + phase.first_token;
+    a.near_lse = of_phase(a.near_lse, phase, heads, phase.first_token);
     a.first_key = of_phase(a.first_key, phase);
     if (a.y_counts.data != nullptr) a.y_counts.data += phase.first_batch * a.y_counts.batch;
     return a;
@@ -190,9 +195,11 @@ struct Passes {
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.zeroed_y = of_phase(a.zeroed_y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
+    a.zeroed_w = of_phase(a.zeroed_w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.mask = of_phase(a.mask, phase, 0);
     a.kept = of_phase(a.kept, phase);
     a.y_scale = of_phase(a.y_scale, phase, phase.problem.y_group, 0);
+    a.y_factors = of_phase(a.y_factors, phase, 1, 0);
     a.snapshots = to.snapshots, a.sums = to.sums, a.parts_sum = buffers.parts;
     a.accumulators = buffers.accumulators;
     a.begin = phase.begin;
@@ -221,7 +228,7 @@ struct Passes {
 
   // What fades is not the same for all chunks.
   bool adds_while_reading() const {
-    return adds && !fading && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
+    return origin == Snapshots::kAddedTo && !fading && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
   }
 
   // What reads and gradients share.
@@ -242,10 +249,9 @@ struct Passes {
 // Rows that fade, as states and the rows of their own chunk take them, and what says how. Serves one walk after the other.
 struct FadedRows {
   char *w = nullptr, *y = nullptr;
-  float *e = nullptr, *carries = nullptr;
+  float *e = nullptr, *factors = nullptr, *carries = nullptr;
   uint8_t *kept = nullptr, *whole = nullptr;
-  float2* y_sums = nullptr;
-  float* y_factors = nullptr;
+  FadingTile* tiles = nullptr;  // null: rows are copied as they fade
   char* sums = nullptr;
 
   FadedRows(const AttentionParams& p, bool takes_zeros, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
@@ -255,47 +261,62 @@ struct FadedRows {
       const int64_t heads = int64_t{walk->states()} * walk->y_group;
       rows = std::max(rows, heads * walk->ny), groups = std::max(groups, heads * walk->groups());
       chunks = std::max(chunks, int64_t{walk->states()} * walk->chunks);
-      state_groups = std::max(state_groups, int64_t{walk->states()} * walk->groups());
+      state_groups = std::max(state_groups, int64_t{walk->states()} * walk->groups_of_all());
     }
     w = workspace.take<char>(rows * p.dv * element_bytes(p));
     e = workspace.take<float>(groups * kBoundary), carries = workspace.take<float>(chunks);
-    kept = workspace.take<uint8_t>(rows), whole = workspace.take<uint8_t>(groups);
+    whole = workspace.take<uint8_t>(groups);
     sums = workspace.take<char>(static_cast<int64_t>(decay_sum_bytes(p)));
-    if (!takes_zeros) return;
-    y = workspace.take<char>(rows * p.d * element_bytes(p));
-    y_sums = workspace.take<float2>(state_groups * kBoundary), y_factors = workspace.take<float>(state_groups * kBoundary);
+    if (takes_zeros) {
+      y = workspace.take<char>(rows * p.d * element_bytes(p));
+      factors = workspace.take<float>(state_groups * kBoundary);
+      tiles = workspace.take<FadingTile>(state_groups * kBoundary / kFadingTile);
+    } else {
+      kept = workspace.take<uint8_t>(rows);
+    }
   }
 
-  // How a walk fades; nothing where the call has nothing that does. mask: of the rows of y.
-  Fading fading(const AttentionParams& p, const LinearProblem& walk, const RowMask& mask, cudaStream_t stream) const {
+  // How a walk fades; nothing where the call has nothing that does. With `sums_rows`, rows of a state are from here on as they fade.
+  Fading fill(const AttentionParams& p, const StatePlan& plan, bool sums_rows, StateArgs& a, cudaStream_t stream) const {
     if (!fades(p)) return {};
-    Fading fading{p.decay_sums, p.m, walk.boundary, carries, walk.chunks, 0};
-    if (y_sums == nullptr) return fading;
-    fading.y_rows = int64_t{walk.groups()} * kBoundary;
-    FadePairsArgs pairs{};
-    static_cast<LinearProblem&>(pairs) = walk;
-    pairs.fading = fading;
-    pairs.mask = mask;
-    pairs.y_sums = y_sums + walk.first_token_at(), pairs.y_factors = y_factors + walk.first_token_at();
-    linear_fade_pairs(pairs, stream);
-    fading.y_sums = pairs.y_sums, fading.y_factors = pairs.y_factors;
+    sums_rows = sums_rows && plan.needs_states();
+    Fading fading{p.decay_sums, p.m, plan.whole.boundary, carries, plan.whole.chunks, 0};
+    fading.bounds_alone = p.log_decay == nullptr;
+    if (tiles != nullptr) fill_tiles(plan.whole, sums_rows, fading, a, stream);
+    else if (sums_rows) copy_rows(p, plan.whole, fading, a, stream);
     return fading;
   }
 
-  // Puts faded rows in the place of a state's w and e.
-  void fill(const Problem& p, const StatePlan& plan, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
-    if (!fading || !plan.needs_states()) return;
-    const LinearProblem& walk = plan.whole;
+ private:
+  void fill_tiles(const LinearProblem& walk, bool sums_rows, Fading& fading, StateArgs& a, cudaStream_t stream) const {
     const int heads = walk.state_heads * walk.y_group;
+    fading.tiles = tiles, fading.tile_count = walk.groups_of_all() * (kBoundary / kFadingTile);
+    FadeTilesArgs fade{};
+    static_cast<LinearProblem&>(fade) = walk;
+    fade.fading = fading;
+    fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
+    fade.tiles = tiles;
+    if (sums_rows) {
+      fade.factors = factors + walk.first_token_at(), fade.e_head = int64_t{walk.groups()} * kBoundary;
+      fade.faded_e = a.y_scale.data == nullptr ? fade.factors : e + walk.first_token_at();
+      fade.zeroed_y = y, fade.zeroed_w = w, fade.whole = whole, fade.carries = carries;
+    }
+    linear_fade_tiles(fade, stream);
+    if (!sums_rows) return;
+    a.zeroed_y = contiguous(y, heads, walk.ny, walk.d), a.zeroed_w = contiguous(w, heads, walk.ny, walk.dv);
+    a.y_scale = {fade.faded_e, fade.e_head, 1}, a.y_factors = {fade.factors, fade.e_head, 1};
+    a.kept = {nullptr, 0, 0, whole, walk.groups()};
+  }
+
+  void copy_rows(const Problem& p, const LinearProblem& walk, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
     FadeArgs fade{};
     static_cast<LinearProblem&>(fade) = walk;
     fade.fading = fading;
     fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
-    fade.faded_w = w, fade.zeroed_y = y, fade.kept = kept, fade.whole = whole, fade.carries = carries;
+    fade.faded_w = w, fade.kept = kept, fade.whole = whole, fade.carries = carries;
     fade.faded_e = e + walk.first_token_at(), fade.e_head = int64_t{walk.groups()} * kBoundary;
     linear_fade(p, fade, stream);
-    a.w = contiguous(w, heads, walk.ny, walk.dv);
-    if (y != nullptr) a.zeroed_y = contiguous(y, heads, walk.ny, walk.d);
+    a.w = contiguous(w, walk.state_heads * walk.y_group, walk.ny, walk.dv);
     a.y_scale = {fade.faded_e, fade.e_head, 1};
     a.kept = {kept, walk.ny, 1, whole, walk.groups()};
   }
@@ -312,26 +333,29 @@ Resets resets(const Params& p) {
 }
 
 bool wants_state_alone(const FwdParams& p) { return p.o == nullptr; }
-bool wants_state_alone(const BwdParams& p) { return p.grad_q == nullptr; }
+bool wants_state_alone(const BwdParams& p) { return p.grad_q == nullptr && p.grad_k == nullptr; }
 
-// Whether a walk has its snapshots from an earlier call.
+// Where the snapshots of a walk that keeps them come from.
 template <class Params>
-bool resumes(const Params& p) {
-  return p.kept != nullptr && !wants_state_alone(p);
+Snapshots origin(const Params& p) {
+  if (p.kept == nullptr || wants_state_alone(p)) return Snapshots::kSummed;
+  return p.from_nothing ? Snapshots::kReady : Snapshots::kAddedTo;
 }
 
 // Queries looking at keys, and keys looking at queries, back in time. keeps: as the plan of the walk.
-LinearProblem forward_in_time(const FwdParams& p, const StateSizes& sizes, bool keeps) {
+LinearProblem forward_in_time(const FwdParams& p, StateSizes sizes, bool keeps) {
   const bool is_read = keeps || !wants_state_alone(p);
+  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
   return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
 LinearProblem forward_in_time(const BwdParams& p, const StateSizes& sizes) {
-  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, wants_state_alone(p))
+  return continues(p) ? make_problem_after_state(p, sizes, p.h, p.hk, Time::kForward, /*ends_in_state=*/false, p.grad_q == nullptr)
                       : make_problem(p, sizes, p.h, p.hk, p.n, p.m, p.causal_offset, Time::kForward);
 }
-LinearProblem back_in_time(const BwdParams& p, const StateSizes& sizes, bool keeps) {
-  const bool is_read = keeps || !wants_state_alone(p);
+LinearProblem back_in_time(const BwdParams& p, StateSizes sizes, bool keeps) {
+  const bool is_read = keeps || p.grad_k != nullptr;
+  if (keeps && sizes.kept_chunk > 0) sizes.chunk = sizes.kept_chunk;
   return continues(p) ? make_problem_after_state(p, sizes, p.hk, p.h, Time::kBackward, /*ends_in_state=*/true, !is_read)
                       : make_problem(p, sizes, p.hk, p.h, p.m, p.n, 0, Time::kBackward);
 }
@@ -417,9 +441,9 @@ size_t linear2_bwd_workspace_bytes(const BwdParams& p, const StatePasses& kernel
 
 namespace {
 
-// Of a walk between two states. With decays the gradient takes states that a later call does not make.
+// Of a walk between two states.
 size_t kept_bytes(const AttentionParams& p, const StatePasses& kernels, const LinearProblem& walk) {
-  if (!kernels.keeps(p, walk.time) || p.order != 2 || p.log_decay != nullptr) return 0;
+  if (p.order != 2) return 0;
   const StatePlan plan(walk, kernels.sizes(p), p.sm_count, /*carries=*/true, /*keeps=*/true);
   return plan.kept_bytes() <= kKeptBytes ? static_cast<size_t>(plan.kept_bytes()) : 0;
 }
@@ -445,8 +469,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
-  const Fading fading = plan.faded.fading(p, plan.states.whole, state.mask, stream);
-  if (!resumes(p)) plan.faded.fill(p, plan.states, fading, state, stream);
+  const Fading fading = plan.faded.fill(p, plan.states, origin(p) == Snapshots::kSummed, state, stream);
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
@@ -456,6 +479,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.half_out = runs_as_tf32(p);
   read.z = p.z;
   read.z_head = p.n;
+  read.near_lse = {p.near_lse, p.near_lse_head, 1};
   read.first_key = p.first_key;
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
@@ -463,7 +487,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   // Kernels that are given counts of rows count those that fade alone.
   const UncountedRows uncounted = kernels.takes_zeros && !fading ? UncountedRows{p.m, plan.zeroed.row_counts(p)} : UncountedRows{};
   const Passes passes{p,       kernels,    plan.states, plan.buffers, fading,      stream,
-                      p.state, kAsTheyAre, kAsTheyAre,  p.kept,       resumes(p), uncounted};
+                      p.state, kAsTheyAre, kAsTheyAre,  p.kept,       origin(p),   uncounted};
   passes.run(state, [&](const Phase& phase) {
     if (!wants_state_alone(p)) passes.read(phase, read);
   });
@@ -473,7 +497,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   BwdParams p = call;
   const BwdPlan plan(p, kernels, Workspace(p.workspace));
   if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
-  const PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
+  PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
+  if (p.pairs_by_query != nullptr) pairs.by_query = p.pairs_by_query;
   BwdInputs in = plan.inputs.fill(p, stream);
   plan.zeroed.fill(p, in, stream);
   Coefficients f(p);
@@ -483,8 +508,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Fading prefix_fading = plan.faded.fading(p, plan.prefixes.whole, prefix.mask, stream);
-  if (!wants_state_alone(p)) plan.faded.fill(p, plan.prefixes, prefix_fading, prefix, stream);
+  const Fading prefix_fading = p.grad_q == nullptr ? Fading{} : plan.faded.fill(p, plan.prefixes, true, prefix, stream);
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -493,13 +517,15 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_q.g0 = f.g0, grad_q.g1 = f.g1;
   grad_q.out = view(p.grad_q, p.grad_q_stride);
   grad_q.half_out = runs_as_tf32(p);
+  grad_q.adds = p.adds;
   grad_q.c0 = f.c0;
   grad_q.pair_sums = {pairs.by_query, p.n, 1};
 
   const CarriedGradients& c = p.state;
   const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
   const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
-  if (!wants_state_alone(p)) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
+  if (p.grad_q != nullptr) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
+  if (p.grad_q != nullptr && p.grad_k == nullptr) return;
 
   // grad_k and grad_v: suffix states of (q, g), as prefixes of a walk back in time. It begins with the gradient of the state that the
   // call ended in, and ends with that of the state that it continued from.
@@ -509,8 +535,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
-  const Fading suffix_fading = plan.faded.fading(p, plan.suffixes.whole, suffix.mask, stream);
-  if (!resumes(p)) plan.faded.fill(p, plan.suffixes, suffix_fading, suffix, stream);
+  const Fading suffix_fading = plan.faded.fill(p, plan.suffixes, origin(p) == Snapshots::kSummed, suffix, stream);
 
   ReadArgs grad_v{};
   grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;
@@ -518,6 +543,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_v.c0 = f.c0, grad_v.c1 = f.c1, grad_v.c2 = f.c2;
   grad_v.out = view(p.grad_v, p.grad_v_stride);
   grad_v.half_out = runs_as_tf32(p);
+  grad_v.adds = p.adds;
 
   GradArgs grad_k{};
   grad_k.x = in.k, grad_k.x2 = in.v, grad_k.y = in.q, grad_k.y2 = in.g;
@@ -526,14 +552,15 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.g0 = f.g0, grad_k.g1 = f.g1;
   grad_k.out = view(p.grad_k, p.grad_k_stride);
   grad_k.half_out = runs_as_tf32(p);
+  grad_k.adds = p.adds;
   grad_k.c0 = f.c0;
   grad_k.pair_sums = {pairs.by_key, p.m, 1};
 
   const CarriedState behind{c.grad_new_values, c.grad_new_weights, c.grad_values, c.grad_weights, c.d, c.dv};
   const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,       suffix_fading, stream,
-                             behind, divisors.inverses(), divisors.factors(), p.kept, resumes(p)};
+                             behind, divisors.inverses(), divisors.factors(), p.kept, origin(p)};
   over_suffixes.run(suffix, [&](const Phase& phase) {
-    if (!wants_state_alone(p)) over_suffixes.grads(phase, grad_v, grad_k);
+    if (p.grad_k != nullptr) over_suffixes.grads(phase, grad_v, grad_k);
   });
   if (p.grad_log_decay != nullptr) fill_decay_gradient(p, pairs, plan.decay_gradient, stream);
 }
@@ -556,7 +583,6 @@ constexpr StatePasses kStatePassesSm80 = {
       if (p.order == 1) return linear_store_part_state(a, linear_head_dim(p.head_dim), stream);
       dispatch_kernel_math(p, [&](auto math) { linear_store_state<typename decltype(math)::type>(a, p.head_dim, stream); });
     },
-    /*keeps=*/[](const Problem&, Time) { return true; },
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },

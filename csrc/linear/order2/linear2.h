@@ -25,16 +25,14 @@ struct StatePasses {
   // Carried states, or their gradients, to and from what `sum` hands on and goes on from.
   void (*load)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
   void (*store)(const Problem& p, const CarriedArgs& a, cudaStream_t stream);
-  // Whether snapshots of a walk in that direction are kept from one call to the next, which then `add`s to them in place of adding up
-  // their rows again.
-  bool (*keeps)(const Problem& p, Time time);
+  // To snapshots that were kept from one call to the next.
   void (*add)(const Problem& p, const AddArgs& a, cudaStream_t stream);
   // Whether readers of kept snapshots in a walk of that direction add ReadArgs::added and GradArgs::added to them; else, and where it is
   // null, `add` does.
   bool (*adds_while_reading)(const Problem& p, Time time);
 };
 extern const StatePasses kStatePassesSm80;  // for every architecture
-extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 64 and 128
+extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 32, 64 and 128
 bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
 
 // From what the first segment of a walk ends with, and the totals of the others, to what each of the others starts from.

@@ -21,8 +21,9 @@ namespace fastmax {
 // of those: 3 blocks a multiprocessor and one of every state.
 inline constexpr int64_t kPhaseBytes = int64_t{832} << 20;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
-// Snapshots of all chunks that are kept from one call to the next. (1, 32, 65536, 64) in bf16 takes 2.5 GB, at head_dim 128 4.8.
-inline constexpr int64_t kKeptBytes = int64_t{6} << 30;
+// Snapshots of all chunks that are kept from one call to the next. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.3 on
+// Hopper.
+inline constexpr int64_t kKeptBytes = int64_t{4608} << 20;
 
 // x rows looking at y rows. x_heads and y_heads are per batch entry.
 inline LinearProblem make_problem(const Problem& p, const StateSizes& sizes, int x_heads, int y_heads, int nx, int ny,

@@ -33,15 +33,16 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
   // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
-  static constexpr int kStages = kHeadDim == 64 && !kAdds ? 8 : 4, kStageBytes = (kAdds ? 2 : 1) * kPartBytes;
+  static constexpr int kStages = kHeadDim <= 64 && !kAdds ? 8 : 4, kStageBytes = (kAdds ? 2 : 1) * kPartBytes;
   static constexpr int kAdders = 96;  // the threads beside the warp that issues loads
-  static constexpr int kXBuffers = kHeadDim == 64 ? 2 : 1;
+  static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1;
   static constexpr int kXBytes = kItemTiles * State::kTileBytes;
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kX = kStages * kStageBytes;
-  static constexpr int kXSums = kX + kXBuffers * kXBytes;  // WalkSum of rows: registers are short
-  static constexpr int kXFull = kXSums + (kFades ? kRows * 8 : 0);
+  static constexpr int kFadingBytes = kFades ? static_cast<int>(sizeof(FadingTile)) : 0;  // of a tile of x, and of y of each stage
+  static constexpr int kXFading = kX + kXBuffers * kXBytes, kYFading = kXFading + kXBuffers * kItemTiles * kFadingBytes;
+  static constexpr int kXFull = kYFading + kStages * kFadingBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kCopied = kBarriers + Ring<kStages>::kBarrierBytes;  // barriers of what is not yet added
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kCopied + (kAdds ? Ring<kStages>::kBarrierBytes : 0);
@@ -81,6 +82,38 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
   }
 }
 
+// Near keys of a row (ReadArgs::near_lse) joined to the far ones, as merge/merge_sm80.cu does it: of its sums of values and weights, z and
+// what the former are still to be multiplied by, those of both. r: which half of the accumulator the row is.
+template <int kCount>
+__device__ __forceinline__ void join_near(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, float& z, float& factor,
+                                          float (&acc)[kCount], int r) {
+  const int t = static_cast<int>(ptx::keep_in_register(threadIdx.x)) % 4;
+  float* lse = a.near_lse.data + item.x_head_index * a.near_lse.head + x_row;
+  float near = t == 0 && x_row < a.nx ? *lse : 0.f;
+  near = __shfl_sync(0xffffffffu, near, 0, 4);  // from the lane that writes over it
+  if (x_row >= a.nx) return;
+  float of_near = 1.f;
+  if (z != 0.f) {
+    const float far = logf(z), base = fmaxf(near, far), near_weight = expf(near - base), far_weight = expf(far - base);
+    const float total = near_weight + far_weight;
+    of_near = near_weight / total, factor *= far_weight / total;
+    z = isnan(total) ? total : z + expf(near);
+    if (t == 0) *lse = base + logf(total);
+  }
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int column = 8 * j + 2 * t;
+    if (column >= a.dv) break;
+    const float2 o = load_row_pair<__nv_bfloat16>(a.out, false, item.batch, item.x_head, x_row, column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& x = acc[4 * j + 2 * r + i];
+      x = fmaf(of_near, i == 0 ? o.x : o.y, x * factor);
+    }
+  }
+  factor = 1.f;
+}
+
 // What is added to the snapshots of a block's items, stage by stage as they come, by Tile::kAdders threads.
 template <class Tile>
 __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows& items, uint32_t stages_at, const Ring<Tile::kStages>& copied,
@@ -102,8 +135,9 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
           ptx::store_shared_u32x4(stage + j, x);
         }
         ptx::fence_proxy_async();
-        ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
       }
+      // Of every stage: a warp that fell two rounds of the ring behind would take the parity of a phase for that of the one before last.
+      ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
       ptx::mbarrier_arrive_if(ring.full(at), thread == 0);
     }
   }
@@ -111,15 +145,18 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
 
 // kValues: grad_v, of a walk back in time, without denominators; else a forward.
 // kAdds: a snapshot comes without the state a.added, in a walk that does not fade.
-template <int kHeadDim, bool kValues, bool kFades, bool kAdds>
-__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThreads, 1)
+template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
                             const ItemsOfRows items) {
+  constexpr bool kFades = kFade != Fade::kNone;
   using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
   using Scores = Wgmma<Bf16, 64>;
+  using Panel = Wgmma<Bf16, Tile::kPanelCols>;
+  constexpr int kPanelCols = Tile::kPanelCols;
   constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRowTiles = Tile::kRowTiles, kWarpgroups = Tile::kWarpgroups, kXBuffers = Tile::kXBuffers;
   constexpr int kSteps = kHeadDim / 16;  // of 16 columns
@@ -162,7 +199,11 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
         const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
         const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
         ring.wait_until_empty(at);
-        copied.expect(at, Tile::kPartBytes);
+        copied.expect(at, Tile::kPartBytes + Tile::kFadingBytes);
+        if constexpr (kFades) {
+          ptx::bulk_load(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes, fading_tile_at(a, source.state(a), token),
+                         Tile::kFadingBytes, copied.full(at));
+        }
         RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
         RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
       }
@@ -171,15 +212,24 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
   }
   if constexpr (Tile::kMovesRegisters) ptx::more_registers<240>();
 
+  [[maybe_unused]] const auto x_fading = [&](int buffer, int m) {
+    const int tile = buffer * Tile::kItemTiles + warpgroup * kRowTiles + m;
+    return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kXFading + tile * Tile::kFadingBytes)};
+  };
   const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
     if (index >= items.count) return;
     const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % kXBuffers;
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
-    ptx::mbarrier_arrive_expect(barrier, kRowTiles * kTileBytes);
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kFadingBytes));
     for (int m = 0; m < kRowTiles; ++m) {
       const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
-      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, item.row + tile_of(m) * kTileRows), item.x_head, item.batch);
+      const int row = item.row + tile_of(m) * kTileRows;
+      if constexpr (kFades) {
+        const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+        ptx::bulk_load(x_fading(buffer, m).address, fading_tile(a, state, a.seen_end(row)), Tile::kFadingBytes, barrier);
+      }
+      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
     }
   };
   if (threadIdx.x % 128 == 0) {
@@ -214,23 +264,23 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int panel = 0; panel < Tile::kPanels; ++panel) {
-            float v[32];
+            float v[kPanelCols / 2];
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
               const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
               const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
-              if (k == 0) Scores::ss_first<Major::kK, Major::kMN>(v, columns, features);
-              else Scores::ss<Major::kK, Major::kMN>(v, columns, features);
+              if (k == 0) Panel::template ss_first<Major::kK, Major::kMN>(v, columns, features);
+              else Panel::template ss<Major::kK, Major::kMN>(v, columns, features);
             }
             wgmma_commit();
             wgmma_wait<0>();
             keep(v);
-            const float* sum_y = state_sums + Tile::kSumY + 64 * panel;
+            const float* sum_y = state_sums + Tile::kSumY + kPanelCols * panel;
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, 8 * panel + j) + 4 * t;
-              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 1024);
+            for (int j = 0; j < kPanelCols / 8; ++j) {
+              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, kPanelCols / 8 * panel + j) + 4 * t;
+              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 8 * RowTile::kRowBytes);
               const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
               sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
               sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
@@ -259,7 +309,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
 
       // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
       int half = 0;  // of the stage
-      uint32_t tile = 0, base[kRowTiles][2];
+      uint32_t tile = 0, base[kRowTiles][2], f[kRowTiles][16];  // f: features
       const auto load_base = [&](int block) {
         const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
 #pragma unroll
@@ -268,7 +318,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
       load_base(0);
       for (int star = 0; star < kBlocks; ++star) {
         // Of rows row and row + 8: in both halves, or, where registers are short, in pairs, of which a multiplication takes a half.
-        constexpr bool kDuplicated = kHeadDim == 64;
+        constexpr bool kDuplicated = kHeadDim <= 64;
         uint32_t scalars[kRowTiles][2][kDuplicated ? 8 : 4];
 #pragma unroll
         for (int m = 0; m < kRowTiles; ++m) {
@@ -276,7 +326,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             uint32_t columns[4];
-            ptx::load_shared_u32x4(columns, address + r * 1024);
+            ptx::load_shared_u32x4(columns, address + r * 8 * RowTile::kRowBytes);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
               if constexpr (kDuplicated) {
@@ -297,20 +347,19 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
           const Operand<RowTile> features(tile);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
-            uint32_t f[16];
             wgmma_wait<kRowTiles - 1>();
             if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              f[4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
-              f[4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k));
-              f[4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
-              f[4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
+              f[m][4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
+              f[m][4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k));
+              f[m][4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
+              f[m][4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
             }
             if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f + 4 * k, features.mn_major(k));
+            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f[m] + 4 * k, features.mn_major(k));
             wgmma_commit();
           }
           if (half == 1) before = at, releases = true, at.template advance<kStages>();
@@ -332,41 +381,35 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
     for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
 
     const ItemsOfRows::Item own_item = item_again();
-    const FadingItem fading(a, own_item);
-    const auto x_sum_at = [&](int m, int r) { return stages_at + Tile::kXSums + ((warpgroup * kRowTiles + m) * kTileRows + row + 8 * r) * 8; };
-    const auto x_sum = [&](int m, int r) { return WalkSum{ptx::load_shared_f32x2(x_sum_at(m, r))}; };
-    if constexpr (kFades) {
-      __syncwarp();
-#pragma unroll
-      for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const WalkSum sum = fading.of_x(own_item.row + tile_of(m) * kTileRows, row + 8 * r);
-          if (t == 0) ptx::store_shared_f32x2(x_sum_at(m, r), sum.g);
-        }
-      }
-      __syncwarp();
-    }
     if (kFades && a.has_state(own_item.chunk)) {
       const float* state_sums = a.sums + own_item.slot * Tile::kSums;
+      float factor[kRowTiles][2];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float factor = fading.of_state(x_sum(m, r));
-          if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor);
+          factor[m][r] = x_fading(buffer, m).since_chunk(row + 8 * r);
+          if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor[m][r]);
+        }
+      }
 #pragma unroll
-          for (int j = 0; j < kHeadDim / 8; ++j) {
-            const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
-            acc[m][4 * j + 2 * r] = faded(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor);
-            acc[m][4 * j + 2 * r + 1] = faded(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor);
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            acc[m][4 * j + 2 * r] = faded(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor[m][r]);
+            acc[m][4 * j + 2 * r + 1] = faded(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor[m][r]);
           }
         }
       }
     }
 
     // The own chunk.
-    [[maybe_unused]] WalkSum end;  // of the tile of y that is next
+    [[maybe_unused]] const auto y_fading = [&] {
+      return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes)};
+    };
     float s[32];
     uint32_t weights[16];
     const auto make_scores = [&](int m, const Operand<RowTile>& y) {
@@ -379,30 +422,38 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
       }
       wgmma_commit();
     };
-    const auto make_weights = [&](int m, auto is_diagonal, int tile) {
+    const auto make_weights = [&](int m, auto is_diagonal) {
       constexpr bool kDiagonal = decltype(is_diagonal)::value;
       keep(s);
-      [[maybe_unused]] ColumnFactors columns;
-      [[maybe_unused]] ColumnSums column_sums;
-      [[maybe_unused]] float left[2];  // at the end of the tile, of what a row sees
-      [[maybe_unused]] WalkSum x_sums[2];
-      if constexpr (kFades) x_sums[0] = x_sum(m, 0), x_sums[1] = x_sum(m, 1);
-      if constexpr (kFades && kDiagonal) column_sums.load(fading.sums(tile));
-      if constexpr (kFades && !kDiagonal) {
-        columns.load(fading.factors(tile));
-        left[0] = ptx::exp2_approx(x_sums[0].since(end)), left[1] = ptx::exp2_approx(x_sums[1].since(end));
-      }
+      // In memory a walk back in time goes from later rows to earlier ones.
+      const auto is_seen = [&](int r, int column) { return !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r); };
+      if constexpr (kFades) {
+        const SharedFadingTile x = x_fading(buffer, m), y = y_fading();
+        const auto fade_block = [&](int j, const float(&factors)[2][2]) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int r = i / 2 % 2, column = 8 * (i / 4) + 2 * t + i % 2;
-        const float u = fmaf(s[i], a.c2, a.c1);
-        // In memory a walk back in time goes from later rows to earlier ones.
-        const bool seen = !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r);
-        if constexpr (kFades) {
-          const float factor = kDiagonal ? column_sums.factor(x_sums[r], i / 4, i % 2) : left[r] * columns.factor(i / 4, i % 2);
-          s[i] = seen ? fmaf(s[i], u, a.c0) * factor : 0.f;
-          if (!kValues) sums[m][r] += s[i];
+          for (int i = 0; i < 4; ++i) {
+            float& score = s[4 * j + i];
+            const float weight = fmaf(score, fmaf(score, a.c2, a.c1), a.c0) * factors[i / 2][i % 2];
+            score = is_seen(i / 2, 8 * j + 2 * t + i % 2) ? weight : 0.f;
+            if (!kValues) sums[m][i / 2] += score;
+          }
+        };
+        const auto fade = [&](auto factors) {
+          PairFading<kValues, decltype(factors)::value, SharedFadingTile>(y, x.sum(row), x.sum(row + 8)).for_each_block(fade_block);
+        };
+        if constexpr (kFade == Fade::kDecays) {
+          if (kDiagonal && is_far<kValues>(y)) fade(OfPairFactors<PairFactors::kPairs>());
+          else fade(OfPairFactors<PairFactors::kRowsAndColumns>());
         } else {
+          if (a.y_mask.data == nullptr && is_whole<kValues>(x, y)) fade(OfPairFactors<PairFactors::kOne>());
+          else fade(OfPairFactors<PairFactors::kPairs>());
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int r = i / 2 % 2;
+          const bool seen = is_seen(r, 8 * (i / 4) + 2 * t + i % 2);
+          const float u = fmaf(s[i], a.c2, a.c1);
           if (!kValues) sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
           s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
         }
@@ -419,29 +470,28 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
       wgmma_wait<0>();  // registers for one group at a time
     };
     const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
-    const auto tile_at = [&](int own) { return kValues ? own / y_group : own; };
-    const auto for_both = [&](auto is_diagonal, int tile) {  // a tile of y that both tiles of x see; diagonal: that of the low one
+    const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(0, y);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
-      make_weights(0, is_diagonal, tile);
+      make_weights(0, is_diagonal);
       add_values(0, w);
       make_scores(1, y);
       wgmma_wait<0>();
-      make_weights(1, std::false_type{}, tile);
+      make_weights(1, std::false_type{});
       add_values(1, w);
       before = at, releases = true;
       at.template advance<kStages>();
     };
-    const auto for_high = [&](auto is_diagonal, int tile) {
+    const auto for_high = [&](auto is_diagonal) {
       ring.wait_until_full(at);
       const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
       make_scores(1, y);
       wgmma_wait<0>();
       ring.release(before, lane, releases);
-      make_weights(1, is_diagonal, tile);
+      make_weights(1, is_diagonal);
       add_values(1, w);
       before = at, releases = true;
       at.template advance<kStages>();
@@ -459,30 +509,25 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
     int own = 0;
     // Tiles before all rows of x of tile m; those of which nothing is left for them are skipped.
     const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
-      [[maybe_unused]] WalkSum first_x, next_end;
-      if constexpr (kFades) {
-        first_x = fading.of_x(own_item.row + tile_of(m) * kTileRows, a.time == Time::kForward ? 0 : kTileRows - 1);
-        next_end = fading.end_of(tile_at(own));
-      }
+      [[maybe_unused]] WalkSum first_x;
+      if constexpr (kFades) first_x = x_fading(buffer, m).sum(kFirstOfTile<kValues>);
       for (; own < end_own && own < tiles; ++own) {
         if constexpr (kFades) {
-          end = next_end;
-          next_end = fading.end_of(tile_at(own + 1));
-          if (FadingItem::is_gone(first_x, end)) {
+          ring.wait_until_full(at);
+          if (is_gone(first_x, y_fading().sum(kLastOfTile<kValues>))) {
             skip_tile();
             continue;
           }
         }
-        add_tile(std::false_type{}, tile_at(own));
+        add_tile(std::false_type{});
       }
       wgmma_wait<0>();
     };
     const auto diagonal = [&](int first, const auto& add_tile) {
-      if constexpr (kFades) end = fading.end_of(tile_at(own));
       if constexpr (kValues) {
-        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{}, tile_at(own));
+        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{});
       } else if (own < tiles) {
-        add_tile(std::true_type{}, own), ++own;
+        add_tile(std::true_type{}), ++own;
       }
       wgmma_wait<0>();
     };
@@ -534,6 +579,9 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
           if constexpr (!kFades) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
           else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
           factor[r] = z == 0.f ? 0.f : 1.f / z;
+          if constexpr (!kFades) {
+            if (a.near_lse.data != nullptr) join_near(a, here, x_row, z, factor[r], acc[m], r);
+          }
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
         }
       }
@@ -550,14 +598,16 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
     if constexpr (kValues) {
       for (int m = 0; m < kRowTiles; ++m) {
         const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
-        if (token < 0) store_rows<kHeadDim>(x + m * kTileBytes, a.out, here.batch, here.x_head, token, a.nx, a.dv);
+        if (token < 0) store_rows<kHeadDim>(x + m * kTileBytes, a.out, here.batch, here.x_head, token, a.nx, a.dv, a.adds);
       }
       ptx::barrier_wait<128>(1 + warpgroup);
     }
     if (w4 == 0 && lane == 0) {
       for (int m = 0; m < kRowTiles; ++m) {
         const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
-        if (!kValues || token >= 0) RowTile::store(x + m * kTileBytes, out_map, token, here.x_head, here.batch);
+        if (!kValues || token >= 0) {
+          store_tile<RowTile>(x + m * kTileBytes, out_map, token, here.x_head, here.batch, kValues && a.adds);
+        }
       }
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
@@ -567,32 +617,39 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFades, kAdds>::kThread
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, bool kValues, bool kFades, bool kAdds>
+template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
+  constexpr bool kFades = kFade != Fade::kNone;
   using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
-  const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.d), out_map = rows_map(a.out, a, x_heads, a.nx, a.dv);
-  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
-  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFades, kAdds>,
+  const CUtensorMap x_map = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d);
+  const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
+  const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
+  const CUtensorMap out_map = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.dv);
+  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFade, kAdds>,
                 std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
 
 template <int kHeadDim, bool kValues>
 void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  if (a.fading) return launch_read<kHeadDim, kValues, true, false>(a, sm_count, stream);
-  if constexpr (kReadsAddSm90<kHeadDim>) {
-    if (a.added != nullptr) return launch_read<kHeadDim, kValues, false, true>(a, sm_count, stream);
+  if (a.fading && a.fading.bounds_alone) return launch_read<kHeadDim, kValues, Fade::kBounds, false>(a, sm_count, stream);
+  if (a.fading) return launch_read<kHeadDim, kValues, Fade::kDecays, false>(a, sm_count, stream);
+  if constexpr (reads_add_sm90(kHeadDim)) {
+    if (a.added != nullptr) return launch_read<kHeadDim, kValues, Fade::kNone, true>(a, sm_count, stream);
   }
-  launch_read<kHeadDim, kValues, false, false>(a, sm_count, stream);
+  launch_read<kHeadDim, kValues, Fade::kNone, false>(a, sm_count, stream);
 }
 
 }  // namespace
 
 void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
-  if (head_dim == 64) launch<64, false>(a, sm_count, stream);
-  else if (a.z != nullptr) launch<128, false>(a, sm_count, stream);
-  else launch<128, true>(a, sm_count, stream);
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (!grads_with_values_sm90(dim)) {
+      if (a.z == nullptr) return launch<dim, true>(a, sm_count, stream);
+    }
+    launch<dim, false>(a, sm_count, stream);
+  });
 }
 
 }  // namespace fastmax

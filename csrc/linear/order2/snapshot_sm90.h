@@ -11,41 +11,44 @@
 //                    + 2 kPanels       sum w
 //                    + 2 kPanels + 1   sum e y
 //
-// A snapshot is a row of tiles in bf16: second moment, first order, then the tiles of star 0, of star 1, ... Each tile is what wgmma reads
-// in shared memory, so that readers copy it as it is: kPanels panels of 64 features x 64 channels, a feature a row of 128 bytes, whose
-// eight 16-byte chunks are swizzled by the row (chunk c of row r at c ^ (r % 8)).
+// At head dim 32 there are two upper stars, and columns of y fill half of a tile: the sums are a row of the tiles of first order
+// and second moment, the first behind their columns (kOnesRow).
+//
+// A snapshot is a row of tiles in bf16: second moment, first order, then the tiles of star 0, of star 1, ... Each tile is what
+// wgmma reads in shared memory (core/sm90/tiles.h), so that readers copy it as it is: kPanels panels of 64 features x 64 channels,
+// at head dim 32 one of 32. A feature is a row of a panel, whose 16-byte chunks are swizzled by the row.
 #pragma once
 
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
+#include "core/dispatch.h"
+#include "core/sm90/tensor_map.h"
 #include "linear/order2/state_format.h"
 
 namespace fastmax {
 
-inline constexpr int kTileRows = 64;     // rows of y or x in a tile of wgmma
-inline constexpr int kPanelBytes = 8192; // 64 rows of 64 bf16
+// What there are kernels for.
+using HopperLinear2HeadDims = HeadDims<32, 64, 128>;
+
+inline constexpr int kTileRows = 64;  // rows of y or x in a tile of wgmma
 
 template <int kHeadDim>
 struct HopperState {
-  static_assert(kHeadDim == 64 || kHeadDim == 128, "64 channels a panel; accumulators of a warpgroup in registers");
-  static constexpr int kPanels = kHeadDim / 64;
+  static_assert(kHeadDim == 32 || kHeadDim == 64 || kHeadDim == 128, "accumulators of a warpgroup in registers");
+  static constexpr int kPanelCols = panel_cols(kHeadDim), kPanels = kHeadDim / kPanelCols;
   static constexpr int kBlocks = kHeadDim / 8;
   static constexpr int kPairTiles = kBlocks * (kBlocks + 1) / 2;
   static constexpr int kTiles = kPairTiles + 2 * kPanels;  // of a snapshot
-  static constexpr int kTileBytes = kPanels * kPanelBytes;
+  static constexpr int kTileBytes = kTileRows * kHeadDim * 2;
   static constexpr int64_t kSnapshotBytes = int64_t{kTiles} * kTileBytes;
+  static constexpr bool kSharesOnes = kHeadDim == 32;          // the sums are a row of first order and moment
+  static constexpr int kOnesRow = kSharesOnes ? kHeadDim : 0;  // of the tile that has them
   static constexpr int kMomentTile = 0, kLinearTile = kPanels, kFirstPair = 2 * kPanels;
   // sum w, sum e y, sum e; of rows without an e, of which readers know how many they see, that of a carried state alone
   static constexpr int kSumW = 0, kSumY = kHeadDim, kSumOne = 2 * kHeadDim, kSums = 2 * kHeadDim + 4;
-
-  // The state kernel: tiles of a warpgroup, neighbours in a star; two warpgroups a block.
-  static constexpr int kOwnTiles = kHeadDim == 64 ? 5 : 3;
-  static constexpr int kStarShares = (kBlocks / 2 + 1) / kOwnTiles;
-  static_assert(kStarShares * kOwnTiles == kBlocks / 2 + 1, "warpgroups share a star evenly");
-  static constexpr int kStateBlocks = kBlocks * kStarShares / 2;
-  static constexpr int kAccumulators = kOwnTiles * kHeadDim / 2 + 1;  // of a thread; the last has its part of sum e
 
   static constexpr __host__ __device__ int star_tiles(int star) { return star < kBlocks / 2 ? kBlocks / 2 + 1 : kBlocks / 2; }
   // Of the tile (star, star + offset), from the first pair on.
@@ -55,15 +58,32 @@ struct HopperState {
   }
 };
 
+// How the state kernel shares a state: warpgroups with up to kOwnTiles tiles each, neighbours in a star; two of them a block. kFine: twice
+// the blocks, each with a star, whose first three tiles are the first warpgroup's. The tensor cores have as much to do as with an even
+// share, as both warpgroups are on the same.
+template <int kHeadDim, bool kFine>
+struct HopperShares : HopperState<kHeadDim> {
+  using State = HopperState<kHeadDim>;
+  static_assert(kHeadDim == 64 || !kFine, "wide heads have blocks enough, and of 32 a star is one warpgroup's");
+  static constexpr int kStarTiles = State::kBlocks / 2 + 1;
+  static constexpr int kOwnTiles = kHeadDim == 64 && !kFine ? 5 : 3;
+  static constexpr int kStarShares = (kStarTiles + kOwnTiles - 1) / kOwnTiles;
+  static constexpr int kLastTiles = kStarTiles - (kStarShares - 1) * kOwnTiles;  // of a star's last warpgroup
+  static_assert(kLastTiles == kOwnTiles || kFine, "warpgroups share a star evenly");
+  static constexpr int kStateBlocks = State::kBlocks * kStarShares / 2;
+  static constexpr int kAccumulators = kOwnTiles * kHeadDim / 2 + 1;  // of a thread; the last has its part of sum e
+};
+
 #ifdef __CUDACC__
 // What the last tile of a warpgroup is.
 enum class LastTile { kPair, kColumns, kOnes };
 
 // A warpgroup's tiles.
-template <int kHeadDim>
+template <int kHeadDim, bool kFine>
 struct StateShare {
-  using State = HopperState<kHeadDim>;
+  using State = HopperShares<kHeadDim, kFine>;
   int star, first;  // tiles (star, star + first), ...
+  int tiles;
   LastTile last = LastTile::kPair;
   int half = 0;           // kColumns: columns of y from 64 half on
   bool of_y = false;      // not kPair: sums of e y in place of w
@@ -71,22 +91,56 @@ struct StateShare {
 
   __device__ __forceinline__ StateShare(int warpgroup) {
     star = warpgroup / State::kStarShares, first = warpgroup % State::kStarShares * State::kOwnTiles;
+    const bool ends_star = first + State::kOwnTiles >= State::kStarTiles;
+    tiles = ends_star ? State::kLastTiles : State::kOwnTiles;
     const int extra = star - State::kBlocks / 2;
-    if (extra < 0 || first + State::kOwnTiles - 1 != State::kBlocks / 2) return;
+    if (extra < 0 || !ends_star) return;
     is_there = extra < 2 * State::kPanels + 2;
     if (extra < 2 * State::kPanels) last = LastTile::kColumns, half = extra % State::kPanels, of_y = extra >= State::kPanels;
     else last = LastTile::kOnes, of_y = extra == 2 * State::kPanels + 1;
+  }
+  __device__ __forceinline__ bool has_ones() const {
+    return last == (State::kSharesOnes ? LastTile::kColumns : LastTile::kOnes);
   }
   __device__ __forceinline__ int block(int tile) const { return (star + first + tile) % State::kBlocks; }
 };
 #endif
 
 // Chunks: snapshots written and read against the quadratic part of a chunk; a prototype took 2.65 ms at (1, 32, 65536, 64) with 256
-// rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024.
-template <int kHeadDim>
+// rows and 2.6 to 2.7 with 512, 8.25 and 8.4 in the backward, and 8.0 at (1, 16, 65536, 128) with 1024. What is kept takes the place of
+// other tensors, and is written over where a state is added to it: half of it is worth the difference.
+template <int kHeadDim, bool kFine>
 inline StateSizes hopper_state_sizes() {
-  using State = HopperState<kHeadDim>;
-  return {kHeadDim == 64 ? 256 : 1024, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, int64_t{State::kAccumulators} * 256};
+  using State = HopperShares<kHeadDim, kFine>;
+  constexpr int64_t kAccumulatorFloats = int64_t{State::kAccumulators} * 256;
+  if (kHeadDim <= 64) return {256, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, kAccumulatorFloats, 512};
+  return {1024, State::kSnapshotBytes, State::kSums, 0, State::kStateBlocks, kAccumulatorFloats};
+}
+
+// Calls function(head_dim, is_fine), both as constants.
+template <class Function>
+void dispatch_shares(int head_dim, bool is_fine, Function&& function) {
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (dim == 64) {
+      if (is_fine) return function(dim, std::true_type());
+    }
+    function(dim, std::false_type());
+  });
+}
+
+// Whether a call's states are shared finely: a walk then takes less time, but twice the multiprocessors, which
+// few states can also use by segments (plan.h).
+inline bool has_fine_shares(const Problem& p) {
+  if (p.head_dim != 64) return false;
+  const int64_t states = int64_t{p.b} * p.hk;
+  // One H200: 16 heads in eight blocks take 0.95 of the time that they take in four and three segments, 8 heads 1.08.
+  constexpr double kFineWalk = 0.71, kSegments = 1.1;
+  const auto walks = [&](int64_t blocks) {  // one after the other, as multiprocessors have
+    const int64_t together = p.sm_count / blocks;
+    if (together >= 2) return kSegments * 2. / static_cast<double>(together + 1);
+    return static_cast<double>((blocks + p.sm_count - 1) / p.sm_count);
+  };
+  return kFineWalk * walks(states * HopperShares<64, true>::kStateBlocks) < walks(states * HopperShares<64, false>::kStateBlocks);
 }
 
 }  // namespace fastmax

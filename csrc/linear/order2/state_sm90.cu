@@ -1,9 +1,10 @@
 // States of the linear algorithm on Hopper: what state_sm80.cu computes, by wgmma and TMA, in snapshots of snapshot_sm90.h.
 //
-// A warpgroup keeps kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
+// A warpgroup keeps up to kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
 // tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times a scalar of y by shuffle)
 // and w, or for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
 // from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h).
+
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -17,11 +18,12 @@
 namespace fastmax {
 namespace {
 
-template <int kHeadDim>
-struct StateTileSm90 : HopperState<kHeadDim> {
-  using State = HopperState<kHeadDim>;
+template <int kHeadDim, bool kFine>
+struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
+  using State = HopperShares<kHeadDim, kFine>;
   static constexpr int kThreads = 256;
-  static constexpr int kStages = kHeadDim == 64 ? 8 : 4;
+  static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
+  static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   static constexpr int kAhead = kStages - 2;  // stages that are on their way: loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
 
@@ -29,29 +31,52 @@ struct StateTileSm90 : HopperState<kHeadDim> {
   static constexpr int kStaging = kStages * kStageBytes;  // a snapshot's tiles, of each warpgroup
   static constexpr int kStagingBytes = State::kOwnTiles * State::kTileBytes;
   static constexpr int kScales = kStaging + 2 * kStagingBytes;  // e of the rows of each stage
-  static constexpr int kBarriers = kScales + kStages * kScaleBytes;
-  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
-  static_assert(kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
+  static constexpr int kFactors = kScales + kStages * kScaleBytes;  // what is left of them at their chunk's end
+  static constexpr int kBarriers = kFactors + kStages * kScaleBytes;
+  static constexpr int kAlignment = 128;  // of dynamic shared memory
+  static constexpr int kSharedBytes = kSwizzledTileAlignment - kAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static_assert(kResident * kSharedBytes <= shared_limit(90), "stages, staging and barriers do not fit");
 };
 
-// What the rows are: as they are; with moments and sums of e y; or such that fade, e too.
-enum class Rows { kPlain, kScaled, kFading };
+// What the rows are: as they are; with moments and sums of e y; such of which all is left or nothing, e too; or such that fade, whose
+// features have what is left of them.
+enum class Rows { kPlain, kScaled, kBounded, kFading };
+
+// Division by a number that the launch knows, as one multiplication: exact where what is divided is not negative, and its product
+// with that number below 2^32.
+struct Divisor {
+  uint32_t multiplier;  // 2^32 / number, rounded up; 0: by 1
+
+  explicit Divisor(int number)
+      : multiplier(number == 1 ? 0 : static_cast<uint32_t>(((uint64_t{1} << 32) + number - 1) / number)) {}
+  __device__ __forceinline__ int quotient(int x) const {
+    return multiplier == 0 ? x : static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * multiplier >> 32);
+  }
+};
+// What a launch knows of StateArgs, for loads: a warpgroup waits for the thread that issues them.
+struct Loads {
+  Divisor y_group, state_heads;
+  bool has_e;  // besides what is left of rows that fade
+};
 
 // A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
 // at its end. Of several segments the first is walked beside sums of the rows of those behind it (but for the last), which are walked
 // in a launch of their own (linear.h).
-template <int kHeadDim, Rows kRows>
-__global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
-    linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
-                             const __grid_constant__ CUtensorMap w_map, const StateArgs a, const int first_segment) {
-  using Tile = StateTileSm90<kHeadDim>;
+// This is a warpgroup's walk, with kOwn tiles.
+template <int kHeadDim, Rows kRows, bool kFine, int kOwn>
+__device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap& zeroed_y_map, const CUtensorMap& w_map,
+                                     const CUtensorMap& zeroed_w_map, const StateArgs& a, const int first_segment, const uint32_t stages_at,
+                                     const Loads& loads) {
+  using Tile = StateTileSm90<kHeadDim, kFine>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
-  constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading;
-  constexpr int kOwn = Tile::kOwnTiles, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
+  constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading, kBounded = kRows == Rows::kBounded || kFades;
+  constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
-  extern __shared__ uint8_t shared[];
-  const uint32_t stages_at = first_tile(shared);
+  constexpr bool kHasStar = kHeadDim <= 64 && kOwn == Tile::kOwnTiles;  // its first tile is (s, s)
+  // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
+  constexpr int kFirst = (kOwn + 1) / 2;
+  constexpr int kColumnWarps = Tile::kPanelCols / 16, kOnesWarp = Tile::kOnesRow / 16;  // of a tile of columns, and of ones
   const Ring<kStages> ring(stages_at + Tile::kBarriers);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
 
@@ -64,49 +89,57 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   const int y_group = kScaled ? a.y_group : 1;  // keys are not shared by heads of y
   const int stages = (end - begin) / kTileRows * y_group;
 
-  if (threadIdx.x == 0) {
-    ring.init(Tile::kThreads / 32);
-    ptx::fence_mbarrier_init();
-  }
-  __syncthreads();
-
   const auto load_stage = [&](int i) {  // one thread
     const RingPosition at{i % kStages, static_cast<uint32_t>(i / kStages % 2)};
     const uint32_t w = stages_at + at.stage * Tile::kStageBytes;
-    const int token = tile_token(a, a.ny, a.y_row(begin + i / y_group * kTileRows));
-    const int head = state % a.state_heads * y_group + i % y_group, batch = state / a.state_heads;
+    const int own_state = static_cast<int>(ptx::keep_in_register(state));  // or what is of it would take registers of the loop
+    const int tile = kScaled ? loads.y_group.quotient(i) : i, y_head = i - tile * y_group, row = begin + tile * kTileRows;
+    const int token = tile_token(a, a.ny, a.y_row(row)), batch = loads.state_heads.quotient(own_state);
+    const int head = (own_state - batch * a.state_heads) * y_group + y_head;
     bool is_whole = true;
-    if constexpr (kFades) {
-      const int group = (begin + i / y_group * kTileRows) / kBoundary;
-      is_whole = a.kept.whole[(int64_t{batch} * a.state_heads * y_group + head) * a.kept.groups + group] != 0;
+    if constexpr (kBounded) {
+      is_whole = a.kept.whole[(int64_t{own_state} * y_group + y_head) * a.kept.groups + row / kBoundary] != 0;
     }
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kScaled ? kScaleBytes : 0));
-    RowTile::load(w, w_map, ring.full(at), token, head, batch);
-    if (is_whole) RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
-    else RowTile::load(w + kTileBytes, zeroed_y_map, ring.full(at), token, head, batch);
-    if (kScaled) {
+    ring.expect(at, Tile::kStageBytes + (kFades ? 1 + loads.has_e : kScaled ? 1 : 0) * kScaleBytes);
+    if (is_whole) {
+      RowTile::load(w, w_map, ring.full(at), token, head, batch);
+      RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
+    } else {
+      RowTile::load(w, zeroed_w_map, ring.full(at), token, head, batch);
+      RowTile::load(w + kTileBytes, zeroed_y_map, ring.full(at), token, head, batch);
+    }
+    if (kFades) {
+      ptx::bulk_load(stages_at + Tile::kFactors + at.stage * kScaleBytes, tile_scales(a.y_factors, a.ny, state, token), kScaleBytes,
+                     ring.full(at));
+    }
+    if (kFades ? loads.has_e : kScaled) {
       ptx::bulk_load(stages_at + Tile::kScales + at.stage * kScaleBytes,
-                     tile_scales(a.y_scale, a.ny, int64_t{batch} * a.state_heads * y_group + head, token), kScaleBytes, ring.full(at));
+                     tile_scales(a.y_scale, a.ny, int64_t{own_state} * y_group + y_head, token), kScaleBytes, ring.full(at));
     }
   };
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < min(Tile::kAhead, stages); ++i) load_stage(i);
+  // The warpgroups take turns, or one would be behind the other at every stage.
+  if (threadIdx.x % 128 == 0) {
+    for (int i = warpgroup; i < min(Tile::kAhead, stages); i += 2) load_stage(i);
   }
 
-  const StateShare<kHeadDim> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
-  const bool of_columns = share.last == LastTile::kColumns, of_ones = share.last == LastTile::kOnes;
+  const StateShare<kHeadDim, kFine> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
+  const bool of_columns = share.last == LastTile::kColumns, of_ones = share.has_ones();
   const int w4 = warp % 4, t = lane % 4, row8 = lane % 8, row_half = lane / 8 % 2, block_half = lane / 16;
   // Where a lane's row of an ldmatrix begins in 16 rows of y, of a block of columns.
   const auto address_of = [&](int block) {
-    return static_cast<uint32_t>(block / 8 * RowTile::kPanelBytes + (row8 + 8 * row_half) * 128 + ((block % 8 ^ row8) << 4));
+    constexpr int kChunks = RowTile::kPanelCols / 8;  // of a row of a panel; row8 is below eight (chunk_offset)
+    const int swizzle = kChunks == 8 ? row8 : row8 / 2;
+    return static_cast<uint32_t>(block / kChunks * RowTile::kPanelBytes + (row8 + 8 * row_half) * RowTile::kRowBytes +
+                                 ((block % kChunks ^ swizzle) << 4));
   };
-  uint32_t pair_offset[(kOwn - 1) / 2];
+  uint32_t pair_offset[kOwn / 2];
 #pragma unroll
-  for (int i = 0; i < (kOwn - 1) / 2; ++i) pair_offset[i] = address_of(share.block(2 * i + block_half));
-  const uint32_t last_offset = address_of(of_columns ? 8 * share.half + 2 * w4 + block_half : share.block(kOwn - 1));
+  for (int i = 0; i < kOwn / 2; ++i) pair_offset[i] = address_of(share.block(2 * i + block_half));
+  const int first_column = 8 * share.half + 2 * (w4 % kColumnWarps);
+  const uint32_t last_offset = address_of(of_columns ? first_column + block_half : share.block(kOwn - 1));
   const uint32_t star_offset = address_of(share.star);
-  const uint32_t one = 0x3f803f80u, ones_row = w4 == 0 && lane < 4 ? one : 0;  // in bf16
+  const uint32_t one = 0x3f803f80u, ones_row = w4 == kOnesWarp && lane < 4 ? one : 0;  // in bf16
   const int lane0 = 8 * w4 + t, lane1 = lane0 + 4;  // that have the scalars of this lane's features
 
   // count: this lane's part of sum e; where rows are plain, of what was carried in alone.
@@ -125,14 +158,33 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   for_each_accumulator(segment == 0 ? 0 : 1 + segment, [&](float& sum, const float& saved) { sum = goes_on ? saved : 0.f; });
 
   // Of 16 rows: y^T of the tiles' blocks, two tiles each, of a tile two registers of 8 rows; the last tile may have two blocks.
-  constexpr int kPairs = (kOwn + 1) / 2;
+  constexpr int kPairs = kOwn / 2 + 1;
   uint32_t b[kPairs][4], scalars[2];
+  uint32_t f[kOwn][4];  // features: of one group of products, while those of the other are in flight
   const auto load_rows = [&](uint32_t y) {
 #pragma unroll
     for (int i = 0; i < kPairs - 1; ++i) ptx::ldmatrix_x4_trans(b[i], y + pair_offset[i]);
     ptx::ldmatrix_x4_trans(b[kPairs - 1], y + last_offset);
-    if constexpr (kOwn == Tile::kBlocks / 2 + 1) scalars[0] = b[0][0], scalars[1] = b[0][1];  // the star's own block
+    if constexpr (kHasStar) scalars[0] = b[0][0], scalars[1] = b[0][1];  // the star's own block
     else ptx::ldmatrix_x2_trans(scalars, y + star_offset);
+  };
+
+  const auto make_features = [&](const uint32_t(&m)[2][2], int first, int end) {
+#pragma unroll
+    for (int j = first; j < end; ++j) {
+      const uint32_t* x = b[j / 2] + j % 2 * 2;
+      f[j][0] = ptx::multiply_bf16x2(x[0], m[0][0]), f[j][1] = ptx::multiply_bf16x2(x[0], m[1][0]);
+      f[j][2] = ptx::multiply_bf16x2(x[1], m[0][1]), f[j][3] = ptx::multiply_bf16x2(x[1], m[1][1]);
+    }
+  };
+
+  // Of a step's rows, what the numbers of a lane's first row lie at.
+  [[maybe_unused]] const auto load_pairs = [&](uint32_t (&x)[2], uint32_t address, int k) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float2 pair = ptx::load_shared_f32x2(address + (16 * k + 8 * h) * 4);
+      x[h] = ptx::pack_bf16x2(pair.x, pair.y);
+    }
   };
 
   const auto store_snapshot = [&](int c) {
@@ -144,10 +196,12 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
     for (int j = 0; j < kOwn; ++j) {
       float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
       if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
-      if (j < kOwn - 1 || !of_ones) store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
+      if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
+        store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
+      }
     }
     const int64_t slot = a.slot(state, c);
-    if (of_ones && share.is_there && w4 == 0) {
+    if (of_ones && share.is_there && w4 == kOnesWarp) {
       float* sums = a.sums + slot * Tile::kSums;
       const float total = warp_sum(count);
       if (share.of_y && lane == 0) sums[Tile::kSumOne] = total;
@@ -177,35 +231,46 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
     FadeFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
-    if (kFades && row < end && a.fading.begins_chunk(a, row)) {
-      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + a.fading.edge_at(a, row));
+    // A walk may begin in a phase's chunk before the first; from there on edges are counted.
+    if (kBounded && row < end && (row == begin ? a.fading.begins_chunk(a, row) : row == a.chunk_begin(chunk))) {
+      const int edge = row == begin ? a.fading.edge_at(a, row) : a.fading.first_chunk + chunk;
+      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + edge);
     }
     if (row == a.chunk_begin(chunk) && (row < end || is_last)) {
       if (!totals) store_snapshot(chunk);
       ++chunk;
     }
     if (row == end) break;
-    if constexpr (kFades) {
+    [[maybe_unused]] bool goes_on = true;  // something is left of the sums
+    if constexpr (kBounded) {
       const float factor = carry.factor();
+      goes_on = factor != 0.f;
 #pragma unroll
-      for (int j = 0; j < kOwn; ++j) {
+      for (int j = 0; kFades && j < kOwn; ++j) {
 #pragma unroll
-        for (int i = 0; i < kRegs; ++i) acc[j][i] = faded(acc[j][i], factor);
+        for (int i = 0; i < kRegs; ++i) acc[j][i] *= factor;
       }
       count = faded(count, factor);
     }
-    const int next = totals && !kFades ? end : min(a.chunk_begin(chunk), end);
+    const int next = totals && !kBounded ? end : min(a.chunk_begin(chunk), end);
     int run = (next - row) / kTileRows * y_group;
     row = next;
     ring.wait_until_full(at);
     load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
     RingPosition before = at;  // released when its products are done
     for (bool is_first = true; run > 0; --run, is_first = false) {
-      if (threadIdx.x == 0 && left > Tile::kAhead) load_stage(stages - left + Tile::kAhead);
+      const int next_load = stages - left + Tile::kAhead;
+      if (threadIdx.x == next_load % 2 * 128 && next_load < stages) load_stage(next_load);
       --left;
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
-      const uint32_t e = stages_at + Tile::kScales + own.stage * kScaleBytes;
+      const uint32_t e = stages_at + (kFades && !loads.has_e ? Tile::kFactors : Tile::kScales) + own.stage * kScaleBytes;
+      // Of this lane's first rows: what is left of them, and what a last tile that is not of pairs takes.
+      [[maybe_unused]] uint32_t left_at, last_at;
+      if constexpr (kBounded) {
+        left_at = ptx::keep_in_register(stages_at + Tile::kFactors + own.stage * kScaleBytes + 8 * t);
+        last_at = kFades && !share.of_y ? left_at : ptx::keep_in_register(e + 8 * t);
+      }
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
       at.template advance<kStages>();
       ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
@@ -215,27 +280,48 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        uint32_t m[2][2], f[kOwn][4];
+        // What is loaded is, before a wait, beside products.
+        uint32_t m[2][2], scale[2] = {one, one};
+        [[maybe_unused]] uint32_t left[2];
+        if constexpr (kFades) load_pairs(left, left_at, k);
 #pragma unroll
         for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
-        wgmma_wait<0>();
-        if (k == 1) ring.release(before, lane, !is_first);
+        if constexpr (kFades) {
 #pragma unroll
-        for (int j = 0; j < kOwn - 1; ++j) {
-          const uint32_t* x = b[j / 2] + j % 2 * 2;
-          f[j][0] = ptx::multiply_bf16x2(x[0], m[0][0]), f[j][1] = ptx::multiply_bf16x2(x[0], m[1][0]);
-          f[j][2] = ptx::multiply_bf16x2(x[1], m[0][1]), f[j][3] = ptx::multiply_bf16x2(x[1], m[1][1]);
-        }
-        {
-          uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]}, scale[2] = {one, one};
-          if (of_ones) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
-          if (kScaled) {
+          for (int h = 0; h < 2; ++h) {
 #pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
-              scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
-            }
+            for (int i = 0; i < 2; ++i) m[i][h] = ptx::multiply_bf16x2(m[i][h], left[h]);
           }
+        }
+        const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
+        const auto add = [&](int j, uint64_t w) {
+          if (kBounded && k == 0) Products::template rs_if<Major::kMN>(goes_on, acc[j], f[j], w);
+          else Products::template rs<Major::kMN>(acc[j], f[j], w);
+        };
+        wgmma_wait<1>();
+        make_features(m, 0, kFirst);
+        wgmma_fence();
+#pragma unroll
+        for (int j = 0; j < kFirst; ++j) add(j, rows);
+        wgmma_commit();
+        if constexpr (kBounded) {
+          load_pairs(scale, last_at, k);
+          if (!kFades && !share.of_y) scale[0] = scale[1] = one;
+          keep(scale);
+        } else if constexpr (kScaled) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float2 pair = ptx::load_shared_f32x2(e + (16 * k + 8 * h + 2 * t) * 4);
+            scale[h] = share.of_y ? ptx::pack_bf16x2(pair.x, pair.y) : one;
+          }
+          keep(scale);
+        }
+        wgmma_wait<1>();
+        if (k == 0) ring.release(before, lane, !is_first);
+        make_features(m, kFirst, kOwn - 1);
+        {
+          uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]};
+          if (of_ones && (!Tile::kSharesOnes || w4 >= kOnesWarp)) x[0] = x[1] = ones_row, x[2] = x[3] = 0;
           const bool plain = of_columns || of_ones;
           f[kOwn - 1][0] = ptx::multiply_bf16x2(x[0], plain ? scale[0] : m[0][0]);
           f[kOwn - 1][1] = ptx::multiply_bf16x2(x[2], plain ? scale[0] : m[1][0]);
@@ -243,12 +329,12 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
           f[kOwn - 1][3] = ptx::multiply_bf16x2(x[3], plain ? scale[1] : m[1][1]);
         }
         // Behind the last rows of a run: not used, and read again.
-        load_rows(k < 3 ? y + (k + 1) * 2048 : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
-        const uint64_t rows = values.mn_major(k), last_rows = last_values.mn_major(k);
+        load_rows(k < 3 ? y + (k + 1) * 16 * RowTile::kRowBytes : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
         wgmma_fence();
 #pragma unroll
-        for (int j = 0; j < kOwn - 1; ++j) Products::template rs<Major::kMN>(acc[j], f[j], rows);
-        Products::template rs<Major::kMN>(acc[kOwn - 1], f[kOwn - 1], last_rows);
+        for (int j = kFirst; j < kOwn - 1; ++j) add(j, rows);
+        add(kOwn - 1, last_rows);
+        goes_on = true;
         wgmma_commit();
       }
       before = own;
@@ -264,22 +350,48 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim>::kThreads, 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim>
+template <int kHeadDim, Rows kRows, bool kFine>
+__global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, StateTileSm90<kHeadDim, kFine>::kResident)
+    linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
+                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap zeroed_w_map,
+                             const __grid_constant__ StateArgs a, const int first_segment,
+                             const __grid_constant__ Loads loads) {
+  using Tile = StateTileSm90<kHeadDim, kFine>;
+  extern __shared__ __align__(Tile::kAlignment) uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared);
+  if (threadIdx.x == 0) {
+    Ring<Tile::kStages>(stages_at + Tile::kBarriers).init(Tile::kThreads / 32);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  if constexpr (kFine) {
+    if (__shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 128, 0) == 1) {
+      return walk<kHeadDim, kRows, kFine, Tile::kLastTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, loads);
+    }
+  }
+  walk<kHeadDim, kRows, kFine, Tile::kOwnTiles>(y_map, zeroed_y_map, w_map, zeroed_w_map, a, first_segment, stages_at, loads);
+}
+
+template <int kHeadDim, bool kFine>
 void launch_state(const StateArgs& a, cudaStream_t stream) {
   if (a.end() == 0) return;  // nothing before the last chunk
-  using Tile = StateTileSm90<kHeadDim>;
+  using Tile = StateTileSm90<kHeadDim, kFine>;
   const int64_t blocks = int64_t{a.states()} * Tile::kStateBlocks;
   const int y_heads = a.state_heads * a.y_group;
-  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.d), w_map = rows_map(a.w, a, y_heads, a.ny, a.dv);
-  const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map(a.zeroed_y, a, y_heads, a.ny, a.d);
+  const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
+  const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
+  const CUtensorMap zeroed_y_map = a.zeroed_y.data == nullptr ? y_map : rows_map<kHeadDim>(a.zeroed_y, a, y_heads, a.ny, a.d);
+  const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map<kHeadDim>(a.zeroed_w, a, y_heads, a.ny, a.dv);
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
       launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
-                    zeroed_y_map, w_map, a, first_segment);
+                    zeroed_y_map, w_map, zeroed_w_map, a, first_segment,
+                    Loads{Divisor(a.y_group), Divisor(a.state_heads), a.y_scale.data != a.y_factors.data});
     };
-    if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading>);
-    else if (a.y_scale.data != nullptr) run(linear_state_sm90_kernel<kHeadDim, Rows::kScaled>);
-    else run(linear_state_sm90_kernel<kHeadDim, Rows::kPlain>);
+    if (a.fading && a.fading.bounds_alone) run(linear_state_sm90_kernel<kHeadDim, Rows::kBounded, kFine>);
+    else if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading, kFine>);
+    else if (a.y_scale.data != nullptr) run(linear_state_sm90_kernel<kHeadDim, Rows::kScaled, kFine>);
+    else run(linear_state_sm90_kernel<kHeadDim, Rows::kPlain, kFine>);
   };
   if (a.segments == 1) return launch(0, 1);
   launch(0, a.segments - 1);
@@ -289,9 +401,8 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
 
 }  // namespace
 
-void linear_state_sm90(const StateArgs& a, int head_dim, cudaStream_t stream) {
-  if (head_dim == 64) launch_state<64>(a, stream);
-  else launch_state<128>(a, stream);
+void linear_state_sm90(const StateArgs& a, int head_dim, bool is_fine, cudaStream_t stream) {
+  dispatch_shares(head_dim, is_fine, [&](auto dim, auto fine) { launch_state<dim, fine>(a, stream); });
 }
 
 }  // namespace fastmax

@@ -71,6 +71,8 @@ inline void load_shared_u32x4(uint32_t* r, uint32_t address) {
   r[0] = x.x, r[1] = x.y, r[2] = x.z, r[3] = x.w;
 }
 inline void store_shared_f32(uint32_t address, float v) { emulator::store_shared(address, v); }
+inline void store_shared_u32(uint32_t address, uint32_t v) { emulator::store_shared(address, v); }
+inline void store_shared_f32x2(uint32_t address, float2 v) { emulator::store_shared(address, v); }
 inline void store_shared_f32x4(uint32_t address, float4 v) { emulator::store_shared(address, v); }
 inline void store_shared_u32x4(uint32_t address, const uint32_t* r) { emulator::store_shared(address, uint4{r[0], r[1], r[2], r[3]}); }
 

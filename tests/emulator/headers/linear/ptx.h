@@ -32,9 +32,6 @@ inline float high_bf16(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 inline void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) { ldmatrix<2>(r, address, false); }
 inline void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t address) { ldmatrix<2>(r, address, true); }
 
-inline void store_shared_u32(uint32_t address, uint32_t v) { emulator::store_shared(address, v); }
-inline void store_shared_f32x2(uint32_t address, float2 v) { emulator::store_shared(address, v); }
-
 inline float2 load_global_f32x2(const float* address) { return *reinterpret_cast<const float2*>(address); }
 
 }  // namespace fastmax::ptx

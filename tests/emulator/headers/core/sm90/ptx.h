@@ -12,22 +12,30 @@ namespace fastmax::ptx {
 inline void mbarrier_init(uint32_t barrier, int arrivals) { emulator::mbarrier_init(barrier, arrivals); }
 inline void fence_mbarrier_init() {}
 inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
-  if (condition) emulator::mbarrier_arrive(barrier);
+  if (condition) emulator::mbarrier_arrive(barrier, 1);
 }
+inline void mbarrier_arrive_many(uint32_t barrier, int arrivals) { emulator::mbarrier_arrive(barrier, arrivals); }
 inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   emulator::mbarrier_expect(barrier, bytes);
-  emulator::mbarrier_arrive(barrier);
+  emulator::mbarrier_arrive(barrier, 1);
 }
+inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) { return emulator::mbarrier_test(barrier, parity); }
 inline void mbarrier_wait(uint32_t barrier, uint32_t parity) { emulator::mbarrier_wait(barrier, parity); }
 
 inline void tma_load(uint32_t dst, const CUtensorMap& map, uint32_t barrier, int column, int token, int head, int batch) {
   emulator::load_box(dst, map, barrier, {{column, token, head, batch}});
 }
 inline void tma_store(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
-  emulator::store_box(map, src, {{column, token, head, batch}});
+  emulator::store_box(map, src, {{column, token, head, batch}}, emulator::Combine::kReplace);
+}
+inline void tma_add(const CUtensorMap& map, uint32_t src, int column, int token, int head, int batch) {
+  emulator::store_box(map, src, {{column, token, head, batch}}, emulator::Combine::kAdd16);
 }
 inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) { emulator::load_bulk(dst, src, bytes, barrier); }
-inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) { emulator::store_bulk(dst, src, bytes); }
+inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) { emulator::store_bulk(dst, src, bytes, emulator::Combine::kReplace); }
+inline void bulk_add_f32(float* dst, uint32_t src, uint32_t bytes) {
+  emulator::store_bulk(dst, src, bytes, emulator::Combine::kAddFloat);
+}
 inline void bulk_commit() { emulator::bulk_commit(); }
 template <int kPending>
 void bulk_wait() {
@@ -39,6 +47,20 @@ void bulk_wait_read() {
 }
 
 inline void fence_proxy_async() { emulator::fence_proxy_async(); }
+inline void fence_proxy_async_global() {}
+
+inline uint32_t load_acquire(const uint32_t* p) {
+  emulator::spin();
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+inline void wait_acquire(const uint32_t* p, uint32_t value) {
+  while (load_acquire(p) != value) {
+  }
+}
+inline void store_release(uint32_t* p, uint32_t value) {
+  emulator::touch();
+  __atomic_store_n(p, value, __ATOMIC_RELEASE);
+}
 
 template <int kThreads>
 void barrier_arrive(int barrier) {

@@ -1,0 +1,90 @@
+// The backward in one kernel (fused_bwd_sm90.h) on the host: which calls it is for, the order of its blocks, its workspace.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "core/params.h"
+#include "quadratic/work_order.h"
+
+namespace fastmax {
+
+struct FusedBwdShape {
+  static constexpr int kHeadDim = 128;
+  static constexpr int kKeys = 128;    // of a block
+  static constexpr int kQueries = 64;  // of a tile
+  // grad_q of a tile comes in as many parts as a block has consumers, each in the order of an accumulator.
+  static constexpr int kParts = 2, kPartCols = kHeadDim / kParts, kPartFloats = kQueries * kPartCols;
+
+  static constexpr int tiles(const Problem& p) { return (p.n + kQueries - 1) / kQueries; }  // of a query head
+  static constexpr int blocks(const Problem& p) { return (p.m + kKeys - 1) / kKeys; }       // of a key/value head
+  static constexpr int64_t parts(const Problem& p) { return int64_t{p.b} * p.h * tiles(p) * kParts; }
+};
+
+// Whether one kernel is better than two, by counts.
+inline bool fused_bwd_pays(const Problem& p) {
+  if (p.head_dim != FusedBwdShape::kHeadDim) return false;
+  // Sums of grad_q are fp32 and whole tiles: of fewer queries they would be more memory than q, o, grad_o and grad_q.
+  if (p.n < FusedBwdShape::kQueries) return false;
+  // A pair saves two products of seven, and a query has a row of sums to round: as much, measured, at 512 keys a query.
+  const int keys_of_a_query = p.causal ? p.m - (p.n - 1) / 2 : p.m;  // on average
+  if (keys_of_a_query < 1024) return false;
+  // Blocks of a head that start together end one tile after the other, as each waits for the one before: without a second
+  // round that is a third of the time. Causal ones have less to do from block to block.
+  const int rounds = p.causal ? 1 : 2;
+  return int64_t{p.b} * p.hk * FusedBwdShape::blocks(p) >= int64_t{rounds} * p.sm_count;
+}
+
+// Blocks of keys in the order in which they are taken: groups of heads; of these the first block of each, then the second ...
+struct KeyBlockOrder {
+  int blocks;  // of a head
+  int heads;   // of all batch entries
+  int heads_per_group;
+
+  // What all blocks of a head go over again, Q, dO and the sums of grad_q, stays in L2, which has 50 MB, in two halves that
+  // copy from each other: 4 heads of 4096 tokens, or 8 causal ones, of which a block reads half. Blocks of a head that run side
+  // by side wait for each other, the more the fewer heads there are and the shorter these are: a number of bytes makes that the
+  // same part of the time for all lengths. (8, 16, 4096, 128) on an H200, ms of the backward by heads at once: causal 4 3.29,
+  // 8 2.89, 12 2.84, 16 3.0, 32 2.97, 64 3.17; not causal 4 5.15, 8 5.65, 12 6.05, 16 5.4, 32 5.83, 64 7.98.
+  static constexpr int64_t kBytesAtOnce = 16 << 20;
+
+  static KeyBlockOrder of(const Problem& p) {
+    constexpr int kMostItems = INT_MAX / 2;  // blocks that find none left count on
+    const int blocks = FusedBwdShape::blocks(p);
+    const int64_t heads = int64_t{p.b} * p.hk;
+    if (blocks * heads > kMostItems) {
+      throw std::runtime_error("fastmax: too many blocks of rows: " + std::to_string(blocks * heads));
+    }
+    const int64_t bytes_of_head = int64_t{p.h / p.hk} * p.n * FusedBwdShape::kHeadDim * (2 + 2 + 4);
+    const int64_t at_once = std::max<int64_t>((p.causal ? 2 : 1) * kBytesAtOnce / bytes_of_head, 1);
+    const int64_t groups = (heads + at_once - 1) / at_once;
+    return {blocks, static_cast<int>(heads), static_cast<int>((heads + groups - 1) / groups)};
+  }
+  constexpr __host__ __device__ int items() const { return blocks * heads; }
+
+  constexpr __host__ __device__ WorkItem item(int number) const {
+    const int group = number / (heads_per_group * blocks), first_head = group * heads_per_group;
+    const int in_group = number - first_head * blocks, heads_left = heads - first_head;
+    const int heads_here = heads_per_group < heads_left ? heads_per_group : heads_left;
+    return {in_group / heads_here, first_head + in_group % heads_here};
+  }
+};
+
+// In the workspace, behind what two kernels have there: counters, and sums of grad_q.
+struct FusedBwdWorkspace {
+  size_t counters, sums, bytes;
+
+  FusedBwdWorkspace(const Problem& p, size_t before) {
+    const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
+    const size_t parts = static_cast<size_t>(FusedBwdShape::parts(p));
+    counters = align(before);
+    sums = align(counters + (1 + parts) * sizeof(uint32_t));
+    bytes = sums + parts * FusedBwdShape::kPartFloats * sizeof(float);
+  }
+};
+
+}  // namespace fastmax

@@ -1,0 +1,136 @@
+"""The Hopper kernels of the linear algorithm of order 1: which calls take them, and what these compute.
+
+Tiles of 64 rows, which the two blocks of a group take turns at, and in them two warpgroups. Few heads cut the walk into
+segments of at least 256 rows, which start from sums over parts; more heads than half of the multiprocessors have one block
+each. A backward reads grad_o as it is; where that cannot be, g and e are made first.
+"""
+
+import pytest
+import torch
+from common import relative
+from test_kernels import DEVICE, WHY_NOT, both, operands, size, widened, with_gradient_of_the_denominators
+from test_sm90 import row_id, taken  # noqa: F401
+from test_sm90_linear import check_replayed
+
+import fastmax
+from fastmax import extension, verify
+
+ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "linear1_sm90" in extension.build_info()
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not ON_HOPPER, reason=f"the Hopper kernels do not run: {WHY_NOT or 'another device, or not built'}"),
+]
+
+EXPECTED = {"forward: linear1_sm90", "backward: linear1_sm90"}
+
+
+def case_of(*args, **options):
+    case = size("", *args, p=1, **options)
+    return case._replace(options=case.options | {"algorithm": "linear"}, dtype=torch.bfloat16)
+
+
+# The first that fails says most.
+ONE_SEGMENT = [dict(n=n, b=1, h=1) for n in (64, 1, 17, 63, 65, 127, 128, 129, 192, 193, 255, 256)]
+SEGMENTS = [dict(n=n, b=1, h=1) for n in (257, 320, 511, 512, 513, 769, 1025, 4500)]
+HEADS = [  # one block a head; two, in one segment; in several
+    dict(n=700, b=2, h=100),
+    dict(n=700, b=2, h=30),
+    dict(n=3000, b=1, h=13),
+]
+OFFSETS = [dict(n=n, m=m) for n, m in ((1, 300), (17, 64), (64, 129), (300, 301), (129, 1000), (255, 1023), (700, 777))]
+SHARED_HEADS = [  # which are stages of a tile, one after the other
+    dict(n=300, h=4, hk=2),
+    dict(n=700, m=777, h=6, hk=1),
+    dict(n=1025, h=12, hk=3, b=3),
+]
+OPTIONS = [
+    dict(n=700, layout="token-major", h=4),
+    dict(n=700, layout="packed", h=4),
+    dict(n=300, layout="unaligned", h=4),
+    dict(n=700, noise=True),
+    dict(n=300, m=333, h=4, hk=2, noise=True, layout="packed"),
+    dict(n=700, a0=0.7, a1=-0.3),
+    dict(n=700, magnitude=30.0, temperature=2000.0),
+]
+ROWS = [*ONE_SEGMENT, *SEGMENTS, *HEADS, *OFFSETS, *SHARED_HEADS, *OPTIONS]
+
+
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("row", ROWS, ids=row_id)
+def test_against_float64(row, d, taken):  # noqa: F811
+    assert verify.check(case_of(d=d, **row), DEVICE, 1234).wrong == []
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "d, dv", [(40, 24), (37, 51), (33, 8), (8, 64), (64, 1), (56, 40), (72, 100), (128, 16), (16, 128), (127, 127)]
+)
+def test_narrower_heads(d, dv, taken):  # noqa: F811
+    """Columns that there are not are zeros of the copy engine, and are not written."""
+    for noise in (False, True):
+        assert verify.check(case_of(600, 700, d=d, dv=dv, h=4, hk=2, noise=noise), DEVICE, 5).wrong == []
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+def test_a_gradient_of_the_denominators(d, taken):  # noqa: F811
+    for n, m in ((17, 17), (300, 333), (1100, 1100)):
+        arguments, grad_o = operands(size("", n, m, d=d, p=1), "bf16", "linear")
+        grad_z, exact = with_gradient_of_the_denominators(arguments, grad_o)
+        for x, y in zip(both(arguments, grad_o, grad_z.float())[2:], exact, strict=True):
+            assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], (n, m)
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+@pytest.mark.parametrize("n, m, h, hk", [(17, 17, 1, 1), (300, 333, 4, 2), (1100, 1100, 2, 2)])
+def test_prepared_gradients(n, m, h, hk, d, taken):  # noqa: F811
+    """Of a grad_o that the copy engine cannot read, and of noise."""
+    for noise in (False, True):
+        arguments, grad_o = operands(size("", n, m, d=d, h=h, hk=hk, p=1, noise=noise), "bf16", "linear")
+        if not noise:
+            grad_o = grad_o[:, :, :1].expand(grad_o.shape)
+        exact = both(widened(arguments), grad_o.double())
+        for x, y in zip(both(arguments, grad_o), exact, strict=True):
+            assert relative(x, y) <= 4 * verify.ROUNDING["bfloat16"], noise
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize("d", [64, 128], ids=lambda d: f"d{d}")
+def test_graphs(d, taken):  # noqa: F811
+    calls = [operands(size("", 900, 900, d=d, p=1), "bf16", "linear", seed) for seed in range(3)]
+    check_replayed(*calls)
+    assert set(taken()) == EXPECTED
+
+
+@pytest.mark.parametrize("b, h, n, d", [(2, 32, 16384, 64), (1, 16, 65536, 128)], ids=["d64", "d128"])
+def test_many_tokens(b, h, n, d, taken):  # noqa: F811
+    """Against the portable kernels, in fp32; the same bits when repeated."""
+    arguments, grad_o = operands(size("", n, d=d, b=b, h=h, p=1), "bf16", "linear")
+    first, second = both(arguments, grad_o), both(arguments, grad_o)
+    assert set(taken()) == EXPECTED
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+    wide = [x.float() if torch.is_tensor(x) and x.is_floating_point() else x for x in arguments]
+    for x, y in zip(first, both(wide, grad_o.float()), strict=True):
+        assert relative(x, y) <= 2 * verify.ROUNDING["bfloat16"]
+
+
+def test_what_is_not_covered(taken):  # noqa: F811
+    q = torch.randn(1, 4, 200, 64, device=DEVICE, dtype=torch.bfloat16)
+    mask = torch.ones(1, 200, device=DEVICE, dtype=torch.bool)
+    calls = {
+        "fp16": lambda f: f(q.half(), q.half(), q.half()),
+        "fp32": lambda f: f(q.float(), q.float(), q.float()),
+        "head dim 32": lambda f: f(*(q[..., :32].contiguous(),) * 3),
+        "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
+        "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
+        "not causal": lambda f: f(q, q, q, causal=False),
+        "masked keys": lambda f: f(q, q, q, key_padding_mask=mask),
+    }
+    for name, call in calls.items():
+        call(
+            lambda *x, **options: fastmax.fastmax_attention(
+                *x, **({"causal": True, "algorithm": "linear", "p": 1, "a0": 2.0} | options)
+            )
+        )
+        assert taken() == ["forward: linear1_sm80"], name
