@@ -76,7 +76,10 @@ struct StatePairs {
 
   __device__ __forceinline__ Numbers<double, 2> of_head(int head) const {
     Numbers<double, 2> sum{};
-    for (int i = 0; parts != nullptr && i < 2 * count; ++i) sum.x[i % 2] += parts[int64_t{head} * 2 * count + i];
+    if (parts == nullptr) return sum;
+    const double* part = parts + int64_t{head} * 2 * count;
+#pragma unroll 4
+    for (int i = 0; i < count; ++i, part += 2) sum.x[0] += part[0], sum.x[1] += part[1];
     return sum;
   }
 };
