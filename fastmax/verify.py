@@ -547,10 +547,13 @@ def for_hopper(case: Case) -> Case | None:
     if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
         return None
     if not case.softmax:
-        of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
-        is_linear = options["algorithm"] == "linear" and (options["p"] == 2 or of_order1)
-        if is_linear and (64 < width <= 96 or (options["p"] == 1 and width <= 32)):  # not those of the linear kernels
-            case = case._replace(head_dim=case.head_dim + 32, value_dim=case.value_dim + 32)
+        is_linear = options["algorithm"] == "linear" and options["p"] == 2  # gradients of order 1 are not covered
+        if is_linear and 64 < width <= 96:  # nor are the linear kernels' of these
+            wider = case.head_dim + 32
+            if not options.get("normalize"):
+                temperature = options["temperature"] * math.sqrt(wider / case.head_dim)  # so that scores stay as large
+                options = options | {"temperature": round(temperature, 3)}
+            case = case._replace(head_dim=wider, value_dim=case.value_dim + 32)
         options = options | {"algorithm": "linear" if is_linear else "quadratic"}
     return case._replace(options=options, dtype=torch.bfloat16, precision="highest")
 
