@@ -61,6 +61,8 @@ def init_state(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Method: linear attention as a recurrence (Katharopoulos et al., 2020, arXiv:2006.16236), with the features of f.
     """
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}

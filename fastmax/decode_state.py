@@ -68,6 +68,7 @@ class DecodeState(BatchState):
 
     @property
     def device(self) -> torch.device:
+        """Of the tensors."""
         return self.values.device
 
     def to(

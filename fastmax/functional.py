@@ -71,7 +71,8 @@ def fastmax_attention(
         key_padding_mask: bool (b, m), True = the key takes part. A query that sees no key gets output and gradient 0.
         use_custom_gradient: True: one fused operator with an analytic backward. False: the same forward in PyTorch
             operations that autograd records (higher derivatives, forward mode, torch.func).
-        algorithm: "quadratic", "linear" or "auto" (cost model in `fastmax.eager.planner`).
+        algorithm: "quadratic", "linear" or "auto" (cost models: `fastmax.eager.planner`, and csrc/core/cost_model.h where the
+            CUDA kernels run).
         log_decay: (b, hk, m), for 3-d k (b * hk, m): floating point, <= 0 (values are not looked at), any strides; needs
             `causal`. The weight of key j is multiplied by the exponential of the sum over `j + 1 .. pos(i)`: a key fades by the
             decays of the tokens after it. -inf forgets all before the token. Summed in float64; gets a gradient.

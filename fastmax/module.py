@@ -16,7 +16,7 @@ class FASTMultiHeadAttention(nn.Module):
     `fastmax.fastmax_attention` (`mask` is its `causal`).
 
     Raises:
-        TypeError: for dimensions too, as in `FASTMultiHeadAttention(embed_dim, num_heads)`.
+        TypeError, ValueError: naming the argument; for dimensions too, as in `FASTMultiHeadAttention(embed_dim, num_heads)`.
     """
 
     def __init__(

@@ -33,6 +33,9 @@ def rpe_matrix_creator(
 
     Returns:
         (2n - 1, d): row r holds distance `t = n - 1 - r`, so row 0 is the farthest past.
+
+    Raises:
+        TypeError, ValueError: naming n, d or dtype.
     """
     for name, value in (("n", n), ("d", d)):
         validation.check_count(name, value)

@@ -34,6 +34,7 @@ class SelfAttentionState(BatchState):
 
     @property
     def device(self) -> torch.device:
+        """Of the tensors."""
         return self.positions.device
 
     def tensors(self) -> dict[str, Tensor]:

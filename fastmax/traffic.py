@@ -27,6 +27,7 @@ class Traffic(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Read and written."""
         return self.read + self.written
 
     def __add__(self, other: Traffic) -> Traffic:
@@ -53,6 +54,9 @@ def hbm_traffic(
     Every kernel is taken to read each of its operands once and to write each of its results once; what its blocks read again
     comes from the L2 cache, which holds nothing from one kernel to the next. T = seqlen tokens, d = head_dim for q, k and v,
     e the bytes of an element.
+
+    "flash", "quadratic" and "linear" are the portable kernels. Hopper's move about as much where nothing accompanies q, k and
+    v, but scale what fades as they use it, and merge the parts of an exact window as they write (docs/cuda.md).
 
     - "standard": scores, softmax and weighted values as three kernels, with scores and weights (T, T) of the given dtype in
       memory: read (3 T d + 2 T^2) e, written (T d + 2 T^2) e. A causal mask saves nothing.

@@ -6,7 +6,7 @@ import importlib.util
 import math
 import subprocess
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -373,6 +373,17 @@ def capture(call: Callable, warm_up: Callable | None = None) -> tuple[torch.cuda
     with torch.cuda.graph(graph):
         captured = call()
     return graph, captured
+
+
+def assert_replayed(graph: torch.cuda.CUDAGraph, captured: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    """A replay, onto results that are NaN before it, gives the bits of `expected`."""
+    with torch.no_grad():
+        for x in captured:
+            x.fill_(math.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(captured, expected, strict=True):
+        assert torch.equal(x, y)
 
 
 class Memory(TorchDispatchMode):

@@ -13,6 +13,7 @@ from common import (
     Expected,
     Memory,
     assert_gradients_of,
+    assert_replayed,
     by_causal,
     by_dtype,
     by_gradient,
@@ -798,13 +799,7 @@ class TestKernels:
         for seed in (2, 3):
             for x, y in zip(static[:4], on_kernels(case, mode, seed)[0][:4], strict=True):
                 x.copy_(y)
-            for x in captured:
-                x.fill_(torch.nan)
-            graph.replay()
-            torch.cuda.synchronize()
-            replayed = [x.clone() for x in captured]
-            for x, y in zip(replayed, both(static, grads), strict=True):
-                assert torch.equal(x, y)
+            assert_replayed(graph, captured, both(static, grads))
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
     @by_mode

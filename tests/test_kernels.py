@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from common import capture, relative, torch_warns
+from common import assert_replayed, capture, relative, torch_warns
 
 import fastmax
 from fastmax import eager, extension, fastmax_attention, verify
@@ -548,13 +548,7 @@ def test_cuda_graph(mode, algorithm, precision):
         with torch.no_grad():
             for name, x in static.items():
                 x.copy_(inputs[name])
-            for x in captured:
-                x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        replayed = [x.clone() for x in captured]
-        for x, y in zip(replayed, train(), strict=True):
-            assert torch.equal(x, y)
+        assert_replayed(graph, captured, train())
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -12,9 +12,11 @@ import itertools
 import math
 import re
 import threading
+from contextlib import contextmanager
 
 import pytest
 import torch
+from common import assert_replayed
 from test_kernels import DEVICE, WHY_NOT, capture, operands, size
 
 import fastmax
@@ -281,6 +283,20 @@ def test_fused_bitwise_repeatable_on_a_full_device(causal, softmax, taken):
     assert set(taken()) == expected_kernels(softmax, fused=True)
 
 
+@contextmanager
+def green_context():
+    """16 multiprocessors of the device, current inside; skips the test where there are no such contexts."""
+    try:
+        green = torch.cuda.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
+        green.set_context()
+    except (AttributeError, RuntimeError) as error:
+        pytest.skip(f"no green contexts here: {error}")
+    try:
+        yield
+    finally:
+        green.pop_context()
+
+
 def fused_backward(softmax, n=2200, b=2, h=8):
     """A function of no arguments: gradients of a call that takes the one kernel."""
     q, k, v, grad_o = (torch.randn(b, h, n, 128, device=DEVICE).mul_(0.5).bfloat16() for _ in range(4))
@@ -301,12 +317,7 @@ def test_fused_in_a_graph(softmax, taken):
     expected = gradients()
     graph, captured = capture(gradients)
     for _ in range(3):
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        for x, y in zip(captured, expected, strict=True):
-            assert torch.equal(x, y)
+        assert_replayed(graph, captured, expected)
     assert expected_kernels(softmax, fused=True) == set(taken())
 
 
@@ -333,16 +344,9 @@ def test_fused_on_a_part_of_the_device(softmax):
     gradients = fused_backward(softmax)
     expected = gradients()
     torch.cuda.synchronize()
-    try:
-        green = torch.cuda.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
-        green.set_context()
-    except (AttributeError, RuntimeError) as error:
-        pytest.skip(f"no green contexts here: {error}")
-    try:
+    with green_context():
         found = gradients()
         torch.cuda.synchronize()
-    finally:
-        green.pop_context()
     for x, y in zip(found, expected, strict=True):
         assert torch.equal(x, y)
 
@@ -485,12 +489,7 @@ def test_many_calls_in_a_graph_keep_their_tensors(softmax, taken):
     with torch.no_grad():
         expected = results()
         graph, captured = capture(results)
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        for x, y in zip(captured, expected, strict=True):
-            assert torch.equal(x, y)
+        assert_replayed(graph, captured, expected)
     assert "sm80" not in "".join(taken())
 
 
@@ -547,19 +546,12 @@ def test_the_current_context_stays(taken):
     tensors = verify.random_tensors(case, DEVICE)
     function = verify.implementation(softmax=True)
     expected, _ = function(**tensors, **case.options)
-    try:
-        green = torch.cuda.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
-        green.set_context()
-    except (AttributeError, RuntimeError) as error:
-        pytest.skip(f"no green contexts here: {error}")
-    try:
+    with green_context():
         before = current_context()
         moved = {name: x.clone() for name, x in tensors.items()}  # of which there are no maps yet
         o, _ = function(**moved, **case.options)
         torch.cuda.synchronize()
         assert current_context() == before
-    finally:
-        green.pop_context()
     assert torch.equal(o, expected)
     assert set(taken()) == {"flash_forward: flash_sm90"}
 

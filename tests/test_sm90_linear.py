@@ -10,7 +10,7 @@ import pytest
 import test_decay_kernels as decays
 import test_prefill_kernels as prefill
 import torch
-from common import relative
+from common import assert_replayed, relative
 from test_decay_kernels import of_fastmax
 from test_kernels import (
     DEVICE,
@@ -59,13 +59,7 @@ def check_replayed(call, *others):
         for x, y in zip((*arguments, *grads), (*other_arguments, *other_grads), strict=True):
             if isinstance(x, torch.Tensor):
                 x.copy_(y)
-        expected = both(arguments, *grads)
-        for x in captured:
-            x.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        for x, y in zip(captured, expected, strict=True):
-            assert torch.equal(x, y)
+        assert_replayed(graph, captured, both(arguments, *grads))
 
 
 def run_without_reference(case, seed=0):

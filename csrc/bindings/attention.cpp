@@ -24,8 +24,6 @@
 namespace fastmax {
 namespace {
 
-const OptionalTensor kNotGiven;
-
 struct Polynomial {
   double a0, a1, a2;
   int64_t order;
@@ -83,8 +81,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
                                    const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key,
                                    double scale, double a0, double a1, double a2, int64_t order, bool causal, double dropout,
                                    const std::string& algorithm, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
@@ -118,8 +115,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& z, const OptionalTensor& key_padding_mask, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
     const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, double a0, double a1,
     double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
@@ -153,6 +149,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {gradients.grad_q.result(), gradients.grad_k.result(), gradients.grad_v.result(), grad_rpe, gradients.grad_log_decay};
 }
 
+// What both directions take of far keys.
+void check_far(const AttentionInputs& x, double scale, int64_t order, const std::string& algorithm) {
+  check_inputs(x, scale, /*causal=*/true);
+  check_options(x.q, x.v, kNotGiven, order, algorithm);
+}
+
 // What is joined: (b, h, n, d) like the part's tensor.
 void check_written(const char* name, const Tensor& x, const char* like_name, const Tensor& like) {
   check_device(name, x, like, like_name);
@@ -173,11 +175,9 @@ bool is_writable(const Tensor& x) {
 Tensor far_forward(const Tensor& o, const Tensor& near_lse, const Tensor& q, const Tensor& k, const Tensor& v,
                    const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
                    double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
-  check_cuda_tensor("q", q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   const AttentionInputs inputs{q, k, v, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
-  check_inputs(inputs, scale, /*causal=*/true);
-  check_options(q, v, kNotGiven, order, algorithm);
+  check_far(inputs, scale, order, algorithm);
   check_device("o", o, q);
   check_shape("o", o, {q.size(0), q.size(1), q.size(2), v.size(3)});
   FASTMAX_CHECK(o.scalar_type() == q.scalar_type(), "o must have q's dtype");
@@ -207,11 +207,9 @@ Tensor far_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& gr
                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& z,
                     const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
                     double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
-  check_cuda_tensor("q", q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   const AttentionInputs inputs{q, k, v, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
-  check_inputs(inputs, scale, /*causal=*/true);
-  check_options(q, v, kNotGiven, order, algorithm);
+  check_far(inputs, scale, order, algorithm);
   check_results(q, v, o, grad_o, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q);
   check_written("grad_q", grad_q, "q", q);

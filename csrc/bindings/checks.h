@@ -32,9 +32,13 @@ struct AttentionInputs {
   const OptionalTensor &key_padding_mask, &rpe_matrix, &log_decay, &first_key, &end_key;
 };
 
-// Before a device guard takes its index: the operator is called on CUDA when any tensor is there.
-inline void check_cuda_tensor(const char* name, const Tensor& x) {
+// For those of them that an operator does not take.
+inline const OptionalTensor kNotGiven;
+
+// For a device guard, which takes no other: the operator is called on CUDA when any tensor is there.
+inline int32_t cuda_device_of(const char* name, const Tensor& x) {
   FASTMAX_CHECK(x.is_cuda(), name, " is on ", device_name(x), ", and other arguments are on CUDA");
+  return x.get_device_index();
 }
 
 inline void check_device(const char* name, const Tensor& x, const Tensor& q, const char* q_name = "q") {

@@ -25,8 +25,7 @@ TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.
 
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                 const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, double scale, int64_t order) {
-  const OptionalTensor none;
-  check_inputs({q, k, v, key_padding_mask, none, log_decay, none, none}, scale, /*causal=*/true);
+  check_inputs({q, k, v, key_padding_mask, kNotGiven, log_decay, kNotGiven, kNotGiven}, scale, /*causal=*/true);
   FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
   check_state(q, k, v, values, weights, order);
@@ -87,8 +86,7 @@ std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k,
                                                const Tensor& weights_in, const OptionalTensor& key_padding_mask,
                                                const OptionalTensor& log_decay, double scale, double a0, double a1, double a2,
                                                int64_t order) {
-  check_cuda_tensor("q", q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, values_in, weights_in, key_padding_mask, log_decay, scale, order);
   if (!is_covered(q, v)) {
     const auto [o, new_values, new_weights] = call_operator<3>("fastmax::eager_decode_step", q, k, v, values_in, weights_in,
@@ -104,8 +102,7 @@ std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k,
 Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                             const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, double scale, double a0,
                             double a1, double a2, int64_t order) {
-  check_cuda_tensor("q", q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, values, weights, key_padding_mask, log_decay, scale, order);
   FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
                   "values and weights must be contiguous to be written in place");
@@ -156,8 +153,7 @@ Tensor gathered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
                               const Tensor& near_keys, const Tensor& near_values, const Tensor& near_mask, const Tensor& near_decays,
                               const Tensor& gathered, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
-  check_cuda_tensor("q", q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, values, weights, key_padding_mask, log_decay, scale, order);
   check_kept({near_keys, near_values, near_mask, near_decays, gathered}, q, k, v, exact_window);
   FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),

@@ -17,8 +17,7 @@ namespace fastmax {
 namespace {
 
 std::tuple<Tensor, Tensor> finite_decay(const Tensor& log_decay, bool continues, bool wide) {
-  check_cuda_tensor("log_decay", log_decay);
-  const torch::stable::accelerator::DeviceGuard guard(log_decay.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("log_decay", log_decay));
   FASTMAX_CHECK(log_decay.dim() == 3, "log_decay must have shape (b, hk, m), got ", shape_text(log_decay.sizes()));
   const int64_t b = log_decay.size(0), hk = log_decay.size(1), m = log_decay.size(2);
   if (wide || !kernels_run_on(log_decay) || m > INT_MAX / 2 || b > INT_MAX || hk > INT_MAX || b * hk > INT_MAX) {

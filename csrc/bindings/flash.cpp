@@ -19,8 +19,6 @@
 namespace fastmax {
 namespace {
 
-const OptionalTensor kNotGiven;
-
 void check_window(int64_t left, int64_t right) {
   for (const auto& [name, bound] : {std::pair("left", left), std::pair("right", right)}) {
     FASTMAX_CHECK(bound >= -1, name, " must be at least -1 (no bound), got ", bound);
@@ -31,8 +29,7 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
                                          const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
                                          const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal,
                                          int64_t left, int64_t right, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
@@ -61,8 +58,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     const Tensor& o_in, const Tensor& lse, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
     const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal, int64_t left, int64_t right,
     bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const torch::stable::accelerator::DeviceGuard guard(q_in.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_window(left, right);

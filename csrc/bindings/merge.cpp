@@ -49,8 +49,7 @@ void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_far, const 
 bool is_covered(const Tensor& o) { return kernels_run_on(o) && (o.stride(3) == 1 || o.size(3) == 1); }
 
 Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_far_in, const Tensor& z_far, const OptionalTensor& shift) {
-  check_cuda_tensor("o", o);
-  const torch::stable::accelerator::DeviceGuard guard(o.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("o", o));
   check_merge(o, lse, o_far_in, z_far, shift);
   if (!is_covered(o)) return call_operator<1>("fastmax::eager_merge_", o, lse, o_far_in, z_far, shift)[0];
 

@@ -98,8 +98,7 @@ void print_call(const char* name, const NormalizeParams& p) {
 bool has_rows(const NormalizeParams& p) { return p.tensors[0].rows > 0 || p.tensors[1].rows > 0; }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_tokens(const Tensor& q, const Tensor& k, double lim) {
-  check_cuda_tensor("q", q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_rows(q, k, lim);
   if (!is_covered(q, k, lim)) {
     const auto [q_out, k_out, q_factor, k_factor] = call_operator<4>("fastmax::eager_normalize_tokens", q, k, lim);
@@ -119,8 +118,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> normalize_tokens(const Tensor& q, con
 
 std::tuple<Tensor, Tensor> normalize_tokens_backward(const OptionalTensor& grad_q, const OptionalTensor& grad_k, const Tensor& q,
                                                      const Tensor& k, const Tensor& q_factor, const Tensor& k_factor, double lim) {
-  check_cuda_tensor("q", q);
-  const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_rows(q, k, lim);
   check_normalized("grad_q", grad_q, "q_factor", q_factor, q, q);
   check_normalized("grad_k", grad_k, "k_factor", k_factor, k, q);

@@ -39,15 +39,20 @@ void fill(AttentionParams& p, const Operands& x, double scale, double a0, double
   p.order = static_cast<int>(order);
 }
 
+// Dense states: what a call continues from, and where what it ends in goes.
+CarriedState carried(const Tensor& values, const Tensor& weights, const Tensor& new_values, const Tensor& new_weights, const Tensor& q,
+                     const Tensor& v) {
+  return {floats(values), floats(weights), mutable_floats(new_values), mutable_floats(new_weights), static_cast<int>(q.size(3)),
+          static_cast<int>(v.size(3))};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                    const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
                                                    const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in,
                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const int device = q_in.get_device_index();
+  const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
   check_tokens(inputs, scale, order);
   check_state(q_in, k_in, v_in, values_in, weights_in, order);
   if (!is_covered(inputs)) {
@@ -68,12 +73,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Ten
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
   results.fill(p);
-  p.state = {floats(values),
-             floats(weights),
-             mutable_floats(new_values),
-             mutable_floats(new_weights),
-             static_cast<int>(q_in.size(3)),
-             static_cast<int>(v_in.size(3))};
+  p.state = carried(values, weights, new_values, new_weights, q_in, v_in);
   run("prefill", kLinearFromState, p, device);
   return {results.o.result(), z, new_values, new_weights};
 }
@@ -144,11 +144,9 @@ std::tuple<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t
 std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
                                                  const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale, double a0,
                                                  double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
-  check_cuda_tensor("k", k_in);
-  const int device = k_in.get_device_index();
+  const int device = cuda_device_of("k", k_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{k_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  const AttentionInputs inputs{k_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
   check_tokens(inputs, scale, order);
   if (!is_covered(inputs)) {
     const auto [values, weights, kept] =
@@ -163,12 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tenso
   const Operands x = unexpanded(inputs);
   FwdParams p{};
   fill(p, x, scale, a0, a1, a2, order, allow_tf32);
-  p.state = {floats(values),
-             floats(weights),
-             mutable_floats(new_values),
-             mutable_floats(new_weights),
-             static_cast<int>(k_in.size(3)),
-             static_cast<int>(v_in.size(3))};
+  p.state = carried(values, weights, new_values, new_weights, k_in, v_in);
   const Tensor kept = keep ? keep_states(p, k_in, Direction::kForward, &Kernels::fwd_kept_bytes) : empty_kept(k_in, 0);
   run(p.kept == nullptr ? "state_of_keys" : "state_of_keys, keeping states", kLinearFromState, p, device);
   return {new_values, new_weights, kept};
@@ -208,11 +201,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
     const Tensor& z, const OptionalTensor& new_values_in, const OptionalTensor& new_weights_in, const OptionalTensor& key_padding_mask,
     const OptionalTensor& log_decay, const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const int device = q_in.get_device_index();
+  const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
   check_backward(inputs, grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, o_in, z, values_in, weights_in, scale, order);
   check_like_state("new_values", new_values_in, values_in);
   check_like_state("new_weights", new_weights_in, weights_in);
@@ -272,7 +263,13 @@ void check_gradients_of_sums(const Tensor& g, const Tensor& e, const Tensor& q, 
   FASTMAX_CHECK(e.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), "e must be ", wide ? "float64" : "float32");
 }
 
-// The same as all kernels read them: g has as many columns as v has there, and is not expanded.
+// What each piece is given, but for states, kept ones too, and what a gradient of log_decay takes.
+void check_piece(const AttentionInputs& x, const Tensor& g, const Tensor& e, double scale, int64_t order) {
+  check_tokens(x, scale, order);
+  check_gradients_of_sums(g, e, x.q, x.v);
+}
+
+// g and e as all kernels read them: g has as many columns as v has there, and is not expanded.
 struct GradientsOfSums {
   Tensor g, e;
 
@@ -287,11 +284,9 @@ struct GradientsOfSums {
 };
 
 std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& o_in, const Tensor& z) {
-  check_cuda_tensor("o", o_in);
-  const int device = o_in.get_device_index();
+  const int device = cuda_device_of("o", o_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{o_in, o_in, o_in, none, none, none, none, none};
+  const AttentionInputs inputs{o_in, o_in, o_in, kNotGiven, kNotGiven, kNotGiven, kNotGiven, kNotGiven};
   check_inputs(inputs, 1., /*causal=*/true);
   check_results(o_in, o_in, o_in, grad_o_in, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, o_in);
@@ -323,13 +318,10 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tenso
                                                     const Tensor& v_in, const OptionalTensor& log_decay, const OptionalTensor& first_key,
                                                     double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32,
                                                     bool keep) {
-  check_cuda_tensor("q", q_in);
-  const int device = q_in.get_device_index();
+  const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, none, none, log_decay, first_key, none};
-  check_tokens(inputs, scale, order);
-  check_gradients_of_sums(g, e, q_in, v_in);
+  const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, kNotGiven, log_decay, first_key, kNotGiven};
+  check_piece(inputs, g, e, scale, order);
   if (!is_covered(inputs)) {
     const auto [grad_values, grad_weights, kept] = call_operator<3>("fastmax::eager_state_of_queries", g, e, q_in, k_in, v_in, log_decay,
                                                                     first_key, scale, a0, a1, a2, order, allow_tf32, keep);
@@ -378,11 +370,9 @@ std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, 
                                         const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& values_in,
                                         const OptionalTensor& weights_in, const Tensor& kept, double scale, double a0, double a1, double a2,
                                         int64_t order, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const int device = q_in.get_device_index();
+  const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
   check_tokens(inputs, scale, order);
   check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
   check_kept(kept, q_in, k_in);
@@ -412,13 +402,10 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
                                                        const OptionalTensor& log_decay, const OptionalTensor& first_key,
                                                        const OptionalTensor& values_in, const OptionalTensor& weights_in, double scale,
                                                        double a0, double a1, double a2, int64_t order, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const int device = q_in.get_device_index();
+  const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
-  check_tokens(inputs, scale, order);
-  check_gradients_of_sums(g, e, q_in, v_in);
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  check_piece(inputs, g, e, scale, order);
   check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
   if (!is_covered(inputs)) {
     const auto [grad_q, pairs] =
@@ -449,13 +436,10 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
     const OptionalTensor& first_key, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& kept, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
-  check_cuda_tensor("q", q_in);
-  const int device = q_in.get_device_index();
+  const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const OptionalTensor none;
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, none, log_decay, first_key, none};
-  check_tokens(inputs, scale, order);
-  check_gradients_of_sums(g, e, q_in, v_in);
+  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  check_piece(inputs, g, e, scale, order);
   check_given_state("grad_new_values", "grad_new_weights", grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, order);
   check_kept(kept, q_in, k_in);
   FASTMAX_CHECK(!log_decay.has_value() || (pairs.has_value() && pairs_of_states.has_value()),

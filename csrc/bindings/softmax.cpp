@@ -38,8 +38,7 @@ int64_t row_stride(const Tensor& x) {
 }
 
 Tensor softmax(const Tensor& x_in, const std::string& algorithm) {
-  check_cuda_tensor("x", x_in);
-  const torch::stable::accelerator::DeviceGuard guard(x_in.get_device_index());
+  const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("x", x_in));
   FASTMAX_CHECK(x_in.dim() > 0, "x must have at least one dimension");
   FASTMAX_CHECK(algorithm == "safe" || algorithm == "online", "algorithm must be safe or online, got ", algorithm);
   if (!is_covered(x_in)) return call_operator<1>("fastmax::eager_softmax", x_in, algorithm)[0];
