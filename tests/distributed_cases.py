@@ -131,7 +131,7 @@ def compiled(group, case: dict) -> list[torch.Tensor]:
 
 
 class _Copies(TorchDispatchMode):
-    """Notes operations that make a tensor of all tokens of a rank from others, or of a gradient's view of them."""
+    """Notes operations that make a tensor of all tokens of a rank from others, of nothing, or of a gradient's view of them."""
 
     def __init__(self, tokens: int):
         super().__init__()
@@ -139,8 +139,8 @@ class _Copies(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        moves = function.name() in ("aten::cat", "aten::stack", "aten::slice_backward", "aten::clone")
-        if moves and result.ndim == 4 and result.shape[2] >= self.tokens:
+        moves = ("aten::cat", "aten::stack", "aten::slice_backward", "aten::clone", "aten::new_empty", "aten::zeros_like")
+        if function.name() in moves and result.ndim == 4 and result.shape[2] >= self.tokens:
             self.seen.append(function.name())
         return result
 

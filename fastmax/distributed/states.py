@@ -164,11 +164,12 @@ def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
     return k.new_zeros(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
 
 
-def _joined(pieces: list[tuple[Tensor, ...]], empty: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Tensors (b, heads, n, ...) of all parts from those of each; of a single part the same."""
+def _joined(pieces: list[tuple[Tensor, ...]], empty: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Tensors (b, heads, n, ...) of all parts from those of each; of a single part the same. `empty` makes those of no parts:
+    beside others they would be as large as a rank's."""
     if len(pieces) == 1:
         return tuple(pieces[0])
-    return tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True)) if pieces else empty
+    return tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True)) if pieces else empty()
 
 
 def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -255,8 +256,11 @@ class _Finish(torch.autograd.Function):
         for i, part in enumerate(job.spread.parts):
             pieces.append(ops.prefill_kept_(*_of(part, q, k, v), job.call(i, log_decay), *before[i], call.kept[i]))
             call.kept[i] = None
-        z = q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
-        o, z = _joined(pieces, (q.new_empty(*q.shape[:3], v.shape[3]), z))
+
+        def empty() -> tuple[Tensor, Tensor]:
+            return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
+
+        o, z = _joined(pieces, empty)
         ctx.save_for_backward(q, k, v, log_decay, o, z, *chain(*before, *after))
         ctx.set_materialize_grads(False)
         return o, z
@@ -295,7 +299,7 @@ class _Finish(torch.autograd.Function):
                 grad_k, grad_v, of_decay = ops.prefill_backward_of_keys_(*given)
                 pieces.append((grad_q, grad_k, grad_v, of_decay)[: 3 if log_decay is None else 4])
                 of_queries[i] = kept[i] = None
-            return _joined(pieces, tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
+            return _joined(pieces, lambda: tuple(torch.zeros_like(x) for x in (q, k, v, log_decay) if x is not None))
 
         ctx.call.gradients = gradients
         return None, q.new_empty(0), None, None, None, None
