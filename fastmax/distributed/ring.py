@@ -12,6 +12,7 @@ both parts' keys, of which the later ones are masked: their decays are what the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -59,9 +60,9 @@ class Keys(NamedTuple):
     log_decay: Tensor | None
     mask: Tensor | None
 
-    def of(self, part: Part) -> Keys:
-        k, v, decay = (None if x is None else x[:, :, part.local] for x in self[:3])
-        return Keys(k, v, decay, None if self.mask is None else self.mask[:, part.local])
+    def of(self, tokens: slice) -> Keys:
+        k, v, decay = (None if x is None else x[:, :, tokens] for x in self[:3])
+        return Keys(k, v, decay, None if self.mask is None else self.mask[:, tokens])
 
     def with_tokens(self, tokens: int) -> Keys:
         """Of so many tokens, shapes alone."""
@@ -100,36 +101,78 @@ def message_bytes(like) -> int:
 
 
 class Block(NamedTuple):
-    """Queries of a part of this rank and keys that they may see."""
+    """Queries of parts of this rank and keys of another's that they may see; parts that follow each other in their rank."""
 
-    queries: Part
-    keys: Part
+    queries: tuple[Part, ...]
+    keys: tuple[Part, ...]
     k: Tensor
     v: Tensor
     call: Call
 
+    @property
+    def rows(self) -> slice:
+        return _span(self.queries)
+
+    @property
+    def columns(self) -> slice:
+        return _span(self.keys)
+
+
+def _span(parts: tuple[Part, ...]) -> slice:
+    """The tokens of parts that follow each other, among those of their rank."""
+    return slice(parts[0].local.start, parts[-1].local.stop)
+
 
 def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """Of the parts of this rank with those of the rank whose keys these are."""
+    """What the queries of this rank see of the keys of another.
+
+    Where nothing but the order of the tokens decides, queries of several parts are one call, and so are keys: a rank holds its
+    parts in the order of the sequence, so those of its own are causal as they lie, and of another's a part sees the first ones.
+    """
+    if own.log_decay is not None or job.first_keys is not None or job.ranges is not None:
+        yield from _blocks_of_parts(job, own, held, holder)
+        return
+    layout, of_rank = job.spread.layout, job.spread.parts
+    all_keys = layout.of(holder)
+    if not all_keys:
+        return
+    if not job.causal or holder == job.spread.group.rank():
+        if of_rank:
+            yield _block(job, of_rank, all_keys, held, causal=job.causal)
+        return
+    seen = {part: tuple(keys for keys in all_keys if keys.start < part.start) for part in of_rank}
+    for keys, queries in groupby(of_rank, seen.get):
+        if keys:
+            yield _block(job, tuple(queries), keys, held, causal=False)
+
+
+def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Keys, causal: bool) -> Block:
+    x = held.of(_span(keys))
+    return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", key_padding_mask=x.mask))
+
+
+def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
+    """The queries of each part of this rank with those of each part of the rank whose keys these are."""
     for i, queries in enumerate(job.spread.parts):
         for keys in job.spread.layout.of(holder):
             if job.causal and keys.start > queries.start:
                 continue
-            x = held.of(keys)
-            call = Call(job.score, causal=False, algorithm="quadratic", key_padding_mask=x.mask)
+            block = _block(job, (queries,), (keys,), held, causal=job.causal and keys == queries)
+            x, call = held.of(keys.local), block.call
             if keys == queries:
                 first = None if not job.causal or job.first_keys is None else job.first_keys[i].clamp(min=0)
-                call = call._replace(causal=job.causal, log_decay=x.log_decay, first_key=first)
+                call = call._replace(log_decay=x.log_decay, first_key=first)
             elif job.first_keys is not None:
                 call = call._replace(first_key=_first_key(job, i, keys))
             if job.ranges is not None:
                 first, end = ((x[queries.local] - keys.start).clamp(0, keys.tokens).to(torch.int32) for x in job.ranges)
-                shape = (*x.k.shape[:2], queries.tokens)
+                shape = (*block.k.shape[:2], queries.tokens)
                 call = call._replace(first_key=first.expand(shape), end_key=end.expand(shape))
+            block = block._replace(call=call)
             if keys != queries and x.log_decay is not None:
-                yield _fading(job, Block(queries, keys, x.k, x.v, call), own.of(queries), x)
+                yield _fading(job, block, own.of(queries.local), x)
             else:
-                yield Block(queries, keys, x.k, x.v, call)
+                yield block
 
 
 def _first_key(job: Job, i: int, keys: Part) -> Tensor:
@@ -140,16 +183,17 @@ def _first_key(job: Job, i: int, keys: Part) -> Tensor:
 
 
 def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
-    """The block as a causal call, whose own keys are masked."""
-    between = job.carries.between(job.spread.layout.index[block.keys] + 1, job.spread.layout.index[block.queries])
+    """The block of two parts as a causal call, whose own keys are masked."""
+    (queries,), (keys,) = block.queries, block.keys
+    between = job.carries.between(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])
     decay = own.log_decay.clone()
     decay[..., 0] += between.to(decay.dtype)
-    k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], block.queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
-    mask = k.new_ones(k.shape[0], block.keys.tokens, dtype=torch.bool) if held.mask is None else held.mask
+    k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
+    mask = k.new_ones(k.shape[0], keys.tokens, dtype=torch.bool) if held.mask is None else held.mask
     call = block.call._replace(
         causal=True,
         log_decay=torch.cat([held.log_decay, decay], dim=2),
-        key_padding_mask=F.pad(mask, (0, block.queries.tokens)),
+        key_padding_mask=F.pad(mask, (0, queries.tokens)),
     )
     return block._replace(k=k, v=v, call=call)
 
@@ -197,7 +241,10 @@ class _Ring(torch.autograd.Function):
         sums = {part: _Sums(job.score) for part in job.spread.parts}
         for held, holder in _travelling(job, own):
             for block in _blocks(job, own, held, holder):
-                sums[block.queries].add(*ops.attention(q[:, :, block.queries.local], block.k, block.v, block.call))
+                results = ops.attention(q[:, :, block.rows], block.k, block.v, block.call)
+                for part in block.queries:
+                    at = slice(part.local.start - block.rows.start, part.local.stop - block.rows.start)
+                    sums[part].add(*(x[:, :, at] for x in results))
         o, statistic = eager.empty_like_layout(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         for part, x in sums.items():
             o[:, :, part.local], statistic[:, :, part.local] = x.result()
@@ -220,15 +267,16 @@ class _Ring(torch.autograd.Function):
         for step, (held, holder) in enumerate(_travelling(job, own)):
             grads = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in held[:3] if x is not None]
             for block in _blocks(job, own, held, holder):
-                rows, columns = block.queries.local, block.keys.local
+                rows, columns = block.rows, block.columns
+                tokens = columns.stop - columns.start
                 of_rows = [None if x is None else x[:, :, rows] for x in (grad_o, grad_statistic, q, o, statistic)]
                 *of_rows, o_rows, statistic_rows = of_rows
                 part = ops.attention_backward(*of_rows, block.k, block.v, o_rows, statistic_rows, block.call)
                 grad_q[:, :, rows] += part[0]
                 for total, x in zip(grads, part[1:], strict=False):
-                    total[:, :, columns] += x[:, :, : block.keys.tokens]
+                    total[:, :, columns] += x[:, :, :tokens]
                 if log_decay is not None and block.keys != block.queries:
-                    behind = part[3][..., block.keys.tokens :]
+                    behind = part[3][..., tokens:]
                     of_queries[..., rows] += behind
                     between.add(block, behind[..., 0])
             if arriving is not None:
@@ -273,7 +321,8 @@ class _Between:
 
     def add(self, block: Block, flow: Tensor) -> None:
         layout = self._job.spread.layout
-        for part in layout.parts[layout.index[block.keys] + 1 : layout.index[block.queries]]:
+        (queries,), (keys,) = block.queries, block.keys
+        for part in layout.parts[layout.index[keys] + 1 : layout.index[queries]]:
             self._sums[part.rank, layout.of(part.rank).index(part)] += flow
 
     def result(self) -> Tensor:
