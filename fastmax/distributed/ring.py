@@ -3,7 +3,7 @@
 In every step a rank attends its queries to the keys that it has, while the next ones are on their way. What comes out of the
 steps is put together by the sums of weights. The backward is a ring of its own: an operator that is given o and its statistic
 (denominator or log-sum-exp) of all keys returns its part of the gradients, so keys travel once more, and their gradients with
-them, one step further than the keys, home.
+them, one step further than the keys, home; what a rank adds for its own keys stays there.
 
 Queries of one part see keys of another, earlier one without a diagonal. Where keys fade they are taken as one causal call of
 both parts' keys, of which the later ones are masked: their decays are what the earlier keys fade by.
@@ -11,7 +11,7 @@ both parts' keys, of which the later ones are masked: their decays are what the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -77,10 +77,14 @@ def _bytes(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
 
 
-def _packed(tensors) -> Tensor:
-    """One message, uint8, each tensor at a multiple of so many bytes that kernels read it in place."""
-    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors if x is not None]
-    return torch.cat([F.pad(x, (0, -x.numel() % _ALIGNED)) for x in flat])
+def _packed(tensors, like) -> Tensor:
+    """One message, uint8, with the shapes and dtypes of `like`, each tensor at a multiple of so many bytes that kernels read it
+    in place."""
+    given = [x for x in tensors if x is not None]
+    message = given[0].new_empty(message_bytes(like), dtype=torch.uint8)
+    for place, x in zip(_unpacked(message, [x for x in like if x is not None]), given, strict=True):
+        place.copy_(x)
+    return message
 
 
 def _unpacked(message: Tensor, like):
@@ -259,40 +263,74 @@ class _Ring(torch.autograd.Function):
         q, k, v, log_decay, o, statistic = ctx.saved_tensors
         job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        wide = eager.compute_dtype(q.dtype)
-        grad_q = torch.zeros_like(q, dtype=wide)
+        of_own_queries, of_own_keys = _Totals((q,)), None
         of_queries = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
         between = None if log_decay is None else _Between(job, log_decay)
         arriving: Pending | None = None
         for step, (held, holder) in enumerate(_travelling(job, own)):
-            grads = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in held[:3] if x is not None]
+            of_keys = _Totals(held[:3])
             for block in _blocks(job, own, held, holder):
                 rows, columns = block.rows, block.columns
                 tokens = columns.stop - columns.start
                 of_rows = [None if x is None else x[:, :, rows] for x in (grad_o, grad_statistic, q, o, statistic)]
                 *of_rows, o_rows, statistic_rows = of_rows
                 part = ops.attention_backward(*of_rows, block.k, block.v, o_rows, statistic_rows, block.call)
-                grad_q[:, :, rows] += part[0]
-                for total, x in zip(grads, part[1:], strict=False):
-                    total[:, :, columns] += x[:, :, :tokens]
+                of_own_queries.add(rows, part[:1])
+                of_keys.add(columns, [x[:, :, :tokens] for x in part[1:] if x is not None])
                 if log_decay is not None and block.keys != block.queries:
                     behind = part[3][..., tokens:]
                     of_queries[..., rows] += behind
                     between.add(block, behind[..., 0])
+            if step == 0:  # what a rank adds for its own keys stays there
+                of_own_keys = of_keys
+                continue
             if arriving is not None:
-                for total, x in zip(grads, _unpacked(arriving.wait(), grads), strict=True):
-                    total += x
-            if job.spread.layout.world > 1:
-                following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
-                like = [x.to(wide) for x in following[:3] if x is not None]
-                arriving = pass_on("gradients of keys and values", _packed(grads), message_bytes(like), job.spread.group, tag=1)
+                of_keys.add_all(_unpacked(arriving.wait(), gradients_of(held, step - 1)))
+            following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
+            message = _packed(of_keys.result(), gradients_of(held, step))
+            expected = message_bytes(gradients_of(following, step))
+            arriving = pass_on("gradients of keys and values", message, expected, job.spread.group, tag=1)
         if arriving is not None:
-            home = [torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in own[:3] if x is not None]
-            grads = _unpacked(arriving.wait(), home)
+            of_own_keys.add_all(_unpacked(arriving.wait(), gradients_of(own, step)))
+        (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
         grad_decay = None
         if log_decay is not None:
             grad_decay = (grads[2] + of_queries + between.result()).to(log_decay.dtype)
         return None, grad_q.to(q.dtype), *(x.to(k.dtype) for x in grads[:2]), grad_decay
+
+
+def gradients_of(keys: Keys, step: int) -> list[Tensor]:
+    """Those that are sent of keys in a step, shapes and dtypes: what one rank adds as its operators return it, in the keys' own
+    dtype, sums over ranks in the dtype that they are computed in."""
+    given = (x for x in keys.with_tokens(keys.k.shape[2])[:3] if x is not None)
+    return [x if step == 1 else x.to(eager.compute_dtype(x.dtype)) for x in given]
+
+
+class _Totals:
+    """Sums over blocks of tensors (b, heads, tokens, ...), in the dtype that sums are computed in; those of a single block that
+    has all tokens are as they came."""
+
+    def __init__(self, like: tuple[Tensor | None, ...]):
+        self._like = [x for x in like if x is not None]
+        self._sums: list[Tensor] | None = None
+
+    def add(self, tokens: slice, tensors: Sequence[Tensor]) -> None:
+        if self._sums is None and tokens == slice(0, self._like[0].shape[2]):
+            self._sums = list(tensors)
+            return
+        self._sums = [x.to(eager.compute_dtype(x.dtype)) for x in self.result()]
+        for total, x in zip(self._sums, tensors, strict=True):
+            total[:, :, tokens] += x
+
+    def add_all(self, tensors: Sequence[Tensor]) -> None:
+        self.add(slice(0, self._like[0].shape[2]), tensors)
+
+    def result(self) -> list[Tensor]:
+        return self._zeros() if self._sums is None else self._sums
+
+    def _zeros(self) -> list[Tensor]:
+        contiguous = torch.contiguous_format
+        return [torch.zeros_like(x, dtype=eager.compute_dtype(x.dtype), memory_format=contiguous) for x in self._like]
 
 
 def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
@@ -301,7 +339,7 @@ def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
     for step in range(job.spread.layout.world):
         arriving = None
         if step + 1 < job.spread.layout.world:
-            message = _packed(own) if step == 0 else message
+            message = _packed(own, own) if step == 0 else message
             following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
             arriving = pass_on("keys and values", message, message_bytes(following), job.spread.group, tag=0)
         yield held, job.holder(step)
