@@ -224,14 +224,15 @@ class _Sums:
         add(o, statistic)
 
     def _add(self, o: Tensor, z: Tensor) -> None:
-        self._o = torch.addcmul(self._o, o.to(z.dtype), z.unsqueeze(-1))
+        self._o.addcmul_(o, z.unsqueeze(-1))
         self._statistic = self._statistic + z
 
     def _add_softmax(self, o: Tensor, lse: Tensor) -> None:
         both = torch.logaddexp(self._statistic, lse)
         base = torch.where(both == -torch.inf, 0.0, both)
         before, new = (torch.exp(x - base).unsqueeze(-1) for x in (self._statistic, lse))
-        self._o, self._statistic = torch.addcmul(self._o * before, o.to(lse.dtype), new), both
+        self._o.mul_(before).addcmul_(o, new)
+        self._statistic = both
 
     def result(self) -> tuple[Tensor, Tensor]:
         o = quotient(self._o, self._statistic.unsqueeze(-1)) if self._blocks > 1 and not self._softmax else self._o
