@@ -24,10 +24,13 @@ from torch.nn import functional as F
 from fastmax import eager, ops
 from fastmax.call import Call
 from fastmax.distributed.carries import Carries
-from fastmax.distributed.communication import Pending, all_to_all, gather
+from fastmax.distributed.communication import Earlier, Pending, all_to_all, gather, room
 from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part, Spread
 from fastmax.score import Score
+
+# Rows of k from which on kernels cut a call in several pieces (csrc/linear/order2/plan.h: 832 MiB of states at a time).
+_ROWS_IN_PIECES = 1 << 20
 
 # Bytes in the time that one more message takes: 20 us at 300 GB/s. Gathering receives the states of all other ranks, shares
 # about those of two; the difference has to be worth a message.
@@ -43,8 +46,16 @@ class Exchange:
     """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it,
     None where there are none."""
 
-    def __init__(self, own: list[Tensor], like: Tensor, carries: Carries | None, spread: Spread, backward: bool):
-        """Starts it; `like` (channels, elements), of a rank without parts too."""
+    def __init__(
+        self,
+        own: list[Tensor],
+        like: Tensor,
+        carries: Carries | None,
+        spread: Spread,
+        backward: bool,
+        earlier: Earlier | None = None,
+    ):
+        """Starts it; `like` (channels, elements), of a rank without parts too. `earlier`: of `gather`."""
         self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
         layout, group = spread
         self._carries = carries
@@ -55,7 +66,7 @@ class Exchange:
         self._shares = by_shares(layout.world, states.numel() * states.element_size())
         what = "gradients of states" if backward else "states"
         if not self._shares:
-            self._pending: Pending = gather(what, states, group)
+            self._pending: Pending = gather(what, states, group, earlier)
             return
         world = layout.world
         states = F.pad(states, (0, -self._elements % world)).unflatten(2, (world, -1)).permute(2, 0, 1, 3)
@@ -201,6 +212,10 @@ class _Call:
         self.gradients: Callable[[], tuple[Tensor, ...]] | None = None  # of q, k, v and log_decay, once theirs are exchanged
 
 
+def _nothing_kept(k: Tensor) -> Tensor:
+    return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
+
+
 def _own_states(
     state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, like: Tensor, k: Tensor, backward: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
@@ -213,11 +228,31 @@ def _own_states(
     unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, not backward)
     for i, part in enumerate(job.spread.parts):
         if part in unread:
-            own.append(like), kept.append(k.new_empty(*k.shape[:2], 0, dtype=torch.uint8))
+            own.append(like), kept.append(_nothing_kept(k))
         else:
             *state, of_part = state_of(i, part)
             own.append(_pack(state)), kept.append(of_part)
     return own, kept
+
+
+def _computes_first(k: Tensor, job: Job, like: Tensor) -> bool:
+    """Whether a rank has more to do, in the backward, than it needs for the exchange: the one with the first part alone.
+
+    Nobody reads the gradient of the state that this part begins with. What comes for it could be added to states that it kept
+    in place of that; but it has the gradient of its queries to compute all the same, and then goes on from what has come, as in
+    one process. The others come to the exchange when they have walked over their tokens once; this rank does where it is about
+    as far, in the midst of its queries, as who comes early waits on multiprocessors.
+    """
+    layout = job.spread.layout
+    rows = k.shape[0] * k.shape[1] * k.shape[2]
+    in_pieces = k.is_cuda and job.score.order == 2 and rows >= _ROWS_IN_PIECES
+    return in_pieces and _has_first_part_alone(job) and not by_shares(layout.world, like.nbytes)
+
+
+def _has_first_part_alone(job: Job) -> bool:
+    """And no rank has several."""
+    layout = job.spread.layout
+    return layout.most_parts == 1 and job.spread.parts == layout.parts[:1]
 
 
 class _Begin(torch.autograd.Function):
@@ -279,12 +314,19 @@ class _Finish(torch.autograd.Function):
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
             return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
-        own, kept = _own_states(state_of, job, like, k, backward=True)
-        exchange = Exchange(own, like, job.carries, job.spread, backward=True)
-        # While gradients of states are on their way:
-        of_queries = [
-            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
-        ]
+        def of_queries_of(i: int, part: Part, event: torch.cuda.Event | None = None) -> tuple[Tensor, Tensor]:
+            return ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i], event)
+
+        if _computes_first(k, job, like):
+            into = room(like.unsqueeze(0), job.spread.group)
+            event = torch.cuda.current_stream(k.device).record_event() if k.is_cuda else None
+            of_queries, kept = [of_queries_of(0, parts[0], event)], [_nothing_kept(k)]
+            exchange = Exchange([like], like, job.carries, job.spread, backward=True, earlier=Earlier(event, into))
+        else:
+            own, kept = _own_states(state_of, job, like, k, backward=True)
+            exchange = Exchange(own, like, job.carries, job.spread, backward=True)
+            # While gradients of states are on their way:
+            of_queries = [of_queries_of(i, part) for i, part in enumerate(parts)]
 
         def gradients() -> tuple[Tensor, ...]:
             came = exchange.wait()
