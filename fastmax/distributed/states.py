@@ -60,7 +60,7 @@ class Exchange:
         layout, group = spread
         self._carries = carries
         self._elements = like.shape[1]
-        missing = [torch.zeros_like(like)] * (layout.most_parts - len(own))
+        missing = [like] * (layout.most_parts - len(own))
         all_own = [*own, *missing]
         states = all_own[0].unsqueeze(0) if len(all_own) == 1 else torch.stack(all_own)
         self._shares = by_shares(layout.world, states.numel() * states.element_size())
@@ -169,10 +169,10 @@ def _unpack(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
-    """A packed state of zeros."""
+    """A packed state whose numbers nobody reads."""
     (b, hk, _, d), dv = k.shape, v.shape[3]
     rows = eager.state_rows(d, score.order)
-    return k.new_zeros(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
+    return k.new_empty(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
 
 
 def _joined(pieces: list[tuple[Tensor, ...]], empty: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -329,9 +329,11 @@ class _Finish(torch.autograd.Function):
             of_queries = [of_queries_of(i, part) for i, part in enumerate(parts)]
 
         def gradients() -> tuple[Tensor, ...]:
+            nonlocal exchange
             came = exchange.wait()
             behind = _states(came, v)
             passed_on = [] if log_decay is None else _states(exchange.passed_on(came), v)
+            exchange = came = None
             pieces = []
             for i, part in enumerate(parts):
                 (grad_q, pairs), of_states = of_queries[i], None
