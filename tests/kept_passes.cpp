@@ -175,6 +175,7 @@ void run(BwdParams p) {
 int differences(int b, int h, int hk, int n) {
   const int64_t queries = int64_t{b} * h * n * 4, keys = int64_t{b} * hk * n * 4, rows = int64_t{b} * hk * decode_rows(4, 2);
   const Numbers q = numbers(queries), k = numbers(keys), v = numbers(keys), state = numbers(rows * 4), weights(rows), none(rows * 4);
+  const Numbers not_read(rows * 4, NAN);
   const Numbers grad_o = numbers(queries), grad_state = numbers(rows * 4);
   int found = 0;
   const auto compare = [&](const char* name, const Numbers& x, const Numbers& y) {
@@ -204,9 +205,9 @@ int differences(int b, int h, int hk, int n) {
   {
     kept = kept_first;
     FwdParams first = p;
-    first.from_nothing = true, first.state.values = none.data();
+    first.from_nothing = true, first.state.values = not_read.data();
     run(first);
-    first.kept = nullptr, first.state.new_values = unread.data(), first.state.new_weights = new_weights.data();
+    first.kept = nullptr, first.state.values = none.data(), first.state.new_values = unread.data(), first.state.new_weights = new_weights.data();
     Numbers again(queries);
     first.o = again.data();
     run(first);
@@ -265,7 +266,7 @@ int differences(int b, int h, int hk, int n) {
   // With nothing behind.
   g.state.grad_new_values = none.data();
   run(g);
-  kept_of_queries = kept_before, of_keys.from_nothing = true, of_keys.state.grad_new_values = none.data();
+  kept_of_queries = kept_before, of_keys.from_nothing = true, of_keys.state.grad_new_values = not_read.data();
   run(of_keys);
   compare("grad_k, nothing behind", kept_k, grad_k), compare("grad_v, nothing behind", kept_v, grad_v);
   if (kept_of_queries != kept_before) found += std::printf("kept states were written\n");
