@@ -198,8 +198,8 @@ def _pairs(state: _State, grads: _State, k: Tensor) -> Tensor:
     """(b, hk), float64: the sum of the products of a state's numbers and their gradients."""
     # What has no gradient has no part in it, even if it is not finite.
     given = [(x, grad) for x, grad in zip(state, grads, strict=True) if x is not None and grad is not None]
-    products = (torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given)
-    return sum((x.flatten(2).sum(-1) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
+    products = ((x * grad).masked_fill_(grad == 0.0, 0.0) for x, grad in given)
+    return sum((x.flatten(2).sum(-1, dtype=torch.float64) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
 
 
 class _Call:
