@@ -419,7 +419,9 @@ struct BwdPlan {
  private:
   BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
       : prefixes(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
-        suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
+        // Beside grad_k and grad_v alone the caller has the other gradients: there the workspace is the last to come.
+        suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr,
+                 /*saves=*/p.grad_q == nullptr && p.grad_k != nullptr),
         inputs(p, w, continues(p) ? suffixes.whole.y_row(suffixes.whole.end()) : p.n),
         zeroed(p, takes_zeros, w),
         faded(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
