@@ -10,6 +10,7 @@ import torch
 from common import relative
 from distributed_cases import (
     compiled,
+    computing_first,
     copied,
     counted,
     differentiated,
@@ -158,6 +159,17 @@ def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
     case = {"shape": (1, 2, 2, 100, 5, 4), "layout": layout, "decay": decay, "forgets": 0.02, "options": options}
     gathered, shared = (ranks.run(with_a_message_of, size, case) for size in (1 << 40, -1))
     for one, other in zip(gathered, shared, strict=True):
+        assert all(torch.equal(x, other[name]) for name, x in one.items())
+
+
+@pytest.mark.parametrize("window", [0, 9])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_the_first_rank_may_come_later_to_the_exchange(ranks, decay, window):
+    options = {"causal": True, "algorithm": "linear", "exact_window": window}
+    layout = Layout([[(0, 30)], [(30, 71)], [(71, 90)]])
+    case = {"shape": (1, 4, 2, 90, 8, 8), "layout": layout, "options": options, "decay": decay, "dtype": torch.float32}
+    plain, later = (ranks.run(function, case, world=3) for function in (on_rank, computing_first))
+    for one, other in zip(plain, later, strict=True):
         assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 

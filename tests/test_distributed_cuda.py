@@ -13,7 +13,7 @@ from test_distributed import cuts, drawn, together
 from test_distributed_errors import second_derivative
 
 from fastmax import fastmax_attention, flash_attention
-from fastmax.distributed import Layout, context_parallel_attention, context_parallel_flash_attention, zigzag_layout
+from fastmax.distributed import Layout, context_parallel_attention, context_parallel_flash_attention, states, zigzag_layout
 
 pytestmark = [
     pytest.mark.cuda,
@@ -91,6 +91,36 @@ def test_any_parts_and_options_in_float64(ranks, seed):
         finite = x.isfinite()
         assert torch.equal(got[name].isfinite(), finite), name
         assert not finite.any() or relative(got[name][finite], x[finite]) < 1e-9, name
+
+
+def first_rank_both_ways(group, decay: bool) -> tuple[bool, dict[str, float]]:
+    """Whether two calls in which the first rank computes before it exchanges give the same bits; how far they are from one
+    in which it keeps states: of these tokens kernels cut the gradient of queries in pieces."""
+    device = torch.device("cuda", group.rank())
+    made = torch.Generator(device).manual_seed(group.rank())
+    q, k, v, grad_o = (torch.randn(1, 16, 65536, 64, generator=made, device=device).bfloat16() for _ in range(4))
+    given = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
+    if decay:
+        given["log_decay"] = (-0.01 * torch.rand(1, 16, 65536, generator=made, device=device)).requires_grad_()
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        o = context_parallel_attention(**given, causal=True, algorithm="linear", temperature=8.0, group=group)
+        return torch.autograd.grad(o, list(given.values()), grad_o)
+
+    one, again = gradients(), gradients()
+    computes_first, states._computes_first = states._computes_first, lambda k, job, like: False
+    try:
+        kept = gradients()
+    finally:
+        states._computes_first = computes_first
+    errors = {name: relative(x, y.double()) for name, x, y in zip(given, one, kept, strict=True)}
+    return all(map(torch.equal, one, again)), errors
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_the_first_rank_may_come_later_to_the_exchange(ranks, decay):
+    for repeats, errors in ranks.run(first_rank_both_ways, decay):
+        assert repeats and all(error < 5e-2 for error in errors.values()), errors
 
 
 def different(group) -> None:
