@@ -96,6 +96,13 @@ CASES = [
     Case("flash", "flash_sm90", 130, 1100, 128, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
     Case("flash", "flash_sm90", 70, 1100, 128, fused=True, multiprocessors=4, resident=1),
     Case("quadratic", "quadratic_sm90", 70, 1100, 128, dropout=0.3, fused=True, multiprocessors=3),
+    # At narrow heads of 256 queries and more, for several counters and both writers; weights are not divided by their sums.
+    Case("quadratic", "quadratic_sm90", 130, 1100, 32, hk=1, padding=True, fused=True),
+    Case("flash", "flash_sm90", 300, 1100, 32, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
+    Case("flash", "flash_sm90", 700, 1400, 32, fused=True, multiprocessors=4, resident=1),
+    Case("quadratic", "quadratic_sm90", 70, 1100, 32, dropout=0.3, fused=True, multiprocessors=3),
+    Case("quadratic", "quadratic_sm90", 600, 1450, 32, h=4, hk=2, fused=True, multiprocessors=3, resident=3),
+    Case("quadratic", "quadratic_sm90", 2050, 2050, 32, h=1, hk=1, fused=True, multiprocessors=4, resident=4),
     Case("flash", "flash_window_sm90", 257, 257, 128, left=50),
     Case("flash", "flash_window_sm90", 200, 300, 64, left=40, right=90, causal=False),
     Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
