@@ -2,8 +2,8 @@
 
 Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In
 the backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128
-keys, over 64 at head dims other than 64. At head dims 32 and 128, where calls are large enough, it is one kernel, whose blocks
-of 128 keys walk over 64 queries and hand grad_q on from one to the next, at 32 in steps of 256 queries.
+keys, over 64 at head dims other than 64. At head dims 32, 64 and 128, where calls are large enough, it is one kernel, whose
+blocks of 128 keys walk over 64 queries and hand grad_q on from one to the next, at 32 in steps of 256 queries, at 64 of 128.
 test_padding.py has the masks.
 """
 
@@ -250,7 +250,7 @@ FUSED_ROWS = [
 ]
 
 
-by_fused_head_dim = pytest.mark.parametrize("d", [32, 128], ids=lambda d: f"d{d}")
+by_fused_head_dim = pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
 
 
 @by_fused_head_dim
@@ -265,7 +265,11 @@ def test_fused_against_float64(row, d, softmax, taken):
 
 @by_attention
 @pytest.mark.parametrize(
-    "d, dv", [(97, 97), (100, 128), (128, 16), (24, 104), (127, 120), (24, 24), (16, 32), (32, 8), (31, 17)]
+    "d, dv",
+    [
+        *((97, 97), (100, 128), (128, 16), (24, 104), (127, 120)),
+        *((24, 24), (16, 32), (32, 8), (31, 17), (40, 24), (32, 64), (57, 8)),
+    ],
 )
 def test_fused_narrower_heads(d, dv, softmax, taken):
     for causal in (True, False):

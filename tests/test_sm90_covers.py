@@ -185,13 +185,14 @@ def test_where_the_backward_is_one_kernel(fused):
         (32, 16, 1024, dict(causal=False)),
         (1, 16, 64, dict(m=2048)),
         (8, 64, 4096, dict(head_dim=32)),
+        (8, 32, 4096, dict(head_dim=64)),
     ):
         assert fused(b, h, n, **more)[0]
     for b, h, n, more in (
-        (8, 16, 4096, dict(head_dim=64)),
         (8, 16, 4096, dict(head_dim=96)),
         (32, 16, 63, dict(m=2048)),  # sums of grad_q would be whole tiles
         (32, 64, 1024, dict(head_dim=32)),
+        (32, 32, 1024, dict(head_dim=64)),
         (32, 16, 1024, {}),  # rounding them would take as long as is saved
         (32, 16, 300, dict(m=1000, causal=False)),
         (1, 4, 4096, {}),  # fewer blocks of keys than multiprocessors

@@ -16,7 +16,7 @@
 namespace fastmax {
 
 // Head dims that have it. Other calls have two kernels.
-using FusedBwdHeadDims = HeadDims<32, 128>;
+using FusedBwdHeadDims = HeadDims<32, 64, 128>;
 
 struct FusedBwdShape {
   int head_dim;
