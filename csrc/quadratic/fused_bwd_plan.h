@@ -111,8 +111,8 @@ struct FusedBwdWorkspace {
 struct PartialGradQ {
   uint32_t* taken;
   uint32_t* added;
-  float* sums;             // parts, in the order of a warpgroup's accumulators
-  int tiles, counters;     // of a head
+  float* sums;          // parts, in the order of a warpgroup's accumulators
+  int tiles, counters;  // of a head
 };
 
 }  // namespace fastmax

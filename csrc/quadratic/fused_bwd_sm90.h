@@ -1,7 +1,6 @@
-// Backward over tiles of scores on Hopper in one kernel, head dim 128: five products where bwd_sm90.h has seven, since scores are made
-// once.
-// Blocks own keys and stream queries, as for grad_k and grad_v there; grad_q of a tile of queries is a sum over blocks of keys in
-// fp32, in global memory, to which they add one after the other in the order of their keys: its bits are those of every run.
+// Backward over tiles of scores on Hopper in one kernel, head dim 128: five products where bwd_sm90.h has seven, since scores are
+// made once. Blocks own keys and stream queries, as for grad_k and grad_v there; grad_q of a tile of queries is a sum over blocks of
+// keys in fp32, in global memory, to which they add one after the other in the order of their keys: its bits are those of every run.
 //
 //   S = K Q^T, D = V dO^T   (64 keys of a consumer x 64 queries)   P, dS by the scores, in registers
 //   dK += dS Q, dV += P dO   A from registers
