@@ -1,7 +1,7 @@
 // Backward over tiles of scores on Hopper, for two score policies (score.h): the sums of quadratic/bwd.h, with wgmma on tiles that
 // the copy engine brings. Two kernels, as there: one owns keys and streams queries (grad_k, grad_v), one owns queries and streams keys
-// (grad_q); scores are made twice, and every sum has one owner and a fixed order. Calls of head dim 128 that are large enough have one
-// kernel in place of both (fused_bwd_sm90.h).
+// (grad_q); scores are made twice, and every sum has one owner and a fixed order. Calls that are large enough have one kernel in place of
+// both (fused_bwd_plan.h says which, and at which head dims).
 //
 // In both a consumer, a warpgroup, owns 64 rows X and Y (keys and values; or queries and grad_o) and streams tiles A and B (queries
 // and grad_o; or keys and values) of the other side through a ring that the producer, a warp of the last warpgroup, fills:
