@@ -1,8 +1,8 @@
 // States of the linear algorithm on Hopper: what state_sm80.cu computes, by wgmma and TMA, in snapshots of snapshot_sm90.h.
 //
 // A warpgroup keeps up to kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
-// tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times a scalar of y by shuffle)
-// and w, or for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
+// tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or
+// for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
 // from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h).
 
 
@@ -73,7 +73,6 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading, kBounded = kRows == Rows::kBounded || kFades;
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
-  constexpr bool kHasStar = kHeadDim <= 64 && kOwn == Tile::kOwnTiles;  // its first tile is (s, s)
   // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
   constexpr int kFirst = (kOwn + 1) / 2;
   constexpr int kColumnWarps = Tile::kPanelCols / 16, kOnesWarp = Tile::kOnesRow / 16;  // of a tile of columns, and of ones
@@ -138,9 +137,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   for (int i = 0; i < kOwn / 2; ++i) pair_offset[i] = address_of(share.block(2 * i + block_half));
   const int first_column = 8 * share.half + 2 * (w4 % kColumnWarps);
   const uint32_t last_offset = address_of(of_columns ? first_column + block_half : share.block(kOwn - 1));
-  const uint32_t star_offset = address_of(share.star);
+  // Where the scalars of this lane's features lie: two columns of the star's block, in 16 rows those of 2t and 2t + 8, and the next rows.
+  const uint32_t scalars_offset = RowTile::chunk_offset(2 * t, share.star) + 4 * w4;
+  const uint32_t next_scalars_offset = RowTile::chunk_offset(2 * t + 1, share.star) + 4 * w4;
   const uint32_t one = 0x3f803f80u, ones_row = w4 == kOnesWarp && lane < 4 ? one : 0;  // in bf16
-  const int lane0 = 8 * w4 + t, lane1 = lane0 + 4;  // that have the scalars of this lane's features
 
   // count: this lane's part of sum e; where rows are plain, of what was carried in alone.
   float acc[kOwn][kRegs], count;
@@ -159,14 +159,17 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 
   // Of 16 rows: y^T of the tiles' blocks, two tiles each, of a tile two registers of 8 rows; the last tile may have two blocks.
   constexpr int kPairs = kOwn / 2 + 1;
-  uint32_t b[kPairs][4], scalars[2];
+  uint32_t b[kPairs][4], scalars[2][2];  // scalars: as they lie, of 8 rows each those of a row and of the next
   uint32_t f[kOwn][4];  // features: of one group of products, while those of the other are in flight
   const auto load_rows = [&](uint32_t y) {
 #pragma unroll
     for (int i = 0; i < kPairs - 1; ++i) ptx::ldmatrix_x4_trans(b[i], y + pair_offset[i]);
     ptx::ldmatrix_x4_trans(b[kPairs - 1], y + last_offset);
-    if constexpr (kHasStar) scalars[0] = b[0][0], scalars[1] = b[0][1];  // the star's own block
-    else ptx::ldmatrix_x2_trans(scalars, y + star_offset);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scalars[h][0] = ptx::load_shared_u32(y + scalars_offset + 8 * h * RowTile::kRowBytes);
+      scalars[h][1] = ptx::load_shared_u32(y + next_scalars_offset + 8 * h * RowTile::kRowBytes);
+    }
   };
 
   const auto make_features = [&](const uint32_t(&m)[2][2], int first, int end) {
@@ -285,7 +288,9 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         [[maybe_unused]] uint32_t left[2];
         if constexpr (kFades) load_pairs(left, left_at, k);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
+        for (int h = 0; h < 2; ++h) {
+          m[0][h] = ptx::pair_of_low(scalars[h][0], scalars[h][1]), m[1][h] = ptx::pair_of_high(scalars[h][0], scalars[h][1]);
+        }
         if constexpr (kFades) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
