@@ -275,14 +275,22 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         last_at = kFades && !share.of_y ? left_at : ptx::keep_in_register(e + 8 * t);
       }
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
-      at.template advance<kStages>();
-      ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
+      bool next_is_full = false;
       if constexpr (kScaled) {
         const float2 pair = ptx::load_shared_f32x2(e + 8 * lane);
         count += pair.x + pair.y;
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
+        // What the next stage needs is asked for beside this one's products, and its first rows are read beside the last of them.
+        if (k == 1) {
+          at.template advance<kStages>();
+          next_is_full = ring.is_full(left > 0 ? at : own);
+        }
+        if (k == 3) {
+          if (!next_is_full) ring.wait_until_full(left > 0 ? at : own);
+          __syncwarp();
+        }
         // What is loaded is, before a wait, beside products.
         uint32_t m[2][2], scale[2] = {one, one};
         [[maybe_unused]] uint32_t left[2];
@@ -363,7 +371,8 @@ __global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, Stat
                              const __grid_constant__ Loads loads) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   extern __shared__ __align__(Tile::kAlignment) uint8_t shared[];
-  const uint32_t stages_at = first_tile(shared);
+  uint32_t stages_at = first_tile(shared);
+  if constexpr (kHeadDim > 32) stages_at = ptx::keep_in_register(stages_at);  // or it is worked out again where it is used
   if (threadIdx.x == 0) {
     Ring<Tile::kStages>(stages_at + Tile::kBarriers).init(Tile::kThreads / 32);
     ptx::fence_mbarrier_init();
