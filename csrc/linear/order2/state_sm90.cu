@@ -260,10 +260,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     row = next;
     ring.wait_until_full(at);
     load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
-    RingPosition before = at;  // released when its products are done
-    for (bool is_first = true; run > 0; --run, is_first = false) {
+    for (; run > 0; --run) {
       const int next_load = stages - left + Tile::kAhead;
       if (threadIdx.x == next_load % 2 * 128 && next_load < stages) load_stage(next_load);
+      const bool is_first = left == stages;
       --left;
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
@@ -330,7 +330,8 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
           keep(scale);
         }
         wgmma_wait<1>();
-        if (k == 0) ring.release(before, lane, !is_first);
+        // The stage before, whose products are done: also where it was the last of its run.
+        if (k == 0) ring.release({own.stage == 0 ? kStages - 1 : own.stage - 1}, lane, !is_first);
         make_features(m, kFirst, kOwn - 1);
         {
           uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]};
@@ -350,10 +351,8 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         goes_on = true;
         wgmma_commit();
       }
-      before = own;
     }
     wgmma_wait<0>();
-    ring.release(before, lane);
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
   }
