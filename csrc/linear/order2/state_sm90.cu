@@ -21,10 +21,13 @@ namespace {
 template <int kHeadDim, bool kFine>
 struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
-  static constexpr int kThreads = 256;
+  static constexpr int kThreads = 256;  // that walk
+  // Loads are issued by a warpgroup of their own, which gives its registers to the others, or, where those are too few, by one of them.
+  static constexpr bool kHasProducer = kHeadDim == 64;
+  static constexpr int kAllThreads = kThreads + (kHasProducer ? 128 : 0);
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
-  static constexpr int kAhead = kStages - 2;  // stages that are on their way: loads are issued by a thread that also computes
+  static constexpr int kAhead = kStages - 2;  // stages that are on their way, where loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
 
   // Shared memory, from a multiple of 1024 bytes on.
@@ -117,8 +120,15 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
                      tile_scales(a.y_scale, a.ny, int64_t{own_state} * y_group + y_head, token), kScaleBytes, ring.full(at));
     }
   };
-  // The warpgroups take turns, or one would be behind the other at every stage.
-  if (threadIdx.x % 128 == 0) {
+  if constexpr (Tile::kHasProducer) {
+    if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
+      ptx::fewer_registers<24>();
+      for (int i = 0; threadIdx.x == Tile::kThreads && i < stages; ++i) load_stage(i);
+      return;
+    }
+    ptx::more_registers<240>();
+  } else if (threadIdx.x % 128 == 0) {
+    // The warpgroups take turns, or one would be behind the other at every stage.
     for (int i = warpgroup; i < min(Tile::kAhead, stages); i += 2) load_stage(i);
   }
 
@@ -261,8 +271,11 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     ring.wait_until_full(at);
     load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
     for (; run > 0; --run) {
-      const int next_load = stages - left + Tile::kAhead;
-      if (threadIdx.x == next_load % 2 * 128 && next_load < stages) load_stage(next_load);
+      if constexpr (!Tile::kHasProducer) {
+        const int next_load = stages - left + Tile::kAhead;
+        if (threadIdx.x == next_load % 2 * 128 && next_load < stages) load_stage(next_load);
+        __syncwarp();
+      }
       const bool is_first = left == stages;
       --left;
       const RingPosition own = at;
@@ -363,7 +376,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 }
 
 template <int kHeadDim, Rows kRows, bool kFine>
-__global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, StateTileSm90<kHeadDim, kFine>::kResident)
+__global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kAllThreads, StateTileSm90<kHeadDim, kFine>::kResident)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
                              const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap zeroed_w_map,
                              const __grid_constant__ StateArgs a, const int first_segment,
@@ -397,7 +410,7 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map<kHeadDim>(a.zeroed_w, a, y_heads, a.ny, a.dv);
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
-      launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
+      launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kAllThreads, Tile::kSharedBytes, stream, y_map,
                     zeroed_y_map, w_map, zeroed_w_map, a, first_segment,
                     Loads{Divisor(a.y_group), Divisor(a.state_heads), a.y_scale.data != a.y_factors.data});
     };
