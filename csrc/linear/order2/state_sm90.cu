@@ -29,6 +29,8 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   static constexpr int kAhead = kStages - 2;  // stages that are on their way, where loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
+  // A run's first rows stay in registers from the last stage of the run before; else they are read again, behind the snapshot.
+  static constexpr bool kKeepsRows = kHeadDim <= 64;
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kStaging = kStages * kStageBytes;  // a snapshot's tiles, of each warpgroup
@@ -240,6 +242,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 
   RingPosition at;
   int left = stages;  // not yet begun
+  if (Tile::kKeepsRows && stages > 0) {
+    ring.wait_until_full(at);
+    load_rows(stages_at + kTileBytes);
+  }
   for (int row = begin;;) {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
@@ -268,8 +274,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     const int next = totals && !kBounded ? end : min(a.chunk_begin(chunk), end);
     int run = (next - row) / kTileRows * y_group;
     row = next;
-    ring.wait_until_full(at);
-    load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
+    if constexpr (!Tile::kKeepsRows) {
+      ring.wait_until_full(at);
+      load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
+    }
     for (; run > 0; --run) {
       if constexpr (!Tile::kHasProducer) {
         const int next_load = stages - left + Tile::kAhead;
@@ -355,7 +363,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
           f[kOwn - 1][2] = ptx::multiply_bf16x2(x[1], plain ? scale[1] : m[0][1]);
           f[kOwn - 1][3] = ptx::multiply_bf16x2(x[3], plain ? scale[1] : m[1][1]);
         }
-        // Behind the last rows of a run: not used, and read again.
+        // Behind the last rows of a run, the first of the next one; behind the last of all, not used.
         load_rows(k < 3 ? y + (k + 1) * 16 * RowTile::kRowBytes : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
         wgmma_fence();
 #pragma unroll
