@@ -205,17 +205,8 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   const auto store_snapshot = [&](int c) {
     const bool is_leader = w4 == 0 && lane == 0;
     const uint32_t staging = stages_at + Tile::kStaging + warpgroup * Tile::kStagingBytes;
-    if (is_leader) ptx::bulk_wait_read<0>();  // of the snapshot before
-    ptx::barrier_wait<128>(1 + warpgroup);
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
-      if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
-      if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
-        store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
-      }
-    }
     const int64_t slot = a.slot(state, c);
+    // First of all: the fence below waits for these stores.
     if (of_ones && share.is_there && w4 == kOnesWarp) {
       float* sums = a.sums + slot * Tile::kSums;
       const float total = warp_sum(count);
@@ -224,6 +215,16 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
         if (lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
+      }
+    }
+    if (is_leader) ptx::bulk_wait_read<0>();  // of the snapshot before
+    ptx::barrier_wait<128>(1 + warpgroup);
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
+      if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
+      if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
+        store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
       }
     }
     ptx::fence_proxy_async();
