@@ -22,7 +22,7 @@ template <int kHeadDim, bool kFine>
 struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
   static constexpr int kThreads = 256;  // that walk
-  // Loads are issued by a warpgroup of their own, which gives its registers to the others, or, where those are too few, by one of them.
+  // All copies are issued by a warpgroup of their own, which gives its registers to the others, or, where those are too few, by the others.
   static constexpr bool kHasProducer = kHeadDim == 64;
   static constexpr int kAllThreads = kThreads + (kHasProducer ? 128 : 0);
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
@@ -122,10 +122,40 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
                      tile_scales(a.y_scale, a.ny, int64_t{own_state} * y_group + y_head, token), kScaleBytes, ring.full(at));
     }
   };
+  // The tiles of a snapshot that a warpgroup, which may be this one, has laid down, by one thread.
+  const auto staging_of = [&](int wg) { return static_cast<uint32_t>(stages_at + Tile::kStaging + wg * Tile::kStagingBytes); };
+  const auto share_of = [&](int wg) { return StateShare<kHeadDim, kFine>(state_block % Tile::kStateBlocks * 2 + wg); };
+  const auto copy_snapshot = [&](const StateShare<kHeadDim, kFine>& share, uint32_t staging, int c) {
+    uint8_t* snapshot = static_cast<uint8_t*>(a.snapshots) + a.slot(state, c) * Tile::kSnapshotBytes;
+    const int pairs = share.last == LastTile::kPair ? share.tiles : share.tiles - 1;
+    ptx::bulk_store(snapshot + (Tile::kFirstPair + Tile::pair_index(share.star, share.first)) * kTileBytes, staging, pairs * kTileBytes);
+    if (share.last == LastTile::kColumns) {
+      const int tile = (share.of_y ? Tile::kMomentTile : Tile::kLinearTile) + share.half;
+      ptx::bulk_store(snapshot + tile * kTileBytes, staging + pairs * kTileBytes, kTileBytes);
+    }
+    ptx::bulk_commit();
+  };
+  // Named barriers of a warpgroup and of the warp that copies its snapshots, where that is another one: its staging may be written; is.
+  constexpr int kWithCopier = 128 + 32;
+  const auto staging_is_free = [&](int wg) { return 1 + wg; };
+  const auto staging_is_full = [&](int wg) { return 3 + wg; };
+
   if constexpr (Tile::kHasProducer) {
     if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
       ptx::fewer_registers<24>();
-      for (int i = 0; threadIdx.x == Tile::kThreads && i < stages; ++i) load_stage(i);
+      const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
+      if (wg < 0) {
+        for (int i = 0; lane == 0 && i < stages; ++i) load_stage(i);
+      } else if (wg < 2 && !totals) {
+        const StateShare<kHeadDim, kFine> share = share_of(wg);
+        for (int c = chunk; a.chunk_begin(c) < end + is_last; ++c) {
+          ptx::barrier_arrive<kWithCopier>(staging_is_free(wg));
+          ptx::barrier_wait<kWithCopier>(staging_is_full(wg));
+          if (lane == 0) copy_snapshot(share, staging_of(wg), c), ptx::bulk_wait_read<0>();
+          __syncwarp();
+        }
+        if (lane == 0) ptx::bulk_wait<0>();
+      }
       return;
     }
     ptx::more_registers<240>();
@@ -134,7 +164,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     for (int i = warpgroup; i < min(Tile::kAhead, stages); i += 2) load_stage(i);
   }
 
-  const StateShare<kHeadDim, kFine> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
+  const StateShare<kHeadDim, kFine> share = share_of(warpgroup);
   const bool of_columns = share.last == LastTile::kColumns, of_ones = share.has_ones();
   const int w4 = warp % 4, t = lane % 4, row8 = lane % 8, row_half = lane / 8 % 2, block_half = lane / 16;
   // Where a lane's row of an ldmatrix begins in 16 rows of y, of a block of columns.
@@ -204,7 +234,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 
   const auto store_snapshot = [&](int c) {
     const bool is_leader = w4 == 0 && lane == 0;
-    const uint32_t staging = stages_at + Tile::kStaging + warpgroup * Tile::kStagingBytes;
+    const uint32_t staging = staging_of(warpgroup);
     const int64_t slot = a.slot(state, c);
     // First of all: the fence below waits for these stores.
     if (of_ones && share.is_there && w4 == kOnesWarp) {
@@ -217,8 +247,12 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         if (lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
       }
     }
-    if (is_leader) ptx::bulk_wait_read<0>();  // of the snapshot before
-    ptx::barrier_wait<128>(1 + warpgroup);
+    if constexpr (Tile::kHasProducer) {
+      ptx::barrier_wait<kWithCopier>(staging_is_free(warpgroup));
+    } else {
+      if (is_leader) ptx::bulk_wait_read<0>();  // of the snapshot before
+      ptx::barrier_wait<128>(staging_is_free(warpgroup));
+    }
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
@@ -228,16 +262,11 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       }
     }
     ptx::fence_proxy_async();
-    ptx::barrier_wait<128>(1 + warpgroup);
-    if (is_leader) {
-      uint8_t* snapshot = static_cast<uint8_t*>(a.snapshots) + slot * Tile::kSnapshotBytes;
-      const int pairs = share.last == LastTile::kPair ? kOwn : kOwn - 1;
-      ptx::bulk_store(snapshot + (Tile::kFirstPair + Tile::pair_index(share.star, share.first)) * kTileBytes, staging, pairs * kTileBytes);
-      if (of_columns) {
-        const int tile = (share.of_y ? Tile::kMomentTile : Tile::kLinearTile) + share.half;
-        ptx::bulk_store(snapshot + tile * kTileBytes, staging + (kOwn - 1) * kTileBytes, kTileBytes);
-      }
-      ptx::bulk_commit();
+    if constexpr (Tile::kHasProducer) {
+      ptx::barrier_arrive<kWithCopier>(staging_is_full(warpgroup));
+    } else {
+      ptx::barrier_wait<128>(staging_is_full(warpgroup));
+      if (is_leader) copy_snapshot(share, staging, c);
     }
   };
 
@@ -381,7 +410,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   if (is_last ? a.hands_on : first_segment == 0) {
     for_each_accumulator(is_last ? 0 : 1 + segment, [](float& sum, float& saved) { saved = sum; });
   }
-  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+  if (!Tile::kHasProducer && w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
 template <int kHeadDim, Rows kRows, bool kFine>
