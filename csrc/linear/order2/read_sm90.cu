@@ -309,7 +309,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
 
       // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
       int half = 0;  // of the stage
-      uint32_t tile = 0, base[kRowTiles][2], f[kRowTiles][16];  // f: features
+      bool is_full = false;  // the stage of the next tile
+      uint32_t base[kRowTiles][2], f[kRowTiles][16];  // f: features
       const auto load_base = [&](int block) {
         const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
 #pragma unroll
@@ -343,8 +344,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         };
         const int tiles = Tile::star_tiles(star);
         for (int j = 0; j < tiles; ++j) {
-          if (half == 0) ring.wait_until_full(at), tile = stages_at + at.stage * Tile::kStageBytes;
-          const Operand<RowTile> features(tile);
+          if (!is_full) ring.wait_until_full(at);
+          __syncwarp();
+          const RingPosition own = at;
+          const Operand<RowTile> features(stages_at + own.stage * Tile::kStageBytes + half * kTileBytes);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             wgmma_wait<kRowTiles - 1>();
@@ -361,9 +364,12 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
 #pragma unroll
             for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f[m] + 4 * k, features.mn_major(k));
             wgmma_commit();
+            if (m == 0) {  // asked beside products, well before it is used
+              if (half == 1) at.template advance<kStages>();
+              is_full = ring.is_full(star + 1 < kBlocks || j + 1 < tiles ? at : own);
+            }
           }
-          if (half == 1) before = at, releases = true, at.template advance<kStages>();
-          else tile += kTileBytes;
+          if (half == 1) before = own, releases = true;
           half ^= 1;
         }
       }
