@@ -221,6 +221,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
     const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % kXBuffers;
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
+    prefetch_sums<Tile::kSums>(a, a.sums, item);
     ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kFadingBytes));
     for (int m = 0; m < kRowTiles; ++m) {
       const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
