@@ -262,29 +262,37 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         const float* state_sums = a.sums + item.slot * Tile::kSums;
         const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+          float v[kRowTiles][kPanelCols / 2];
+          wgmma_fence();
 #pragma unroll
-          for (int panel = 0; panel < Tile::kPanels; ++panel) {
-            float v[kPanelCols / 2];
-            wgmma_fence();
+          for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
               const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
               const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
-              if (k == 0) Panel::template ss_first<Major::kK, Major::kMN>(v, columns, features);
-              else Panel::template ss<Major::kK, Major::kMN>(v, columns, features);
+              if (k == 0) Panel::template ss_first<Major::kK, Major::kMN>(v[m], columns, features);
+              else Panel::template ss<Major::kK, Major::kMN>(v[m], columns, features);
             }
             wgmma_commit();
-            wgmma_wait<0>();
-            keep(v);
-            const float* sum_y = state_sums + Tile::kSumY + kPanelCols * panel;
+          }
+          float2 sum_y[kPanelCols / 8];
+#pragma unroll
+          for (int j = 0; j < kPanelCols / 8; ++j) {
+            sum_y[j] = ptx::load_global_f32x2(state_sums + Tile::kSumY + kPanelCols * panel + 8 * j + 2 * t);
+          }
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            if (m == 0) wgmma_wait<kRowTiles - 1>();
+            else wgmma_wait<0>();
+            keep(v[m]);
 #pragma unroll
             for (int j = 0; j < kPanelCols / 8; ++j) {
               const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, kPanelCols / 8 * panel + j) + 4 * t;
               const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 8 * RowTile::kRowBytes);
-              const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
-              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
-              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
+              const float2 s = sum_y[j];
+              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[m][4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[m][4 * j + 1]);
+              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[m][4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[m][4 * j + 3]);
             }
           }
         }
