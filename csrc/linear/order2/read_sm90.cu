@@ -28,8 +28,9 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
   static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
-  // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first; so do factors.
-  static constexpr bool kMovesRegisters = kHeadDim == 128 || kFades;
+  // Two sums of 64 rows take more than the third of the registers that a warpgroup has at first, where products are always in flight; so
+  // do factors.
+  static constexpr bool kMovesRegisters = (kHeadDim >= 64 && !kAdds) || kFades;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
   // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
@@ -163,7 +164,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
   const Ring<kStages> ring(stages_at + Tile::kBarriers), copied(stages_at + (kAdds ? Tile::kCopied : Tile::kBarriers));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Loops over tiles depend on it: what they change is kept in uniform registers where it is known to be the same in all lanes. At head
+  // dim 128 that spills.
+  const int warpgroup = kHeadDim == 128 ? warp / 4 : warp_uniform(warp / 4);
   if (threadIdx.x == 0) {
     ring.init(4 * kWarpgroups);
     if constexpr (kAdds) copied.init(1);
@@ -312,8 +316,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         }
       }
       wgmma_commit();
-      wgmma_wait<0>();
-      ring.release(at, lane);
+      before = at, releases = true;  // while features of the first tile are made
       at.template advance<kStages>();
 
       // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
