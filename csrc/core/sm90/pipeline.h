@@ -56,6 +56,8 @@ struct Ring {
   __device__ __forceinline__ void wait_until_empty(RingPosition at) const { ptx::mbarrier_wait(empty(at), at.parity ^ 1); }
   __device__ __forceinline__ void expect(RingPosition at, uint32_t bytes) const { ptx::mbarrier_arrive_expect(full(at), bytes); }
   __device__ __forceinline__ void wait_until_full(RingPosition at) const { ptx::mbarrier_wait(full(at), at.parity); }
+  // Asked before the stage is needed; where it is not, wait_until_full follows.
+  __device__ __forceinline__ bool is_full(RingPosition at) const { return ptx::mbarrier_try_wait(full(at), at.parity); }
 
   // A writer's warp, in place of `expect`, after its writes.
   __device__ __forceinline__ void publish(RingPosition at, int lane) const {

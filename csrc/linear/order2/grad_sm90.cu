@@ -189,6 +189,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
     const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
+    prefetch_sums<Tile::kSums>(a, a.sums, item);
     ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kFadingBytes);
     if constexpr (kFadingBytes != 0) {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
