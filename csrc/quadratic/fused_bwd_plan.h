@@ -88,18 +88,18 @@ struct KeyBlockOrder {
 };
 
 // In the workspace, behind what two kernels have there: counters, sums of grad_q, and where queries' weights are not divided by
-// their sums (Score::kScalesGradO) grad_o that is.
+// their sums (Score::kScalesGradO) grad_o that is, unless two kernels have a copy of it as well.
 struct FusedBwdWorkspace {
   size_t counters, sums, grad_o, bytes;
 
-  FusedBwdWorkspace(const Problem& p, size_t before, bool scales_grad_o) {
+  FusedBwdWorkspace(const Problem& p, size_t before, bool makes_grad_o) {
     const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
     const FusedBwdShape shape = FusedBwdShape::of(p.head_dim);
     const size_t heads = static_cast<size_t>(p.b) * p.h;
     counters = align(before);
     sums = align(counters + (1 + heads * shape.counters(p)) * sizeof(uint32_t));
     grad_o = align(sums + static_cast<size_t>(shape.all_parts(p)) * shape.part_floats() * sizeof(float));
-    bytes = grad_o + (scales_grad_o && scales_by_columns(p) ? heads * p.n * p.dv * 2 : 0);
+    bytes = grad_o + (makes_grad_o && scales_by_columns(p) ? heads * p.n * p.dv * 2 : 0);
   }
 
   // Narrow heads read as little of a query as they can beside its tile: row_score.h.
