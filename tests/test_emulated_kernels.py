@@ -219,6 +219,31 @@ def test_against_float64(library, case):
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
 
 
+@pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e-10, True), (1e10, True), (1e31, False)])
+def test_fused_at_other_sizes_of_weights(library, factor, fused, monkeypatch):
+    """A common factor of the coefficients changes no gradient: where grad_o / z would leave floats, two kernels run."""
+    monkeypatch.setitem(globals(), "POLYNOMIAL", tuple(factor * x for x in POLYNOMIAL))
+    call = Call(Case("quadratic", "quadratic_sm90", 130, 1100, 32, fused=fused))
+    call.grad_o *= 2.0**-30
+    call.exact = call._in_float64()
+    assert wrong(call.run(library, 0), call.exact) == {}
+
+
+@pytest.mark.parametrize("d, softmax", [(32, False), (32, True), (64, False), (64, True)])
+def test_fused_with_rows_that_see_no_key(library, d, softmax):
+    """One batch entry has no keys, the other none for its first queries."""
+    algorithm = "flash" if softmax else "quadratic"
+    call = Call(Case(algorithm, f"{algorithm}_sm90", 130, 1200, d, b=2, hk=1, padding=True, fused=True))
+    call.options["key_padding_mask"][0] = False
+    call.options["key_padding_mask"][1, :1150] = False
+    call.exact = call._in_float64()
+    assert call.exact["grad_q"][1, :, :80].abs().max() == 0 < call.exact["grad_q"][1, :, 80:].abs().max()
+    results = call.run(library, 1)
+    z = results.pop("z")
+    assert torch.equal(z[0], torch.full_like(z[0], -torch.inf if softmax else 0.0))
+    assert wrong(results, call.exact) == {}
+
+
 @pytest.mark.parametrize("d, decay", [(32, None), (64, None), (64, "ordinary")])
 def test_carried_state(library, d, decay):
     """A call that continues from a state and ends in one, and its gradient with those of both."""

@@ -41,15 +41,20 @@ __global__ void __launch_bounds__(128)
 }
 
 template <class Score>
+FusedBwdWorkspace fused_bwd_workspace(const BwdParams& p, const QuadraticBwdSm90Workspace& before) {
+  return FusedBwdWorkspace(p, before.bytes, Score::kScalesGradO && !before.copies_grad_o);
+}
+
+template <class Score>
 size_t fused_bwd_workspace_bytes(const BwdParams& p) {
-  return FusedBwdWorkspace(p, QuadraticBwdSm90Workspace(p).bytes, Score::kScalesGradO).bytes;
+  return fused_bwd_workspace<Score>(p, QuadraticBwdSm90Workspace(p)).bytes;
 }
 
 template <class Score, class Math, class Tile, class Kernel>
 void run_fused_bwd(const BwdParams& p, const Kernel& kernel, cudaStream_t stream) {
   using Element = typename Math::Element;
   const QuadraticBwdSm90Workspace at(p);
-  const FusedBwdWorkspace fused(p, at.bytes, Score::kScalesGradO);
+  const FusedBwdWorkspace fused = fused_bwd_workspace<Score>(p, at);
   char* workspace = static_cast<char*>(p.workspace);
   auto* row_scores = reinterpret_cast<RowScore<Score, Tile::kScoresByColumn>*>(workspace);
   constexpr bool kScales = Tile::kScoresByColumn && Score::kScalesGradO;

@@ -37,7 +37,7 @@ struct FusedBwdNarrowTile {
 
   // S and D of the next tile beside both sums of this one, as in bwd_sm90.h, where registers hold them.
   static constexpr bool kPipelined = kHeadDim <= 32;
-  static constexpr int kGradQRegisters = kHeadDim <= 32 ? 56 : 72, kProducerRegisters = 40;
+  static constexpr int kGradQRegisters = kHeadDim <= 32 ? 48 : 72, kProducerRegisters = kHeadDim <= 32 ? 48 : 40;
   static constexpr int kConsumerRegisters = kHeadDim <= 32 ? 208 : 200;
   static constexpr int kThreads = (kConsumers + 2) * 128;
   static_assert(kConsumers * kConsumerRegisters + kGradQRegisters + kProducerRegisters <=
@@ -196,6 +196,8 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
         }
       }
     } else if (role >= 2 && lane == 0) {  // a writer
+      // Parts of a counter are on their way at once, where each has a buffer: until one was read takes as long as until it is there.
+      constexpr bool kSideBySide = Tile::kPartBuffers >= kTilesPerCounter;
       const int writer = role - 2;
       const Ring<Tile::kPartBuffers> ready = part_ring(writer);
       int turn = 0;
@@ -216,6 +218,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
             uint32_t* added = partial.added + head * partial.counters + counter;
             ptx::wait_acquire(added, item.block);
             ptx::fence_proxy_async_global();
+            [[maybe_unused]] int on_their_way = tile - last + 1;
             for (; tile >= last; --tile) {
               float* sums = partial.sums + (head * partial.tiles + tile) * Tile::kPartFloats;
               ready.wait_until_full(at);
@@ -225,11 +228,19 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
                 ptx::bulk_add_f32(sums, part_of(writer, at), Tile::kPartBytes);
               }
               ptx::bulk_commit();
-              ptx::bulk_wait_read<0>();
-              ptx::mbarrier_arrive_if(ready.empty(at), true);
+              if constexpr (!kSideBySide) {
+                ptx::bulk_wait_read<0>();
+                ptx::mbarrier_arrive_if(ready.empty(at), true);
+              }
               at.template advance<Tile::kPartBuffers>();
             }
             ptx::bulk_wait<0>();
+            if constexpr (kSideBySide) {
+              for (; on_their_way > 0; --on_their_way) {
+                const RingPosition oldest{(at.stage + Tile::kPartBuffers - on_their_way) % Tile::kPartBuffers};
+                ptx::mbarrier_arrive_if(ready.empty(oldest), true);
+              }
+            }
             ptx::fence_proxy_async_global();
             ptx::store_release(added, item.block + 1);
           }
