@@ -119,6 +119,9 @@ CASES = [
     Case("linear", "linear2_sm90", 257, 300, 64, hk=1, padding=True),
     Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 100, 257, 300)),
+    # A walk of more stages than the ring of the state kernel has, with several snapshots.
+    Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1),
+    Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 290, 290, 64, h=1, hk=1, multiprocessors=8),  # a state in eight blocks, not four
     Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, multiprocessors=16),  # and in segments
     Case("linear", "linear2_sm90", 200, 330, 128, h=1, hk=1),

@@ -918,6 +918,10 @@ void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) 
   check_bulk(src, dst, bytes);
   block->start_load({false, {}, {}, src, dst, bytes, barrier});
 }
+void prefetch_bulk(const void* src, uint32_t bytes) {
+  touch();
+  check_bulk(src, 0, bytes);
+}
 void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine combine) {
   const TensorMap& m = tensor_map_of(map);
   block->check_box(m, src);
