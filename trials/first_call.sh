@@ -15,7 +15,8 @@ gpus=$($PY -c "import torch; print(torch.cuda.device_count())")
 say "$gpus GPUs"
 if [ -e "$LIBS/libfastmax-p1.so" ]; then  # linear1_sm90_covers says yes to gradients
     cp "$LIBS/libfastmax-p1.so" fastmax/libfastmax.so
-    part p1_race 60 $PY trials/p1_race.py 0.5
+    part p1_where 90 $PY trials/p1_where.py 40 23
+    part p1_race 45 $PY trials/p1_race.py 0.4
 fi
 cp "$LIBS/libfastmax.so" fastmax/
 part smoke 60 $PY -m fastmax.verify --only "linear"

@@ -1,10 +1,11 @@
-"""Where gradients of order 1 on Hopper differ between repeats: `python trials/p1_race.py [seconds]`, on a GPU, with a library
-whose linear1_sm90_covers says yes to gradients. One call of a suite on an H200 (1025 tokens, 12 heads on 3 of keys, batch 3) had
-other bits of grad_k, at head dims 64 and 128, while 23 processes shared the device; never grad_q or grad_v, nor another shape.
+"""Where gradients of order 1 on Hopper differ between repeats: `python trials/p1_race.py [seconds]`, on a GPU, with
+a library whose linear1_sm90_covers says yes to gradients. One call of a suite on an H200 (1025 tokens, 12 heads on 3
+of keys, batch 3) had other bits of grad_k, at head dims 64 and 128, in one of 23 processes that shared the device;
+never grad_q or grad_v, nor another shape. p1_where.py imitates that suite, and looks into the workspace.
 
-Each shape is repeated on poisoned memory, alone and beside processes that keep the device busy. What differs is printed by
-batch entry, head, rows and columns, with its size: a row's scores (e in shared memory), a tile, everything behind a segment (sums of
-columns, prefixes) or everything before a row (e in memory) look different there.
+Each shape is repeated on poisoned memory, alone and beside processes that keep the device busy. What differs is
+printed by batch entry, head, rows and columns, with its size: a row's scores (e in shared memory), a tile, everything
+behind a segment (sums of columns, prefixes) or everything before a row (e in memory) look different there.
 """
 
 import subprocess
