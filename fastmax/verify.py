@@ -648,6 +648,14 @@ def cancellation(tensors: dict[str, Tensor], options: dict) -> float:
     return (a0 + abs(a1) * s + a2 * s * s) / (a0 + a2 * s * s / d)
 
 
+def difference(x: Tensor, other: Tensor) -> str:
+    """Where two tensors of a shape differ, by the first and last index of every dimension, and how much."""
+    differs = x != other
+    at, change = differs.nonzero(), (x.double() - other.double())[differs].abs().max().item()
+    first, last = at.amin(0).tolist(), at.amax(0).tolist()
+    return f"in {len(at)} numbers from {first} to {last}, by at most {change:.1e}"
+
+
 class Outcome(NamedTuple):
     """Of a random configuration: the largest error of the custom gradient as a share of what is allowed, and what is wrong."""
 
@@ -671,12 +679,16 @@ def check(case: Case, device: torch.device | str, seed: int) -> Outcome:
         ]
         if device.type == "cuda":
             custom = {**case.options, "use_custom_gradient": True}
-            first, second = (run(implementation(case.softmax), tensors, custom, poison=True) for _ in range(2))
+            first = run(implementation(case.softmax), tensors, custom, poison=True)
+            kept = {name: x.clone() for name, x in first.items()}
+            second = run(implementation(case.softmax), tensors, custom, poison=True)
             for name, x in first.items():
-                if not (x.isfinite() | ((x == -math.inf) if name == "lse" else False)).all():
+                if not torch.equal(x.nan_to_num(), kept[name].nan_to_num()):
+                    wrong.append(f"{name}: written to by a later call, {difference(x, kept[name])}")
+                elif not (x.isfinite() | ((x == -math.inf) if name == "lse" else False)).all():
                     wrong.append(f"{name}: not finite on poisoned memory")
                 elif not torch.equal(x, second[name]):
-                    wrong.append(f"{name}: other bits when repeated")
+                    wrong.append(f"{name}: other bits when repeated, {difference(x, second[name])}")
     shares = [row.custom / row.allowed for row in errors]
     return Outcome(math.inf if any(map(math.isnan, shares)) else max(shares), wrong)
 

@@ -485,7 +485,31 @@ def test_other_bits_are_caught(monkeypatch):
     monkeypatch.setattr(verify, "fastmax_attention", unsteady)
     case = verify.Case("", {"causal": True, "temperature": 6.0})
     wrong = verify.check(case, "cuda", 0).wrong
-    assert {line for line in wrong if "other bits" in line} == {f"{name}: other bits when repeated" for name in "oqkv"}
+    found = {line.split(",")[0] for line in wrong if "other bits" in line}
+    assert found == {f"{name}: other bits when repeated" for name in "oqkv"}
+
+
+@pytest.mark.cuda
+def test_a_late_write_is_told_from_other_bits(monkeypatch):
+    right, results = verify.fastmax_attention, []
+
+    def writes_late(**arguments):
+        o = right(**arguments)
+        if arguments["use_custom_gradient"]:
+            results.append(o.detach())
+        if len(results) == 3:  # after that whose errors are measured
+            results[1][0, 1, 7] += 1.0
+        return o
+
+    monkeypatch.setattr(verify, "fastmax_attention", writes_late)
+    wrong = verify.check(verify.Case("", {"causal": True, "temperature": 6.0}), "cuda", 0).wrong
+    assert [line.split(",")[0] for line in wrong] == ["o: written to by a later call"]
+
+
+def test_where_tensors_differ():
+    x = torch.zeros(2, 3, 9, 4)
+    y = x.index_put(tuple(torch.tensor([[1, 1], [2, 2], [4, 5], [1, 1]])), torch.tensor([0.5, -1.0]))
+    assert verify.difference(x, y) == "in 2 numbers from [1, 2, 4, 1] to [1, 2, 5, 1], by at most 1.0e+00"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
