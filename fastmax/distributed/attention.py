@@ -136,7 +136,7 @@ def context_parallel_attention(
         q, k = (_by_part(x, parts, append) for x, append in ((q, append_sinusoidal_query), (k, append_sinusoidal_key)))
     algorithm = _algorithm(algorithm, q, k, v, layout.tokens, asked, exact_window, score)
     with ops.without_autocast(q):
-        o, lse = _attend(q, k, v, asked, Spread(layout, group), score, algorithm, exact_window, return_lse)
+        o, lse = _attend(q, k, v, asked, Spread(layout, group), score, algorithm, exact_window)
         if dropout > 0.0:
             noise = torch.randn_like(o) if drop_noise is None else drop_noise.to(o.dtype)
             o = torch.addcmul(o, o, noise.detach(), value=dropout)
@@ -399,13 +399,12 @@ def _by_part(x: Tensor, parts: tuple[Part, ...], append) -> Tensor:
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score, algorithm: str, window: int, wants_lse: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Output and log of the sums of weights, which may be None where it is not wanted."""
+    q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score, algorithm: str, window: int
+) -> tuple[Tensor, Tensor]:
+    """Output and log of the sums of weights."""
     if window == 0:
         if asked.causal:
-            own = _surrounded(k, v, asked, spread, 0, 0)
-            return _of_earlier_keys(q, own, asked, spread, score, algorithm, wants_lse=wants_lse)()
+            return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
         if algorithm == "quadratic":
             return _of_all_keys(q, k, v, asked, spread, score)
         o, z = states.attend_to_all(q, k, v, states.Job(score, spread, asked.mask, None, None))
@@ -434,10 +433,9 @@ def _of_earlier_keys(
     score: Score | Softmax,
     algorithm: str = "quadratic",
     window: int = 0,
-    wants_lse: bool = True,
-) -> Callable[[], tuple[Tensor, Tensor | None]]:
+) -> Callable[[], tuple[Tensor, Tensor]]:
     """Starts attention to the keys at least `window` tokens before each query, so many of which every part has before its own;
-    what it returns gives the output and, where it is wanted, the log of the sums of weights.
+    what it returns gives the output and the log of the sums of weights.
 
     This is causal attention over a stream in which the keys come `window` tokens late: query i stands beside key i - `window`.
     """
@@ -466,10 +464,8 @@ def _of_earlier_keys(
         job = ring.Job(score, True, spread, mask, first_keys, carries, None)
         attend = partial(ring.attend, q, k, v, decay, job)
 
-    def finish() -> tuple[Tensor, Tensor | None]:
+    def finish() -> tuple[Tensor, Tensor]:
         o, z = attend()
-        if not wants_lse:
-            return o, None
         lse = z if isinstance(score, Softmax) else log_of_sums(z)
         if between:
             faded = torch.cat(between, dim=2).to(lse.dtype)
