@@ -23,9 +23,11 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
   static constexpr int kThreads = 256;  // that walk
   // All copies are issued by a warpgroup of their own, which gives its registers to the others, or, where those are too few, by the others.
-  static constexpr bool kHasProducer = kHeadDim == 64;
+  static constexpr bool kHasProducer = kHeadDim <= 64;
   static constexpr int kAllThreads = kThreads + (kHasProducer ? 128 : 0);
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
+  static constexpr int kProducerRegisters = 24, kWalkRegisters = kHeadDim == 32 ? 112 : 240;
+  static_assert(!kHasProducer || kResident * (kThreads * kWalkRegisters + 128 * kProducerRegisters) <= 65536, "registers do not fit");
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   static constexpr int kAhead = kStages - 2;  // stages that are on their way, where loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
@@ -142,7 +144,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 
   if constexpr (Tile::kHasProducer) {
     if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
-      ptx::fewer_registers<24>();
+      ptx::fewer_registers<Tile::kProducerRegisters>();
       const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
       if (wg < 0) {
         for (int i = 0; lane == 0 && i < stages; ++i) load_stage(i);
@@ -158,7 +160,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       }
       return;
     }
-    ptx::more_registers<240>();
+    ptx::more_registers<Tile::kWalkRegisters>();
   } else if (threadIdx.x % 128 == 0) {
     // The warpgroups take turns, or one would be behind the other at every stage.
     for (int i = warpgroup; i < min(Tile::kAhead, stages); i += 2) load_stage(i);
