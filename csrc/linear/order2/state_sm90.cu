@@ -26,8 +26,9 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   static constexpr bool kHasProducer = kHeadDim <= 64;
   static constexpr int kAllThreads = kThreads + (kHasProducer ? 128 : 0);
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
-  static constexpr int kProducerRegisters = 24, kWalkRegisters = kHeadDim == 32 ? 112 : 240;
-  static_assert(!kHasProducer || kResident * (kThreads * kWalkRegisters + 128 * kProducerRegisters) <= 65536, "registers do not fit");
+  static constexpr int kProducerRegisters = 24, kWalkRegisters = kHeadDim == 32 ? 104 : 240;
+  static_assert(!kHasProducer || 2 * kWalkRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(kAllThreads * kResident),
+                "the producer has fewer registers to give");
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
   static constexpr int kAhead = kStages - 2;  // stages that are on their way, where loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
