@@ -8,6 +8,9 @@
 //     copies, at barrier ring.full(at)               ring.release(at, lane): once per warp, after its last read
 //
 // Both walk over the same stages in the same order. Readers that read by wgmma release after they waited for it.
+// Those that read by ordinary loads or ldmatrix release after they used what they read, or behind ptx::fence_proxy_async(): a load
+// whose result nothing waits for may still be on its way when the copy engine fills the stage again. The assembler moves what uses it
+// behind the release as it likes, mma too; where the result goes into a wgmma that is waited for, it cannot.
 #pragma once
 
 #include <cstdint>

@@ -221,6 +221,9 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
     float grad[kHeadDim / 2], values[kValues ? kHeadDim / 2 : 1], x_e[2] = {0.f, 0.f};
     ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
+    // Lanes may leave the wait apart, and nothing before the first product brings them together: but one of them issues loads there, by
+    // uniform registers, which the others would write to meanwhile.
+    if constexpr (kValues) __syncwarp();
     const auto load_x_e = [&](const ItemsOfRows::Item& item) {
       if (kBack) return;
       const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;
