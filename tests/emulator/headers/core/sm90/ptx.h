@@ -11,6 +11,7 @@ namespace fastmax::ptx {
 
 inline void mbarrier_init(uint32_t barrier, int arrivals) { emulator::mbarrier_init(barrier, arrivals); }
 inline void fence_mbarrier_init() {}
+inline void wait_for_earlier_kernels() {}
 inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
   if (condition) emulator::mbarrier_arrive(barrier, 1);
 }
