@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       if (own < 0) load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
       else load_own(at, own, queue.token(loads.item), queue.y_head(loads.item), queue.batch(loads.item));
     }
+    __syncwarp();
     ++loads.count;
     if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
   };
@@ -167,6 +168,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
         load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
       }
+      __syncwarp();
       ++loads.count, ++loads.stage;
     } else {
       load_stage();
