@@ -3,8 +3,8 @@
 // A warpgroup keeps up to kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
 // tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or
 // for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
-// from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h).
-
+// from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h). All copies are issued by warps of
+// their own.
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -21,16 +21,13 @@ namespace {
 template <int kHeadDim, bool kFine>
 struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
-  static constexpr int kThreads = 256;  // that walk
-  // All copies are issued by a warpgroup of their own, which gives its registers to the others, or, where those are too few, by the others.
-  static constexpr bool kHasProducer = kHeadDim <= 64;
-  static constexpr int kAllThreads = kThreads + (kHasProducer ? 128 : 0);
+  // All copies are issued by a warpgroup of their own, which gives its registers to the others.
+  static constexpr int kThreads = 256, kAllThreads = kThreads + 128;  // that walk, and all
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
   static constexpr int kProducerRegisters = 24, kWalkRegisters = kHeadDim == 32 ? 104 : 240;
-  static_assert(!kHasProducer || 2 * kWalkRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(kAllThreads * kResident),
+  static_assert(2 * kWalkRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(kAllThreads * kResident),
                 "the producer has fewer registers to give");
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
-  static constexpr int kAhead = kStages - 2;  // stages that are on their way, where loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
   // A run's first rows stay in registers from the last stage of the run before; else they are read again, behind the snapshot.
   static constexpr bool kKeepsRows = kHeadDim <= 64;
@@ -61,7 +58,7 @@ struct Divisor {
     return multiplier == 0 ? x : static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * multiplier >> 32);
   }
 };
-// What a launch knows of StateArgs, for loads: a warpgroup waits for the thread that issues them.
+// What a launch knows of StateArgs, for loads.
 struct Loads {
   Divisor y_group, state_heads;
   bool has_e;  // besides what is left of rows that fade
@@ -125,7 +122,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
                      tile_scales(a.y_scale, a.ny, int64_t{own_state} * y_group + y_head, token), kScaleBytes, ring.full(at));
     }
   };
-  // The tiles of a snapshot that a warpgroup, which may be this one, has laid down, by one thread.
+  // The tiles of a snapshot that a warpgroup has laid down, by one thread.
   const auto staging_of = [&](int wg) { return static_cast<uint32_t>(stages_at + Tile::kStaging + wg * Tile::kStagingBytes); };
   const auto share_of = [&](int wg) { return StateShare<kHeadDim, kFine>(state_block % Tile::kStateBlocks * 2 + wg); };
   const auto copy_snapshot = [&](const StateShare<kHeadDim, kFine>& share, uint32_t staging, int c) {
@@ -138,34 +135,29 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     }
     ptx::bulk_commit();
   };
-  // Named barriers of a warpgroup and of the warp that copies its snapshots, where that is another one: its staging may be written; is.
+  // Named barriers of a warpgroup and of the warp that copies its snapshots: its staging may be written; is.
   constexpr int kWithCopier = 128 + 32;
   const auto staging_is_free = [&](int wg) { return 1 + wg; };
   const auto staging_is_full = [&](int wg) { return 3 + wg; };
 
-  if constexpr (Tile::kHasProducer) {
-    if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
-      ptx::fewer_registers<Tile::kProducerRegisters>();
-      const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
-      if (wg < 0) {
-        for (int i = 0; lane == 0 && i < stages; ++i) load_stage(i);
-      } else if (wg < 2 && !totals) {
-        const StateShare<kHeadDim, kFine> share = share_of(wg);
-        for (int c = chunk; a.chunk_begin(c) < end + is_last; ++c) {
-          ptx::barrier_arrive<kWithCopier>(staging_is_free(wg));
-          ptx::barrier_wait<kWithCopier>(staging_is_full(wg));
-          if (lane == 0) copy_snapshot(share, staging_of(wg), c), ptx::bulk_wait_read<0>();
-          __syncwarp();
-        }
-        if (lane == 0) ptx::bulk_wait<0>();
+  if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
+    ptx::fewer_registers<Tile::kProducerRegisters>();
+    const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
+    if (wg < 0) {
+      for (int i = 0; lane == 0 && i < stages; ++i) load_stage(i);
+    } else if (wg < 2 && !totals) {
+      const StateShare<kHeadDim, kFine> share = share_of(wg);
+      for (int c = chunk; a.chunk_begin(c) < end + is_last; ++c) {
+        ptx::barrier_arrive<kWithCopier>(staging_is_free(wg));
+        ptx::barrier_wait<kWithCopier>(staging_is_full(wg));
+        if (lane == 0) copy_snapshot(share, staging_of(wg), c), ptx::bulk_wait_read<0>();
+        __syncwarp();
       }
-      return;
+      if (lane == 0) ptx::bulk_wait<0>();
     }
-    ptx::more_registers<Tile::kWalkRegisters>();
-  } else if (threadIdx.x % 128 == 0) {
-    // The warpgroups take turns, or one would be behind the other at every stage.
-    for (int i = warpgroup; i < min(Tile::kAhead, stages); i += 2) load_stage(i);
+    return;
   }
+  ptx::more_registers<Tile::kWalkRegisters>();
 
   const StateShare<kHeadDim, kFine> share = share_of(warpgroup);
   const bool of_columns = share.last == LastTile::kColumns, of_ones = share.has_ones();
@@ -236,7 +228,6 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   };
 
   const auto store_snapshot = [&](int c) {
-    const bool is_leader = w4 == 0 && lane == 0;
     const uint32_t staging = staging_of(warpgroup);
     const int64_t slot = a.slot(state, c);
     // First of all: the fence below waits for these stores.
@@ -250,12 +241,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         if (lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
       }
     }
-    if constexpr (Tile::kHasProducer) {
-      ptx::barrier_wait<kWithCopier>(staging_is_free(warpgroup));
-    } else {
-      if (is_leader) ptx::bulk_wait_read<0>();  // of the snapshot before
-      ptx::barrier_wait<128>(staging_is_free(warpgroup));
-    }
+    ptx::barrier_wait<kWithCopier>(staging_is_free(warpgroup));
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) {
       float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
@@ -265,12 +251,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       }
     }
     ptx::fence_proxy_async();
-    if constexpr (Tile::kHasProducer) {
-      ptx::barrier_arrive<kWithCopier>(staging_is_full(warpgroup));
-    } else {
-      ptx::barrier_wait<128>(staging_is_full(warpgroup));
-      if (is_leader) copy_snapshot(share, staging, c);
-    }
+    ptx::barrier_arrive<kWithCopier>(staging_is_full(warpgroup));
   };
 
   RingPosition at;
@@ -312,11 +293,6 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
     }
     for (; run > 0; --run) {
-      if constexpr (!Tile::kHasProducer) {
-        const int next_load = stages - left + Tile::kAhead;
-        if (threadIdx.x == next_load % 2 * 128 && next_load < stages) load_stage(next_load);
-        __syncwarp();
-      }
       const bool is_first = left == stages;
       --left;
       const RingPosition own = at;
@@ -413,7 +389,6 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   if (is_last ? a.hands_on : first_segment == 0) {
     for_each_accumulator(is_last ? 0 : 1 + segment, [](float& sum, float& saved) { saved = sum; });
   }
-  if (!Tile::kHasProducer && w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
 template <int kHeadDim, Rows kRows, bool kFine>
