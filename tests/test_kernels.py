@@ -728,8 +728,8 @@ def test_memory_is_linear_in_tokens(algorithm, p, mode, precision):
     """What is needed beside q, k, v, o and the gradients: never an (n, m) tensor.
 
     For p = 2 at most one state of d (1 + d + d (d + 1) / 2) numbers for every 256 tokens, at 8 bytes a number; for p = 1 half
-    of what the tensors take. Beside the states g = grad_o / z, a float a row, and for fp16 fp32 copies of q, k and v. Quadratic,
-    where the backward is one kernel: sums of grad_q in fp32, a quarter of the tensors, grad_o / z, an eighth, and floats a row.
+    of what the tensors take. Beside the states g = grad_o / z, a float a row, and for fp16 fp32 copies of q, k and v. For a
+    quadratic backward in one kernel sums of grad_q in fp32, a quarter of the tensors, grad_o / z, an eighth, and floats a row.
     """
     n, d, heads = 65536, 64, 4
     (half, _), (whole, tensors) = (peak_bytes(tokens, mode, algorithm, p) for tokens in (n // 2, n))
