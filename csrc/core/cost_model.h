@@ -21,9 +21,9 @@ struct Rates {
 // and here:
 //                                    head_dim 32    64            128             256
 //   order 2: portable                2550 / 2600    4570 / 4750   15900 / 15900   - / 61500
-//            sm_90                   2100 / 2200    5000 / 5150   20000 / 20500
+//            sm_90                   2320 / 2200    5130 / 5150   18400 / 20500
 //   order 1: portable                < 256 / 150    < 256 / 210   260 / 330       - / 1800
-//            sm_90                       - / 250    < 256 / 350   790 / 540
+//            sm_90                   < 256 / 250      263 / 250     283 / 390
 // By python -m benchmarks.run crossover (benchmarks/results/crossover.csv: sm_90). Rates of sm_90: a line through the times of the
 // quadratic kernels at n = 1024 and 4096 (head_dim 128: at 4096, with as much beside its pairs) and the linear ones' at 65536. At head_dim
 // 96 the linear ones are portable, and the quadratic ones gain more: 19200 / 19000. kSm90Rates is with two kernels in the quadratic
