@@ -3,6 +3,9 @@
 Weak scaling: every rank holds the same number of tokens, and the time of forward + backward over all ranks is set beside that
 of one rank's tokens alone, which every rank measures in turn with it. Times are those of the slowest rank. In the note: bytes
 that a rank received, counted at PyTorch's dispatcher, and equal to the formula. `--device cpu` runs small sizes by gloo.
+
+On one GPU, without torchrun, `--compute-only` measures each of two ranks (or of as many as are given) in turn, without the
+others and with messages that take no time.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import sys
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks import report
+from benchmarks.alone import as_rank
 from benchmarks.received import Received
 from benchmarks.registry import DTYPES
 from benchmarks.timing import Call, Protocol, Spread, device_ms, peak_bytes
@@ -136,42 +141,78 @@ def measure(case: Case, device: torch.device, protocol: Protocol) -> list[Row]:
     layout = replace(case, tokens=tokens).layout(world)
     tensors = make_inputs(case, tokens, device, seed=rank)
     alone, spread = (Call(lambda x=x: differentiate(case, tensors, x), lambda: together(device)) for x in (None, layout))
-    sizes = {"kv_heads": case.heads, "head_dim": case.head_dim, "dtype": DTYPES[case.dtype], "exact_window": case.exact_window}
-    by_formula = sum(exchanged_bytes(layout, rank, **sizes, algorithm=case.algorithm, log_decay=case.decay))
+    by_formula = _bytes(case, layout, rank)
     with Received(group) as received:
         differentiate(case, tensors, layout)
     if received.bytes != by_formula:
         raise AssertionError(f"{case.label()}: rank {rank} received {received.bytes} bytes, by formula {by_formula}")
     if memory:
-        found = {f"{world} GPUs": Spread(*(peak_bytes(spread, device) / 2**20,) * 3, 1)}
+        found = {f"{world} GPUs": _peak(spread, device)}
     else:
         times = device_ms([alone, spread], device, protocol)
         found = dict(zip(("one GPU", f"{world} GPUs"), times, strict=True))
     found = {name: _slowest(x, device) for name, x in found.items()}
-    # Softmax and the quadratic algorithm have `world` times the work of one rank's tokens on each.
-    work = 1 if case.algorithm == "linear" else world
     rows = []
     for name, x in found.items():
-        row = {
-            "case": case.label(),
-            "batch": 1,
-            "heads": case.heads,
-            "tokens": tokens,
-            "head_dim": case.head_dim,
-            "causal": True,
-        }
-        row |= {"algorithm": case.algorithm, "dtype": case.dtype, "mode": case.mode, "provider": name, "median": x.median}
-        row |= {"p20": x.p20, "p80": x.p80, "unit": "MiB" if memory else "ms", "samples": x.samples, "note": ""}
+        row = _row(case, tokens, name, x)
         if name != "one GPU":
             row["note"] = f"{received.bytes} bytes received by a rank, as by formula"
         if not memory and name != "one GPU":
             row |= {"peer": "one GPU", "of_peer": x.median / found["one GPU"].median}
             if case.at_least:
-                most = work / case.at_least
+                most = _work(case, world) / case.at_least
                 row |= {"target": most, "target_of": "peer", "met": "yes" if row["of_peer"] <= most else "no"}
-            row["note"] += f"; {work * found['one GPU'].median / x.median:.1%} of one GPU's rate"
+            row["note"] += f"; {_work(case, world) / row['of_peer']:.1%} of one GPU's rate"
         rows.append(row)
     return rows
+
+
+def measure_alone(case: Case, device: torch.device, protocol: Protocol, world: int) -> list[Row]:
+    """Each rank of so many in turn, beside one process: of a rank's tokens, or for memory of all."""
+    memory = case.mode == "memory"
+    tokens = case.tokens // world if memory else case.tokens
+    layout = replace(case, tokens=tokens).layout(world)
+    own = make_inputs(case, tokens, device, seed=0)
+    ranks = [Call(lambda: differentiate(case, own, layout), partial(as_rank, rank, world)) for rank in range(world)]
+    if memory:
+        of_ranks = [_peak(rank, device) for rank in ranks]
+        whole = make_inputs(case, case.tokens, device, seed=0)
+        one = _peak(Call(lambda: differentiate(case, whole, None)), device)
+    else:
+        one, *of_ranks = device_ms([Call(lambda: differentiate(case, own, None)), *ranks], device, protocol)
+    rows = [_row(case, case.tokens, "one GPU", one)]
+    for rank, x in enumerate(of_ranks):
+        row = _row(case, tokens, f"rank {rank} of {world}", x) | {"peer": "one GPU", "of_peer": x.median / one.median}
+        row["note"] = f"without messages: {_bytes(case, layout, rank)} bytes that would come are copied on the device"
+        if not memory:
+            row["note"] += f"; {_work(case, world) / row['of_peer']:.1%} of one GPU's rate"
+        rows.append(row)
+    return rows
+
+
+def _peak(call: Call, device: torch.device) -> Spread:
+    """MiB, of a second call: what the first one makes to stay is not counted."""
+    with call.context():
+        call.function()
+    return Spread(*(peak_bytes(call, device) / 2**20,) * 3, 1)
+
+
+def _bytes(case: Case, layout: Layout, rank: int) -> int:
+    """Received in forward and backward, by formula."""
+    sizes = {"kv_heads": case.heads, "head_dim": case.head_dim, "dtype": DTYPES[case.dtype], "exact_window": case.exact_window}
+    return sum(exchanged_bytes(layout, rank, **sizes, algorithm=case.algorithm, log_decay=case.decay))
+
+
+def _work(case: Case, world: int) -> int:
+    """Of a rank, in that of its tokens alone: softmax and the quadratic algorithm have all tokens' pairs."""
+    return 1 if case.algorithm == "linear" else world
+
+
+def _row(case: Case, tokens: int, provider: str, x: Spread) -> Row:
+    row = {"case": case.label(), "batch": 1, "heads": case.heads, "tokens": tokens, "head_dim": case.head_dim, "causal": True}
+    row |= {"algorithm": case.algorithm, "dtype": case.dtype, "mode": case.mode, "provider": provider, "median": x.median}
+    unit = "MiB" if case.mode == "memory" else "ms"
+    return row | {"p20": x.p20, "p80": x.p80, "unit": unit, "samples": x.samples, "note": ""}
 
 
 def _slowest(x: Spread, device: torch.device) -> Spread:
@@ -186,31 +227,39 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose label contains this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=CASES, default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compute-only", type=int, nargs="?", const=2, default=0, metavar="RANKS", help="2 if not said")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    device = torch.device(options.device)
+    device, alone = torch.device(options.device), options.compute_only > 0
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", 0 if alone else int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    first = dist.get_rank() == 0
+    if not alone:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rows_of = partial(measure_alone, world=options.compute_only) if alone else measure
+    first = alone or dist.get_rank() == 0
     # All ranks take the same number of rounds.
     protocol = Protocol(dropped=3, rounds=options.rounds, seconds=0.0)
-    constant = {"suite": "distributed", "protocol": protocol.text(device)} | report.environment(device, options.commit)
+    suite = "ranks alone" if alone else "distributed"
+    text = protocol.text(device)
+    if alone:
+        text = text.replace(", checked against float64 first", "")  # there is nothing to compare
+    constant = {"suite": suite, "protocol": text} | report.environment(device, options.commit)
     rows: list[Row] = []
     if first:
         print(report.HEADER)
     for case in CASES[device.type]:
         if options.only not in case.label():
             continue
-        for row in measure(case, device, protocol):
+        for row in rows_of(case, device, protocol):
             rows.append(row | constant)
             if first:
                 print(report.line(row), flush=True)
         if first and options.out:
             report.write_csv(rows, options.out)
-    dist.destroy_process_group()
+    if not alone:
+        dist.destroy_process_group()
     return 0
 
 

@@ -64,7 +64,7 @@ _QUADRATIC: dict[str, _Passes] = {
     r"quadratic_bwd_kv(_pair)?_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_q(_pair)?_kernel": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
     # Beside it what is added to grad_q in fp32 is another 4 bytes an element and block of keys, in L2 (not counted).
-    r"quadratic_fused_bwd_sm90_kernel": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 16 * s.rows)),
+    r"quadratic_fused_bwd(_narrow)?_sm90_kernel": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 16 * s.rows)),
     r"quadratic_round_grad_q_sm90_kernel": (None, lambda s: Work(None, 3 * s.tensor)),  # fp32 sums to results
     r"quadratic_bwd_sm90_kernel<.*, \(?(bool\))?(false|0)>": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_sm90_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),  # owns keys

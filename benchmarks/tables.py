@@ -269,11 +269,12 @@ def short_forwards(results: Results) -> str:
 
 @block
 def crossover(results: Results) -> str:
-    """Where linear overtakes quadratic."""
+    """Where linear overtakes quadratic in bf16."""
     lines = []
-    for p, d in dict.fromkeys((row["p"], row["head_dim"]) for row in results.rows("crossover", mode="fwd+bwd")):
+    bf16 = {"dtype": "bf16", "mode": "fwd+bwd"}
+    for p, d in dict.fromkeys((row["p"], row["head_dim"]) for row in results.rows("crossover", **bf16)):
         slow, fast = (
-            {row["tokens"]: row["median"] for row in results.rows("crossover", p=p, head_dim=d, provider=name)}
+            {row["tokens"]: row["median"] for row in results.rows("crossover", p=p, head_dim=d, provider=name, **bf16)}
             for name in ("quadratic", "linear")
         )
         n = report.crossing(slow, fast)
@@ -468,6 +469,19 @@ def distributed(results: Results) -> str:
     return table(
         ["(b, h, n, d)", "one GPU, ms", "two GPUs, ms", "of one GPU's rate", "at least", "MB received by a GPU"], lines
     )
+
+
+@block
+def ranks_alone(results: Results) -> str:
+    """What each of two ranks computes, beside one GPU's tokens on it alone."""
+    lines = []
+    for one in results.rows("ranks_alone", provider="one GPU"):
+        ranks = [results.row("ranks_alone", case=one["case"], provider=f"rank {rank} of 2") for rank in (0, 1)]
+        numbers = [row["median"] / (1 if one["mode"] == "fwd+bwd" else 1024) for row in (one, *ranks)]
+        work = 1 if one["algorithm"] == "linear" else 2  # of a rank, in that of one GPU's tokens
+        rate = f"{work * numbers[0] / max(numbers):.1%}" if one["mode"] == "fwd+bwd" else ""
+        lines.append([one["case"], *(f"{x:.3g}" for x in numbers), "ms" if one["mode"] == "fwd+bwd" else "GiB", rate])
+    return table(["(b, h, n, d)", "one GPU", "first of two ranks", "last", "", "of one GPU's rate"], lines)
 
 
 @block

@@ -61,8 +61,9 @@ SPILL_EXCEPTIONS = {
     r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two "
     "or three words beside what fills the registers, read once per block",
     r"linear_grad_sm90_kernel<128, .*Fade\)[12]>": "up to four words of what fades, once per item or star",
-    r"linear_state_sm90_kernel<128, ": "192 sums, and what makes the next operands: a few words once per chunk",
-    r"linear_read_sm90_kernel<128, false, ": "six to eight words once per 256 rows",
+    r"linear_state_sm90_kernel<128, .*Rows\)[23]": "192 sums, and what makes the next operands, with factors: a few words "
+    "once per chunk",
+    r"linear_read_sm90_kernel<128, false, .*Fade\)2": "a word once per 256 rows",
     r"linear_grad_sm90_kernel<64, .*Fade\)[12]>": "up to eight words of what fades beside what fills the registers; most once "
     "per item, one or two once per two stars",
     r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",

@@ -89,7 +89,7 @@ for _prefix in ("", "eager_"):
     library.define(
         f"{_prefix}prefill_backward_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? key_padding_mask, "
         "Tensor? log_decay, Tensor? first_key, Tensor? values, Tensor? weights, float scale, float a0, float a1, float a2, "
-        "int p, bool allow_tf32) -> (Tensor, Tensor pairs)"
+        "int p, bool allow_tf32, int event) -> (Tensor, Tensor pairs)"
     )
     library.define(
         f"{_prefix}prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, "
@@ -291,12 +291,25 @@ def state_of_queries(
 
 
 def prefill_backward_of_queries(
-    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor | None, weights: Tensor | None
+    g: Tensor,
+    e: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    values: Tensor | None,
+    weights: Tensor | None,
+    event: torch.cuda.Event | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q by `prefill_backward`, without a state of a call that began with one of zeros; with a decay also what
-    `prefill_backward_of_keys_` takes as `pairs`. Nothing of it depends on what is behind the tokens. Not recorded."""
+    `prefill_backward_of_keys_` takes as `pairs`. Nothing of it depends on what is behind the tokens. Not recorded.
+
+    Args:
+        event: which was recorded before, and is again where kernels have done about a third of a call that they cut in pieces.
+    """
     tensors = (g, e, q, k, v, call.key_padding_mask, call.log_decay, call.first_key, values, weights)
-    return extension.call(_OPERATORS.prefill_backward_of_queries.default, *tensors, *call.score, _allow_tf32(q))
+    handle = 0 if event is None else event.cuda_event
+    return extension.call(_OPERATORS.prefill_backward_of_queries.default, *tensors, *call.score, _allow_tf32(q), handle)
 
 
 def prefill_backward_of_keys_(

@@ -547,8 +547,9 @@ def for_hopper(case: Case) -> Case | None:
     if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
         return None
     if not case.softmax:
-        is_linear = options["algorithm"] == "linear" and options["p"] == 2  # gradients of order 1 are not covered
-        if is_linear and 64 < width <= 96:  # nor are the linear kernels' of these
+        of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
+        is_linear = options["algorithm"] == "linear" and (options["p"] == 2 or of_order1)
+        if is_linear and (64 < width <= 96 or (options["p"] == 1 and width <= 32)):  # not those of the linear kernels
             wider = case.head_dim + 32
             if not options.get("normalize"):
                 temperature = options["temperature"] * math.sqrt(wider / case.head_dim)  # so that scores stay as large

@@ -130,6 +130,15 @@ def compiled(group, case: dict) -> list[torch.Tensor]:
     return results
 
 
+def computing_first(group, case: dict) -> dict[str, torch.Tensor]:
+    """The rank with the first part computes the gradient of its queries before it exchanges, as it does on GPUs."""
+    before, states._computes_first = states._computes_first, lambda k, job, like: states._has_first_part_alone(job)
+    try:
+        return on_rank(group, case)
+    finally:
+        states._computes_first = before
+
+
 class _Copies(TorchDispatchMode):
     """Notes operations that make a tensor of all tokens of a rank from others, of nothing, or of a gradient's view of them."""
 

@@ -6,12 +6,14 @@ import io
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
 from torch import distributed as dist
 from torch import multiprocessing as mp
 
+LATE = "late"  # a backend: messages of fastmax.distributed as `late_messages` brings them, on any device
 PRELOADED = ["fastmax.distributed", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest"]
 
 
@@ -30,7 +32,7 @@ class RankError(Exception):
 
 
 class Ranks:
-    """As many processes as `world`, in groups of the first 1, 2, ... of them."""
+    """As many processes as `world`, in groups of the first 1, 2, ... of them; with GPUs each has one, or shares it."""
 
     def __init__(self, world: int, folder, backend: str = "gloo"):
         self.world = world
@@ -88,10 +90,26 @@ def _serve(rank: int, world: int, backend: str, address: str, pipe) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    if backend != "gloo" and torch.cuda.is_available():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    transport = "gloo" if backend == LATE else backend
+    dist.init_process_group(transport, init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=60))
     groups = [dist.new_group(list(range(size))) for size in range(1, world)] + [dist.group.WORLD]
+    with _messages(backend):
+        _answer(pipe, groups)
+
+
+def _messages(backend: str) -> AbstractContextManager:
+    if backend != LATE:
+        return nullcontext()
+    import late_messages
+
+    from benchmarks.carrier import carried_by
+
+    return carried_by(late_messages)
+
+
+def _answer(pipe, groups: list[dist.ProcessGroup]) -> None:
     while True:
         function, size, arguments = load(pipe.recv_bytes())
         try:

@@ -1,38 +1,43 @@
-"""Attention over parts of a sequence on two GPUs, by NCCL: as one process computes it, and the same bits every time."""
+"""Attention over parts of a sequence on GPUs: as one process computes it, and the same bits every time. On two of them by NCCL;
+two ranks that share one exchange by way of the host, as late as they may."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
 from common import relative
 from distributed_cases import differentiated, inputs, tokens_of
-from ranks import RankError, Ranks
+from ranks import LATE, RankError, Ranks
 from test_distributed import cuts, drawn, together
 from test_distributed_errors import second_derivative
 
 from fastmax import fastmax_attention, flash_attention
-from fastmax.distributed import Layout, context_parallel_attention, context_parallel_flash_attention, zigzag_layout
+from fastmax.distributed import Layout, context_parallel_attention, context_parallel_flash_attention, states, zigzag_layout
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="takes two GPUs"),
-]
+pytestmark = pytest.mark.cuda
 WORLD = 2
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    ranks = Ranks(WORLD, tmp_path_factory.mktemp("ranks"), backend="nccl")
+    backend = "nccl" if torch.cuda.device_count() >= WORLD else LATE
+    ranks = Ranks(WORLD, tmp_path_factory.mktemp("ranks"), backend)
     yield ranks
     ranks.close()
 
 
+def gpu() -> torch.device:
+    """Of this rank."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def on_gpu(group, case: dict) -> dict[str, torch.Tensor]:
-    device = torch.device("cuda", group.rank())
     tensors = tokens_of(inputs(case), case["layout"], group.rank())
-    tensors = {name: x.to(device) for name, x in tensors.items()}
+    tensors = {name: x.to(gpu()) for name, x in tensors.items()}
     function = context_parallel_flash_attention if case.get("flash") else context_parallel_attention
     results = differentiated(function, case, tensors, group=group, layout=case["layout"])
     return {name: x.cpu() for name, x in results.items()}
@@ -68,7 +73,7 @@ CASES = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", CASES)
-def test_two_gpus_compute_what_one_does(ranks, name, dtype):
+def test_two_ranks_compute_what_one_process_does(ranks, name, dtype):
     case = {"shape": (1, 4, 2, 3000, 64, 64), "layout": Layout([[(0, 1234)], [(1234, 3000)]]), "dtype": dtype} | CASES[name]
     scale = {} if case.get("flash") else {"temperature": 8.0}
     case["options"] = {"causal": True} | scale | case["options"]
@@ -93,6 +98,39 @@ def test_any_parts_and_options_in_float64(ranks, seed):
         assert not finite.any() or relative(got[name][finite], x[finite]) < 1e-9, name
 
 
+def first_rank_both_ways(group, decay: bool) -> tuple[list[bool], bool, dict[str, float]]:
+    """Whether this rank computes before it exchanges, in two calls; whether they give the same bits; how far they are from one
+    in which it keeps states: of these tokens kernels cut the gradient of queries in pieces."""
+    device = gpu()
+    made = torch.Generator(device).manual_seed(group.rank())
+    q, k, v, grad_o = (torch.randn(1, 16, 65536, 64, generator=made, device=device).bfloat16() for _ in range(4))
+    given = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
+    if decay:
+        given["log_decay"] = (-0.01 * torch.rand(1, 16, 65536, generator=made, device=device)).requires_grad_()
+
+    def gradients(computes_first: Callable[..., bool]) -> tuple[torch.Tensor, ...]:
+        with mock.patch.object(states, "_computes_first", computes_first):
+            o = context_parallel_attention(**given, causal=True, algorithm="linear", temperature=8.0, group=group)
+            return torch.autograd.grad(o, list(given.values()), grad_o)
+
+    computes_first, answers = states._computes_first, []
+
+    def noted(*of_call) -> bool:
+        answers.append(computes_first(*of_call))
+        return answers[-1]
+
+    one, again, kept = gradients(noted), gradients(noted), gradients(lambda *of_call: False)
+    errors = {name: relative(x, y.double()) for name, x, y in zip(given, one, kept, strict=True)}
+    return answers, all(map(torch.equal, one, again)), errors
+
+
+@pytest.mark.parametrize("decay", [False, True])
+def test_the_first_rank_may_come_later_to_the_exchange(ranks, decay):
+    for rank, (answers, repeats, errors) in enumerate(ranks.run(first_rank_both_ways, decay)):
+        assert answers == [rank == 0] * 2
+        assert repeats and all(error < 5e-2 for error in errors.values()), errors
+
+
 def different(group) -> None:
     q = torch.ones(1, 1, 4, 8, device="cuda", dtype=torch.float16 if group.rank() else torch.bfloat16)
     context_parallel_attention(q, q, q, group=group, causal=True)
@@ -110,5 +148,5 @@ def test_errors_are_those_of_the_cpu(ranks):
 
 
 def second_derivative_on_gpu(group) -> None:
-    with torch.device("cuda", group.rank()):
+    with gpu():
         second_derivative(group, algorithm="linear")

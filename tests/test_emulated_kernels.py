@@ -96,6 +96,16 @@ CASES = [
     Case("flash", "flash_sm90", 130, 1100, 128, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
     Case("flash", "flash_sm90", 70, 1100, 128, fused=True, multiprocessors=4, resident=1),
     Case("quadratic", "quadratic_sm90", 70, 1100, 128, dropout=0.3, fused=True, multiprocessors=3),
+    # At narrow heads of 256 queries and more, for several counters and both writers; weights are not divided by their sums.
+    Case("quadratic", "quadratic_sm90", 130, 1100, 32, hk=1, padding=True, fused=True),
+    Case("flash", "flash_sm90", 300, 1100, 32, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
+    Case("flash", "flash_sm90", 700, 1400, 32, fused=True, multiprocessors=4, resident=1),
+    Case("quadratic", "quadratic_sm90", 70, 1100, 32, dropout=0.3, fused=True, multiprocessors=3),
+    Case("quadratic", "quadratic_sm90", 600, 1450, 32, h=4, hk=2, fused=True, multiprocessors=3, resident=3),
+    Case("quadratic", "quadratic_sm90", 2050, 2050, 32, h=1, hk=1, fused=True, multiprocessors=4, resident=4),
+    Case("quadratic", "quadratic_sm90", 400, 1300, 64, h=4, hk=2, padding=True, fused=True, multiprocessors=3, resident=3),
+    Case("flash", "flash_sm90", 300, 1100, 64, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
+    Case("quadratic", "quadratic_sm90", 130, 1100, 64, dropout=0.3, fused=True, multiprocessors=4, resident=1),
     Case("flash", "flash_window_sm90", 257, 257, 128, left=50),
     Case("flash", "flash_window_sm90", 200, 300, 64, left=40, right=90, causal=False),
     Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
@@ -109,6 +119,9 @@ CASES = [
     Case("linear", "linear2_sm90", 257, 300, 64, hk=1, padding=True),
     Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 100, 257, 300)),
+    # A walk of more stages than the ring of the state kernel has, with several snapshots.
+    Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1),
+    Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 290, 290, 64, h=1, hk=1, multiprocessors=8),  # a state in eight blocks, not four
     Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, multiprocessors=16),  # and in segments
     Case("linear", "linear2_sm90", 200, 330, 128, h=1, hk=1),
@@ -207,6 +220,31 @@ def test_against_float64(library, case):
         if first is None:
             first = results
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
+
+
+@pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e-10, True), (1e10, True), (1e31, False)])
+def test_fused_at_other_sizes_of_weights(library, factor, fused, monkeypatch):
+    """A common factor of the coefficients changes no gradient: where grad_o / z would leave floats, two kernels run."""
+    monkeypatch.setitem(globals(), "POLYNOMIAL", tuple(factor * x for x in POLYNOMIAL))
+    call = Call(Case("quadratic", "quadratic_sm90", 130, 1100, 32, fused=fused))
+    call.grad_o *= 2.0**-30
+    call.exact = call._in_float64()
+    assert wrong(call.run(library, 0), call.exact) == {}
+
+
+@pytest.mark.parametrize("d, softmax", [(32, False), (32, True), (64, False), (64, True)])
+def test_fused_with_rows_that_see_no_key(library, d, softmax):
+    """One batch entry has no keys, the other none for its first queries."""
+    algorithm = "flash" if softmax else "quadratic"
+    call = Call(Case(algorithm, f"{algorithm}_sm90", 130, 1200, d, b=2, hk=1, padding=True, fused=True))
+    call.options["key_padding_mask"][0] = False
+    call.options["key_padding_mask"][1, :1150] = False
+    call.exact = call._in_float64()
+    assert call.exact["grad_q"][1, :, :80].abs().max() == 0 < call.exact["grad_q"][1, :, 80:].abs().max()
+    results = call.run(library, 1)
+    z = results.pop("z")
+    assert torch.equal(z[0], torch.full_like(z[0], -torch.inf if softmax else 0.0))
+    assert wrong(results, call.exact) == {}
 
 
 @pytest.mark.parametrize("d, decay", [(32, None), (64, None), (64, "ordinary")])

@@ -728,7 +728,8 @@ def test_memory_is_linear_in_tokens(algorithm, p, mode, precision):
     """What is needed beside q, k, v, o and the gradients: never an (n, m) tensor.
 
     For p = 2 at most one state of d (1 + d + d (d + 1) / 2) numbers for every 256 tokens, at 8 bytes a number; for p = 1 half
-    of what the tensors take. Beside the states g = grad_o / z, a float a row, and for fp16 fp32 copies of q, k and v.
+    of what the tensors take. Beside the states g = grad_o / z, a float a row, and for fp16 fp32 copies of q, k and v. For a
+    quadratic backward in one kernel sums of grad_q in fp32, a quarter of the tensors, grad_o / z, an eighth, and floats a row.
     """
     n, d, heads = 65536, 64, 4
     (half, _), (whole, tensors) = (peak_bytes(tokens, mode, algorithm, p) for tokens in (n // 2, n))
@@ -736,7 +737,7 @@ def test_memory_is_linear_in_tokens(algorithm, p, mode, precision):
     states = 0
     if algorithm == "linear":
         states = 8 * d * (1 + d + d * (d + 1) // 2) * heads * (n // 256) if p == 2 else tensors / 2
-    copies = tensors * (1.0 if mode == "fp16" else 0.375)
+    copies = tensors * (1.0 if mode == "fp16" else 0.4)
     assert whole <= tensors + states + copies, f"{whole / 2**20:.0f} MB for tensors of {tensors / 2**20:.0f} MB"
 
 

@@ -222,5 +222,5 @@ def test_covers(plans):
     def covers(n, m, mask, head_dim=64):
         return plans([(1, 2, 2, n, m, head_dim, 132, 1, 0, mask)])[0].split("\n")[0]
 
-    assert covers(64, 64, 0) == covers(64, 80, 0) == covers(64, 64, 0, 128) == "covers 1 0"
+    assert covers(64, 64, 0) == covers(64, 80, 0) == covers(64, 64, 0, 128) == "covers 1 1"
     assert covers(64, 60, 0) == covers(64, 64, 1) == covers(64, 64, 0, 96) == "covers 0 0"

@@ -25,7 +25,7 @@ int main() {
     const int nx = reversed ? p.m : p.n, ny = reversed ? p.n : p.m, before = reversed ? 0 : p.causal_offset;
     const LinearProblem r = carries ? make_problem_after_state(p, sizes, x_heads, y_heads, time, carries != 2, carries == 3)
                                     : make_problem(p, sizes, x_heads, y_heads, nx, ny, before, time);
-    const StatePlan plan(r, sizes, p.sm_count, carries, carries == 4);
+    const StatePlan plan(r, sizes, p.sm_count, carries, carries == 4, carries == 5);
     const auto bytes = [](int64_t count, int64_t each) { return static_cast<long long>(count * each); };
     std::printf("plan %d %d %d %d %d %d %lld %lld %lld %lld %lld\\n", r.pad, r.boundary, r.chunk, r.chunks, r.groups(),
                 plan.segments, bytes(plan.slots(), sizes.snapshot_bytes), bytes(plan.slots(), 4 * sizes.sum_floats),
@@ -47,7 +47,7 @@ BF16, FP32 = 0, 3
 class Call(NamedTuple):
     """As the probe reads it. reversed: keys looking at queries, the states of grad_k and grad_v. carries: a state goes in and
     comes out; 2: the walk ends before the last chunk, as nothing takes the state behind it; 3: the state alone is wanted; 4:
-    all snapshots are kept."""
+    all snapshots are kept; 5: memory is saved where there are more than may be kept."""
 
     b: int
     h: int
@@ -159,6 +159,16 @@ def test_few_states_are_cut_as_before(plan):
     assert len(wide.phases) == 3 and wide.accumulators == 16 * 32 * 161 * 256 * 4
     small = plan([Call(1, h, h, 4096, 4096, d) for h in (1, 8, 32) for d in (32, 64, 128)])
     assert all(len(x.phases) == 1 for x in small)
+
+
+def test_long_walks_save_memory_where_they_are_asked_to(plan):
+    """A third of the snapshots at a time; walks of which all could be kept are cut as ever."""
+    long = Call(1, 16, 16, 524_288, 524_288, 64, reversed=1, carries=1)
+    short = long._replace(h=32, hk=32, n=65_536, m=65_536)
+    plain, saving, short_plain, short_saving = plan([long, long._replace(carries=5), short, short._replace(carries=5)])
+    check_cover(long, saving)
+    assert saving.snapshots <= 832 * MIB // 3 < plain.snapshots
+    assert short_plain == short_saving and len(short_plain.phases) > 1
 
 
 def test_segments_fill_the_device(plan):

@@ -2,8 +2,8 @@
 
 Tiles: a warpgroup owns 64 queries (blocks of 192 at head dims 32 and 64, of 128 above) and walks over 128 keys at a time. In
 the backward it owns 64 keys and walks over 64 queries, or owns 64 queries (blocks of 192 at head dim 32) and walks over 128
-keys, over 64 at head dims other than 64. At head dim 128, where calls are large enough, it is one kernel, whose blocks of 128
-keys walk over 64 queries and hand grad_q on from one to the next.
+keys, over 64 at head dims other than 64. At head dims 32, 64 and 128, where calls are large enough, it is one kernel, whose
+blocks of 128 keys walk over 64 queries and hand grad_q on from one to the next, at 32 in steps of 256 queries, at 64 of 128.
 test_padding.py has the masks.
 """
 
@@ -252,17 +252,27 @@ FUSED_ROWS = [
 ]
 
 
+by_fused_head_dim = pytest.mark.parametrize("d", [32, 64, 128], ids=lambda d: f"d{d}")
+
+
+@by_fused_head_dim
 @by_attention
 @pytest.mark.parametrize("row", FUSED_ROWS, ids=row_id)
-def test_fused_against_float64(row, softmax, taken):
+def test_fused_against_float64(row, d, softmax, taken):
     if softmax and row.get("noise") and not row.get("mask"):
         pytest.skip("softmax attention has no noise")
-    assert verify.check(case_of(softmax, d=128, **row), DEVICE, 1234).wrong == []
+    assert verify.check(case_of(softmax, d=d, **row), DEVICE, 1234).wrong == []
     assert set(taken()) == expected_kernels(softmax, fused=True)
 
 
 @by_attention
-@pytest.mark.parametrize("d, dv", [(97, 97), (100, 128), (128, 16), (24, 104), (127, 120)])
+@pytest.mark.parametrize(
+    "d, dv",
+    [
+        *((97, 97), (100, 128), (128, 16), (24, 104), (127, 120)),
+        *((24, 24), (16, 32), (32, 8), (31, 17), (40, 24), (32, 64), (57, 8)),
+    ],
+)
 def test_fused_narrower_heads(d, dv, softmax, taken):
     for causal in (True, False):
         case = case_of(softmax, 200, 1133, d=d, dv=dv, b=2, h=32, hk=16, mask=True, noise=True, causal=causal)
@@ -270,11 +280,23 @@ def test_fused_narrower_heads(d, dv, softmax, taken):
     assert set(taken()) == expected_kernels(softmax, fused=True)
 
 
+@by_fused_head_dim
+@pytest.mark.parametrize(
+    "options",
+    [dict(p=1), dict(a0=0.7, a1=-0.3, a2=1.1), dict(a0=1e-3, a1=0.0, a2=1.0), dict(magnitude=30.0, temperature=1.0)],
+    ids=["p = 1", "other coefficients", "hardly a constant", "large scores"],
+)
+def test_fused_scores(options, d, taken):
+    assert verify.check(case_of(False, 300, 1350, d=d, h=16, **options), DEVICE, 6).wrong == []
+    assert set(taken()) == expected_kernels(False, fused=True)
+
+
+@by_fused_head_dim
 @by_attention
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_fused_bitwise_repeatable_on_a_full_device(causal, softmax, taken):
+def test_fused_bitwise_repeatable_on_a_full_device(causal, d, softmax, taken):
     """Blocks add to grad_q in one order, whichever of them are fast; several groups of heads, one behind the other."""
-    case = case_of(softmax, 2200, d=128, b=4, h=24, hk=8, mask=True, causal=causal)
+    case = case_of(softmax, 2200, d=d, b=4, h=24 * 128 // d, hk=8 * 128 // d, mask=True, causal=causal)
     tensors = verify.random_tensors(case, DEVICE)
     first = verify.run(verify.implementation(softmax), tensors, case.options)
     for _ in range(10):
@@ -297,9 +319,9 @@ def green_context():
         green.pop_context()
 
 
-def fused_backward(softmax, n=2200, b=2, h=8):
+def fused_backward(softmax, d, n=2200, b=2, h=8):
     """A function of no arguments: gradients of a call that takes the one kernel."""
-    q, k, v, grad_o = (torch.randn(b, h, n, 128, device=DEVICE).mul_(0.5).bfloat16() for _ in range(4))
+    q, k, v, grad_o = (torch.randn(b, h, n, d, device=DEVICE).mul_(0.5).bfloat16() for _ in range(4))
     if softmax:
         arguments = (None, None, None, None, 0.1, True, -1, -1, False)
         forward, backward = torch.ops.fastmax.flash_forward, torch.ops.fastmax.flash_backward
@@ -310,10 +332,11 @@ def fused_backward(softmax, n=2200, b=2, h=8):
     return lambda: backward(grad_o, None, q, k, v, o, z, *arguments)[:3]
 
 
+@by_fused_head_dim
 @by_attention
-def test_fused_in_a_graph(softmax, taken):
+def test_fused_in_a_graph(softmax, d, taken):
     """Every replay begins with counters of 0."""
-    gradients = fused_backward(softmax)
+    gradients = fused_backward(softmax, d)
     expected = gradients()
     graph, captured = capture(gradients)
     for _ in range(3):
@@ -321,10 +344,11 @@ def test_fused_in_a_graph(softmax, taken):
     assert expected_kernels(softmax, fused=True) == set(taken())
 
 
+@by_fused_head_dim
 @by_attention
-def test_fused_beside_itself(softmax):
+def test_fused_beside_itself(softmax, d):
     """On two streams, where neither has the whole device: blocks that wait for each other always come to an end."""
-    calls = [fused_backward(softmax), fused_backward(softmax, n=2300, h=10)]
+    calls = [fused_backward(softmax, d), fused_backward(softmax, d, n=2300, h=10)]
     expected = [call() for call in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
@@ -338,10 +362,11 @@ def test_fused_beside_itself(softmax):
         assert all(torch.equal(x, y) for gradients in found for x, y in zip(gradients, exact, strict=True))
 
 
+@by_fused_head_dim
 @by_attention
-def test_fused_on_a_part_of_the_device(softmax):
+def test_fused_on_a_part_of_the_device(softmax, d):
     """In a green context, where most blocks of the grid start only when others have ended."""
-    gradients = fused_backward(softmax)
+    gradients = fused_backward(softmax, d)
     expected = gradients()
     torch.cuda.synchronize()
     with green_context():

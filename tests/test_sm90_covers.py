@@ -65,7 +65,7 @@ void fused() {
     const bool one = covers_quadratic_fused_sm90(p, Direction::kBackward);
     if (one != covers_flash_fused_sm90(p, Direction::kBackward)) return;
     const KeyBlockOrder order = KeyBlockOrder::of(p);
-    const FusedBwdWorkspace at(p, 1000);
+    const FusedBwdWorkspace at(p, 1000, /*scales_grad_o=*/true);
     std::printf("%d %d %zu", one, order.heads_per_group, at.bytes - 1000);
     for (int i = 0; i < order.items() && order.items() < 100; ++i) {
       std::printf(" %d.%d", order.item(i).head, order.item(i).row_block);
@@ -184,12 +184,15 @@ def test_where_the_backward_is_one_kernel(fused):
         (32, 16, 2048, {}),
         (32, 16, 1024, dict(causal=False)),
         (1, 16, 64, dict(m=2048)),
+        (8, 64, 4096, dict(head_dim=32)),
+        (8, 32, 4096, dict(head_dim=64)),
     ):
         assert fused(b, h, n, **more)[0]
     for b, h, n, more in (
-        (8, 16, 4096, dict(head_dim=64)),
         (8, 16, 4096, dict(head_dim=96)),
         (32, 16, 63, dict(m=2048)),  # sums of grad_q would be whole tiles
+        (32, 64, 1024, dict(head_dim=32)),
+        (32, 32, 1024, dict(head_dim=64)),
         (32, 16, 1024, {}),  # rounding them would take as long as is saved
         (32, 16, 300, dict(m=1000, causal=False)),
         (1, 4, 4096, {}),  # fewer blocks of keys than multiprocessors
@@ -203,6 +206,9 @@ def test_sums_of_a_fused_backward_take_less_than_its_queries(fused):
     for n in (64, 65, 100, 128, 129, 1000, 4096):
         bytes_ = fused(4, 16, n, m=8192, causal=False)[2]
         assert 64 * n * 128 * 4 <= bytes_ < 64 * 4 * n * 128 * 2 + 1024
+        divided = 64 * n * 32 * 2  # grad_o, by the sums of weights
+        bytes_ = fused(4, 16, n, m=8192, head_dim=32, causal=False)[2]
+        assert 64 * n * 32 * 4 <= bytes_ - divided < 64 * 4 * n * 32 * 2 + 1024
 
 
 def test_order_of_a_fused_backward(fused):
@@ -210,6 +216,7 @@ def test_order_of_a_fused_backward(fused):
     assert [fused(8, 16, 4096, causal=causal)[1] for causal in (True, False)] == [8, 4]
     assert [fused(8, 16, n)[1] for n in (1024, 16384, 1 << 20)] == [32, 2, 1]
     assert fused(8, 16, 4096, hk=4)[1] == 2
+    assert [fused(8, 64, 4096, head_dim=32, causal=causal)[1] for causal in (True, False)] == [32, 16]
     assert fused(1, 9, 4096, m=4200)[1] == 5, "groups of about the same size"
     _, at_once, _, items = fused(1, 5, 16384, m=300)
     assert at_once == 2

@@ -362,9 +362,9 @@ def test_graphs_that_fade(taken):  # noqa: F811
 @pytest.mark.parametrize(
     "tokens, forward, backward, d, dtype, options",
     [
-        (2300, "quadratic_sm90", "quadratic_sm90", 32, torch.bfloat16, ()),
+        (2300, "quadratic_sm90", "quadratic_fused_sm90", 32, torch.bfloat16, ()),
         (2600, "linear2_sm90", "linear2_sm90", 32, torch.bfloat16, ()),
-        (4900, "quadratic_sm90", "quadratic_sm90", 64, torch.bfloat16, ()),
+        (4900, "quadratic_sm90", "quadratic_fused_sm90", 64, torch.bfloat16, ()),
         (5400, "linear2_sm90", "linear2_sm90", 64, torch.bfloat16, ()),
         (19_500, "quadratic_sm90", "quadratic_fused_sm90", 128, torch.bfloat16, ()),
         (21_500, "linear2_sm90", "linear2_sm90", 128, torch.bfloat16, ()),

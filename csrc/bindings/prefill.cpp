@@ -133,11 +133,16 @@ void check_kept(const Tensor& kept, const Tensor& q, const Tensor& k) {
   FASTMAX_CHECK(reinterpret_cast<uintptr_t>(kept.data_ptr()) % 16 == 0, "kept must begin at a multiple of 16 bytes");
 }
 
-// A state of zeros for these keys.
-std::tuple<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t order) {
+// Room for a state of these keys.
+std::pair<Tensor, Tensor> empty_state(const Tensor& k, const Tensor& v, int64_t order) {
   const int64_t b = k.size(0), hk = k.size(1), rows = decode_rows(static_cast<int>(k.size(3)), static_cast<int>(order));
   Tensor values = empty_contiguous({b, hk, rows, v.size(3)}, ScalarType::Float, k.get_device_index());
   Tensor weights = empty_contiguous({b, hk, rows}, ScalarType::Float, k.get_device_index());
+  return {std::move(values), std::move(weights)};
+}
+
+std::pair<Tensor, Tensor> zero_state(const Tensor& k, const Tensor& v, int64_t order) {
+  auto [values, weights] = empty_state(k, v, order);
   return {torch::stable::zero_(values), torch::stable::zero_(weights)};
 }
 
@@ -154,7 +159,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tenso
                          allow_tf32, keep);
     return {values, weights, kept};
   }
-  const auto [values, weights] = empty_state(k_in, v_in, order);
+  const auto [values, weights] = zero_state(k_in, v_in, order);
   if (is_empty(k_in)) return {values, weights, empty_kept(k_in, 0)};
 
   const Tensor new_values = empty_dense(values, ScalarType::Float), new_weights = empty_dense(weights, ScalarType::Float);
@@ -327,7 +332,7 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tenso
                                                                     first_key, scale, a0, a1, a2, order, allow_tf32, keep);
     return {grad_values, grad_weights, kept};
   }
-  const auto [values, weights] = empty_state(k_in, v_in, order);
+  const auto [values, weights] = zero_state(k_in, v_in, order);
   if (is_empty(q_in)) return {values, weights, empty_kept(k_in, 0)};
 
   const Tensor grad_values = empty_dense(values, ScalarType::Float), grad_weights = empty_dense(weights, ScalarType::Float);
@@ -352,12 +357,11 @@ std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tenso
   return {grad_values, grad_weights, kept};
 }
 
-// A state or its gradient, dense; zeros where there is none.
+// A state or its gradient, dense; zeros where there is none, but of a call by kept states, which then does not read it.
 std::pair<Tensor, Tensor> given_state(const OptionalTensor& values, const OptionalTensor& weights, const Tensor& k, const Tensor& v,
-                                      int64_t order) {
+                                      int64_t order, bool by_kept) {
   if (values.has_value()) return {dense(*values), dense(*weights)};
-  auto [no_values, no_weights] = empty_state(k, v, order);
-  return {std::move(no_values), std::move(no_weights)};
+  return by_kept ? empty_state(k, v, order) : zero_state(k, v, order);
 }
 
 void check_given_state(const char* values_name, const char* weights_name, const OptionalTensor& values, const OptionalTensor& weights,
@@ -384,7 +388,7 @@ std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, 
   const Tensor z = empty_per_query(q_in);
   if (is_empty(q_in)) return {empty_like_layout(q_in, v_in.size(3)), z};
 
-  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order);
+  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order, !is_empty(kept));
   const Operands x = unexpanded(inputs);
   const Results results(q_in, v_in, x, z);
   FwdParams p{};
@@ -401,7 +405,7 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
                                                        const Tensor& v_in, const OptionalTensor& key_padding_mask,
                                                        const OptionalTensor& log_decay, const OptionalTensor& first_key,
                                                        const OptionalTensor& values_in, const OptionalTensor& weights_in, double scale,
-                                                       double a0, double a1, double a2, int64_t order, bool allow_tf32) {
+                                                       double a0, double a1, double a2, int64_t order, bool allow_tf32, int64_t event) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
@@ -410,13 +414,13 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
   if (!is_covered(inputs)) {
     const auto [grad_q, pairs] =
         call_operator<2>("fastmax::eager_prefill_backward_of_queries", g, e, q_in, k_in, v_in, key_padding_mask, log_decay, first_key,
-                         values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
+                         values_in, weights_in, scale, a0, a1, a2, order, allow_tf32, event);
     return {grad_q, pairs};
   }
   const Tensor pairs = log_decay.has_value() ? empty_per_query(q_in) : no_elements(e);
   if (is_empty(q_in)) return {zeros_like_layout(q_in, q_in.size(3)), pairs};
 
-  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order);
+  const auto [values, weights] = given_state(values_in, weights_in, k_in, v_in, order, /*by_kept=*/false);
   const Operands x(inputs);
   const GradientsOfSums sums(g, e, x);
   const Output grad_q(q_in, q_in.size(3), x.q.size(3));
@@ -427,6 +431,7 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
   if (log_decay.has_value()) p.pairs_by_query = mutable_floats(pairs);
   p.state.values = floats(values), p.state.weights = floats(weights);
   p.state.d = static_cast<int>(q_in.size(3)), p.state.dv = static_cast<int>(v_in.size(3));
+  p.event = reinterpret_cast<cudaEvent_t>(event);
   run("prefill_backward_of_queries", kLinearFromState, p, device);
   return {grad_q.result(), pairs};
 }
@@ -460,7 +465,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
     return {zeros_like_layout(k_in, k_in.size(3)), zeros_like_layout(v_in, v_in.size(3)), zero_decay_gradient(log_decay, q_in)};
   }
 
-  const auto [grad_new_values, grad_new_weights] = given_state(grad_new_values_in, grad_new_weights_in, k_in, v_in, order);
+  const auto [grad_new_values, grad_new_weights] = given_state(grad_new_values_in, grad_new_weights_in, k_in, v_in, order, !is_empty(kept));
   const Operands x = unexpanded(inputs);
   const GradientsOfSums sums(g, e, x);
   const Output grad_k(k_in, k_in.size(3), x.k.size(3)), grad_v(v_in, v_in.size(3), x.v.size(3));

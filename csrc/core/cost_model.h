@@ -21,13 +21,14 @@ struct Rates {
 // and here:
 //                                    head_dim 32    64            128             256
 //   order 2: portable                2550 / 2600    4570 / 4750   15900 / 15900   - / 61500
-//            sm_90                   2100 / 2200    5000 / 5150   20000 / 20500
+//            sm_90                   2320 / 2200    5130 / 5150   18400 / 20500
 //   order 1: portable                < 256 / 150    < 256 / 210   260 / 330       - / 1800
-//            sm_90                       - / 250    < 256 / 350   790 / 540
+//            sm_90                   < 256 / 250      263 / 250     283 / 390
 // By python -m benchmarks.run crossover (benchmarks/results/crossover.csv: sm_90). Rates of sm_90: a line through the times of the
 // quadratic kernels at n = 1024 and 4096 (head_dim 128: at 4096, with as much beside its pairs) and the linear ones' at 65536. At head_dim
-// 96 the linear ones are portable, and the quadratic ones gain more: 19200 / 19000. Gradients of order 1 are portable. kSm90Rates is with
-// two kernels in the quadratic backward; with one, 16384 tokens of head_dim 128 take 13.6 ms where those take 15.2.
+// 96 the linear ones are portable, and the quadratic ones gain more: 19200 / 19000. kSm90Rates is with two kernels in the quadratic
+// backward; with one, 16384 tokens of head_dim 128 take 13.6 ms where those take 15.2. At narrower heads that one counts as two: it
+// takes 0.83 (32) and 0.9 (64) of the time of forward + backward, and the linear kernels have come to 0.86 and 0.92 of theirs since.
 inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
 inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
 inline constexpr Rates kSm90Rates96{0.49, kSm90Rates.feature, kSm90Rates.overhead};
@@ -40,7 +41,7 @@ inline constexpr double kLaunches = 4e8;
 
 inline const Rates& rates_of(const Kernels& kernels, int head_dim) {
   const auto is = [&](std::string_view part) { return std::string_view(kernels.name).find(part) != std::string_view::npos; };
-  if (is("_fused_sm90")) return kSm90FusedRates;
+  if (is("_fused_sm90") && head_dim == 128) return kSm90FusedRates;
   if (is("_sm90")) return head_dim == 96 ? kSm90Rates96 : kSm90Rates;
   return kPortableRates;
 }

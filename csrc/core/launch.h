@@ -33,6 +33,21 @@ void launch_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int 
   kernel<<<grid, threads, smem_bytes, stream>>>(args...);
   check_cuda(cudaGetLastError(), name);
 }
+
+// Likewise, of a kernel whose threads all call ptx::wait_for_earlier_kernels() before they touch global memory: its blocks begin as soon
+// as those of the kernel before have ended, and not after what that wrote has left the caches. From compute capability 9.0 on.
+template <class Kernel, class... Args>
+void launch_waiting_kernel(const char* name, Kernel kernel, dim3 grid, int threads, int smem_bytes, cudaStream_t stream,
+                           const Args&... args) {
+  if (smem_bytes > 0) allow_shared_memory(name, reinterpret_cast<const void*>(kernel), smem_bytes);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = smem_bytes, config.stream = stream;
+  config.attrs = &attribute, config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
 #endif
 
 }  // namespace fastmax

@@ -7,7 +7,9 @@
 // by x. Both factors are a line in x or dp first (slope_line, centre_line), so that a kernel whose warps form one factor each runs
 // the same instructions in both; kSlopeIsWeight: p itself is the slope, and need not be formed twice. derivative(row, x, dp) is ds
 // alone, for loops that look at many x of a row. A row of zeros, as behind the last query, has ds = 0 where q, grad_o and v are
-// zeros too.
+// zeros too. Where rows stream by and reading them takes time: column() packs what pairs of a query share less what all queries do, for
+// weight_and_derivative of the policy itself; where kScalesGradO is true, weights are not divided by their sum, but grad_o (and delta)
+// are multiplied by grad_o_scale.
 //
 // Keys that fade: a pair has the factor 2^(e1 + e2), as query_factor(e1) and key_factor(e2). A key factor joins: in the forward the
 // weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there; faded_row(), of a query factor,
@@ -69,6 +71,15 @@ struct PolynomialScore {
     return slope_line(row).at(x) * (dp - row.w);
   }
 
+  using Column = float;
+  static constexpr bool kScalesGradO = true;
+  __device__ __forceinline__ static float grad_o_scale(float z) { return z == 0.f ? 0.f : 1.f / z; }
+  __device__ __forceinline__ float column(float /*z*/, float delta) const { return -delta; }
+  __device__ __forceinline__ WeightAndDerivative weight_and_derivative(float column, float x, float dp) const {
+    const float slope = fmaf(c2, x, c1);
+    return {fmaf(slope, x, c0), fmaf(c2, x, slope) * (dp + column)};
+  }
+
   // log2 of what a weight has faded to when nothing is left of it, and of a row's sum when it sees nothing: less is no more than
   // 1 / z can be formed of, times f.
   static constexpr float kGone = -100.f;
@@ -115,9 +126,8 @@ struct SoftmaxScore {
   __device__ __forceinline__ static float log_sum(float z, float reference) { return 0.6931471805599453f * (reference + log2f(z)); }
 
   // z: the logarithm of the row's sum of exp(s), -inf where it sees no key.
-  __device__ __forceinline__ float4 row(float z, float delta) const {
-    return make_float4(c, z == -INFINITY ? -INFINITY : -1.4426950408889634f * z, scale, scale * delta);
-  }
+  __device__ __forceinline__ float4 row(float z, float delta) const { return make_float4(c, exponent(z), scale, scale * delta); }
+  __device__ __forceinline__ static float exponent(float z) { return z == -INFINITY ? -INFINITY : -1.4426950408889634f * z; }
   __device__ __forceinline__ static float delta_of_z(float, const float* grad_z) { return *grad_z; }
   __device__ __forceinline__ static float weight(const float4& row, float x) { return ptx::exp2_approx(fmaf(row.x, x, row.y)); }
   __device__ __forceinline__ static Line slope_line(const float4& row) { return {row.x, row.y}; }
@@ -129,6 +139,15 @@ struct SoftmaxScore {
   }
   __device__ __forceinline__ static float derivative(const float4& row, float x, float dp) {
     return weight_and_derivative(row, x, dp).ds;
+  }
+
+  using Column = float2;
+  static constexpr bool kScalesGradO = false;
+  __device__ __forceinline__ static float grad_o_scale(float /*z*/) { return 1.f; }
+  __device__ __forceinline__ float2 column(float z, float delta) const { return make_float2(exponent(z), -scale * delta); }
+  __device__ __forceinline__ WeightAndDerivative weight_and_derivative(float2 column, float x, float dp) const {
+    const float weight = ptx::exp2_approx(fmaf(c, x, column.x));
+    return {weight, weight * fmaf(scale, dp, column.y)};
   }
 
   // However much a weight has faded, its score may be larger by more.

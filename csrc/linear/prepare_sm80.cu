@@ -8,17 +8,14 @@
 namespace fastmax {
 namespace {
 
-// A row per kPrepareLanes lanes, 16 bytes per load. g is rounded before e is taken from it: where o is close to v the two cancel
-// in g.v + e.
-constexpr int kPrepareLanes = 8;
-
-template <class In, class G>
+// A row per kLanes lanes, 16 bytes per load. g is rounded before e is taken from it: where o is close to v the two cancel in g.v + e.
+template <class In, class G, int kLanes>
 __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a, const int head_blocks) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(In));
   const int head_index = blockIdx.x / head_blocks;
-  const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kPrepareLanes) + static_cast<int>(threadIdx.x) / kPrepareLanes;
+  const int i = blockIdx.x % head_blocks * (static_cast<int>(blockDim.x) / kLanes) + static_cast<int>(threadIdx.x) / kLanes;
   const int64_t row = int64_t{head_index} * a.n + i;
-  const int lane = threadIdx.x % kPrepareLanes;
+  const int lane = threadIdx.x % kLanes;
   float e = 0.f;
   if (i < a.n) {
     const int batch = head_index / a.heads, head = head_index % a.heads;
@@ -26,7 +23,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
     const auto load = [&](In(&dst)[kVector], const View& v, int c) {
       *reinterpret_cast<uint4*>(dst) = *reinterpret_cast<const uint4*>(head_pointer<In>(v, batch, head) + i * v.token + c);
     };
-    for (int c = kVector * lane; c < a.dv; c += kVector * kPrepareLanes) {
+    for (int c = kVector * lane; c < a.dv; c += kVector * kLanes) {
       alignas(16) In grad[kVector], o[kVector], noise[kVector];
       load(grad, a.grad_o, c);
       load(o, a.o, c);
@@ -52,7 +49,7 @@ __global__ void __launch_bounds__(256) linear_prepare_kernel(const PrepareArgs a
     }
   }
 #pragma unroll
-  for (int lanes = kPrepareLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
+  for (int lanes = kLanes / 2; lanes > 0; lanes /= 2) e += __shfl_xor_sync(0xffffffffu, e, lanes);
   if (i < a.n && lane == 0) {
     if (a.grad_z != nullptr && a.z[row] != 0.f) e += a.grad_z[row];
     a.e[head_index * a.e_head + i] = e;
@@ -131,10 +128,16 @@ template <>
 void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
   using In = FASTMAX_MATH::Element;
   using G = std::conditional_t<kIs16Bit<FASTMAX_MATH> && !kBf16State<FASTMAX_MATH>, float, In>;
-  constexpr int kThreads = 256, kRows = kThreads / kPrepareLanes;
-  const int head_blocks = (a.n + kRows - 1) / kRows;
-  launch_kernel("linear_prepare", linear_prepare_kernel<In, G>, grid_1d(int64_t{head_blocks} * a.batch * a.heads), kThreads, 0, stream,
-                a, head_blocks);
+  const auto launch = [&](auto lanes) {
+    constexpr int kLanes = decltype(lanes)::value, kThreads = 256, kRows = kThreads / kLanes;
+    const int head_blocks = (a.n + kRows - 1) / kRows;
+    launch_kernel("linear_prepare", linear_prepare_kernel<In, G, kLanes>, grid_1d(int64_t{head_blocks} * a.batch * a.heads), kThreads, 0,
+                  stream, a, head_blocks);
+  };
+  // As many as load something.
+  constexpr int kVector = 16 / static_cast<int>(sizeof(In));
+  if (a.dv <= 4 * kVector) launch(std::integral_constant<int, 4>());
+  else launch(std::integral_constant<int, 8>());
 }
 
 template <>

@@ -18,13 +18,6 @@ __device__ __forceinline__ uint32_t shuffle_octet(uint32_t value, int octet_lane
   return r;
 }
 
-// [shfl] The value of a lane. Stays where it is written, before a wait for products whose registers it does not touch.
-__device__ __forceinline__ uint32_t shuffle(uint32_t value, int lane) {
-  uint32_t r;
-  asm volatile("shfl.sync.idx.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(r) : "r"(value), "r"(lane));
-  return r;
-}
-
 // [mul] Two bf16 products, made where they stand: behind the wait for the products that still read the registers.
 __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   uint32_t r;
@@ -37,6 +30,18 @@ template <int kHalf>
 __device__ __forceinline__ uint32_t duplicate_half(uint32_t x) {
   uint32_t r;
   asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(r) : "r"(x), "n"(kHalf == 0 ? 0x1010 : 0x3232));
+  return r;
+}
+
+// [prmt] The low halves of two registers in one, the first one's as the low half; and the high halves.
+__device__ __forceinline__ uint32_t pair_of_low(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm volatile("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+__device__ __forceinline__ uint32_t pair_of_high(uint32_t a, uint32_t b) {
+  uint32_t r;
+  asm volatile("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 
@@ -55,9 +60,6 @@ __device__ __forceinline__ float high_bf16(uint32_t x) {
 // [ldmatrix] Two matrices: lanes 0 .. 15 give their rows (core/ptx.h).
 __device__ __forceinline__ void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
-}
-__device__ __forceinline__ void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(address) : "memory");
 }
 
 // [ld] Global memory that an earlier kernel wrote.

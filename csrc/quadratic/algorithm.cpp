@@ -43,7 +43,7 @@ constexpr Kernels kQuadratic[] = {
 
 constexpr Kernels kFlash[] = {
 #ifdef FASTMAX_HAS_SM90
-    {"flash_fused_sm90", covers_flash_fused_sm90, /*fwd_workspace_bytes=*/nullptr, quadratic_fused_bwd_sm90_workspace_bytes,
+    {"flash_fused_sm90", covers_flash_fused_sm90, /*fwd_workspace_bytes=*/nullptr, flash_fused_bwd_sm90_workspace_bytes,
      /*fwd=*/nullptr, flash_fused_bwd_sm90},
     {"flash_sm90", covers_flash_sm90, quadratic_fwd_sm90_workspace_bytes, quadratic_bwd_sm90_workspace_bytes, flash_fwd_sm90,
      flash_bwd_sm90},

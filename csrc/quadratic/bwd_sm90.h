@@ -1,7 +1,7 @@
 // Backward over tiles of scores on Hopper, for two score policies (score.h): the sums of quadratic/bwd.h, with wgmma on tiles that
 // the copy engine brings. Two kernels, as there: one owns keys and streams queries (grad_k, grad_v), one owns queries and streams keys
-// (grad_q); scores are made twice, and every sum has one owner and a fixed order. Calls of head dim 128 that are large enough have one
-// kernel in place of both (fused_bwd_sm90.h).
+// (grad_q); scores are made twice, and every sum has one owner and a fixed order. Calls that are large enough have one kernel in place of
+// both (fused_bwd_plan.h says which, and at which head dims).
 //
 // In both a consumer, a warpgroup, owns 64 rows X and Y (keys and values; or queries and grad_o) and streams tiles A and B (queries
 // and grad_o; or keys and values) of the other side through a ring that the producer, a warp of the last warpgroup, fills:
@@ -285,6 +285,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  ptx::wait_for_earlier_kernels();
 
   // Rows of an item: `head` of its own side. Of the other side it reads heads_streamed heads from first_head on. group: query heads
   // of a key/value head.
@@ -638,9 +639,9 @@ struct LaunchQuadraticBwdSm90 {
                                 tensor_map(b, Tile::kStream)};
     const WorkOrder order = WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, p.sm_count,
                                           p.causal && !p.window, !kOwnsKeys);
-    launch_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>,
-                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,
-                  row_scores_per_head(p), p.h / p.hk, order, sums, fading_columns);
+    launch_waiting_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>,
+                          grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept,
+                          row_scores, row_scores_per_head(p), p.h / p.hk, order, sums, fading_columns);
   }
 };
 

@@ -33,7 +33,7 @@ bool has_bounds_alone(const AttentionParams& p) { return is_bounded(p) && p.log_
 
 bool covers_quadratic_sm90(const AttentionParams& p, Direction) { return !is_bounded(p) && covers_quadratic(p); }
 bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction) {
-  return covers_fused(p, direction) && covers_quadratic_sm90(p, direction);
+  return covers_fused(p, direction) && sums_divide_grad_o(p) && covers_quadratic_sm90(p, direction);
 }
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction) { return has_bounds_alone(p) && covers_quadratic(p); }
 bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }

@@ -1,6 +1,6 @@
-// Backward over tiles of scores on Hopper in one kernel: five products where bwd_sm90.h has seven, since scores are made once.
-// Blocks own keys and stream queries, as for grad_k and grad_v there; grad_q of a tile of queries is a sum over blocks of keys in
-// fp32, in global memory, to which they add one after the other in the order of their keys: its bits are those of every run.
+// Backward over tiles of scores on Hopper in one kernel, head dim 128: five products where bwd_sm90.h has seven, since scores are
+// made once. Blocks own keys and stream queries, as for grad_k and grad_v there; grad_q of a tile of queries is a sum over blocks of
+// keys in fp32, in global memory, to which they add one after the other in the order of their keys: its bits are those of every run.
 //
 //   S = K Q^T, D = V dO^T   (64 keys of a consumer x 64 queries)   P, dS by the scores, in registers
 //   dK += dS Q, dV += P dO   A from registers
@@ -16,18 +16,21 @@
 // in the call's own workspace and are set to 0 on its stream before the kernel, in a CUDA graph by a node of that graph.
 #pragma once
 
-#include <algorithm>
-
 #include "quadratic/bwd_sm90.h"
 #include "quadratic/fused_bwd_plan.h"
 
 namespace fastmax {
 
-struct FusedBwdTile : FusedBwdShape {
+struct FusedBwdTile {
+  static constexpr int kHeadDim = 128;
+  static constexpr FusedBwdShape kShape = FusedBwdShape::of(kHeadDim);
+  static constexpr int kParts = kShape.parts, kPartCols = kShape.part_cols(), kPartFloats = kShape.part_floats();
+  static constexpr bool kScoresByColumn = false;
   using Bwd = QuadraticBwdSm90Tile<DenseVisibility, kHeadDim, true>;
   static constexpr int kConsumers = Bwd::kConsumers, kRows = Bwd::kRows, kBlockRows = Bwd::kBlockRows, kStream = Bwd::kStream;
   static constexpr int kThreads = Bwd::kThreads;
-  static_assert(kBlockRows == kKeys && kStream == kQueries && kConsumers == kParts, "the plan is for other tiles");
+  static_assert(kBlockRows == kShape.keys && kStream == kShape.queries && kConsumers == kParts && kShape.tiles_per_counter == 1,
+                "the plan is for other tiles");
   using RowTile = Bwd::RowTile;
   using StreamTile = Bwd::StreamTile;
   using DerivativeTile = SwizzledTile<kBlockRows, kStream>;  // dS, a row per key
@@ -50,18 +53,6 @@ struct FusedBwdTile : FusedBwdShape {
   static constexpr int kEnd = kItemsAt + 4 * kItems;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
   static_assert(kSharedBytes <= shared_limit(90), "the tiles do not fit in shared memory");
-
-  using PartTile = SwizzledTile<kStream, kPartCols>;  // of what rounds grad_q
-  static constexpr int kRoundSharedBytes = kSwizzledTileAlignment + PartTile::kBytes;
-};
-
-// Counters that begin at 0: of items that were taken, and for every part of grad_q (a tile's columns of one consumer) of blocks
-// that have added theirs.
-struct PartialGradQ {
-  uint32_t* taken;
-  uint32_t* added;
-  float* sums;  // parts, in the order of a consumer's accumulators
-  int tiles;    // of a head
 };
 
 template <class Score, class Math>
@@ -364,70 +355,6 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
     }
     if (warp_in_group == 0 && lane == 0) ptx::bulk_wait<0>();
   }
-}
-
-// grad_q from its parts: a block each.
-template <class Math>
-__global__ void __launch_bounds__(128)
-    quadratic_round_grad_q_sm90_kernel(const __grid_constant__ CUtensorMap grad_q, const int heads,
-                                       const PartialGradQ partial) {
-  using Tile = FusedBwdTile;
-  using PartTile = Tile::PartTile;
-  extern __shared__ uint8_t shared[];
-  const uint32_t staged = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
-  const int64_t part = blockIdx.x;
-  const int part_in_tile = static_cast<int>(part % Tile::kParts), tile = static_cast<int>(part / Tile::kParts % partial.tiles);
-  const int head = static_cast<int>(part / Tile::kParts / partial.tiles);
-  const float4* sums = reinterpret_cast<const float4*>(partial.sums + part * Tile::kPartFloats) + threadIdx.x;
-  float dq[Tile::kPartFloats / 128];
-#pragma unroll
-  for (int i = 0; i < Tile::kPartFloats / 128; i += 4) {
-    const float4 x = sums[i / 4 * 128];
-    dq[i] = x.x, dq[i + 1] = x.y, dq[i + 2] = x.z, dq[i + 3] = x.w;
-  }
-  store_accumulator<Math, PartTile>(staged, 0, dq, 1.f, 1.f, static_cast<int>(threadIdx.x) / kWarpSize, lane_index());
-  ptx::fence_proxy_async();
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    ptx::tma_store(grad_q, staged, part_in_tile * Tile::kPartCols, tile * Tile::kStream, head % heads, head / heads);
-    ptx::bulk_commit();
-    ptx::bulk_wait<0>();
-  }
-}
-
-template <class Score, class Math>
-void launch_fused_bwd(const BwdParams& p, cudaStream_t stream) {
-  using Element = typename Math::Element;
-  using Tile = FusedBwdTile;
-  const QuadraticBwdSm90Workspace at(p);
-  const FusedBwdWorkspace fused(p, at.bytes);
-  char* workspace = static_cast<char*>(p.workspace);
-  float4* row_scores = reinterpret_cast<float4*>(workspace);
-  Element* grad_o_copy = at.copies_grad_o ? reinterpret_cast<Element*>(workspace + at.grad_o) : nullptr;
-  launch_row_scores<Score, Element, Tile::kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
-  const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
-  uint32_t* counters = reinterpret_cast<uint32_t*>(workspace + fused.counters);
-  check_cuda(cudaMemsetAsync(counters, 0, fused.sums - fused.counters, stream), "cudaMemsetAsync");
-  const PartialGradQ partial{counters, counters + 1, reinterpret_cast<float*>(workspace + fused.sums), Tile::tiles(p)};
-
-  const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
-  const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
-  const TokenTensor grad_q{p.grad_q, p.grad_q_stride, p.b, p.h, p.n, p.d, p.math};
-  const TokenTensor grad_k{p.grad_k, p.grad_k_stride, p.b, p.hk, p.m, p.d, p.math};
-  const TokenTensor grad_v{p.grad_v, p.grad_v_stride, p.b, p.hk, p.m, p.dv, p.math};
-  TokenTensor grad_o{p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math};
-  if (at.copies_grad_o) {
-    grad_o.data = grad_o_copy;
-    grad_o.stride = {int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
-  }
-  const QuadraticBwdMaps maps{tensor_map(k, Tile::kRows),        tensor_map(v, Tile::kRows),      tensor_map(q, Tile::kStream),
-                              tensor_map(grad_o, Tile::kStream), tensor_map(grad_k, Tile::kRows), tensor_map(grad_v, Tile::kRows)};
-  const KeyBlockOrder order = KeyBlockOrder::of(p);
-  launch_kernel("quadratic_fused_bwd_sm90", quadratic_fused_bwd_sm90_kernel<Score, Math>,
-                grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, row_scores,
-                row_scores_per_head(p), p.h / p.hk, order, partial);
-  launch_kernel("quadratic_round_grad_q_sm90", quadratic_round_grad_q_sm90_kernel<Math>, grid_1d(Tile::parts(p)), 128,
-                Tile::kRoundSharedBytes, stream, tensor_map(grad_q, Tile::kStream), p.h, partial);
 }
 
 }  // namespace fastmax

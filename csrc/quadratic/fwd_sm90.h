@@ -225,6 +225,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
+  ptx::wait_for_earlier_kernels();
 
   // Tiles that the `rows` queries from `row` on see.
   const auto tiles_of = [&](const HeadIndex& head, int row, int rows) {
@@ -477,9 +478,9 @@ struct LaunchQuadraticFwdSm90 {
     const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys)};
     const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h, p.sm_count,
                                           p.causal && !p.window, true);
-    launch_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
-                  grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order,
-                  key_factors);
+    launch_waiting_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
+                          grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order,
+                          key_factors);
   }
 };
 

@@ -28,6 +28,7 @@ bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
 size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
 size_t quadratic_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
+size_t flash_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
 
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);

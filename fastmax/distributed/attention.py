@@ -445,8 +445,9 @@ def _of_earlier_keys(
         if x.log_decay is not None:
             decay, first = ops.finite_decay(x.log_decay[..., : window + part.tokens], True, eager.compute_dtype(q.dtype))
             first = first[..., window:]
-            sums = decay.double().cumsum(-1)
-            between.append(sums[..., window:] - sums[..., : part.tokens])
+            if window > 0:
+                sums = decay.cumsum(-1, dtype=torch.float64)
+                between.append(sums[..., window:] - sums[..., : part.tokens])
         if asked.cu_seqlens is not None:
             begin, _ = _sequences(asked.cu_seqlens, part)
             begin = (begin - part.start + window).clamp(min=-1).to(torch.int32).expand(*x.k.shape[:2], part.tokens)
@@ -466,7 +467,7 @@ def _of_earlier_keys(
     def finish() -> tuple[Tensor, Tensor]:
         o, z = attend()
         lse = z if isinstance(score, Softmax) else log_of_sums(z)
-        if window > 0 and between:
+        if between:
             faded = torch.cat(between, dim=2).to(lse.dtype)
             lse = lse + faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
         return o, lse

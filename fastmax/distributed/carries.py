@@ -31,7 +31,7 @@ class Carries:
         numbers = k.new_zeros(layout.most_parts, 2, *k.shape[:2], dtype=torch.float64)
         for i, (part, first) in enumerate(zip(own, first_keys, strict=True)):
             if log_decay is not None:
-                numbers[i, 0] = log_decay.detach()[..., part.local].double().sum(-1)
+                numbers[i, 0] = log_decay.detach()[..., part.local].sum(-1, dtype=torch.float64)
             last = first[..., -1]
             numbers[i, 1] = torch.where(last >= 0, last + part.start, -1)
         self._pending = gather("decays of parts", numbers, group)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +37,40 @@ class Pending:
         return self._result
 
 
-def gather(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:
+class Earlier(NamedTuple):
+    """A place in the current stream from which on a message may travel that is started later. What it fills was made before:
+    memory that is free by then may be in use from there on."""
+
+    event: torch.cuda.Event | None  # None on CPUs, which start at once
+    into: Tensor
+
+
+def room(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """What `gather` fills."""
+    return x.new_empty(group.size() * x.shape[0], *x.shape[1:]) if x.dim() else x.new_empty(group.size())
+
+
+def gather(what: str, x: Tensor, group: dist.ProcessGroup, earlier: Earlier | None = None) -> Pending:
     """x of every rank, (ranks, ...); of one shape."""
     x = x.contiguous()
-    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:]) if x.dim() else x.new_empty(group.size())
+    out = room(x, group) if earlier is None else earlier.into
     result = out.view(group.size(), *x.shape)
-    return _started(what, group, x, result, lambda: [_all_gather(out, x, group=group, async_op=True)])
+
+    def start() -> list[dist.Work]:
+        if earlier is None or earlier.event is None:
+            return [_all_gather(out, x, group=group, async_op=True)]
+        stream = _side_stream(x.device)
+        stream.wait_event(earlier.event)
+        with torch.cuda.stream(stream):
+            return [_all_gather(out, x, group=group, async_op=True)]
+
+    return _started(what, group, x, result, start)
+
+
+@lru_cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where nothing runs: it waits for what messages of another stream wait for."""
+    return torch.cuda.Stream(device)
 
 
 def all_to_all(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:

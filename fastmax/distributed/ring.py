@@ -3,7 +3,7 @@
 In every step a rank attends its queries to the keys that it has, while the next ones are on their way. What comes out of the
 steps is put together by the sums of weights. The backward is a ring of its own: an operator that is given o and its statistic
 (denominator or log-sum-exp) of all keys returns its part of the gradients, so keys travel once more, and their gradients with
-them, one step further than the keys, home.
+them, one step further than the keys, home; what a rank adds for its own keys stays there.
 
 Queries of one part see keys of another, earlier one without a diagonal. Where keys fade they are taken as one causal call of
 both parts' keys, of which the later ones are masked: their decays are what the earlier keys fade by.
@@ -11,7 +11,8 @@ both parts' keys, of which the later ones are masked: their decays are what the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
@@ -59,9 +60,9 @@ class Keys(NamedTuple):
     log_decay: Tensor | None
     mask: Tensor | None
 
-    def of(self, part: Part) -> Keys:
-        k, v, decay = (None if x is None else x[:, :, part.local] for x in self[:3])
-        return Keys(k, v, decay, None if self.mask is None else self.mask[:, part.local])
+    def of(self, tokens: slice) -> Keys:
+        k, v, decay = (None if x is None else x[:, :, tokens] for x in self[:3])
+        return Keys(k, v, decay, None if self.mask is None else self.mask[:, tokens])
 
     def with_tokens(self, tokens: int) -> Keys:
         """Of so many tokens, shapes alone."""
@@ -76,10 +77,14 @@ def _bytes(x: Tensor) -> int:
     return -(-x.numel() * x.element_size() // _ALIGNED) * _ALIGNED
 
 
-def _packed(tensors) -> Tensor:
-    """One message, uint8, each tensor at a multiple of so many bytes that kernels read it in place."""
-    flat = [x.contiguous().view(-1).view(torch.uint8) for x in tensors if x is not None]
-    return torch.cat([F.pad(x, (0, -x.numel() % _ALIGNED)) for x in flat])
+def _packed(tensors, like) -> Tensor:
+    """One message, uint8, with the shapes and dtypes of `like`, each tensor at a multiple of so many bytes that kernels read it
+    in place."""
+    given = [x for x in tensors if x is not None]
+    message = given[0].new_empty(message_bytes(like), dtype=torch.uint8)
+    for place, x in zip(_unpacked(message, [x for x in like if x is not None]), given, strict=True):
+        place.copy_(x)
+    return message
 
 
 def _unpacked(message: Tensor, like):
@@ -100,36 +105,78 @@ def message_bytes(like) -> int:
 
 
 class Block(NamedTuple):
-    """Queries of a part of this rank and keys that they may see."""
+    """Queries of parts of this rank and keys of another's that they may see; parts that follow each other in their rank."""
 
-    queries: Part
-    keys: Part
+    queries: tuple[Part, ...]
+    keys: tuple[Part, ...]
     k: Tensor
     v: Tensor
     call: Call
 
+    @property
+    def rows(self) -> slice:
+        return _span(self.queries)
+
+    @property
+    def columns(self) -> slice:
+        return _span(self.keys)
+
+
+def _span(parts: tuple[Part, ...]) -> slice:
+    """The tokens of parts that follow each other, among those of their rank."""
+    return slice(parts[0].local.start, parts[-1].local.stop)
+
 
 def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """Of the parts of this rank with those of the rank whose keys these are."""
+    """What the queries of this rank see of the keys of another.
+
+    Where nothing but the order of the tokens decides, queries of several parts are one call, and so are keys: a rank holds its
+    parts in the order of the sequence, so those of its own are causal as they lie, and of another's a part sees the first ones.
+    """
+    if own.log_decay is not None or job.first_keys is not None or job.ranges is not None:
+        yield from _blocks_of_parts(job, own, held, holder)
+        return
+    layout, of_rank = job.spread.layout, job.spread.parts
+    all_keys = layout.of(holder)
+    if not all_keys:
+        return
+    if not job.causal or holder == job.spread.group.rank():
+        if of_rank:
+            yield _block(job, of_rank, all_keys, held, causal=job.causal)
+        return
+    seen = {part: tuple(keys for keys in all_keys if keys.start < part.start) for part in of_rank}
+    for keys, queries in groupby(of_rank, seen.get):
+        if keys:
+            yield _block(job, tuple(queries), keys, held, causal=False)
+
+
+def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Keys, causal: bool) -> Block:
+    x = held.of(_span(keys))
+    return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", key_padding_mask=x.mask))
+
+
+def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
+    """The queries of each part of this rank with those of each part of the rank whose keys these are."""
     for i, queries in enumerate(job.spread.parts):
         for keys in job.spread.layout.of(holder):
             if job.causal and keys.start > queries.start:
                 continue
-            x = held.of(keys)
-            call = Call(job.score, causal=False, algorithm="quadratic", key_padding_mask=x.mask)
+            block = _block(job, (queries,), (keys,), held, causal=job.causal and keys == queries)
+            x, call = held.of(keys.local), block.call
             if keys == queries:
                 first = None if not job.causal or job.first_keys is None else job.first_keys[i].clamp(min=0)
-                call = call._replace(causal=job.causal, log_decay=x.log_decay, first_key=first)
+                call = call._replace(log_decay=x.log_decay, first_key=first)
             elif job.first_keys is not None:
                 call = call._replace(first_key=_first_key(job, i, keys))
             if job.ranges is not None:
                 first, end = ((x[queries.local] - keys.start).clamp(0, keys.tokens).to(torch.int32) for x in job.ranges)
-                shape = (*x.k.shape[:2], queries.tokens)
+                shape = (*block.k.shape[:2], queries.tokens)
                 call = call._replace(first_key=first.expand(shape), end_key=end.expand(shape))
+            block = block._replace(call=call)
             if keys != queries and x.log_decay is not None:
-                yield _fading(job, Block(queries, keys, x.k, x.v, call), own.of(queries), x)
+                yield _fading(job, block, own.of(queries.local), x)
             else:
-                yield Block(queries, keys, x.k, x.v, call)
+                yield block
 
 
 def _first_key(job: Job, i: int, keys: Part) -> Tensor:
@@ -140,16 +187,17 @@ def _first_key(job: Job, i: int, keys: Part) -> Tensor:
 
 
 def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
-    """The block as a causal call, whose own keys are masked."""
-    between = job.carries.between(job.spread.layout.index[block.keys] + 1, job.spread.layout.index[block.queries])
+    """The block of two parts as a causal call, whose own keys are masked."""
+    (queries,), (keys,) = block.queries, block.keys
+    between = job.carries.between(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])
     decay = own.log_decay.clone()
     decay[..., 0] += between.to(decay.dtype)
-    k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], block.queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
-    mask = k.new_ones(k.shape[0], block.keys.tokens, dtype=torch.bool) if held.mask is None else held.mask
+    k, v = (torch.cat([x, x.new_zeros(*x.shape[:2], queries.tokens, x.shape[3])], dim=2) for x in (block.k, block.v))
+    mask = k.new_ones(k.shape[0], keys.tokens, dtype=torch.bool) if held.mask is None else held.mask
     call = block.call._replace(
         causal=True,
         log_decay=torch.cat([held.log_decay, decay], dim=2),
-        key_padding_mask=F.pad(mask, (0, block.queries.tokens)),
+        key_padding_mask=F.pad(mask, (0, queries.tokens)),
     )
     return block._replace(k=k, v=v, call=call)
 
@@ -176,14 +224,15 @@ class _Sums:
         add(o, statistic)
 
     def _add(self, o: Tensor, z: Tensor) -> None:
-        self._o = torch.addcmul(self._o, o.to(z.dtype), z.unsqueeze(-1))
+        self._o.addcmul_(o, z.unsqueeze(-1))
         self._statistic = self._statistic + z
 
     def _add_softmax(self, o: Tensor, lse: Tensor) -> None:
         both = torch.logaddexp(self._statistic, lse)
         base = torch.where(both == -torch.inf, 0.0, both)
         before, new = (torch.exp(x - base).unsqueeze(-1) for x in (self._statistic, lse))
-        self._o, self._statistic = torch.addcmul(self._o * before, o.to(lse.dtype), new), both
+        self._o.mul_(before).addcmul_(o, new)
+        self._statistic = both
 
     def result(self) -> tuple[Tensor, Tensor]:
         o = quotient(self._o, self._statistic.unsqueeze(-1)) if self._blocks > 1 and not self._softmax else self._o
@@ -197,7 +246,10 @@ class _Ring(torch.autograd.Function):
         sums = {part: _Sums(job.score) for part in job.spread.parts}
         for held, holder in _travelling(job, own):
             for block in _blocks(job, own, held, holder):
-                sums[block.queries].add(*ops.attention(q[:, :, block.queries.local], block.k, block.v, block.call))
+                results = ops.attention(q[:, :, block.rows], block.k, block.v, block.call)
+                for part in block.queries:
+                    at = slice(part.local.start - block.rows.start, part.local.stop - block.rows.start)
+                    sums[part].add(*(x[:, :, at] for x in results))
         o, statistic = eager.empty_like_layout(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
         for part, x in sums.items():
             o[:, :, part.local], statistic[:, :, part.local] = x.result()
@@ -212,39 +264,74 @@ class _Ring(torch.autograd.Function):
         q, k, v, log_decay, o, statistic = ctx.saved_tensors
         job, own = ctx.job, Keys(k, v, log_decay, ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
-        wide = eager.compute_dtype(q.dtype)
-        grad_q = torch.zeros_like(q, dtype=wide)
+        of_own_queries, of_own_keys = _Totals((q,)), None
         of_queries = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
         between = None if log_decay is None else _Between(job, log_decay)
         arriving: Pending | None = None
         for step, (held, holder) in enumerate(_travelling(job, own)):
-            grads = [torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in held[:3] if x is not None]
+            of_keys = _Totals(held[:3])
             for block in _blocks(job, own, held, holder):
-                rows, columns = block.queries.local, block.keys.local
+                rows, columns = block.rows, block.columns
+                tokens = columns.stop - columns.start
                 of_rows = [None if x is None else x[:, :, rows] for x in (grad_o, grad_statistic, q, o, statistic)]
                 *of_rows, o_rows, statistic_rows = of_rows
                 part = ops.attention_backward(*of_rows, block.k, block.v, o_rows, statistic_rows, block.call)
-                grad_q[:, :, rows] += part[0]
-                for total, x in zip(grads, part[1:], strict=False):
-                    total[:, :, columns] += x[:, :, : block.keys.tokens]
+                of_own_queries.add(rows, part[:1])
+                of_keys.add(columns, [x[:, :, :tokens] for x in part[1:] if x is not None])
                 if log_decay is not None and block.keys != block.queries:
-                    behind = part[3][..., block.keys.tokens :]
+                    behind = part[3][..., tokens:]
                     of_queries[..., rows] += behind
                     between.add(block, behind[..., 0])
+            if step == 0:  # what a rank adds for its own keys stays there
+                of_own_keys = of_keys
+                continue
             if arriving is not None:
-                for total, x in zip(grads, _unpacked(arriving.wait(), grads), strict=True):
-                    total += x
-            if job.spread.layout.world > 1:
-                following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
-                like = [x.to(wide) for x in following[:3] if x is not None]
-                arriving = pass_on("gradients of keys and values", _packed(grads), message_bytes(like), job.spread.group, tag=1)
+                of_keys.add_all(_unpacked(arriving.wait(), gradients_of(held, step - 1)))
+            following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
+            message = _packed(of_keys.result(), gradients_of(held, step))
+            expected = message_bytes(gradients_of(following, step))
+            arriving = pass_on("gradients of keys and values", message, expected, job.spread.group, tag=1)
         if arriving is not None:
-            home = [torch.empty_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in own[:3] if x is not None]
-            grads = _unpacked(arriving.wait(), home)
+            of_own_keys.add_all(_unpacked(arriving.wait(), gradients_of(own, step)))
+        (grad_q,), grads = of_own_queries.result(), of_own_keys.result()
         grad_decay = None
         if log_decay is not None:
             grad_decay = (grads[2] + of_queries + between.result()).to(log_decay.dtype)
         return None, grad_q.to(q.dtype), *(x.to(k.dtype) for x in grads[:2]), grad_decay
+
+
+def gradients_of(keys: Keys, step: int) -> list[Tensor]:
+    """Those that are sent of keys in a step, shapes and dtypes: what one rank adds as its operators return it, in the keys' own
+    dtype, sums over ranks in the dtype that they are computed in."""
+    given = (x for x in keys.with_tokens(keys.k.shape[2])[:3] if x is not None)
+    return [x if step == 1 else x.to(eager.compute_dtype(x.dtype)) for x in given]
+
+
+class _Totals:
+    """Sums over blocks of tensors (b, heads, tokens, ...), in the dtype that sums are computed in; those of a single block that
+    has all tokens are as they came."""
+
+    def __init__(self, like: tuple[Tensor | None, ...]):
+        self._like = [x for x in like if x is not None]
+        self._sums: list[Tensor] | None = None
+
+    def add(self, tokens: slice, tensors: Sequence[Tensor]) -> None:
+        if self._sums is None and tokens == slice(0, self._like[0].shape[2]):
+            self._sums = list(tensors)
+            return
+        self._sums = [x.to(eager.compute_dtype(x.dtype)) for x in self.result()]
+        for total, x in zip(self._sums, tensors, strict=True):
+            total[:, :, tokens] += x
+
+    def add_all(self, tensors: Sequence[Tensor]) -> None:
+        self.add(slice(0, self._like[0].shape[2]), tensors)
+
+    def result(self) -> list[Tensor]:
+        return self._zeros() if self._sums is None else self._sums
+
+    def _zeros(self) -> list[Tensor]:
+        contiguous = torch.contiguous_format
+        return [torch.zeros_like(x, dtype=eager.compute_dtype(x.dtype), memory_format=contiguous) for x in self._like]
 
 
 def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
@@ -253,7 +340,7 @@ def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
     for step in range(job.spread.layout.world):
         arriving = None
         if step + 1 < job.spread.layout.world:
-            message = _packed(own) if step == 0 else message
+            message = _packed(own, own) if step == 0 else message
             following = own.with_tokens(job.spread.layout.count(job.holder(step + 1)))
             arriving = pass_on("keys and values", message, message_bytes(following), job.spread.group, tag=0)
         yield held, job.holder(step)
@@ -273,7 +360,8 @@ class _Between:
 
     def add(self, block: Block, flow: Tensor) -> None:
         layout = self._job.spread.layout
-        for part in layout.parts[layout.index[block.keys] + 1 : layout.index[block.queries]]:
+        (queries,), (keys,) = block.queries, block.keys
+        for part in layout.parts[layout.index[keys] + 1 : layout.index[queries]]:
             self._sums[part.rank, layout.of(part.rank).index(part)] += flow
 
     def result(self) -> Tensor:

@@ -24,10 +24,13 @@ from torch.nn import functional as F
 from fastmax import eager, ops
 from fastmax.call import Call
 from fastmax.distributed.carries import Carries
-from fastmax.distributed.communication import Pending, all_to_all, gather
+from fastmax.distributed.communication import Earlier, Pending, all_to_all, gather, room
 from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part, Spread
 from fastmax.score import Score
+
+# Rows of k from which on kernels cut a call in several pieces (csrc/linear/order2/plan.h: 832 MiB of states at a time).
+_ROWS_IN_PIECES = 1 << 20
 
 # Bytes in the time that one more message takes: 20 us at 300 GB/s. Gathering receives the states of all other ranks, shares
 # about those of two; the difference has to be worth a message.
@@ -43,19 +46,27 @@ class Exchange:
     """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it,
     None where there are none."""
 
-    def __init__(self, own: list[Tensor], like: Tensor, carries: Carries | None, spread: Spread, backward: bool):
-        """Starts it; `like` (channels, elements), of a rank without parts too."""
+    def __init__(
+        self,
+        own: list[Tensor],
+        like: Tensor,
+        carries: Carries | None,
+        spread: Spread,
+        backward: bool,
+        earlier: Earlier | None = None,
+    ):
+        """Starts it; `like` (channels, elements), of a rank without parts too. `earlier`: of `gather`."""
         self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
         layout, group = spread
         self._carries = carries
         self._elements = like.shape[1]
-        missing = [torch.zeros_like(like)] * (layout.most_parts - len(own))
+        missing = [like] * (layout.most_parts - len(own))
         all_own = [*own, *missing]
         states = all_own[0].unsqueeze(0) if len(all_own) == 1 else torch.stack(all_own)
         self._shares = by_shares(layout.world, states.numel() * states.element_size())
         what = "gradients of states" if backward else "states"
         if not self._shares:
-            self._pending: Pending = gather(what, states, group)
+            self._pending: Pending = gather(what, states, group, earlier)
             return
         world = layout.world
         states = F.pad(states, (0, -self._elements % world)).unflatten(2, (world, -1)).permute(2, 0, 1, 3)
@@ -158,10 +169,10 @@ def _unpack(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
-    """A packed state of zeros."""
+    """A packed state whose numbers nobody reads."""
     (b, hk, _, d), dv = k.shape, v.shape[3]
     rows = eager.state_rows(d, score.order)
-    return k.new_zeros(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
+    return k.new_empty(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
 
 
 def _joined(pieces: list[tuple[Tensor, ...]], empty: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
@@ -187,8 +198,8 @@ def _pairs(state: _State, grads: _State, k: Tensor) -> Tensor:
     """(b, hk), float64: the sum of the products of a state's numbers and their gradients."""
     # What has no gradient has no part in it, even if it is not finite.
     given = [(x, grad) for x, grad in zip(state, grads, strict=True) if x is not None and grad is not None]
-    products = (torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given)
-    return sum((x.flatten(2).sum(-1) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
+    products = ((x * grad).masked_fill_(grad == 0.0, 0.0) for x, grad in given)
+    return sum((x.flatten(2).sum(-1, dtype=torch.float64) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
 
 
 class _Call:
@@ -199,6 +210,10 @@ class _Call:
         self.states: Exchange | None = None
         self.kept: list[Tensor] = []  # of each part, on the way to its own state
         self.gradients: Callable[[], tuple[Tensor, ...]] | None = None  # of q, k, v and log_decay, once theirs are exchanged
+
+
+def _nothing_kept(k: Tensor) -> Tensor:
+    return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
 
 
 def _own_states(
@@ -213,11 +228,31 @@ def _own_states(
     unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, not backward)
     for i, part in enumerate(job.spread.parts):
         if part in unread:
-            own.append(like), kept.append(k.new_empty(*k.shape[:2], 0, dtype=torch.uint8))
+            own.append(like), kept.append(_nothing_kept(k))
         else:
             *state, of_part = state_of(i, part)
             own.append(_pack(state)), kept.append(of_part)
     return own, kept
+
+
+def _computes_first(k: Tensor, job: Job, like: Tensor) -> bool:
+    """Whether a rank has more to do, in the backward, than it needs for the exchange: the one with the first part alone.
+
+    Nobody reads the gradient of the state that this part begins with. What comes for it could be added to states that it kept
+    in place of that; but it has the gradient of its queries to compute all the same, and then goes on from what has come, as in
+    one process. The others come to the exchange when they have walked over their tokens once; this rank does where it is about
+    as far, in the midst of its queries, as who comes early waits on multiprocessors.
+    """
+    layout = job.spread.layout
+    rows = k.shape[0] * k.shape[1] * k.shape[2]
+    in_pieces = k.is_cuda and job.score.order == 2 and rows >= _ROWS_IN_PIECES
+    return in_pieces and _has_first_part_alone(job) and not by_shares(layout.world, like.nbytes)
+
+
+def _has_first_part_alone(job: Job) -> bool:
+    """And no rank has several."""
+    layout = job.spread.layout
+    return layout.most_parts == 1 and job.spread.parts == layout.parts[:1]
 
 
 class _Begin(torch.autograd.Function):
@@ -279,17 +314,26 @@ class _Finish(torch.autograd.Function):
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
             return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
-        own, kept = _own_states(state_of, job, like, k, backward=True)
-        exchange = Exchange(own, like, job.carries, job.spread, backward=True)
-        # While gradients of states are on their way:
-        of_queries = [
-            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
-        ]
+        def of_queries_of(i: int, part: Part, event: torch.cuda.Event | None = None) -> tuple[Tensor, Tensor]:
+            return ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i], event)
+
+        if _computes_first(k, job, like):
+            into = room(like.unsqueeze(0), job.spread.group)
+            event = torch.cuda.current_stream(k.device).record_event() if k.is_cuda else None
+            of_queries, kept = [of_queries_of(0, parts[0], event)], [_nothing_kept(k)]
+            exchange = Exchange([like], like, job.carries, job.spread, backward=True, earlier=Earlier(event, into))
+        else:
+            own, kept = _own_states(state_of, job, like, k, backward=True)
+            exchange = Exchange(own, like, job.carries, job.spread, backward=True)
+            # While gradients of states are on their way:
+            of_queries = [of_queries_of(i, part) for i, part in enumerate(parts)]
 
         def gradients() -> tuple[Tensor, ...]:
+            nonlocal exchange
             came = exchange.wait()
             behind = _states(came, v)
             passed_on = [] if log_decay is None else _states(exchange.passed_on(came), v)
+            exchange = came = None
             pieces = []
             for i, part in enumerate(parts):
                 (grad_q, pairs), of_states = of_queries[i], None

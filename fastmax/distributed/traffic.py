@@ -46,7 +46,8 @@ def exchanged_bytes(
 
         states      b hk F (dv + 1) numbers of a part, F = 1 + d (p = 1) or 1 + d + d(d + 1)/2: those of the other ranks, or
                     where that is less about twice a rank's own, forward and backward; independent of the tokens
-        ring        k and v of the other ranks, forward and backward; their gradients of all ranks in fp32, backward
+        ring        k and v of the other ranks, forward and backward; in the backward as many messages of gradients, of
+                    which the first is in the dtype of k and v, the others in fp32
         window      k and v of `exact_window` tokens around each part, forward; their gradients, backward
 
     `log_decay` and `cu_seqlens` add two numbers a part and head, decays and masks what they weigh beside k and v. What the
@@ -102,8 +103,9 @@ def _states(layout: Layout, keys: ring.Keys, causal: bool, p: int) -> Bytes:
 def _ring(layout: Layout, rank: int, keys: ring.Keys) -> Bytes:
     of_ranks = [keys.with_tokens(layout.count(other)) for other in range(layout.world)]
     forward = sum(ring.message_bytes(x) for other, x in enumerate(of_ranks) if other != rank)
-    wide = eager.compute_dtype(keys.k.dtype)
-    gradients = sum(ring.message_bytes([x.to(wide) for x in keys[:3] if x is not None]) for keys in of_ranks)
+    # In step s, from the second on, a rank gets those of the keys that it has in the next one; in the last, of its own.
+    of_steps = ((step, of_ranks[(rank - step - 1) % layout.world]) for step in range(1, layout.world))
+    gradients = sum(ring.message_bytes(ring.gradients_of(keys, step)) for step, keys in of_steps)
     if keys.log_decay is not None:
         b, hk = keys.k.shape[:2]
         gradients += (layout.world - 1) * layout.most_parts * b * hk * 8

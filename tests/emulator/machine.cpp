@@ -173,8 +173,18 @@ class Block {
       f.context.start(stacks.data + i * kStackBytes, kStackBytes, fiber_entry);
       warps[i / kWarp].can_run |= 1u << i % kWarp;
     }
-    const int at_launch = kRegisters / dim / 8 * 8;
-    for (Warp& warp : warps) warp.registers = std::min(at_launch, 255);
+    registers_at_launch = kRegisters / dim / 8 * 8;
+    for (Warp& warp : warps) warp.registers = std::min(registers_at_launch, 255);
+  }
+
+  // As one more block of the kernel shares the multiprocessor: __launch_bounds__ says how many do, and is not seen here.
+  void share_registers() {
+    const int before = registers_at_launch;
+    registers_at_launch = kRegisters / dim / ++sharing_blocks / 8 * 8;
+    for (Warp& warp : warps) {
+      if (warp.registers == before) warp.registers = registers_at_launch;
+      else free_registers -= before - registers_at_launch;
+    }
   }
 
   // Until all threads ended, or one failed.
@@ -682,7 +692,7 @@ class Block {
     uint16_t readers;   // products and copies that read it at some time until they are waited for
   };
   std::vector<Granule> granules;  // of 16 bytes of dynamic shared memory each
-  int free_registers = 0;
+  int registers_at_launch = 0, sharing_blocks = 1, free_registers = 0;
 };
 
 thread_local Block* block = nullptr;
@@ -918,6 +928,10 @@ void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) 
   check_bulk(src, dst, bytes);
   block->start_load({false, {}, {}, src, dst, bytes, barrier});
 }
+void prefetch_bulk(const void* src, uint32_t bytes) {
+  touch();
+  check_bulk(src, 0, bytes);
+}
 void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine combine) {
   const TensorMap& m = tensor_map_of(map);
   block->check_box(m, src);
@@ -1021,6 +1035,7 @@ void product_wait(int pending) {
 void set_registers(int registers, bool more) {
   exchange<int>("setmaxnreg", registers, kAllLanes, [&](const Lanes<int>&) {
     Warp& warp = block->warp();
+    if (more && registers < warp.registers && block->free_registers >= 0) block->share_registers();
     if (registers % 8 != 0 || registers < 24 || registers > 256 || (registers < warp.registers) == more) {
       fail("setmaxnreg from " + std::to_string(warp.registers) + " to " + std::to_string(registers));
     }

@@ -151,6 +151,8 @@ enum class Combine { kReplace, kAddFloat, kAdd16 };
 
 void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box);
 void load_bulk(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier);
+// Brings nothing, but fails where the instruction would.
+void prefetch_bulk(const void* src, uint32_t bytes);
 void store_box(const CUtensorMap& map, uint32_t src, const Box& box, Combine combine);
 void store_bulk(void* dst, uint32_t src, uint32_t bytes, Combine combine);
 void bulk_commit();

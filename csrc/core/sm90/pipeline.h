@@ -8,6 +8,9 @@
 //     copies, at barrier ring.full(at)               ring.release(at, lane): once per warp, after its last read
 //
 // Both walk over the same stages in the same order. Readers that read by wgmma release after they waited for it.
+// Those that read by ordinary loads or ldmatrix release after they used what they read, or behind ptx::fence_proxy_async(): a load
+// whose result nothing waits for may still be on its way when the copy engine fills the stage again. The assembler moves what uses it
+// behind the release as it likes, mma too; where the result goes into a wgmma that is waited for, it cannot.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +59,8 @@ struct Ring {
   __device__ __forceinline__ void wait_until_empty(RingPosition at) const { ptx::mbarrier_wait(empty(at), at.parity ^ 1); }
   __device__ __forceinline__ void expect(RingPosition at, uint32_t bytes) const { ptx::mbarrier_arrive_expect(full(at), bytes); }
   __device__ __forceinline__ void wait_until_full(RingPosition at) const { ptx::mbarrier_wait(full(at), at.parity); }
+  // Asked before the stage is needed; where it is not, wait_until_full follows.
+  __device__ __forceinline__ bool is_full(RingPosition at) const { return ptx::mbarrier_try_wait(full(at), at.parity); }
 
   // A writer's warp, in place of `expect`, after its writes.
   __device__ __forceinline__ void publish(RingPosition at, int lane) const {

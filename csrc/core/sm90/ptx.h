@@ -33,6 +33,9 @@ __device__ __forceinline__ void mbarrier_arrive_many(uint32_t barrier, int arriv
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
+// [griddepcontrol.wait] Until the kernels before this one in its stream have ended and all that they wrote is there (launch.h).
+__device__ __forceinline__ void wait_for_earlier_kernels() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // [mbarrier.try_wait] Whether the phase of this parity has ended; waits for a time that the system chooses. Not `.acquire.cluster`,
 // which empties L1 at every wait.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
@@ -87,6 +90,11 @@ __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst), "l"(src),
                "r"(bytes), "r"(barrier)
                : "memory");
+}
+
+// [cp.async.bulk.prefetch] Likewise into the L2 cache, for those who will read it from there.
+__device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 
 // [cp.async.bulk] Likewise from shared memory. Joins this thread's bulk group.

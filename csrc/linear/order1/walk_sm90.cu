@@ -333,6 +333,7 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
           ring.wait_until_full(at);
           if (!of_y || kWalk != Walk::kGradQ) {
             add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes, shared_tiles + scales_at(at.stage));
+            ptx::fence_proxy_async();  // the last loads may be on their way where nothing was made of them yet
           }
           ring.release(at, lane);
         }
@@ -605,6 +606,7 @@ __global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
       ring.wait_until_full(at);
       add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes,
                                      shared_tiles + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>);
+      ptx::fence_proxy_async();  // as in the walk
       ring.release(at, lane);
     }
     float* vector = out + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0);

@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       if (own < 0) load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
       else load_own(at, own, queue.token(loads.item), queue.y_head(loads.item), queue.batch(loads.item));
     }
+    __syncwarp();
     ++loads.count;
     if (++loads.stage == loads.stages) loads.stage = 0, loads.stages = queue.stages(++loads.item);
   };
@@ -167,6 +168,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         const RingPosition at{loads.count % kStages, static_cast<uint32_t>(loads.count / kStages % 2)};
         load_snapshot(at, queue.snapshot(loads.item) + loads.stage * Tile::kStageBytes);
       }
+      __syncwarp();
       ++loads.count, ++loads.stage;
     } else {
       load_stage();
@@ -189,6 +191,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
     const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
+    prefetch_sums<Tile::kSums>(a, a.sums, item);
     ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kFadingBytes);
     if constexpr (kFadingBytes != 0) {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
@@ -220,6 +223,9 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes, x2 = x + kTileBytes;
     float grad[kHeadDim / 2], values[kValues ? kHeadDim / 2 : 1], x_e[2] = {0.f, 0.f};
     ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / Tile::kXBuffers % 2);
+    // Lanes may leave the wait apart, and nothing before the first product brings them together: but one of them issues loads there, by
+    // uniform registers, which the others would write to meanwhile.
+    if constexpr (kValues) __syncwarp();
     const auto load_x_e = [&](const ItemsOfRows::Item& item) {
       if (kBack) return;
       const float* e = a.x_scale.data + item.x_head_index * a.x_scale.head;

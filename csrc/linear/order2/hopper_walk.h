@@ -206,6 +206,13 @@ struct ItemSource {
   __device__ __forceinline__ int64_t state(const LinearProblem& p) const { return int64_t{batch} * p.state_heads + y_head / p.y_group; }
 };
 
+// The sums of an item's snapshot into the L2 cache, long before they are read: they were written a pass ago. By one thread.
+template <int kSums>
+__device__ __forceinline__ void prefetch_sums(const LinearProblem& p, const float* sums, const ItemsOfRows::Item& item) {
+  static_assert(kSums % 4 == 0, "a prefetch takes multiples of 16 bytes");
+  if (p.has_state(item.chunk)) ptx::bulk_prefetch(sums + item.slot * kSums, kSums * 4);
+}
+
 // Sources of the next items of a warp, in shared memory: where loads are issued by warps that also compute, registers are short.
 struct SourceQueue {
   static constexpr int kItems = 8;  // loads are at most so many items ahead of products, as each has one stage at least

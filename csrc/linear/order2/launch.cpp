@@ -124,12 +124,14 @@ struct Passes {
   void* kept = nullptr;  // where the plan keeps snapshots
   Snapshots origin = Snapshots::kSummed;
   UncountedRows uncounted{};
+  cudaEvent_t event = nullptr;  // recorded between phases, about a third of them behind it
 
   // Runs the phases: the states, then whoever reads them.
   template <class Consume>
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
+      if (event != nullptr && i == std::max(1, plan.phases() / 3)) check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
       const bool are_ready = origin == Snapshots::kReady;
       if (phase.loads && !are_ready) kernels.load(p, carry(phase, loads), stream);
       if (origin == Snapshots::kAddedTo) add(phase, a);
@@ -417,7 +419,9 @@ struct BwdPlan {
  private:
   BwdPlan(const BwdParams& p, const StateSizes& sizes, bool takes_zeros, Workspace w)
       : prefixes(forward_in_time(p, sizes), sizes, p.sm_count, continues(p)),
-        suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
+        // Beside grad_k and grad_v alone the caller has the other gradients: there the workspace is the last to come.
+        suffixes(back_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr,
+                 /*saves=*/p.grad_q == nullptr && p.grad_k != nullptr),
         inputs(p, w, continues(p) ? suffixes.whole.y_row(suffixes.whole.end()) : p.n),
         zeroed(p, takes_zeros, w),
         faded(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
@@ -523,7 +527,8 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
 
   const CarriedGradients& c = p.state;
   const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
-  const Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
+  Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
+  over_prefixes.event = p.event;
   if (p.grad_q != nullptr) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
   if (p.grad_q != nullptr && p.grad_k == nullptr) return;
 

@@ -20,6 +20,8 @@ namespace fastmax {
 // Snapshots at a time (order 1: and the sums of parts), and accumulators that are handed on. What is cut into segments takes no more
 // of those: 3 blocks a multiprocessor and one of every state.
 inline constexpr int64_t kPhaseBytes = int64_t{832} << 20;
+// The same where it counts among the tensors that are alive, and there are many phases either way: so many snapshots of whole sequences.
+inline constexpr int64_t kSmallPhaseBytes = kPhaseBytes / 3;
 inline constexpr int64_t kAccumulatorBytes = int64_t{128} << 20;
 // Snapshots of all chunks that are kept from one call to the next. (1, 32, 65536, 128) in bf16 takes 4.8 GB; at head_dim 64 2.5, and 1.3 on
 // Hopper.
@@ -84,9 +86,10 @@ struct StatePlan {
   int segments;        // that a walk is cut into, at most
   bool carries;        // a state, from before the first row on: accumulators go in, and come out where the last chunk ends
   bool keeps;          // snapshots, of all chunks; of order 2, where it carries: phases are whole sequences
+  bool saves;          // memory, where snapshots of all chunks are more than may be kept; where it carries
 
-  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool keeps = false)
-      : whole(r), sizes(sizes), carries(carries), keeps(keeps) {
+  StatePlan(const LinearProblem& r, const StateSizes& sizes, int sm_count, bool carries = false, bool keeps = false, bool saves = false)
+      : whole(r), sizes(sizes), carries(carries), keeps(keeps), saves(saves) {
     const int64_t states = cut(sm_count);
     batches = in_equal_pieces(r.batch, std::max<int64_t>(1, states / r.state_heads));
     heads = in_equal_pieces(r.state_heads, std::min<int64_t>(r.state_heads, states));
@@ -159,7 +162,9 @@ struct StatePlan {
     const int64_t handing = std::max<int64_t>(1, kAccumulatorBytes / (4 * sizes.blocks * sizes.accumulator_floats));
     if (!carries && handing < whole.states() && fitting * sizes.blocks >= sm_count) return whole_waves(fitting, sm_count);
     const int64_t states = handing < whole.states() ? whole_waves(handing, sm_count) : whole.states();
-    if (!keeps) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, kPhaseBytes / (states * sizes.snapshot_bytes)));
+    const bool is_long = whole.states() * sequence_bytes > kKeptBytes;
+    const int64_t phase_bytes = saves && is_long ? kSmallPhaseBytes : kPhaseBytes;
+    if (!keeps) chunks = in_equal_pieces(whole.chunks, std::max<int64_t>(1, phase_bytes / (states * sizes.snapshot_bytes)));
     return states;
   }
 

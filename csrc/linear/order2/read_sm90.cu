@@ -28,8 +28,9 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
   static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
-  // Two sums of 64 rows and 128 channels take more than the third of the registers that a warpgroup has at first; so do factors.
-  static constexpr bool kMovesRegisters = kHeadDim == 128 || kFades;
+  // Two sums of 64 rows take more than the third of the registers that a warpgroup has at first, where products are always in flight; so
+  // do factors.
+  static constexpr bool kMovesRegisters = (kHeadDim >= 64 && !kAdds) || kFades;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
   // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
@@ -163,7 +164,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
   const Ring<kStages> ring(stages_at + Tile::kBarriers), copied(stages_at + (kAdds ? Tile::kCopied : Tile::kBarriers));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warpgroup = warp / 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Loops over tiles depend on it: what they change is kept in uniform registers where it is known to be the same in all lanes. At head
+  // dim 128 that spills.
+  const int warpgroup = kHeadDim == 128 ? warp / 4 : warp_uniform(warp / 4);
   if (threadIdx.x == 0) {
     ring.init(4 * kWarpgroups);
     if constexpr (kAdds) copied.init(1);
@@ -221,6 +225,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
     const ItemsOfRows::Item item = items.at(a, index);
     const int buffer = count % kXBuffers;
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
+    prefetch_sums<Tile::kSums>(a, a.sums, item);
     ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kFadingBytes));
     for (int m = 0; m < kRowTiles; ++m) {
       const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
@@ -261,29 +266,37 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         const float* state_sums = a.sums + item.slot * Tile::kSums;
         const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
 #pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+          float v[kRowTiles][kPanelCols / 2];
+          wgmma_fence();
 #pragma unroll
-          for (int panel = 0; panel < Tile::kPanels; ++panel) {
-            float v[kPanelCols / 2];
-            wgmma_fence();
+          for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
               const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
               const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
-              if (k == 0) Panel::template ss_first<Major::kK, Major::kMN>(v, columns, features);
-              else Panel::template ss<Major::kK, Major::kMN>(v, columns, features);
+              if (k == 0) Panel::template ss_first<Major::kK, Major::kMN>(v[m], columns, features);
+              else Panel::template ss<Major::kK, Major::kMN>(v[m], columns, features);
             }
             wgmma_commit();
-            wgmma_wait<0>();
-            keep(v);
-            const float* sum_y = state_sums + Tile::kSumY + kPanelCols * panel;
+          }
+          float2 sum_y[kPanelCols / 8];
+#pragma unroll
+          for (int j = 0; j < kPanelCols / 8; ++j) {
+            sum_y[j] = ptx::load_global_f32x2(state_sums + Tile::kSumY + kPanelCols * panel + 8 * j + 2 * t);
+          }
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            if (m == 0) wgmma_wait<kRowTiles - 1>();
+            else wgmma_wait<0>();
+            keep(v[m]);
 #pragma unroll
             for (int j = 0; j < kPanelCols / 8; ++j) {
               const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, kPanelCols / 8 * panel + j) + 4 * t;
               const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 8 * RowTile::kRowBytes);
-              const float2 s = ptx::load_global_f32x2(sum_y + 8 * j + 2 * t);
-              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[4 * j + 1]);
-              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[4 * j + 3]);
+              const float2 s = sum_y[j];
+              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[m][4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[m][4 * j + 1]);
+              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[m][4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[m][4 * j + 3]);
             }
           }
         }
@@ -303,13 +316,13 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         }
       }
       wgmma_commit();
-      wgmma_wait<0>();
-      ring.release(at, lane);
+      before = at, releases = true;  // while features of the first tile are made
       at.template advance<kStages>();
 
       // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
       int half = 0;  // of the stage
-      uint32_t tile = 0, base[kRowTiles][2], f[kRowTiles][16];  // f: features
+      bool is_full = false;  // the stage of the next tile
+      uint32_t base[kRowTiles][2], f[kRowTiles][16];  // f: features
       const auto load_base = [&](int block) {
         const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
 #pragma unroll
@@ -343,8 +356,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         };
         const int tiles = Tile::star_tiles(star);
         for (int j = 0; j < tiles; ++j) {
-          if (half == 0) ring.wait_until_full(at), tile = stages_at + at.stage * Tile::kStageBytes;
-          const Operand<RowTile> features(tile);
+          if (!is_full) ring.wait_until_full(at);
+          __syncwarp();
+          const RingPosition own = at;
+          const Operand<RowTile> features(stages_at + own.stage * Tile::kStageBytes + half * kTileBytes);
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             wgmma_wait<kRowTiles - 1>();
@@ -361,9 +376,12 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
 #pragma unroll
             for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f[m] + 4 * k, features.mn_major(k));
             wgmma_commit();
+            if (m == 0) {  // asked beside products, well before it is used
+              if (half == 1) at.template advance<kStages>();
+              is_full = ring.is_full(star + 1 < kBlocks || j + 1 < tiles ? at : own);
+            }
           }
-          if (half == 1) before = at, releases = true, at.template advance<kStages>();
-          else tile += kTileBytes;
+          if (half == 1) before = own, releases = true;
           half ^= 1;
         }
       }

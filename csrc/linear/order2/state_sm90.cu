@@ -1,10 +1,10 @@
 // States of the linear algorithm on Hopper: what state_sm80.cu computes, by wgmma and TMA, in snapshots of snapshot_sm90.h.
 //
 // A warpgroup keeps up to kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
-// tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times a scalar of y by shuffle)
-// and w, or for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
-// from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h).
-
+// tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or
+// for moments y, from shared memory. At the beginning of a chunk the sums are rounded into shared memory and copied
+// from there by the copy engine, while the walk goes on; and where rows fade, they do (linear/fading.h). All copies are issued by warps of
+// their own.
 
 #include "core/launch.h"
 #include "core/sm90/pipeline.h"
@@ -21,11 +21,16 @@ namespace {
 template <int kHeadDim, bool kFine>
 struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
   using State = HopperShares<kHeadDim, kFine>;
-  static constexpr int kThreads = 256;
+  // All copies are issued by a warpgroup of their own, which gives its registers to the others.
+  static constexpr int kThreads = 256, kAllThreads = kThreads + 128;  // that walk, and all
   static constexpr int kResident = kHeadDim == 32 ? 2 : 1;  // blocks that share a multiprocessor, where there are as many
+  static constexpr int kProducerRegisters = 24, kWalkRegisters = kHeadDim == 32 ? 104 : 240;
+  static_assert(2 * kWalkRegisters + kProducerRegisters <= 3 * ptx::registers_at_launch(kAllThreads * kResident),
+                "the producer has fewer registers to give");
   static constexpr int kStages = kHeadDim <= 64 ? 8 : 4;
-  static constexpr int kAhead = kStages - 2;  // stages that are on their way: loads are issued by a thread that also computes
   static constexpr int kStageBytes = 2 * State::kTileBytes;  // w, y
+  // A run's first rows stay in registers from the last stage of the run before; else they are read again, behind the snapshot.
+  static constexpr bool kKeepsRows = kHeadDim <= 64;
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kStaging = kStages * kStageBytes;  // a snapshot's tiles, of each warpgroup
@@ -53,7 +58,7 @@ struct Divisor {
     return multiplier == 0 ? x : static_cast<int>(uint64_t{static_cast<uint32_t>(x)} * multiplier >> 32);
   }
 };
-// What a launch knows of StateArgs, for loads: a warpgroup waits for the thread that issues them.
+// What a launch knows of StateArgs, for loads.
 struct Loads {
   Divisor y_group, state_heads;
   bool has_e;  // besides what is left of rows that fade
@@ -73,7 +78,6 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading, kBounded = kRows == Rows::kBounded || kFades;
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
-  constexpr bool kHasStar = kHeadDim <= 64 && kOwn == Tile::kOwnTiles;  // its first tile is (s, s)
   // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
   constexpr int kFirst = (kOwn + 1) / 2;
   constexpr int kColumnWarps = Tile::kPanelCols / 16, kOnesWarp = Tile::kOnesRow / 16;  // of a tile of columns, and of ones
@@ -118,12 +122,44 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
                      tile_scales(a.y_scale, a.ny, int64_t{own_state} * y_group + y_head, token), kScaleBytes, ring.full(at));
     }
   };
-  // The warpgroups take turns, or one would be behind the other at every stage.
-  if (threadIdx.x % 128 == 0) {
-    for (int i = warpgroup; i < min(Tile::kAhead, stages); i += 2) load_stage(i);
-  }
+  // The tiles of a snapshot that a warpgroup has laid down, by one thread.
+  const auto staging_of = [&](int wg) { return static_cast<uint32_t>(stages_at + Tile::kStaging + wg * Tile::kStagingBytes); };
+  const auto share_of = [&](int wg) { return StateShare<kHeadDim, kFine>(state_block % Tile::kStateBlocks * 2 + wg); };
+  const auto copy_snapshot = [&](const StateShare<kHeadDim, kFine>& share, uint32_t staging, int c) {
+    uint8_t* snapshot = static_cast<uint8_t*>(a.snapshots) + a.slot(state, c) * Tile::kSnapshotBytes;
+    const int pairs = share.last == LastTile::kPair ? share.tiles : share.tiles - 1;
+    ptx::bulk_store(snapshot + (Tile::kFirstPair + Tile::pair_index(share.star, share.first)) * kTileBytes, staging, pairs * kTileBytes);
+    if (share.last == LastTile::kColumns) {
+      const int tile = (share.of_y ? Tile::kMomentTile : Tile::kLinearTile) + share.half;
+      ptx::bulk_store(snapshot + tile * kTileBytes, staging + pairs * kTileBytes, kTileBytes);
+    }
+    ptx::bulk_commit();
+  };
+  // Named barriers of a warpgroup and of the warp that copies its snapshots: its staging may be written; is.
+  constexpr int kWithCopier = 128 + 32;
+  const auto staging_is_free = [&](int wg) { return 1 + wg; };
+  const auto staging_is_full = [&](int wg) { return 3 + wg; };
 
-  const StateShare<kHeadDim, kFine> share(state_block % Tile::kStateBlocks * 2 + warpgroup);
+  if (kOwn == Tile::kOwnTiles && warpgroup == 2) {
+    ptx::fewer_registers<Tile::kProducerRegisters>();
+    const int wg = warp - Tile::kThreads / 32 - 1;  // whose snapshots this warp copies
+    if (wg < 0) {
+      for (int i = 0; lane == 0 && i < stages; ++i) load_stage(i);
+    } else if (wg < 2 && !totals) {
+      const StateShare<kHeadDim, kFine> share = share_of(wg);
+      for (int c = chunk; a.chunk_begin(c) < end + is_last; ++c) {
+        ptx::barrier_arrive<kWithCopier>(staging_is_free(wg));
+        ptx::barrier_wait<kWithCopier>(staging_is_full(wg));
+        if (lane == 0) copy_snapshot(share, staging_of(wg), c), ptx::bulk_wait_read<0>();
+        __syncwarp();
+      }
+      if (lane == 0) ptx::bulk_wait<0>();
+    }
+    return;
+  }
+  ptx::more_registers<Tile::kWalkRegisters>();
+
+  const StateShare<kHeadDim, kFine> share = share_of(warpgroup);
   const bool of_columns = share.last == LastTile::kColumns, of_ones = share.has_ones();
   const int w4 = warp % 4, t = lane % 4, row8 = lane % 8, row_half = lane / 8 % 2, block_half = lane / 16;
   // Where a lane's row of an ldmatrix begins in 16 rows of y, of a block of columns.
@@ -138,9 +174,10 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   for (int i = 0; i < kOwn / 2; ++i) pair_offset[i] = address_of(share.block(2 * i + block_half));
   const int first_column = 8 * share.half + 2 * (w4 % kColumnWarps);
   const uint32_t last_offset = address_of(of_columns ? first_column + block_half : share.block(kOwn - 1));
-  const uint32_t star_offset = address_of(share.star);
+  // Where the scalars of this lane's features lie: two columns of the star's block, in 16 rows those of 2t and 2t + 8, and the next rows.
+  const uint32_t scalars_offset = RowTile::chunk_offset(2 * t, share.star) + 4 * w4;
+  const uint32_t next_scalars_offset = RowTile::chunk_offset(2 * t + 1, share.star) + 4 * w4;
   const uint32_t one = 0x3f803f80u, ones_row = w4 == kOnesWarp && lane < 4 ? one : 0;  // in bf16
-  const int lane0 = 8 * w4 + t, lane1 = lane0 + 4;  // that have the scalars of this lane's features
 
   // count: this lane's part of sum e; where rows are plain, of what was carried in alone.
   float acc[kOwn][kRegs], count;
@@ -159,14 +196,17 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
 
   // Of 16 rows: y^T of the tiles' blocks, two tiles each, of a tile two registers of 8 rows; the last tile may have two blocks.
   constexpr int kPairs = kOwn / 2 + 1;
-  uint32_t b[kPairs][4], scalars[2];
+  uint32_t b[kPairs][4], scalars[2][2];  // scalars: as they lie, of 8 rows each those of a row and of the next
   uint32_t f[kOwn][4];  // features: of one group of products, while those of the other are in flight
   const auto load_rows = [&](uint32_t y) {
 #pragma unroll
     for (int i = 0; i < kPairs - 1; ++i) ptx::ldmatrix_x4_trans(b[i], y + pair_offset[i]);
     ptx::ldmatrix_x4_trans(b[kPairs - 1], y + last_offset);
-    if constexpr (kHasStar) scalars[0] = b[0][0], scalars[1] = b[0][1];  // the star's own block
-    else ptx::ldmatrix_x2_trans(scalars, y + star_offset);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      scalars[h][0] = ptx::load_shared_u32(y + scalars_offset + 8 * h * RowTile::kRowBytes);
+      scalars[h][1] = ptx::load_shared_u32(y + next_scalars_offset + 8 * h * RowTile::kRowBytes);
+    }
   };
 
   const auto make_features = [&](const uint32_t(&m)[2][2], int first, int end) {
@@ -188,19 +228,9 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   };
 
   const auto store_snapshot = [&](int c) {
-    const bool is_leader = w4 == 0 && lane == 0;
-    const uint32_t staging = stages_at + Tile::kStaging + warpgroup * Tile::kStagingBytes;
-    if (is_leader) ptx::bulk_wait_read<0>();  // of the snapshot before
-    ptx::barrier_wait<128>(1 + warpgroup);
-#pragma unroll
-    for (int j = 0; j < kOwn; ++j) {
-      float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
-      if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
-      if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
-        store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
-      }
-    }
+    const uint32_t staging = staging_of(warpgroup);
     const int64_t slot = a.slot(state, c);
+    // First of all: the fence below waits for these stores.
     if (of_ones && share.is_there && w4 == kOnesWarp) {
       float* sums = a.sums + slot * Tile::kSums;
       const float total = warp_sum(count);
@@ -211,22 +241,25 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         if (lane < 4) *reinterpret_cast<float2*>(sums + 8 * j) = make_float2(acc[kOwn - 1][4 * j], acc[kOwn - 1][4 * j + 1]);
       }
     }
-    ptx::fence_proxy_async();
-    ptx::barrier_wait<128>(1 + warpgroup);
-    if (is_leader) {
-      uint8_t* snapshot = static_cast<uint8_t*>(a.snapshots) + slot * Tile::kSnapshotBytes;
-      const int pairs = share.last == LastTile::kPair ? kOwn : kOwn - 1;
-      ptx::bulk_store(snapshot + (Tile::kFirstPair + Tile::pair_index(share.star, share.first)) * kTileBytes, staging, pairs * kTileBytes);
-      if (of_columns) {
-        const int tile = (share.of_y ? Tile::kMomentTile : Tile::kLinearTile) + share.half;
-        ptx::bulk_store(snapshot + tile * kTileBytes, staging + (kOwn - 1) * kTileBytes, kTileBytes);
+    ptx::barrier_wait<kWithCopier>(staging_is_free(warpgroup));
+#pragma unroll
+    for (int j = 0; j < kOwn; ++j) {
+      float weight = share.block(j) == share.star ? a.weights.pair : 2.f * a.weights.pair;
+      if (j == kOwn - 1 && of_columns) weight = share.of_y ? a.weights.moment : a.weights.linear;
+      if (j < kOwn - 1 || Tile::kSharesOnes || !of_ones) {
+        store_accumulator<Bf16, RowTile>(staging + j * kTileBytes, 0, acc[j], weight, weight, w4, lane);
       }
-      ptx::bulk_commit();
     }
+    ptx::fence_proxy_async();
+    ptx::barrier_arrive<kWithCopier>(staging_is_full(warpgroup));
   };
 
   RingPosition at;
   int left = stages;  // not yet begun
+  if (Tile::kKeepsRows && stages > 0) {
+    ring.wait_until_full(at);
+    load_rows(stages_at + kTileBytes);
+  }
   for (int row = begin;;) {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
@@ -255,12 +288,12 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
     const int next = totals && !kBounded ? end : min(a.chunk_begin(chunk), end);
     int run = (next - row) / kTileRows * y_group;
     row = next;
-    ring.wait_until_full(at);
-    load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
-    RingPosition before = at;  // released when its products are done
-    for (bool is_first = true; run > 0; --run, is_first = false) {
-      const int next_load = stages - left + Tile::kAhead;
-      if (threadIdx.x == next_load % 2 * 128 && next_load < stages) load_stage(next_load);
+    if constexpr (!Tile::kKeepsRows) {
+      ring.wait_until_full(at);
+      load_rows(stages_at + at.stage * Tile::kStageBytes + kTileBytes);
+    }
+    for (; run > 0; --run) {
+      const bool is_first = left == stages;
       --left;
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
@@ -272,20 +305,30 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         last_at = kFades && !share.of_y ? left_at : ptx::keep_in_register(e + 8 * t);
       }
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
-      at.template advance<kStages>();
-      ring.wait_until_full(left > 0 ? at : own);  // its first rows are read beside this one's last products
+      bool next_is_full = false;
       if constexpr (kScaled) {
         const float2 pair = ptx::load_shared_f32x2(e + 8 * lane);
         count += pair.x + pair.y;
       }
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
+        // What the next stage needs is asked for beside this one's products, and its first rows are read beside the last of them.
+        if (k == 1) {
+          at.template advance<kStages>();
+          next_is_full = ring.is_full(left > 0 ? at : own);
+        }
+        if (k == 3) {
+          if (!next_is_full) ring.wait_until_full(left > 0 ? at : own);
+          __syncwarp();
+        }
         // What is loaded is, before a wait, beside products.
         uint32_t m[2][2], scale[2] = {one, one};
         [[maybe_unused]] uint32_t left[2];
         if constexpr (kFades) load_pairs(left, left_at, k);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) m[0][h] = ptx::shuffle(scalars[h], lane0), m[1][h] = ptx::shuffle(scalars[h], lane1);
+        for (int h = 0; h < 2; ++h) {
+          m[0][h] = ptx::pair_of_low(scalars[h][0], scalars[h][1]), m[1][h] = ptx::pair_of_high(scalars[h][0], scalars[h][1]);
+        }
         if constexpr (kFades) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
@@ -317,7 +360,8 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
           keep(scale);
         }
         wgmma_wait<1>();
-        if (k == 0) ring.release(before, lane, !is_first);
+        // The stage before, whose products are done: also where it was the last of its run.
+        if (k == 0) ring.release({own.stage == 0 ? kStages - 1 : own.stage - 1}, lane, !is_first);
         make_features(m, kFirst, kOwn - 1);
         {
           uint32_t x[4] = {b[kPairs - 1][0], b[kPairs - 1][1], b[kPairs - 1][2], b[kPairs - 1][3]};
@@ -328,7 +372,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
           f[kOwn - 1][2] = ptx::multiply_bf16x2(x[1], plain ? scale[1] : m[0][1]);
           f[kOwn - 1][3] = ptx::multiply_bf16x2(x[3], plain ? scale[1] : m[1][1]);
         }
-        // Behind the last rows of a run: not used, and read again.
+        // Behind the last rows of a run, the first of the next one; behind the last of all, not used.
         load_rows(k < 3 ? y + (k + 1) * 16 * RowTile::kRowBytes : stages_at + at.stage * Tile::kStageBytes + kTileBytes);
         wgmma_fence();
 #pragma unroll
@@ -337,28 +381,26 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         goes_on = true;
         wgmma_commit();
       }
-      before = own;
     }
     wgmma_wait<0>();
-    ring.release(before, lane);
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
   }
   if (is_last ? a.hands_on : first_segment == 0) {
     for_each_accumulator(is_last ? 0 : 1 + segment, [](float& sum, float& saved) { saved = sum; });
   }
-  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
 template <int kHeadDim, Rows kRows, bool kFine>
-__global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kThreads, StateTileSm90<kHeadDim, kFine>::kResident)
+__global__ void __launch_bounds__(StateTileSm90<kHeadDim, kFine>::kAllThreads, StateTileSm90<kHeadDim, kFine>::kResident)
     linear_state_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap zeroed_y_map,
                              const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap zeroed_w_map,
                              const __grid_constant__ StateArgs a, const int first_segment,
                              const __grid_constant__ Loads loads) {
   using Tile = StateTileSm90<kHeadDim, kFine>;
   extern __shared__ __align__(Tile::kAlignment) uint8_t shared[];
-  const uint32_t stages_at = first_tile(shared);
+  uint32_t stages_at = first_tile(shared);
+  if constexpr (kHeadDim > 32) stages_at = ptx::keep_in_register(stages_at);  // or it is worked out again where it is used
   if (threadIdx.x == 0) {
     Ring<Tile::kStages>(stages_at + Tile::kBarriers).init(Tile::kThreads / 32);
     ptx::fence_mbarrier_init();
@@ -384,7 +426,7 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
   const CUtensorMap zeroed_w_map = a.zeroed_w.data == nullptr ? w_map : rows_map<kHeadDim>(a.zeroed_w, a, y_heads, a.ny, a.dv);
   const auto launch = [&](int first_segment, int segments) {
     const auto run = [&](auto kernel) {
-      launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kThreads, Tile::kSharedBytes, stream, y_map,
+      launch_kernel("linear_state_sm90", kernel, grid_1d(segments * blocks), Tile::kAllThreads, Tile::kSharedBytes, stream, y_map,
                     zeroed_y_map, w_map, zeroed_w_map, a, first_segment,
                     Loads{Divisor(a.y_group), Divisor(a.state_heads), a.y_scale.data != a.y_factors.data});
     };

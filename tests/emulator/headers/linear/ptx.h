@@ -14,7 +14,6 @@ uint32_t shuffle_octet(uint32_t value) {
 inline uint32_t shuffle_octet(uint32_t value, int octet_lane) {
   return emulator::exchange("shfl", value)[4 * (octet_lane % 8) + emulator::lane_index() % 4];
 }
-inline uint32_t shuffle(uint32_t value, int lane) { return emulator::exchange("shfl", value)[lane % 32]; }
 
 inline uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
   const auto product = [](uint32_t x, uint32_t y) {
@@ -26,11 +25,12 @@ template <int kHalf>
 uint32_t duplicate_half(uint32_t x) {
   return kHalf == 0 ? (x & 0xffffu) * 0x10001u : (x >> 16) * 0x10001u;
 }
+inline uint32_t pair_of_low(uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; }
+inline uint32_t pair_of_high(uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); }
 inline float low_bf16(uint32_t x) { return __uint_as_float(x << 16); }
 inline float high_bf16(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
 inline void ldmatrix_x2(uint32_t (&r)[2], uint32_t address) { ldmatrix<2>(r, address, false); }
-inline void ldmatrix_x2_trans(uint32_t (&r)[2], uint32_t address) { ldmatrix<2>(r, address, true); }
 
 inline float2 load_global_f32x2(const float* address) { return *reinterpret_cast<const float2*>(address); }
 

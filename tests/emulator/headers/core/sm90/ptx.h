@@ -11,6 +11,7 @@ namespace fastmax::ptx {
 
 inline void mbarrier_init(uint32_t barrier, int arrivals) { emulator::mbarrier_init(barrier, arrivals); }
 inline void fence_mbarrier_init() {}
+inline void wait_for_earlier_kernels() {}
 inline void mbarrier_arrive_if(uint32_t barrier, bool condition) {
   if (condition) emulator::mbarrier_arrive(barrier, 1);
 }
@@ -32,6 +33,7 @@ inline void tma_add(const CUtensorMap& map, uint32_t src, int column, int token,
   emulator::store_box(map, src, {{column, token, head, batch}}, emulator::Combine::kAdd16);
 }
 inline void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t barrier) { emulator::load_bulk(dst, src, bytes, barrier); }
+inline void bulk_prefetch(const void* src, uint32_t bytes) { emulator::prefetch_bulk(src, bytes); }
 inline void bulk_store(void* dst, uint32_t src, uint32_t bytes) { emulator::store_bulk(dst, src, bytes, emulator::Combine::kReplace); }
 inline void bulk_add_f32(float* dst, uint32_t src, uint32_t bytes) {
   emulator::store_bulk(dst, src, bytes, emulator::Combine::kAddFloat);

@@ -1,0 +1,97 @@
+"""Messages by way of the host, and attention that exchanges them: nothing is read before it has come, nor written while it is
+sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import LATE, RankError, Ranks
+from test_distributed import WORLD, check, drawn
+
+from fastmax.distributed import communication
+from fastmax.distributed.communication import Earlier
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    ranks = Ranks(WORLD, tmp_path_factory.mktemp("ranks"), LATE)
+    yield ranks
+    ranks.close()
+
+
+def start(group, kind: str, x: torch.Tensor) -> communication.Pending:
+    """Of x (ranks, 5)."""
+    rank, world = group.rank(), group.size()
+    if kind == "gather":
+        return communication.gather("x", x, group)
+    if kind == "all_to_all":
+        return communication.all_to_all("x", x, group)
+    if kind == "scatter_rows":  # to every rank one row more than to the one before
+        rows = torch.cat([x[:1].expand(other, 5) for other in range(world)])
+        return communication.scatter_rows("x", rows, list(range(world)), [rank] * world, group)
+    # The last rank sends nothing.
+    sent = x.flatten() if rank < world - 1 else x.new_empty(0)
+    return communication.pass_on("x", sent, x.numel() if rank else 0, group, tag=1)
+
+
+def exchanged(group, kind: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What was there before it came, what came, and what was sent."""
+    x = group.rank() + torch.arange(group.size() * 5.0, device=device).view(-1, 5) / 100
+    pending = start(group, kind, x)
+    before = pending._result.clone()
+    return before.cpu(), pending.wait().cpu(), x.cpu()
+
+
+@pytest.mark.parametrize("kind", ["gather", "all_to_all", "scatter_rows", "pass_on"])
+def test_messages_come_when_they_are_waited_for(ranks, kind, device):
+    results = ranks.run(exchanged, kind, device)
+    sent = [x for *_, x in results]
+    for rank, (before, came, _) in enumerate(results):
+        assert before.isnan().all() and before.shape == came.shape
+        expected = {
+            "gather": lambda rank: torch.stack(sent),
+            "all_to_all": lambda rank: torch.stack([x[rank] for x in sent]),
+            "scatter_rows": lambda rank: torch.cat([x[:1].expand(rank, 5) for x in sent]),
+            "pass_on": lambda rank: sent[rank - 1].flatten() if rank else torch.empty(0),
+        }
+        assert torch.equal(came, expected[kind](rank))
+
+
+def overwritten(group, device: torch.device) -> None:
+    x = torch.ones(3, device=device)
+    pending = communication.gather("x", x, group)
+    pending._works[0].started()
+    x.fill_(2.0)
+    pending.wait()
+
+
+def test_what_is_sent_must_stay_as_it_is(ranks, device):
+    ranks.start(overwritten, device)
+    for error in ranks.results():
+        with pytest.raises(RankError, match="the exchange of x failed .* is sent was written to before its message"):
+            raise error
+
+
+def from_an_event(group, sleep: int) -> tuple[bool, bool]:
+    """Whether the message has left while the current stream was still at what followed the event; whether it came."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream, x = torch.cuda.current_stream(), torch.full((1 << 20,), float(group.rank()), device=device)
+    room = communication.room(x.unsqueeze(0), group)
+    earlier = Earlier(stream.record_event(), room)
+    torch.cuda._sleep(sleep)
+    pending = communication.gather("x", x.unsqueeze(0), group, earlier)
+    pending._works[0].started()
+    early = not stream.query()
+    return early, all((row == rank).all().item() for rank, row in enumerate(pending.wait()))
+
+
+@pytest.mark.cuda
+def test_a_message_from_an_event_does_not_wait_for_what_follows(ranks):
+    ranks.run(from_an_event, 1)  # kernels are loaded at first use, which waits for others
+    for early, came in ranks.run(from_an_event, 1 << 31):
+        assert early and came
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_attention_takes_late_messages(ranks, seed):
+    check(ranks, drawn(seed + 2000))
