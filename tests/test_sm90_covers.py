@@ -58,12 +58,12 @@ void fused() {
   AttentionParams p{};
   p.math = MathMode::kBF16, p.sm_arch = 90, p.sm_count = 132;
   int causal;
-  while (std::scanf("%d %d %d %d %d %d %d", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &causal) == 7) {
+  while (std::scanf("%d %d %d %d %d %d %d %f", &p.b, &p.h, &p.hk, &p.n, &p.m, &p.head_dim, &causal, &p.a1) == 8) {
     p.d = p.dv = p.head_dim, p.causal = causal != 0;
     p.q_stride = p.k_stride = p.v_stride = {int64_t{1} << 36, int64_t{1} << 30, p.d};
     if (covers_quadratic_fused_sm90(p, Direction::kForward) || covers_flash_fused_sm90(p, Direction::kForward)) return;
     const bool one = covers_quadratic_fused_sm90(p, Direction::kBackward);
-    if (one != covers_flash_fused_sm90(p, Direction::kBackward)) return;
+    if (one != (covers_flash_fused_sm90(p, Direction::kBackward) && sums_divide_grad_o(p))) return;
     const KeyBlockOrder order = KeyBlockOrder::of(p);
     const FusedBwdWorkspace at(p, 1000, /*scales_grad_o=*/true);
     std::printf("%d %d %zu", one, order.heads_per_group, at.bytes - 1000);
@@ -167,8 +167,8 @@ def fused(probe):
     """fused(...): whether the backward is one kernel, heads at once, bytes beside the workspace of two kernels, and the first
     items, like (head, block of keys)."""
 
-    def run(b, h, n, m=None, hk=None, head_dim=128, causal=True):
-        line = f"{b} {h} {hk or h} {n} {m or n} {head_dim} {int(causal)}"
+    def run(b, h, n, m=None, hk=None, head_dim=128, causal=True, a1=1.0):
+        line = f"{b} {h} {hk or h} {n} {m or n} {head_dim} {int(causal)} {a1}"
         answer = subprocess.run([probe, "fused"], input=line, check=True, capture_output=True, text=True).stdout.split()
         one, heads, bytes_, *items = answer
         return one == "1", int(heads), int(bytes_), [tuple(map(int, item.split("."))) for item in items]
@@ -186,6 +186,8 @@ def test_where_the_backward_is_one_kernel(fused):
         (1, 16, 64, dict(m=2048)),
         (8, 64, 4096, dict(head_dim=32)),
         (8, 32, 4096, dict(head_dim=64)),
+        (8, 32, 4096, dict(head_dim=64, a1=-1e11)),
+        (8, 16, 4096, dict(a1=1e-13)),
     ):
         assert fused(b, h, n, **more)[0]
     for b, h, n, more in (
@@ -197,6 +199,8 @@ def test_where_the_backward_is_one_kernel(fused):
         (32, 16, 300, dict(m=1000, causal=False)),
         (1, 4, 4096, {}),  # fewer blocks of keys than multiprocessors
         (1, 8, 4096, dict(causal=False)),  # or than two rounds of them
+        (8, 32, 4096, dict(head_dim=64, a1=1e-13)),  # grad_o by sums of such weights would leave the range of floats
+        (8, 64, 4096, dict(head_dim=32, a1=-1e13)),
     ):
         assert not fused(b, h, n, **more)[0]
 
