@@ -14,7 +14,6 @@ from functools import lru_cache
 from unittest import mock
 
 import torch
-import torch.testing._internal.distributed.fake_pg  # registers "fake", the backend of groups without messages
 from torch import Tensor
 from torch import distributed as dist
 
@@ -25,6 +24,8 @@ from fastmax.distributed import attention, states
 @contextmanager
 def as_rank(rank: int, world: int):
     """This process is one of so many, which all have as many tokens and ask for the same."""
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401, registers "fake", the backend of groups without messages
+
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     agreed = mock.patch.object(attention, "agree", lambda group, options, tokens: (tokens,) * world)
     # What nobody would read comes back to this rank, which does.

@@ -242,9 +242,7 @@ def main() -> int:
     # All ranks take the same number of rounds.
     protocol = Protocol(dropped=3, rounds=options.rounds, seconds=0.0)
     suite = "ranks alone" if alone else "distributed"
-    text = protocol.text(device)
-    if alone:
-        text = text.replace(", checked against float64 first", "")  # there is nothing to compare
+    text = protocol.text(device, checked=not alone)  # alone there is nothing to compare
     constant = {"suite": suite, "protocol": text} | report.environment(device, options.commit)
     rows: list[Row] = []
     if first:

@@ -33,11 +33,11 @@ class Protocol:
     seconds: float = 4.0  # short calls are repeated until the kept rounds took so long together
     max_rounds: int = 100
 
-    def text(self, device: torch.device) -> str:
+    def text(self, device: torch.device, checked: bool = True) -> str:
         clock = "CUDA events, L2 flushed before each call" if device.type == "cuda" else "perf_counter"
         return (
-            f"same inputs in one process, checked against float64 first; {clock}; calls take turns; first {self.dropped} "
-            f"rounds dropped, {self.rounds} to {self.max_rounds} kept; median, p20, p80"
+            f"same inputs in one process{', checked against float64 first' if checked else ''}; {clock}; calls take turns; "
+            f"first {self.dropped} rounds dropped, {self.rounds} to {self.max_rounds} kept; median, p20, p80"
         )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,11 +134,8 @@ def compiled(group, case: dict) -> list[torch.Tensor]:
 
 def computing_first(group, case: dict) -> dict[str, torch.Tensor]:
     """The rank with the first part computes the gradient of its queries before it exchanges, as it does on GPUs."""
-    before, states._computes_first = states._computes_first, lambda k, job, like: states._has_first_part_alone(job)
-    try:
+    with mock.patch.object(states, "_computes_first", lambda k, job, like: states._has_first_part_alone(job)):
         return on_rank(group, case)
-    finally:
-        states._computes_first = before
 
 
 class _Copies(TorchDispatchMode):

@@ -35,9 +35,9 @@ inline constexpr Rates kSm90Rates96{0.49, kSm90Rates.feature, kSm90Rates.overhea
 inline constexpr Rates kSm90FusedRates{0.55, kSm90Rates.feature, kSm90Rates.overhead};
 
 // More launches, each behind the other, forward + backward: what the linear algorithm takes longer at any size, in pairs times head_dim.
-// Order 1 and 16 heads on one H200, ms, quadratic and linear, at head_dim 32, 64 and 128: 512 tokens .041/.054, .039/.076, -;
-// 1024 .060/.064, .061/.087, .086/.129; 2048 .143/.069, .107/.093, .158/.144.
-inline constexpr double kLaunches = 4e8;
+// Order 1 and 16 heads on one H200, ms, quadratic and linear, at head_dim 32, 64 and 128: 1024 tokens .045/-, .057/-, .081/.092;
+// 2048 .087/.068, .107/.067, .159/.109.
+inline constexpr double kLaunches = 4.5e8;
 
 inline const Rates& rates_of(const Kernels& kernels, int head_dim) {
   const auto is = [&](std::string_view part) { return std::string_view(kernels.name).find(part) != std::string_view::npos; };

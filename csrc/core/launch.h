@@ -46,7 +46,8 @@ void launch_waiting_kernel(const char* name, Kernel kernel, dim3 grid, int threa
   cudaLaunchConfig_t config{};
   config.gridDim = grid, config.blockDim = threads, config.dynamicSmemBytes = smem_bytes, config.stream = stream;
   config.attrs = &attribute, config.numAttrs = 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, args...), name);
+  cudaLaunchKernelEx(&config, kernel, args...);
+  check_cuda(cudaGetLastError(), name);  // which clears it
 }
 #endif
 

@@ -143,7 +143,6 @@ struct SoftmaxScore {
 
   using Column = float2;
   static constexpr bool kScalesGradO = false;
-  __device__ __forceinline__ static float grad_o_scale(float /*z*/) { return 1.f; }
   __device__ __forceinline__ float2 column(float z, float delta) const { return make_float2(exponent(z), -scale * delta); }
   __device__ __forceinline__ WeightAndDerivative weight_and_derivative(float2 column, float x, float dp) const {
     const float weight = ptx::exp2_approx(fmaf(c, x, column.x));

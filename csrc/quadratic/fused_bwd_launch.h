@@ -58,6 +58,7 @@ void run_fused_bwd(const BwdParams& p, const Kernel& kernel, cudaStream_t stream
   char* workspace = static_cast<char*>(p.workspace);
   auto* row_scores = reinterpret_cast<RowScore<Score, Tile::kScoresByColumn>*>(workspace);
   constexpr bool kScales = Tile::kScoresByColumn && Score::kScalesGradO;
+  static_assert(Tile::kScoresByColumn == FusedBwdWorkspace::scales_by_columns(Tile::kHeadDim), "the plan has room for another kernel");
   Element* grad_o_copy = at.copies_grad_o ? reinterpret_cast<Element*>(workspace + at.grad_o)
                          : kScales        ? reinterpret_cast<Element*>(workspace + fused.grad_o)
                                           : nullptr;
@@ -92,7 +93,7 @@ template <class Score, class Math>
 void launch_fused_bwd(const BwdParams& p, cudaStream_t stream) {
   dispatch_head_dim(FusedBwdHeadDims(), p.head_dim, [&](auto head_dim) {
     constexpr int kHeadDim = decltype(head_dim)::value;
-    if constexpr (kHeadDim <= 64) {
+    if constexpr (FusedBwdWorkspace::scales_by_columns(kHeadDim)) {
       run_fused_bwd<Score, Math, FusedBwdNarrowTile<Score, kHeadDim>>(p, quadratic_fused_bwd_narrow_sm90_kernel<Score, Math, kHeadDim>,
                                                                      stream);
     } else {

@@ -100,18 +100,18 @@ struct FusedBwdWorkspace {
     counters = align(before);
     sums = align(counters + (1 + heads * shape.counters(p)) * sizeof(uint32_t));
     grad_o = align(sums + static_cast<size_t>(shape.all_parts(p)) * shape.part_floats() * sizeof(float));
-    bytes = grad_o + (makes_grad_o && scales_by_columns(p) ? heads * p.n * p.dv * 2 : 0);
+    bytes = grad_o + (makes_grad_o && scales_by_columns(p.head_dim) ? heads * p.n * p.dv * 2 : 0);
   }
 
   // Narrow heads read as little of a query as they can beside its tile: row_score.h.
-  static constexpr bool scales_by_columns(const Problem& p) { return p.head_dim <= 64; }
+  static constexpr bool scales_by_columns(int head_dim) { return head_dim <= 64; }
 };
 
 // Whether grad_o divided by sums of weights, which is rounded to 16 bits at narrow heads, stays within the range of floats: weights are
 // as large as the coefficients of f, times what scores and keys make of them, for which there is room of 10^20 and more.
 inline bool sums_divide_grad_o(const Problem& p) {
   const float largest = std::max({std::abs(p.a0), std::abs(p.a1), std::abs(p.a2)});
-  return !FusedBwdWorkspace::scales_by_columns(p) || (largest > 1e-12f && largest < 1e12f);
+  return !FusedBwdWorkspace::scales_by_columns(p.head_dim) || (largest > 1e-12f && largest < 1e12f);
 }
 
 // Counters that begin at 0: of items that were taken, and for every part of grad_q of tiles_per_counter tiles of blocks that have

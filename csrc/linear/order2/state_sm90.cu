@@ -67,7 +67,7 @@ struct Loads {
 // A launch has the segments from first_segment on. A walk writes snapshots at the boundaries in [begin, end) and, in the last segment,
 // at its end. Of several segments the first is walked beside sums of the rows of those behind it (but for the last), which are walked
 // in a launch of their own (linear.h).
-// This is a warpgroup's walk, with kOwn tiles.
+// This is a warpgroup's walk, with kOwn tiles; of kOwnTiles also what the warpgroup does that issues copies.
 template <int kHeadDim, Rows kRows, bool kFine, int kOwn>
 __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap& zeroed_y_map, const CUtensorMap& w_map,
                                      const CUtensorMap& zeroed_w_map, const StateArgs& a, const int first_segment, const uint32_t stages_at,
