@@ -68,8 +68,8 @@ SPILL_EXCEPTIONS = {
     "once per tile, so that three warpgroups share a multiprocessor",
     r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word once per "
     "tile, likewise",
-    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of what fades, once "
-    "per item",
+    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of what fades, "
+    "once per item",
     r"quadratic_bwd_sm90_kernel<fastmax::.*(Fading|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
     "what fades, likewise",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "

@@ -14,7 +14,9 @@ namespace fastmax {
 bool is_hopper(const AttentionParams& p) {
   return p.sm_arch == 90 && p.math == MathMode::kBF16 && p.head_dim <= 128 && p.q_stride.head != 0;
 }
-bool has_one_kernel(const AttentionParams& p) { return is_hopper(p) && p.head_dim != 96 && p.n > 2048 && p.log_decay == nullptr; }
+bool has_one_kernel(const AttentionParams& p) {
+  return is_hopper(p) && p.head_dim != 96 && p.n > 2048 && p.log_decay == nullptr;
+}
 bool is_order1(const AttentionParams& p) {
   return p.order == 1 && (p.head_dim == 64 || p.head_dim == 128) && p.causal && p.log_decay == nullptr && is_hopper(p);
 }

@@ -301,8 +301,8 @@ class _Ring(torch.autograd.Function):
 
 
 def gradients_of(keys: Keys, step: int) -> list[Tensor]:
-    """Those that are sent of keys in a step, shapes and dtypes: what one rank adds in the keys' own dtype, as its operators return
-    it (or a sum of several, rounded), sums over ranks in the dtype that they are computed in."""
+    """Those that are sent of keys in a step, shapes and dtypes: what one rank adds in the keys' own dtype, as its operators
+    return it (or a sum of several, rounded), sums over ranks in the dtype that they are computed in."""
     given = (x for x in keys.with_tokens(keys.k.shape[2])[:3] if x is not None)
     return [x if step == 1 else x.to(eager.compute_dtype(x.dtype)) for x in given]
 

@@ -29,8 +29,8 @@ from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part, Spread
 from fastmax.score import Score
 
-# Rows of k, of head dims above 32, from which on kernels cut a call in several pieces (csrc/linear/order2/plan.h: 832 MiB of states
-# at a time).
+# Rows of k, of head dims above 32, from which on kernels cut a call in several pieces (csrc/linear/order2/plan.h: 832 MiB of
+# states at a time).
 _ROWS_IN_PIECES = 1 << 20
 
 # Bytes in the time that one more message takes: 20 us at 300 GB/s. Gathering receives the states of all other ranks, shares
@@ -237,8 +237,8 @@ def _own_states(
 
 
 def _computes_first(k: Tensor, job: Job, like: Tensor) -> bool:
-    """Whether a rank has more to do, in the backward, than it needs for the exchange: the one with the first part alone, where states
-    are gathered.
+    """Whether a rank has more to do, in the backward, than it needs for the exchange: the one with the first part alone, where
+    states are gathered.
 
     Nobody reads the gradient of the state that this part begins with. What comes for it could be added to states that it kept
     in place of that; but it has the gradient of its queries to compute all the same, and then goes on from what has come, as in
