@@ -13,8 +13,7 @@
 // take as long in shared memory as the operands of all products.
 #pragma once
 
-#include "quadratic/bwd_sm90.h"
-#include "quadratic/fused_bwd_plan.h"
+#include "quadratic/fused_bwd_items_sm90.h"
 
 namespace fastmax {
 
@@ -96,7 +95,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
   const Ring<Tile::kRowBuffers> row_ring(base + Tile::kRowBarriers);
   const Ring<Tile::kDerivatives> derivative_ring(base + Tile::kDerivativeBarriers);
-  const Ring<Tile::kItems> item_ring(base + Tile::kItemBarriers);
+  const FusedBwdItems<Tile::kItems> queue{Ring<Tile::kItems>(base + Tile::kItemBarriers), base + Tile::kItemsAt};
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
   const auto row_tile = [&](int i, RingPosition at) {
@@ -115,40 +114,16 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
     row_ring.init(4 * (Tile::kConsumers + 1));
     derivative_ring.init(4, 4 * Tile::kConsumers);
     for (int i = 0; i < Tile::kWriters; ++i) part_ring(i).init(1, 4);
-    item_ring.init(4 * (Tile::kConsumers + 1) + 1 + Tile::kWriters);
+    queue.ring.init(4 * (Tile::kConsumers + 1) + 1 + Tile::kWriters);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
 
-  struct Item {
-    int block, row, batch, head, first_head;
-  };
-  const auto place = [&](int number) {
-    const WorkItem item = order.item(number);
-    const int head = item.head % p.hk;
-    return Item{item.row_block, item.row_block * Tile::kKeys, item.head / p.hk, head, head * group};
-  };
+  const auto place = [&](int number) { return FusedBwdItem::of(p, order, number, Tile::kKeys, group); };
   const DenseVisibility sees(p, 0);
   // That keys from `row` on see, of so many.
   const auto tiles_of = [&](int row, int count) {
     return walk_over_queries<Tile::kStream>(sees, row, min(row + count, p.m) - 1);
-  };
-  const auto number_of_item = [&](RingPosition at) {
-    item_ring.wait_until_full(at);
-    return static_cast<int>(ptx::load_shared_u32(base + Tile::kItemsAt + 4 * at.stage));
-  };
-  // For warps, and for threads that come alone.
-  const auto next_number = [&](RingPosition& at) {
-    const int number = warp_uniform(number_of_item(at));
-    item_ring.release(at, lane);
-    at.template advance<Tile::kItems>();
-    return number;
-  };
-  const auto next_number_alone = [&](RingPosition& at) {
-    const int number = number_of_item(at);
-    ptx::mbarrier_arrive_if(item_ring.empty(at), true);
-    at.template advance<Tile::kItems>();
-    return number;
   };
 
   if (consumer == Tile::kConsumers + 1) {
@@ -157,13 +132,9 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
     if (role == 0 && lane == 0) {  // takes items; Q and dO, with what queries bring
       RingPosition at, items;
       for (;;) {
-        const int number = static_cast<int>(atomicAdd(partial.taken, 1));
-        item_ring.wait_until_empty(items);
-        ptx::store_shared_u32(base + Tile::kItemsAt + 4 * items.stage, number);
-        ptx::mbarrier_arrive_if(item_ring.full(items), true);
-        items.template advance<Tile::kItems>();
+        const int number = queue.take(partial.taken, items);
         if (number >= order.items()) break;
-        const Item item = place(number);
+        const FusedBwdItem item = place(number);
         const Range tiles = tiles_of(item.row, Tile::kKeys).seen;
         for (int i = 0; i < group; ++i) {
           const int head = item.first_head + i;
@@ -183,9 +154,9 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
     } else if (role == 1 && lane == 0) {  // K and V, an item early
       RingPosition at, items;
       for (;; at.template advance<Tile::kRowBuffers>()) {
-        const int number = next_number_alone(items);
+        const int number = queue.next_alone(items);
         if (number >= order.items()) break;
-        const Item item = place(number);
+        const FusedBwdItem item = place(number);
         row_ring.wait_until_empty(at);
         row_ring.expect(at, Tile::kRowBytes);
         for (int i = 0; i < Tile::kConsumers; ++i) {
@@ -203,9 +174,9 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
       int turn = 0;
       RingPosition at, items;
       for (;;) {
-        const int number = next_number_alone(items);
+        const int number = queue.next_alone(items);
         if (number >= order.items()) break;
-        const Item item = place(number);
+        const FusedBwdItem item = place(number);
         const Range tiles = tiles_of(item.row, Tile::kKeys).seen;
         for (int i = 0; i < group; ++i) {
           const int64_t head = static_cast<int64_t>(item.batch) * p.h + item.first_head + i;
@@ -253,9 +224,9 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
     RingPosition items, rows, derivatives, part, next_part;  // of the writer whose turn it is, and of the other one
     int writer = 0;
     for (;;) {
-      const int number = next_number(items);
+      const int number = queue.next(items, lane);
       if (number >= order.items()) break;
-      const Item item = place(number);
+      const FusedBwdItem item = place(number);
       const Range tiles = tiles_of(item.row, Tile::kKeys).seen;
       const int first = warp_uniform(tiles.begin), end = warp_uniform(tiles.end), count = group * (end - first);
       row_ring.wait_until_full(rows);
@@ -302,9 +273,9 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
     const Score score(p);
     RingPosition at, items, rows, derivatives;
     for (;;) {
-      const int number = next_number(items);
+      const int number = queue.next(items, lane);
       if (number >= order.items()) break;
-      const Item item = place(number);
+      const FusedBwdItem item = place(number);
       const int row = item.row + consumer * Tile::kRows;         // of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
       // Keys that are not there, or dropped, have no weight: their warpgroup looks at single pairs.
@@ -347,14 +318,7 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
       const auto differentiate = [&](auto is_masked, int tile, RingPosition at) {
         constexpr bool kMasked = decltype(is_masked)::value;
         uint32_t visible[2][Tile::kStream / 32];
-        if constexpr (kMasked) {
-          visible_queries(visible, sees, tile, lane_row, t);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (uint32_t& word : visible[half]) word = keeps[half] ? word : 0;
-          }
-        }
+        if constexpr (kMasked) visible_queries_of_kept(visible, sees, tile, lane_row, t, keeps);
 #pragma unroll
         for (int j = 0; j < Tile::kStream / 8; ++j) {
           if (j + kAhead < Tile::kStream / 8) load_queries(at, j + kAhead);
@@ -368,15 +332,8 @@ __global__ void __launch_bounds__(FusedBwdNarrowTile<Score, kHeadDim>::kThreads,
         }
       };
       const auto give_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4]) {
-        const int matrix = lane >> 3;
-        const int in_tile = consumer * Tile::kRows + 16 * warp_in_group + (matrix & 1) * 8 + (lane & 7);
-#pragma unroll
-        for (int j = 0; j < Tile::kStream / 8; j += 2) {
-          const uint32_t* x = packed_ds + 2 * j;
-          ptx::stmatrix_x4(derivatives_of(derivatives) + DerivativeTile::chunk_offset(in_tile, j + (matrix >> 1)), x[0], x[1], x[2],
-                           x[3]);
-        }
-        ptx::fence_proxy_async();
+        const int first_row = consumer * Tile::kRows + 16 * warp_in_group;
+        store_derivatives<DerivativeTile, Tile::kStream>(derivatives_of(derivatives), first_row, packed_ds, lane);
         derivative_ring.publish(derivatives, lane);
         derivatives.template advance<Tile::kDerivatives>();
       };

@@ -16,8 +16,7 @@
 // in the call's own workspace and are set to 0 on its stream before the kernel, in a CUDA graph by a node of that graph.
 #pragma once
 
-#include "quadratic/bwd_sm90.h"
-#include "quadratic/fused_bwd_plan.h"
+#include "quadratic/fused_bwd_items_sm90.h"
 
 namespace fastmax {
 
@@ -67,7 +66,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
   extern __shared__ uint8_t shared[];
   const uint32_t base = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
   const Ring<Tile::kStages> ring(base + Tile::kBarriers);
-  const Ring<Tile::kItems> item_ring(base + Tile::kItemBarriers);
+  const FusedBwdItems<Tile::kItems> queue{Ring<Tile::kItems>(base + Tile::kItemBarriers), base + Tile::kItemsAt};
   const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
   const int consumer = warp / 4;
   const auto row_ring = [&](int i) { return Ring<1>(base + Tile::kRowBarriers + i * Ring<1>::kBarrierBytes); };
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
 
   if (threadIdx.x == 0) {
     ring.init(4 * Tile::kConsumers);
-    item_ring.init(4 * Tile::kConsumers + 1 + Tile::kConsumers);
+    queue.ring.init(4 * Tile::kConsumers + 1 + Tile::kConsumers);
     for (int i = 0; i < Tile::kConsumers; ++i) {
       row_ring(i).init(1);
       ptx::mbarrier_init(part_ring(i).full({}), 4);
@@ -90,28 +89,10 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
   }
   __syncthreads();
 
-  struct Item {
-    int block, row, batch, head, first_head;
-  };
-  const auto place = [&](int number) {
-    const WorkItem item = order.item(number);
-    const int head = item.head % p.hk;
-    return Item{item.row_block, item.row_block * Tile::kBlockRows, item.head / p.hk, head, head * group};
-  };
+  const auto place = [&](int number) { return FusedBwdItem::of(p, order, number, Tile::kBlockRows, group); };
   const DenseVisibility sees(p, 0);
-  const auto tiles_of = [&](const Item& item) {
+  const auto tiles_of = [&](const FusedBwdItem& item) {
     return walk_over_queries<Tile::kStream>(sees, item.row, min(item.row + Tile::kBlockRows, p.m) - 1);
-  };
-  const auto number_of_item = [&](RingPosition at) {
-    item_ring.wait_until_full(at);
-    return static_cast<int>(ptx::load_shared_u32(base + Tile::kItemsAt + 4 * at.stage));
-  };
-  // For threads that come alone.
-  const auto next_number = [&](RingPosition& at) {
-    const int number = number_of_item(at);
-    ptx::mbarrier_arrive_if(item_ring.empty(at), true);
-    at.advance<Tile::kItems>();
-    return number;
   };
 
   if (consumer == Tile::kConsumers) {
@@ -119,13 +100,9 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
     if (warp == 4 * Tile::kConsumers && lane == 0) {  // takes items; Q and dO, with row scores
       RingPosition at, items;
       for (;;) {
-        const int number = static_cast<int>(atomicAdd(partial.taken, 1));
-        item_ring.wait_until_empty(items);
-        ptx::store_shared_u32(base + Tile::kItemsAt + 4 * items.stage, number);
-        ptx::mbarrier_arrive_if(item_ring.full(items), true);
-        items.advance<Tile::kItems>();
+        const int number = queue.take(partial.taken, items);
         if (number >= order.items()) break;
-        const Item item = place(number);
+        const FusedBwdItem item = place(number);
         const Range tiles = tiles_of(item).seen;
         for (int i = 0; i < group; ++i) {
           const int head = item.first_head + i;
@@ -145,9 +122,9 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
     } else if (warp == 4 * Tile::kConsumers + 1 && lane == 0) {  // K and V, as soon as a consumer has room for them
       RingPosition at, items;
       for (;; at.advance<1>()) {
-        const int number = next_number(items);
+        const int number = queue.next_alone(items);
         if (number >= order.items()) break;
-        const Item item = place(number);
+        const FusedBwdItem item = place(number);
         for (int i = 0; i < Tile::kConsumers; ++i) {
           const Ring<1> buffer = row_ring(i);
           buffer.wait_until_empty(at);
@@ -163,9 +140,9 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
       const uint32_t staged = base + Tile::kPartsAt + writes * Tile::kPartBytes;
       RingPosition at, items;
       for (;;) {
-        const int number = next_number(items);
+        const int number = queue.next_alone(items);
         if (number >= order.items()) break;
-        const Item item = place(number);
+        const FusedBwdItem item = place(number);
         const Range tiles = tiles_of(item).seen;
         for (int i = 0; i < group; ++i) {
           const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + item.first_head + i) * partial.tiles;
@@ -199,11 +176,9 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
     RingPosition at, items, rows, part;  // of Q and dO, of items, of K and V, of this consumer's part of grad_q
     RingPosition derivatives;            // of dS
     for (;;) {
-      const int number = warp_uniform(number_of_item(items));
-      item_ring.release(items, lane);
-      items.advance<Tile::kItems>();
+      const int number = queue.next(items, lane);
       if (number >= order.items()) break;
-      const Item item = place(number);
+      const FusedBwdItem item = place(number);
       const TileRanges tiles = tiles_of(item);
       const int row = item.row + consumer * Tile::kRows;
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
@@ -260,16 +235,9 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
         ptx::mbarrier_arrive_if(part_ring(consumer).full(part), lane == 0);
         part.advance<1>();
       };
-      const auto store_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4]) {
-        const int matrix = lane >> 3;
-        const int in_tile = consumer * Tile::kRows + 16 * warp_in_group + (matrix & 1) * 8 + (lane & 7);
-#pragma unroll
-        for (int j = 0; j < Tile::kStream / 8; j += 2) {
-          const uint32_t* x = packed_ds + 2 * j;
-          ptx::stmatrix_x4(derivatives_of(derivatives) + DerivativeTile::chunk_offset(in_tile, j + (matrix >> 1)), x[0], x[1], x[2],
-                           x[3]);
-        }
-        ptx::fence_proxy_async();
+      const auto lay_down_derivatives = [&](const uint32_t (&packed_ds)[Tile::kStream / 4]) {
+        const int first_row = consumer * Tile::kRows + 16 * warp_in_group;
+        store_derivatives<DerivativeTile, Tile::kStream>(derivatives_of(derivatives), first_row, packed_ds, lane);
       };
       const auto tell_derivatives = [&] {
         __syncwarp();
@@ -286,14 +254,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
         wgmma_wait<0>();
         keep(sums.s);
         keep(sums.d);
-        if constexpr (kMasked) {
-          visible_queries(visible, sees, tile, lane_row, t);
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-#pragma unroll
-            for (uint32_t& word : visible[half]) word = keeps[half] ? word : 0;
-          }
-        }
+        if constexpr (kMasked) visible_queries_of_kept(visible, sees, tile, lane_row, t, keeps);
         sums.template differentiate<kMasked>(stage_of(at), visible, fading, tile * Tile::kStream, lane_row, p.causal_offset,
                                              /*streamed=*/nullptr);
         uint32_t packed_p[Tile::kStream / 4], packed_ds[Tile::kStream / 4];
@@ -305,7 +266,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
         wgmma_fence();
         if constexpr (kDq) start_dq();
         sums.start_sums(packed_p, packed_ds, stage_of(at));
-        store_derivatives(packed_ds);
+        lay_down_derivatives(packed_ds);
         if constexpr (kDq) {
           wgmma_wait<1>();
           keep(dq);
