@@ -91,7 +91,7 @@ def _definition(
     q, k, v, *_ = given.values()
     distance = rows[:, None] - torch.arange(case.tokens, device=q.device)
     weight = provider.weight(
-        provider.rows(q) @ provider.rows(k).mT,
+        provider.rows(q, case) @ provider.rows(k, case).mT,
         Pairs(case, heads, distance, {name: given.get(name, x) for name, x in tensors.items()}),
     )
     if case.causal:

@@ -26,8 +26,8 @@ from benchmarks import report
 from benchmarks.alone import as_rank
 from benchmarks.received import Received
 from benchmarks.registry import DTYPES
+from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol, Spread, device_ms, peak_bytes
-from benchmarks.workloads import Row
 from fastmax import fastmax_attention, flash_attention
 from fastmax.distributed import (
     Layout,

@@ -20,14 +20,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastmax
 from benchmarks import peers
+from benchmarks.learn.variants import VARIANTS, fastest_softmax
 
 # tf32 is float32 tensors with torch.set_float32_matmul_precision("high"), fp32 the same with "highest".
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# What is measured, and its unit. fwd, fwd+bwd: time on the device. memory: peak of forward + backward, with q, k, v and the
-# output's gradient. host: CPU time of one forward + backward (decode: of one step) while the device works behind.
-# step: device time of one recurrent step. train: device time of one training step, whose memory includes weights and AdamW's.
+# Modes and their units.
+#   fwd, fwd+bwd   device time of a single call after a pause
+#   memory         peak of forward + backward, with q, k, v and the output's gradient; train: with weights and AdamW's moments
+#   host           CPU time of one forward + backward (decode: of one step) while the device is busy
+#   step           device time of one recurrent step
+#   train          device time of one training step
+#   sustained ...  time per call of calls back to back, host included: of fwd, fwd+bwd or train
+SUSTAINED = "sustained "
 UNITS = {"fwd": "ms", "fwd+bwd": "ms", "memory": "MiB", "host": "us", "step": "us", "train": "ms"}
+UNITS |= {SUSTAINED + mode: UNITS[mode] for mode in ("fwd", "fwd+bwd", "train")}
 
 
 @dataclass(frozen=True)
@@ -90,7 +97,7 @@ class Provider:
     arithmetic: Callable[[Case], tuple[str, int] | None]  # algorithm and p, for the floor; None: no floor is known
     context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, outside of what is timed
     normalized: bool = True  # the weights of a row are divided by their sum
-    rows: Callable[[Tensor], Tensor] = lambda x: x  # what becomes of q and of k, in float64, before their product
+    rows: Callable[[Tensor, Case], Tensor] = lambda x, case: x  # what becomes of q and of k, in float64, before their product
     # What accompanies q, k and v: (batch, heads, n) with a gradient, or of integers. The same at each call.
     tensors: Callable[[Case, torch.device], dict[str, Tensor]] = lambda case, device: {}
     missing: Callable[[], str] = str  # why it cannot run on this machine, "" if it can
@@ -109,9 +116,16 @@ class Suite:
     figure: str = ""  # of benchmarks/report.py
 
 
-def score_options(case: Case, p: int | None) -> dict[str, float]:
-    # p = 1 on unbounded scores can divide by zero; a0 = 8 at this temperature keeps 8 + s positive on the inputs used.
-    return {"temperature": case.head_dim**0.5, "a0": 8.0 if p == 1 else 1.0}
+def score_options(case: Case, p: int | None) -> dict[str, object]:
+    """Options of `fastmax_attention`. p = 1 is as `FastmaxSelfAttention` has it: rows in the unit ball keep 1 + s positive."""
+    if p == 1:
+        return {"normalize": "token", "lim": 1.0, "temperature": 1.1}
+    return {"temperature": case.head_dim**0.5}
+
+
+def unbounded_options(case: Case, p: int | None) -> dict[str, object]:
+    """p = 1 without normalisation. a0 = 8 keeps 8 + s positive on the inputs used, on others a denominator can vanish."""
+    return {"temperature": case.head_dim**0.5, "a0": 8.0}
 
 
 def fastmax_provider(
@@ -120,29 +134,29 @@ def fastmax_provider(
     algorithm: str | None = None,
     custom: bool = True,
     exact_window: bool = False,
-    lim: Callable[[int], float] | None = None,
+    score: Callable[[Case, int | None], dict[str, object]] = score_options,
     factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
     **options,
 ) -> Provider:
-    """`p` and `algorithm` where they are not the case's; `exact_window`: of the case's width; `lim`: rows of q and k are
-    normalised to it, by head_dim; `factor`: of the weights."""
+    """`p` and `algorithm` replace the case's. `exact_window`: take the case's window. `score`: options of the scores, by case
+    and p. `factor`: a factor of the weights."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
         arguments = {"causal": case.causal, "p": p or case.p, "algorithm": algorithm or case.algorithm or "auto", **tensors}
-        arguments |= score_options(case, p or case.p) | ({"exact_window": case.window} if exact_window else {})
-        arguments |= {} if lim is None else {"normalize": "token", "lim": lim(case.head_dim)}
+        arguments |= score(case, p or case.p) | ({"exact_window": case.window} if exact_window else {})
         return fastmax.fastmax_attention(q, k, v, use_custom_gradient=custom, **arguments)
 
     def weight(product: Tensor, pairs: Pairs) -> Tensor:
-        score = score_options(pairs.case, p or pairs.case.p)
-        s = product / score["temperature"]
-        f = score["a0"] + s + (0.0 if (p or pairs.case.p) == 1 else 0.5 * s * s)
+        given = score(pairs.case, p or pairs.case.p)
+        s = product / given["temperature"]
+        f = given.get("a0", 1.0) + s + (0.0 if (p or pairs.case.p) == 1 else 0.5 * s * s)
         if exact_window:
             f = torch.where(pairs.distance.abs() < pairs.case.window, s.exp(), f)
         return f * factor(pairs)
 
-    def rows(x: Tensor) -> Tensor:
-        return x if lim is None else x * (lim(x.shape[-1]) / x.norm(dim=-1, keepdim=True)).clamp(max=1.0)
+    def rows(x: Tensor, case: Case) -> Tensor:
+        given = score(case, p or case.p)
+        return x * (given["lim"] / x.norm(dim=-1, keepdim=True)).clamp(max=1.0) if "lim" in given else x
 
     return Provider(name, call, weight, lambda case: (algorithm or case.algorithm or "auto", p or case.p), rows=rows, **options)
 
@@ -202,6 +216,15 @@ def peer_provider(
 
 def fla_provider(name: str, operator: str, of_score: Callable[[Tensor], Tensor], note: str, **options) -> Provider:
     return peer_provider(name, peers.fla(operator), of_score, operator, note, **options)
+
+
+def layer_provider(name: str) -> Provider:
+    """A layer of `benchmarks.learn`, measured as part of a model alone."""
+
+    def no_operator(*_: object, **__: object) -> Tensor:
+        raise RuntimeError(f"{name} is a layer of a model: it has no function of q, k and v")
+
+    return Provider(name, no_operator, no_operator, lambda case: None, context=fastest_softmax, note=VARIANTS[name].title)
 
 
 def _taylor(s: Tensor) -> Tensor:
@@ -268,9 +291,13 @@ def _windowed_softmax(product: Tensor, pairs: Pairs) -> Tensor:
     return (product / pairs.case.head_dim**0.5).exp() * (pairs.distance.abs() < pairs.case.window)
 
 
+# Layers whose training step is timed: those whose quality docs/quality.md has beside it.
+LAYERS = ("softmax_sdpa", "p2_all", "softmax_parts", "p2", "p1_all", "hybrid")
+
 PROVIDERS = {
     provider.name: provider
     for provider in (
+        *map(layer_provider, LAYERS),
         fastmax_provider("fastmax"),
         fastmax_provider("fastmax_autograd", custom=False),
         fastmax_provider("fastmax_p1", p=1),
@@ -283,7 +310,8 @@ PROVIDERS = {
         ),
         fastmax_provider("fastmax_decay", factor=_faded, tensors=_log_decay),
         fastmax_provider("fastmax_exact_window", exact_window=True),
-        fastmax_provider("fastmax_normalized", lim=math.sqrt),  # a row of the inputs in two is longer
+        fastmax_provider("fastmax_decay_window", exact_window=True, factor=_faded, tensors=_log_decay),
+        fastmax_provider("fastmax_unbounded", score=unbounded_options),
         fastmax_provider("fastmax_packed", factor=_same_sequence, tensors=_random_lengths),
         fastmax_provider("fastmax_packed_alike", factor=_same_sequence, tensors=_equal_lengths),
         replace(
@@ -335,13 +363,14 @@ def _milliseconds(forward: float, both: float) -> dict[str, AtMost]:
 
 def _h200_cases() -> tuple[Case, ...]:
     """The TF32 row is causal, as the row of the ancestor that took 2000 ms on this GPU was."""
-    bf16 = {"dtype": "bf16", "providers": ("fastmax", "sdpa_cudnn", "sdpa_flash"), "peer": "sdpa_cudnn"}
+    times = ("fwd", "fwd+bwd", SUSTAINED + "fwd", SUSTAINED + "fwd+bwd")
+    bf16 = {"dtype": "bf16", "providers": ("fastmax", "sdpa_cudnn", "sdpa_flash"), "peer": "sdpa_cudnn", "modes": times}
     long = _milliseconds(5.5, 20) | {"memory": AtMost(1.35, of_peer=True)}
     return (
         Case(8, 32, 4096, 64, 2, "quadratic", targets=_milliseconds(1.9, 7.7), **bf16),
         Case(8, 16, 4096, 128, 2, "quadratic", targets=_milliseconds(1.75, 6.9), **bf16),
         Case(8, 64, 4096, 32, 2, "quadratic", targets=_milliseconds(2.0, 8.5), **bf16),
-        Case(1, 32, 65536, 64, 2, "linear", targets=long, modes=("fwd", "fwd+bwd", "memory"), **bf16),
+        Case(1, 32, 65536, 64, 2, "linear", targets=long, **(bf16 | {"modes": (*times, "memory")})),
         Case(2, 32, 16384, 64, 2, "linear", targets=_milliseconds(2.8, 10), **bf16),
         Case(1, 16, 65536, 128, 2, "linear", targets=_milliseconds(14, 52), **bf16),
         Case(1, 64, 65536, 32, 2, "linear", targets=_milliseconds(4.5, 16), **bf16),
@@ -448,8 +477,9 @@ def _option_case(
 ) -> Case:
     """What an option of the operator costs: the first provider against the second."""
     options = {"p": 2, "algorithm": "linear", "dtype": "bf16"} | options
-    targets = {mode: AtMost(at_most, of_peer=True)}
-    return Case(*size, title=title, modes=(mode,), providers=providers, peer=providers[1], targets=targets, **options)
+    modes = (mode, SUSTAINED + mode)
+    targets = dict.fromkeys(modes, AtMost(at_most, of_peer=True))
+    return Case(*size, title=title, modes=modes, providers=providers, peer=providers[1], targets=targets, **options)
 
 
 def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
@@ -464,8 +494,15 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
             sequences=64,
             token_major=True,
         ),
-        _option_case("normalize", (2, 32, 16384, 64), ("fastmax_normalized", "fastmax"), 1.45, p=1),
+        _option_case("normalize", (2, 32, 16384, 64), ("fastmax", "fastmax_unbounded"), 1.45, p=1),
         _option_case("exact window", size, ("fastmax_exact_window", "fastmax"), 1.20, window=128),
+        # What the layer computes by default
+        _option_case("log_decay, exact window", size, ("fastmax_decay_window", "fastmax"), 1.20, window=128),
+        _option_case(
+            *("log_decay, exact window", (32, 32, 1024, 64), ("fastmax_decay_window", "fastmax"), 1.15),
+            algorithm="quadratic",
+            window=128,
+        ),
         _option_case(
             *("window", size, ("fastmax_flash_window", "fastmax_flash"), 1.5 / 32),
             p=None,
@@ -709,5 +746,31 @@ SUITES = {
         limit_s=4.0,
         rounds=3,
         figure="training",
+    ),
+    # 32768 bytes a step, or one longer sequence, in bf16 by autocast.
+    "layer": Suite(
+        "one training step of the GPT of docs/quality.md with 25M parameters, by attention layer, over its context",
+        {
+            "cuda": tuple(
+                Case(
+                    *(max(1, 32768 // n), 8, n, 64, None, None, "bf16"),
+                    modes=(SUSTAINED + "train",),
+                    title="GPT 25M",
+                    providers=LAYERS if n == 1024 else ("softmax_sdpa", "p2_all", "p2"),
+                    peer="softmax_sdpa",
+                )
+                for n in (1024, 4096, 16384, 65536)
+            ),
+            "cpu": (
+                Case(
+                    *(1, 8, 256, 64, None, None, "fp32"),
+                    modes=(SUSTAINED + "train",),
+                    title="GPT 25M",
+                    providers=("softmax_sdpa", "p2_all"),
+                    peer="softmax_sdpa",
+                ),
+            ),
+        },
+        workload="train",
     ),
 }

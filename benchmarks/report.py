@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from benchmarks.registry import DTYPES
-from benchmarks.workloads import Row
 from fastmax import extension, fastmax_attention
 from fastmax.eager import planner
+
+Row = dict[str, object]  # of a table: cells by column
 
 COLUMNS = (
     *("suite", "case", "batch", "heads", "tokens", "head_dim", "p", "algorithm", "dtype", "causal"),
@@ -58,13 +59,13 @@ def read_csv(path: Path) -> list[Row]:
 
 
 HEADER = (
-    f"{'case':<44}{'mode':<9}{'provider':<17}{'median':>11}{'p20':>11}{'p80':>11} {'unit':<5}{'of peer':>8}"
+    f"{'case':<44}{'mode':<18}{'provider':<21}{'median':>11}{'p20':>11}{'p80':>11} {'unit':<5}{'of peer':>8}"
     f"{'target':>12}{'met':>5}{'of floor':>9}{'error':>9}{'grad':>9}"
 )
 
 
 def line(row: Row) -> str:
-    start = f"{row['case']:<44}{row['mode']:<9}{row['provider']:<17}"
+    start = f"{row['case']:<44}{row['mode']:<18}{row['provider']:<21}"
     if "median" not in row:
         return start + f" {row['note']}"
 

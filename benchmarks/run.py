@@ -2,10 +2,11 @@
 
 All providers of a case run in one process on the same random inputs. Each one's output, and gradients, are compared with the
 definition in float64 first; what is wrong is not timed, and the exit status is 1. Then they take turns, the first rounds are
-dropped, and the median with the 20th and 80th percentile is shown. "of peer" is a provider's number over the peer's: below 1 is
-faster, or smaller, than the peer. "of floor" is time over what the arithmetic and the bytes alone would take on an H200
-(benchmarks/floors.py). SDPA computes softmax attention, another function: the comparison is of cost. Where a library of others
-computes yet another one, a note says which; one that is not installed, fails or would take too long is a note as well.
+dropped, and the median with the 20th and 80th percentile is shown. A mode that begins with "sustained" is the time per call of
+calls back to back, as in training. "of peer" is a provider's number over the peer's: below 1 is faster, or smaller, than the
+peer. "of floor" is time over what the arithmetic and the bytes alone would take on an H200 (benchmarks/floors.py). SDPA
+computes softmax attention, another function: the comparison is of cost. Where a library of others computes yet another one, a
+note says which; one that is not installed, fails or would take too long is a note as well.
 
 suites:
 """
@@ -22,8 +23,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.registry import PROVIDERS, SUITES, Case, Suite
+from benchmarks.report import Row
 from benchmarks.timing import Protocol
-from benchmarks.workloads import WORKLOADS, Row
+from benchmarks.workloads import WORKLOADS
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -39,6 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="kept at least (default: the suite's, 5 or 3)")
     parser.add_argument("--dropped", type=int, default=3, help="first rounds left out (default 3)")
     parser.add_argument("--seconds", type=float, help="repeat short cases for so long (default: cpu 4, cuda 0.3)")
+    parser.add_argument("--sustained", type=float, default=1.0, help="seconds of a loop of calls back to back (default 1)")
     parser.add_argument("--commit", default="", help="where there is no git to ask")
     options = parser.parse_args(arguments)
 
@@ -59,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.without) - {name for case in cases for name in case.providers}:
         parser.error(f"no case here has a provider {', '.join(map(repr, sorted(unknown)))}")
     seconds = options.seconds if options.seconds is not None else 0.3 if device.type == "cuda" else 4.0
-    protocol = Protocol(options.dropped, options.rounds or suite.rounds, seconds)
+    protocol = Protocol(options.dropped, options.rounds or suite.rounds, seconds, sustained=options.sustained)
 
     # p = 1 is timed on inputs that keep f positive, which the checks of the outputs confirm; the settings alone do not.
     warnings.filterwarnings("ignore", message="fastmax: f", category=RuntimeWarning)

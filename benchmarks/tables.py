@@ -31,7 +31,7 @@ from benchmarks import report
 from benchmarks.floors import COPY, MATMUL
 from benchmarks.learn import pages
 from benchmarks.learn.results import above, spread
-from benchmarks.workloads import Row
+from benchmarks.report import Row
 from fastmax.distributed import contiguous_layout, exchanged_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -6,6 +6,7 @@ Calls that are compared take turns, so that a change in the machine's speed meet
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,8 @@ from torch import Tensor
 
 FLUSHES = 8  # of the cache before each call
 QUEUED = 50  # calls in flight while the host is timed: below the 1024 launches at which the driver makes the host wait
+SEGMENTS = 10  # of a sustained measurement
+WARM_SHARE = 0.3  # of a sustained measurement, before it: clocks and temperature settle
 
 
 class Call(NamedTuple):
@@ -32,12 +35,14 @@ class Protocol:
     rounds: int = 5  # kept at least
     seconds: float = 4.0  # short calls are repeated until the kept rounds took so long together
     max_rounds: int = 100
+    sustained: float = 1.0  # seconds that a loop without pauses is measured for
 
     def text(self, device: torch.device, checked: bool = True) -> str:
         clock = "CUDA events, L2 flushed before each call" if device.type == "cuda" else "perf_counter"
         return (
             f"same inputs in one process{', checked against float64 first' if checked else ''}; {clock}; calls take turns; "
-            f"first {self.dropped} rounds dropped, {self.rounds} to {self.max_rounds} kept; median, p20, p80"
+            f"first {self.dropped} rounds dropped, {self.rounds} to {self.max_rounds} kept; median, p20, p80. sustained: calls "
+            f"back to back for {self.sustained:g} s after {WARM_SHARE:.0%} as long unmeasured, {SEGMENTS} segments"
         )
 
 
@@ -57,6 +62,38 @@ def device_ms(calls: list[Call], device: torch.device, protocol: Protocol) -> li
     """Milliseconds that each call keeps the device busy (CPU: until it returns)."""
     one_round = _cuda_round if device.type == "cuda" else _cpu_round
     return _take_turns(lambda: one_round(calls, device), protocol, seconds_per_unit=1e-3)
+
+
+def sustained_ms(calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:
+    """Milliseconds per call, host time included, in a loop without pauses or cache flushes, as in training.
+
+    Each call has a loop of its own, at least `protocol.sustained` seconds long. The spread is that of the loop's segments.
+    """
+    return [_sustained(call, device, protocol.sustained) for call in calls]
+
+
+def _sustained(call: Call, device: torch.device, seconds: float) -> Spread:
+    with call.context():
+        call.function()
+        _synchronize(device)
+        start = time.perf_counter()
+        call.function()
+        _synchronize(device)
+        once = max(time.perf_counter() - start, 1e-9)
+        for _ in range(math.ceil(WARM_SHARE * seconds / once)):
+            call.function()
+        _synchronize(device)  # the queue is empty, so the loop starts the device and the host together
+        calls = max(1, math.ceil(seconds / SEGMENTS / once))
+        times = []
+        start = time.perf_counter()
+        while len(times) < SEGMENTS or sum(times) < seconds:
+            for _ in range(calls):
+                call.function()
+            _synchronize(device)
+            now = time.perf_counter()
+            times.append(now - start)
+            start = now
+    return spread([1e3 * segment / calls for segment in times])
 
 
 def host_us(calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:

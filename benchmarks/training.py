@@ -1,5 +1,8 @@
 """One training step (forward, backward, AdamW) of the examples' GPT, with the attention of a provider.
 
+The GPT with 124M parameters reads tokens and is not compiled; its attention has none of the layer's parts. The GPT with 25M is
+that of docs/quality.md: it reads bytes, its blocks are compiled, and its attention layers are those of `benchmarks.learn`.
+
 Where the case asks for bf16, it is bf16 by autocast: weights, gradients, moments and the residual stream are fp32. Activations
 are kept, not recomputed: about 60 GiB at 131072 tokens. The model computes its loss in chunks and recomputes the logits of each
 in its backward: 131072 x 50304 of them in fp32 would be 25 GiB, and their gradient as much.
@@ -11,17 +14,19 @@ import math
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fastmax
 from benchmarks.check import WrongResult
+from benchmarks.learn.equal_steps import SETTINGS
 from benchmarks.learn.examples import model
-from benchmarks.learn.variants import SDPASelfAttention
+from benchmarks.learn.language import compile_blocks
+from benchmarks.learn.variants import VARIANTS, SDPASelfAttention, make_gpt
 from benchmarks.registry import Case, Provider
 
 LAYERS = 12
 VOCAB = 50304  # GPT-2's 50257, padded to a multiple of 64
-LOSS_MARGIN = 0.5  # nats of the first loss around ln(VOCAB), which a model that knows nothing has
+LOSS_MARGIN = 0.5  # nats of the first loss around ln(vocabulary), which a model that knows nothing has
 
 ATTENTION = {
     "fastmax_p2": {"attention": "fastmax", "p": 2},
@@ -30,19 +35,36 @@ ATTENTION = {
 }
 
 
+def gpt_124m(case: Case, name: str, device: torch.device) -> nn.Module:
+    sizes = {"vocab_size": VOCAB, "block_size": case.tokens, "n_layer": LAYERS, "n_head": case.heads}
+    options = dict(ATTENTION[name])
+    sizes |= {"n_embd": case.heads * case.head_dim, "attention": options.pop("attention")}
+    config = model.GPTConfig(**sizes, parts=model.PLAIN | options)
+    layer = fastmax.FastmaxSelfAttention if config.attention == "fastmax" else SDPASelfAttention
+    return model.GPT(config, partial(model.make_layer, layer=layer))
+
+
+def gpt_25m(case: Case, name: str, device: torch.device) -> nn.Module:
+    setting = SETTINGS["25M"]
+    sizes = {"n_layer": setting.n_layer, "n_head": case.heads, "n_embd": case.heads * case.head_dim, "block_size": case.tokens}
+    gpt = make_gpt(VARIANTS[name], setting.window, **sizes)
+    if device.type == "cuda":
+        compile_blocks(gpt)
+    return gpt
+
+
+MODELS = {"GPT 124M": gpt_124m, "GPT 25M": gpt_25m}  # by the case's title
+
+
 class Step:
     """Callable: a step on always the same batch of random tokens; returns the loss before it."""
 
     def __init__(self, case: Case, name: str, device: torch.device):
-        sizes = {"vocab_size": VOCAB, "block_size": case.tokens, "n_layer": LAYERS, "n_head": case.heads}
-        options = dict(ATTENTION[name])
-        sizes |= {"n_embd": case.heads * case.head_dim, "attention": options.pop("attention")}
-        config = model.GPTConfig(**sizes, parts=model.PLAIN | options)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
             torch.manual_seed(0)  # every provider starts from the same weights
-            layer = fastmax.FastmaxSelfAttention if config.attention == "fastmax" else SDPASelfAttention
-            self.model = model.GPT(config, partial(model.make_layer, layer=layer))
-            self.tokens, self.targets = torch.randint(VOCAB, (2, case.batch, case.tokens))
+            self.model = MODELS[case.title](case, name, device)
+            self.vocab = self.model.config.vocab_size
+            self.tokens, self.targets = torch.randint(self.vocab, (2, case.batch, case.tokens))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type == "cuda")
         self.autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.dtype == "bf16")
 
@@ -81,8 +103,10 @@ def check(step: Step, case: Case, provider: Provider) -> float:
     """The loss, whose gradients stay in the model."""
     with provider.context():
         loss = step.gradients().item()
-    if not abs(loss - math.log(VOCAB)) < LOSS_MARGIN:
-        raise WrongResult(f"{provider.name} on {case.label()}: first loss {loss:.3f}, ln(vocabulary) is {math.log(VOCAB):.3f}")
+    if not abs(loss - math.log(step.vocab)) < LOSS_MARGIN:
+        raise WrongResult(
+            f"{provider.name} on {case.label()}: first loss {loss:.3f}, ln(vocabulary) is {math.log(step.vocab):.3f}"
+        )
     for name, parameter in step.model.named_parameters():
         if not parameter.grad.sum(dtype=torch.float64).isfinite():
             raise WrongResult(f"{provider.name} on {case.label()}: the gradient of {name} is not finite")

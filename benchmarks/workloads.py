@@ -11,10 +11,9 @@ from torch import Tensor
 
 from benchmarks import decoding, floors, timing, training
 from benchmarks.check import LIMITS, WrongResult, check
-from benchmarks.registry import DTYPES, PROVIDERS, UNITS, Case, Provider
+from benchmarks.registry import DTYPES, PROVIDERS, SUSTAINED, UNITS, Case, Provider
+from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol, Spread
-
-Row = dict[str, object]
 
 
 def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
@@ -36,7 +35,7 @@ def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip
         forward, forward_backward = attention_calls(case, q, k, v, grad_o)
         rows = []
         for mode in case.modes:
-            calls = [(forward if mode == "fwd" else forward_backward)(provider) for provider in checked]
+            calls = [(forward if mode.endswith("fwd") else forward_backward)(provider) for provider in checked]
             if mode == "memory":
                 arguments = sum(x.nbytes for x in (q, k, v, grad_o))
                 peaks = [(timing.peak_bytes(call, device) + arguments) / 2**20 for call in calls]
@@ -44,7 +43,7 @@ def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip
             elif not calls:
                 measured = []
             else:
-                measured = (timing.host_us if mode == "host" else timing.device_ms)(calls, device, protocol)
+                measured = _times(mode)(calls, device, protocol)
             results = dict(zip((provider.name for provider in checked), measured, strict=True))
             clock = _sm_mhz(device)
             for name in case.providers:
@@ -132,11 +131,11 @@ def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Ma
                 peaks = [(timing.peak_bytes(call, device) + call.function.resident_bytes) / 2**20 for call in calls]
                 measured = [Spread(peak, peak, peak, 1) for peak in peaks]
             else:
-                measured = timing.device_ms(calls, device, protocol) if calls else []
+                measured = _times(mode)(calls, device, protocol) if calls else []
             results = dict(zip(steps, measured, strict=True))
             for name in case.providers:
                 row = _row(case, mode, name, results, notes[name]) | {"sm_mhz": _sm_mhz(device)}
-                if mode == "train" and name in results:
+                if mode.endswith("train") and name in results:
                     row["note"] = f"{case.batch * case.tokens / results[name].median * 1e3:.0f} tokens/s"
                 rows.append(row)
         return rows
@@ -200,6 +199,13 @@ WORKLOADS: dict[str, Callable[[Case, torch.device, Protocol, Mapping[str, str]],
 }
 
 
+def _times(mode: str) -> Callable[[list[Call], torch.device, Protocol], list[Spread]]:
+    """How the calls of a mode are timed."""
+    if mode == "host":
+        return timing.host_us
+    return timing.sustained_ms if mode.startswith(SUSTAINED) else timing.device_ms
+
+
 def _row(case: Case, mode: str, name: str, results: dict[str, Spread], note: str) -> Row:
     row: Row = {
         **{"case": case.label(), "batch": case.batch, "heads": case.heads, "tokens": case.tokens, "head_dim": case.head_dim},
@@ -226,8 +232,9 @@ def _attention_extras(case: Case, mode: str, provider: Provider, median: float, 
         return {"note": "; ".join(filter(None, notes))}
     extras: Row = {"note": provider.note}
     arithmetic = provider.arithmetic(case)
-    if mode in ("fwd", "fwd+bwd") and arithmetic is not None and has_floor(device):
-        floor = floors.attention_ms(case, *arithmetic, mode)
+    timed = mode.removeprefix(SUSTAINED)
+    if timed in ("fwd", "fwd+bwd") and arithmetic is not None and has_floor(device):
+        floor = floors.attention_ms(case, *arithmetic, timed)
         extras |= {"floor_ms": floor, "of_floor": median / floor}
     return extras
 

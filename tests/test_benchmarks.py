@@ -6,6 +6,7 @@ import json
 import math
 import re
 import sys
+import time
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +18,12 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
-from benchmarks import check, counters, decoding, floors, kernels, profile, report, run, training, workloads
+from benchmarks import check, counters, decoding, floors, kernels, profile, report, run, timing, training, workloads
+from benchmarks.learn import variants
 from benchmarks.registry import PROVIDERS, SUITES, AtMost, Case, Provider, Suite
 
 CASE = Case(1, 2, 48, 8, algorithm="linear", peer="sdpa")
-QUICK = ("--device", "cpu", "--rounds", "2", "--dropped", "1", "--seconds", "0", "--commit", "abc")
+QUICK = ("--device", "cpu", "--rounds", "2", "--dropped", "1", "--seconds", "0", "--sustained", "0.01", "--commit", "abc")
 
 
 @pytest.fixture
@@ -54,16 +56,16 @@ def spoiled(monkeypatch, change) -> tuple[Case, list[int]]:
 def test_rows_of_every_mode(measure, capsys):
     case = replace(
         CASE,
-        modes=("fwd", "fwd+bwd", "memory", "host"),
+        modes=("fwd", "fwd+bwd", "memory", "host", "sustained fwd", "sustained fwd+bwd"),
         targets={"fwd": AtMost(1e9), "host": AtMost(1e-9, of_peer=True)},
         published={"fastmax": "1 s"},
     )
     status, rows = measure(case, replace(case, p=1, algorithm="quadratic", causal=False))
     assert status == 0
-    assert len(rows) == 2 * 4 * 2 and list(rows[0]) == list(report.COLUMNS)
+    assert len(rows) == 2 * 6 * 2 and list(rows[0]) == list(report.COLUMNS)
     for row in rows:
         assert 0 < float(row["p20"]) <= float(row["median"]) <= float(row["p80"]), row
-        assert row["unit"] == {"fwd": "ms", "fwd+bwd": "ms", "memory": "MiB", "host": "us"}[row["mode"]]
+        assert row["unit"] == {"memory": "MiB", "host": "us"}.get(row["mode"], "ms")
         assert float(row["error"]) < 1e-5 and float(row["grad_error"]) < 2e-5
         assert row["commit"] == "abc" and row["device"] and row["torch"] == torch.__version__ and "dropped" in row["protocol"]
         assert row["peer"] == "sdpa" and (row["provider"] != "sdpa" or float(row["of_peer"]) == 1.0)
@@ -186,11 +188,14 @@ def test_options(measure, name):
     case = tiny_option(name)
     status, rows = measure(case)
     assert status == 0
-    ours, plain = rows
-    assert (ours["provider"], plain["provider"]) == case.providers and ours["peer"] == plain["provider"]
-    (target,) = case.targets.values()
-    assert float(ours["target"]) == target.value and ours["target_of"] == "peer" and ours["met"] in ("yes", "no")
-    assert plain["target"] == "" and float(ours["of_peer"]) > 0 and float(ours["error"]) < 1e-5
+    assert len(rows) == 2 * len(case.modes)
+    for mode, ours, plain in zip(case.modes, rows[::2], rows[1::2], strict=True):
+        assert (ours["provider"], plain["provider"]) == case.providers and ours["peer"] == plain["provider"]
+        assert ours["mode"] == plain["mode"] == mode
+        assert (
+            float(ours["target"]) == case.targets[mode].value and ours["target_of"] == "peer" and ours["met"] in ("yes", "no")
+        )
+        assert plain["target"] == "" and float(ours["of_peer"]) > 0 and float(ours["error"]) < 1e-5
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -198,7 +203,7 @@ def test_option_that_is_not_taken_is_refused(measure, monkeypatch, name):
     """Each call as if without its option: the check sees it."""
     case = tiny_option(name)
     ours = PROVIDERS[case.providers[0]]
-    plain = PROVIDERS["fastmax_flash" if case.title == "window" else "fastmax"]
+    plain = PROVIDERS[case.providers[1] if case.title in ("window", "normalize") else "fastmax"]
 
     def ignoring(q, k, v, case, log_decay=None, cu_seqlens=None):
         assert (log_decay is not None) == ("log_decay" in name) and (cu_seqlens is not None) == ("packed" in name)
@@ -364,6 +369,31 @@ def test_training_step(measure, monkeypatch, tiny_gpt):
     status, rows = measure(cases[0], workload="train")
     assert status == 1
     assert [row["note"][:7] for row in rows if row["median"] == ""] == ["refused"] * 2
+
+
+def test_sustained_time_is_that_of_calls_back_to_back():
+    """A loop as long as asked for; a call's time is the wall time of the loop over its calls."""
+    calls = []
+
+    def call() -> None:
+        calls.append(time.perf_counter())
+        while time.perf_counter() - calls[-1] < 2e-3:
+            pass
+
+    protocol = timing.Protocol(sustained=0.1)
+    (spread,) = timing.sustained_ms([timing.Call(call)], torch.device("cpu"), protocol)
+    assert spread.median >= 2.0 and spread.samples >= timing.SEGMENTS
+    assert (calls[-1] - calls[0]) >= (1 + timing.WARM_SHARE) * 0.1 * 0.9
+
+
+def test_training_step_of_layers(measure, monkeypatch):
+    """Each layer of the suite, in a smaller model."""
+    monkeypatch.setitem(training.SETTINGS, "25M", replace(training.SETTINGS["25M"], n_layer=4, window=4))
+    (case,) = SUITES["layer"].cases["cpu"]
+    case = replace(case, heads=2, tokens=16, head_dim=8, providers=SUITES["layer"].cases["cuda"][0].providers)
+    status, rows = measure(case, workload="train")
+    assert status == 0 and [row["provider"] for row in rows] == list(case.providers)
+    assert all(float(row["median"]) > 0 and row["mode"] == "sustained train" for row in rows)
 
 
 def test_training_step_learns_and_is_refused_away_from_ln_vocabulary(monkeypatch, tiny_gpt):
@@ -673,4 +703,6 @@ def test_every_suite_names_what_exists():
             assert case.peer == "" or case.peer in case.providers
             assert case.dtype in check.LIMITS
             known = {"softmax": workloads.ROW_SOFTMAX, "decode": decoding.NAMES, "train": training.ATTENTION}
+            if case.title == "GPT 25M":
+                known["train"] = variants.VARIANTS
             assert all(name in known.get(suite.workload, PROVIDERS) for name in case.providers)
