@@ -31,6 +31,7 @@ from benchmarks import report
 from benchmarks.floors import COPY, MATMUL
 from benchmarks.learn import pages
 from benchmarks.learn.results import above, spread
+from benchmarks.registry import SUSTAINED
 from benchmarks.report import Row
 from fastmax.distributed import contiguous_layout, exchanged_bytes
 
@@ -64,9 +65,11 @@ class Results:
     def median(self, suite: str, **equal: object) -> float:
         return self.row(suite, **equal)["median"]
 
-    def pair(self, suite: str, **equal: object) -> tuple[float, float]:
-        """Forward, forward + backward."""
-        return self.median(suite, mode="fwd", **equal), self.median(suite, mode="fwd+bwd", **equal)
+    def pair(self, suite: str, sustained: bool = False, **equal: object) -> tuple[float, float]:
+        """Forward, forward + backward, of single calls or of calls back to back."""
+        start = SUSTAINED if sustained else ""
+        forward, forward_backward = (self.median(suite, mode=start + mode, **equal) for mode in ("fwd", "fwd+bwd"))
+        return forward, forward_backward
 
     def cases(self, suite: str, **equal: object) -> list[str]:
         return list(dict.fromkeys(row["case"] for row in self.rows(suite, **equal)))
@@ -79,6 +82,8 @@ class Results:
             raise LookupError(f"{path} has no row")
         return found
 
+
+RUNS = ("fastmax", "softmax")  # of examples/train_char_lm.py, with the layer's parts
 
 Block = Callable[[Results], str]
 BLOCKS: dict[str, Block] = {}
@@ -98,6 +103,15 @@ def number(x: float) -> str:
 def gain(x: float) -> str:
     """Two digits: 0.66, 1.7, 24."""
     return f"{x:.0f}" if x >= 9.95 else f"{x:.1f}" if x >= 0.995 else f"{x:.2f}"
+
+
+def measured_at(rows: Iterable[Row]) -> str:
+    """A line below a table: where and when its rows were measured."""
+    rows = list(rows)
+    facts = {key: list(dict.fromkeys(row[key] for row in rows)) for key in ("device", "torch", "commit")}
+    device = " and ".join(dict.fromkeys(name.partition(",")[0] for name in facts["device"]))
+    commits = f"commit{'s' if len(facts['commit']) > 1 else ''} {', '.join(facts['commit'])}"
+    return f"Measured on {device} with PyTorch {' and '.join(facts['torch'])} at {commits}."
 
 
 def both(pair: Iterable[float]) -> str:
@@ -185,18 +199,28 @@ def _attention_cases(results: Results) -> list[str]:
 
 @block
 def attention(results: Results) -> str:
-    """Ours beside the fastest softmax, the largest gain first."""
+    """Ours beside the fastest softmax, the largest gain first: calls back to back, and single calls after a pause."""
     lines = []
     for case in _attention_cases(results):
         row = results.row("cuda", case=case, provider="fastmax", mode="fwd+bwd")
-        ours = results.pair("cuda", case=case, provider="fastmax")
-        softmax = [min(_fastest_softmax(results, "cuda", case=case, mode=mode).values()) for mode in ("fwd", "fwd+bwd")]
-        gains = [theirs / mine for theirs, mine in zip(softmax, ours, strict=True)]
-        name = f"p = {row['p']}, {row['algorithm']}"
-        lines.append((gains[1], [name, size(case), both(ours), both(softmax), " / ".join(map(gain, gains))]))
+        cells, gains = [f"p = {row['p']}, {row['algorithm']}", size(case)], []
+        for start in (SUSTAINED, ""):
+            ours = results.pair("cuda", sustained=bool(start), case=case, provider="fastmax")
+            modes = (start + "fwd", start + "fwd+bwd")
+            softmax = [min(_fastest_softmax(results, "cuda", case=case, mode=mode).values()) for mode in modes]
+            gains.append([theirs / mine for theirs, mine in zip(softmax, ours, strict=True)])
+            cells += [both(ours), both(softmax)] if start else []
+        lines.append((gains[0][1], [*cells, *(" / ".join(map(gain, pair)) for pair in gains)]))
     lines.sort(key=lambda line: -line[0])
-    header = ["fastmax", "(batch, heads, tokens, head_dim)", "fastmax, ms", "softmax (SDPA), ms", "times faster"]
-    return table(header, (line for _, line in lines))
+    header = [
+        "fastmax",
+        "(batch, heads, tokens, head_dim)",
+        "fastmax, ms",
+        "softmax (SDPA), ms",
+        "times faster",
+        "single calls",
+    ]
+    return f"{table(header, (line for _, line in lines))}\n\n{measured_at(results.rows('cuda', provider='fastmax'))}"
 
 
 @block
@@ -227,7 +251,8 @@ def cuda(results: Results) -> str:
                 " / ".join(f"{row['of_floor']:.1f}" for row in rows),
             ]
         )
-    return table(["algorithm, (b, h, n, d), p", "fastmax", "aim", "SDPA cuDNN", "times the floor"], lines)
+    text = table(["algorithm, (b, h, n, d), p", "fastmax", "aim", "SDPA cuDNN", "times the floor"], lines)
+    return f"{text}\n\n{measured_at(results.rows('cuda', provider='fastmax'))}"
 
 
 @block
@@ -361,7 +386,8 @@ def ancestor(results: Results) -> str:
         ]
         lines.append([f"({', '.join(str(x) for x in same.values())})", *times, first["published"].partition(" (")[0]])
     names = ("bf16", "TF32", "fp32", "PyTorch operations, fp32")
-    return table(["(heads, tokens, head_dim)", *(f"{name}, causal / full" for name in names), "published"], lines)
+    text = table(["(heads, tokens, head_dim)", *(f"{name}, causal / full" for name in names), "published"], lines)
+    return f"{text}\n\n{measured_at(results.rows('ancestor'))}"
 
 
 @block
@@ -383,7 +409,7 @@ def peers(results: Results) -> str:
             times = {row["mode"]: row["median"] for row in here if row["provider"] == name}
             cells.append(both((times["fwd"], times["fwd+bwd"])) if times else "")
         lines.append([str(d), *cells])
-    return table(["head_dim", *titles], lines)
+    return f"{table(['head_dim', *titles], lines)}\n\n{measured_at(results.rows('peers'))}"
 
 
 @block
@@ -420,7 +446,8 @@ def train(results: Results) -> str:
         by = {row["provider"]: row for row in results.rows("train", mode="train", tokens=n)}
         speeds = [f"{by[name]['batch'] * n / by[name]['median']:.0f} k" if name in by else "" for name in names]
         lines.append([str(n), *speeds])
-    return table(["context", "fastmax, p = 2", "fastmax, p = 1", "softmax (cuDNN)", "softmax (flash)"], lines)
+    text = table(["context", "fastmax, p = 2", "fastmax, p = 1", "softmax (cuDNN)", "softmax (flash)"], lines)
+    return f"{text}\n\n{measured_at(results.rows('train'))}"
 
 
 @block
@@ -443,16 +470,34 @@ def cpu(results: Results) -> str:
 
 @block
 def options(results: Results) -> str:
-    """What an option costs: rows with a target against their peer."""
+    """What an option costs: rows with a target against their peer, calls back to back first."""
     lines = []
     for row in results.rows("options"):
-        if "target" not in row:
+        if "target" not in row or not row["mode"].startswith(SUSTAINED):
             continue
+        mode = row["mode"].removeprefix(SUSTAINED)
         peer = results.row("options", case=row["case"], mode=row["mode"], provider=row["peer"])
+        single = results.row("options", case=row["case"], mode=mode, provider=row["provider"])
         aim = f"{row['target']:.3g}" + ("" if row["met"] == "yes" else ", missed")
-        times = (f"{x['median']:.4g}" for x in (row, peer))
-        lines.append([row["case"].removeprefix("options "), row["mode"], *times, f"{row['of_peer']:.3g}", aim])
-    return table(["option", "", "with, ms", "without, ms", "ratio", "at most"], lines)
+        numbers = [number(x["median"]) for x in (row, peer)] + [f"{x['of_peer']:.3g}" for x in (row, single)]
+        lines.append([row["case"], mode, *numbers, aim])
+    header = ["option", "", "with, ms", "without, ms", "ratio", "ratio of single calls", "at most"]
+    return f"{table(header, lines)}\n\n{measured_at(results.rows('options'))}"
+
+
+@block
+def layer_options_cost(results: Results) -> str:
+    """What decay and an exact window add together to a call, forward + backward, and how that compares with softmax."""
+    with_both, without = (
+        results.median(
+            "options",
+            case="log_decay, exact window bf16 p=2 linear (1,32,65536,64)",
+            mode=SUSTAINED + "fwd+bwd",
+            provider=name,
+        )
+        for name in ("fastmax_decay_window", "fastmax")
+    )
+    return f"{number(with_both)} ms, {with_both / without:.2f} times as long"
 
 
 @block
@@ -567,6 +612,23 @@ def char_lm(results: Results) -> str:
 
 
 @block
+def char_lm_texts(results: Results) -> str:
+    """Fastmax and softmax with the same parts on several texts, each seed paired with itself."""
+    rows = results.plain("docs/figures/char_lm_texts.csv")
+    lines = []
+    for name in dict.fromkeys(row["text"] for row in rows):
+        losses = {
+            run: {row["seed"]: float(row["val"]) for row in rows if (row["text"], row["run"]) == (name, run)} for run in RUNS
+        }
+        gaps = [loss - losses["softmax"][seed] for seed, loss in losses["fastmax"].items()]
+        means = [f"{sum(found.values()) / len(found):.3f}" for found in losses.values()]
+        spread_of_gaps = f"{min(gaps):+.3f} to {max(gaps):+.3f}"
+        lines.append([name, ", ".join(losses["fastmax"]), *means, f"{sum(gaps) / len(gaps):+.3f}", spread_of_gaps])
+    header = ["text", "seeds", "fastmax", "softmax, same parts", "difference", "lowest to highest"]
+    return table(header, lines)
+
+
+@block
 def char_lm_seeds(results: Results) -> str:
     count = len(_char_lm_ends(results)["fastmax"])
     return "one seed" if count == 1 else f"means of {count} seeds"
@@ -668,10 +730,43 @@ def learned_at_equal_time(results: Results) -> str:
 
 @block
 def attention_of_65536(results: Results) -> str:
-    equal = {"head_dim": 64, "heads": 32, "mode": "fwd+bwd"}
+    equal = {"head_dim": 64, "heads": 32, "mode": SUSTAINED + "fwd+bwd"}
     ours = results.median("cuda", provider="fastmax", tokens=65536, **equal)
     softmax = _fastest_softmax(results, "cuda", **equal)[65536]
-    return f"{number(ours)} ms, {gain(softmax / ours)} times less than PyTorch's fastest softmax"
+    return f"{number(ours)} ms against {number(softmax)} ms, {gain(softmax / ours)} times less"
+
+
+def _layer_case(results: Results, tokens: int) -> dict[str, float]:
+    """Milliseconds of a sustained training step by layer."""
+    return {row["provider"]: row["median"] for row in results.rows("layer", tokens=tokens)}
+
+
+@block
+def layer_cost(results: Results) -> str:
+    """What a layer learns and what its training step takes, of the same model."""
+    # The loss of softmax is that of `flash_attention`: the same function as SDPA's.
+    loss_of = {"softmax_sdpa": "softmax", **{name: name for name in ("softmax_parts", "p2_all", "hybrid", "p2", "p1_all")}}
+    titles = {
+        "softmax_sdpa": "softmax (SDPA)",
+        "softmax_parts": "softmax with the layer's other parts",
+        "p2_all": "**`FastmaxSelfAttention`**",
+        "hybrid": "the same, softmax in every fourth layer",
+        "p2": "the polynomial alone, p = 2",
+        "p1_all": "`FastmaxSelfAttention(p=1)`",
+    }
+    losses = pages.losses("equal-steps", "25M", results.root)
+    contexts = sorted({row["tokens"] for row in results.rows("layer")})
+    times = {n: _layer_case(results, n) for n in contexts}
+    lines = []
+    for name, loss in loss_of.items():
+        cells = []
+        for n in contexts:
+            softmax = times[n]["softmax_sdpa"]
+            cells.append(f"{number(times[n][name])} ({gain(softmax / times[n][name])})" if name in times[n] else "")
+        lines.append([titles[name], f"{losses[loss]:.3f}", *cells])
+    header = ["attention", "loss, nats per byte", *(f"step at {n // 1024}k, ms" for n in contexts)]
+    losses_at = pages.commits("equal-steps", "25M", results.root)
+    return f"{table(header, lines)}\n\nSteps: {measured_at(results.rows('layer'))}\nLosses: three seeds, commits {losses_at}."
 
 
 @block

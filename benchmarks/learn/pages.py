@@ -144,8 +144,13 @@ def losses(name: str, setting: str, root: Path) -> dict[str, float]:
     return {variant: spread(found, variant=variant).mean for variant in values(found, "variant")}
 
 
+def commits(name: str, setting: str, root: Path) -> str:
+    """Commits at which the runs of an experiment in a setting were measured."""
+    return ", ".join(sorted(values(rows_of(name, setting, root), "commit")))
+
+
 def conditions(found: list[Row]) -> str:
-    """Seeds, text, device and PyTorch, as the rows have them."""
+    """Seeds, text, device, PyTorch and commits, as the rows have them."""
     seeds = sorted(values(found, "seed"))
     facts = [f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"]
     text = values([row for row in found if "data" in row], "data")
@@ -153,4 +158,6 @@ def conditions(found: list[Row]) -> str:
         raise LookupError(f"runs on different texts cannot be compared: {' and '.join(text)}")
     facts += [f"text {text[0]}"] if text else []
     facts += [" and ".join(values(found, "device")), f"PyTorch {' and '.join(values(found, 'torch'))}"]
+    measured_at = sorted(values(found, "commit"))
+    facts += [f"measured at {'commit' if len(measured_at) == 1 else 'commits'} {', '.join(measured_at)}"]
     return f"{facts[0].capitalize()}; {'; '.join(facts[1:])}."
