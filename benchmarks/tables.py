@@ -677,19 +677,13 @@ def _in_words(difference: float) -> str:
     return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
 
 
-@block
-def learned_at_equal_steps(results: Results) -> str:
-    own = pages.losses("equal-steps", "25M", results.root)
-    same, plain = own["softmax_parts"], own["softmax"]
-    return f"{own['p2_all']:.3f} nats per byte, with softmax in its place at {same:.3f}, with softmax alone at {plain:.3f}"
-
-
 def _learned_gap(variant: str, other: str, setting: str, results: Results) -> str:
     """After equal steps, the mean over the seeds that both have."""
     return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
 
 
 BLOCKS["learned-gap"] = partial(_learned_gap, "p2_all", "softmax_parts", "25M")
+BLOCKS["learned-gap-softmax"] = partial(_learned_gap, "softmax_parts", "p2_all", "25M")
 BLOCKS["learned-gap-plain"] = partial(_learned_gap, "p2_all", "softmax", "25M")
 BLOCKS["learned-gap-wide"] = partial(_learned_gap, "p2_wide", "softmax_parts", "25M")
 BLOCKS["learned-gap-small"] = partial(_learned_gap, "p2_all", "softmax_parts", "0.8M")
@@ -720,12 +714,6 @@ def conversion_ends(results: Results) -> str:
         spread(found, variant=name, measure="finetuned").mean for name in ("softmax", "window_decay", "hybrid")
     )
     return f"{every - softmax:.2f}, and where one layer in four stays softmax {hybrid - softmax:.2f}"
-
-
-@block
-def learned_at_equal_time(results: Results) -> str:
-    own = pages.losses("equal-time", "64k", results.root)
-    return f"{own['p2_all']:.2f} nats per byte, with softmax at {own['softmax_parts_sdpa']:.2f}"
 
 
 @block

@@ -32,6 +32,8 @@ from training import Recipe, Trainer, evaluate_by_position
 from fastmax import FastmaxSelfAttention
 
 SIZES = {"25m": (8, 8, 512), "124m": (12, 12, 768), "350m": (24, 16, 1024)}  # layers, heads, width
+# By size. At 25m 2e-3 is the better of 1e-3 and 2e-3 (docs/parameters.md); the others are GPT-3's, not tuned.
+LEARNING_RATES = {"25m": 2e-3, "124m": 6e-4, "350m": 3e-4}
 PARTS = {name for name, x in inspect.signature(FastmaxSelfAttention).parameters.items() if x.kind is x.KEYWORD_ONLY}
 MAY_CHANGE = {"out", "device", "compile", "fresh"}  # between the pieces of a run
 
@@ -64,7 +66,7 @@ def add_training_arguments(parser: argparse.ArgumentParser, **defaults: object) 
     parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
     parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
     parser.add_argument("--steps", type=count)
-    parser.add_argument("--lr", type=positive, default=1e-3)
+    parser.add_argument("--lr", type=positive, help=f"default: by size, {LEARNING_RATES}")
     parser.add_argument("--warmup", type=count_or_none, help="steps")
     parser.add_argument("--weight-decay", type=not_negative, default=0.1)
     parser.add_argument("--rows", type=count, default=10, help="rows of losses, and checkpoints, in the steps")
@@ -92,6 +94,13 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
+    """The arguments, with the size's learning rate where none is given."""
+    args = parser.parse_args(argv)
+    args.lr = LEARNING_RATES[args.size] if args.lr is None else args.lr
+    return args
 
 
 def make_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
@@ -171,7 +180,7 @@ def plot(history: list[dict], positions: list[dict], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     if args.bpe and args.bpe <= 256:
         parser.error(f"--bpe must be larger than the 256 bytes and the end of text, got {args.bpe}")
     try:

@@ -36,7 +36,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from train_lm import add_model_arguments, add_training_arguments, make_config, write_csv
+from train_lm import add_model_arguments, add_training_arguments, make_config, parse, write_csv
 from training import Recipe, autocast, learning_rate, make_optimizer
 
 from fastmax.distributed import ContextParallel
@@ -202,7 +202,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, stop
 
 def main(argv: list[str] | None = None) -> int:
     parser = arguments()
-    args = parser.parse_args(argv)
+    args = parse(parser, argv)
     try:
         with torch.device("meta"):
             args.block_size = args.context

@@ -261,7 +261,7 @@ def test_training_in_pieces_is_training_at_once(options, texts, tmp_path, monkey
 
     with pytest.raises(SystemExit):  # of other settings
         train_lm.main([*command, "--lr", "0.1", "--out", str(pieces)])
-    assert "lr was 0.001, is 0.1" in capsys.readouterr().err
+    assert "lr was 0.002, is 0.1" in capsys.readouterr().err
 
 
 def test_training_ends_after_its_seconds(texts, tmp_path, monkeypatch):

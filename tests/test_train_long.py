@@ -109,7 +109,7 @@ def test_goes_on_with_another_number_of_ranks(one_rank, tmp_path):
         assert losses(of_ranks) == pytest.approx(losses(history), rel=1e-5)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-4"]
     (message,) = run(refused, 1, [*common, "--lr", "0.5"])
-    assert "is of another run (lr was 0.001, is 0.5)" in message
+    assert "is of another run (lr was 0.002, is 0.5)" in message
 
 
 def refused(group, arguments):
