@@ -124,12 +124,14 @@ def rounded(n: float) -> str:
     return str(int(round(n / digits) * digits))
 
 
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(header: Iterable[str], lines: Iterable[Iterable[str]], measured: Iterable[Row] = ()) -> str:
+    """Markdown; below it where and when the rows `measured` were measured."""
     header = list(header)
-    lines = [header, ["---"] * len(header), *rows]
+    lines = [header, ["---"] * len(header), *lines]
     if wrong := [line for line in lines if len(line) != len(header)]:
         raise ValueError(f"{len(header)} columns, but {wrong[0]}")
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{text}\n\n{measured_at(measured)}" if measured else text
 
 
 def size(case: str) -> str:
@@ -176,7 +178,7 @@ def break_even(results: Results) -> str:
         return [str(d), *measured, *decoding]
 
     header = ["head_dim", "training, p = 2", "p = 1", "generating, p = 2", "p = 1"]
-    return table(header, (line(d) for d in (32, 64, 128)))
+    return table(header, (line(d) for d in (32, 64, 128)), results.rows("scaling"))
 
 
 @block
@@ -212,15 +214,8 @@ def attention(results: Results) -> str:
             cells += [both(ours), both(softmax)] if start else []
         lines.append((gains[0][1], [*cells, *(" / ".join(map(gain, pair)) for pair in gains)]))
     lines.sort(key=lambda line: -line[0])
-    header = [
-        "fastmax",
-        "(batch, heads, tokens, head_dim)",
-        "fastmax, ms",
-        "softmax (SDPA), ms",
-        "times faster",
-        "single calls",
-    ]
-    return f"{table(header, (line for _, line in lines))}\n\n{measured_at(results.rows('cuda', provider='fastmax'))}"
+    header = ["fastmax", "(batch, heads, tokens, head_dim)", "fastmax, ms", "softmax (SDPA), ms", "times faster"]
+    return table([*header, "single calls"], (line for _, line in lines), results.rows("cuda"))
 
 
 @block
@@ -251,8 +246,8 @@ def cuda(results: Results) -> str:
                 " / ".join(f"{row['of_floor']:.1f}" for row in rows),
             ]
         )
-    text = table(["algorithm, (b, h, n, d), p", "fastmax", "aim", "SDPA cuDNN", "times the floor"], lines)
-    return f"{text}\n\n{measured_at(results.rows('cuda', provider='fastmax'))}"
+    header = ["algorithm, (b, h, n, d), p", "fastmax", "aim", "SDPA cuDNN", "times the floor"]
+    return table(header, lines, results.rows("cuda"))
 
 
 @block
@@ -310,7 +305,7 @@ def crossover(results: Results) -> str:
                 f"above {max(slow)}" if n is None else f"{min(slow)} or less" if n == min(slow) else rounded(n),
             ]
         )
-    return table(["", "head_dim", "linear is faster from n ="], lines)
+    return table(["", "head_dim", "linear is faster from n ="], lines, results.rows("crossover"))
 
 
 @block
@@ -329,7 +324,8 @@ def decode(results: Results) -> str:
                 f"{host:.0f}",
             ]
         )
-    return table(["batch x heads", "us a step", "TB/s", "of the copy rate", "us of the host"], lines)
+    header = ["batch x heads", "us a step", "TB/s", "of the copy rate", "us of the host"]
+    return table(header, lines, results.rows("decode"))
 
 
 @block
@@ -371,7 +367,8 @@ def decode_context(results: Results) -> str:
         cells = (f"{number(softmax[n])} ({gain(softmax[n] / ours[n])})" for n in ours)
         lines.append([str(d), f"{batch} x {heads}", number(min(ours.values())), number(in_place), *cells])
     contexts = (f"SDPA, {n // 1024}k" for n in dict.fromkeys(row["tokens"] for row in gathered))
-    return table(["head_dim", "batch x heads", "gathered, us", "in place, us", *contexts], lines)
+    header = ["head_dim", "batch x heads", "gathered, us", "in place, us", *contexts]
+    return table(header, lines, results.rows("decode"))
 
 
 @block
@@ -386,8 +383,8 @@ def ancestor(results: Results) -> str:
         ]
         lines.append([f"({', '.join(str(x) for x in same.values())})", *times, first["published"].partition(" (")[0]])
     names = ("bf16", "TF32", "fp32", "PyTorch operations, fp32")
-    text = table(["(heads, tokens, head_dim)", *(f"{name}, causal / full" for name in names), "published"], lines)
-    return f"{text}\n\n{measured_at(results.rows('ancestor'))}"
+    header = ["(heads, tokens, head_dim)", *(f"{name}, causal / full" for name in names), "published"]
+    return table(header, lines, results.rows("ancestor"))
 
 
 @block
@@ -409,7 +406,7 @@ def peers(results: Results) -> str:
             times = {row["mode"]: row["median"] for row in here if row["provider"] == name}
             cells.append(both((times["fwd"], times["fwd+bwd"])) if times else "")
         lines.append([str(d), *cells])
-    return f"{table(['head_dim', *titles], lines)}\n\n{measured_at(results.rows('peers'))}"
+    return table(["head_dim", *titles], lines, results.rows("peers"))
 
 
 @block
@@ -432,7 +429,7 @@ def memory_of_bytes(results: Results) -> str:
 
     names = {"fastmax_p2": "p = 2", "fastmax_p1": "p = 1", "sdpa_cudnn": "softmax (cuDNN)", "sdpa_flash": "softmax (flash)"}
     lines = ([title, *(ratio(64, n, name) for n in shown)] for name, title in names.items())
-    return table(["(1, 16, n, 64), n =", *map(str, shown)], lines)
+    return table(["(1, 16, n, 64), n =", *map(str, shown)], lines, results.rows("scaling"))
 
 
 # ---- training, the CPU, learning
@@ -446,8 +443,8 @@ def train(results: Results) -> str:
         by = {row["provider"]: row for row in results.rows("train", mode="train", tokens=n)}
         speeds = [f"{by[name]['batch'] * n / by[name]['median']:.0f} k" if name in by else "" for name in names]
         lines.append([str(n), *speeds])
-    text = table(["context", "fastmax, p = 2", "fastmax, p = 1", "softmax (cuDNN)", "softmax (flash)"], lines)
-    return f"{text}\n\n{measured_at(results.rows('train'))}"
+    header = ["context", "fastmax, p = 2", "fastmax, p = 1", "softmax (cuDNN)", "softmax (flash)"]
+    return table(header, lines, results.rows("train"))
 
 
 @block
@@ -465,7 +462,7 @@ def cpu(results: Results) -> str:
         aim = f"{1 / row['target']:.2g}" + ("" if row["met"] == "yes" else ", missed")
         lines.append([f"p = {row['p']}, {row['algorithm']}, {size(case)}", both(ours), both(theirs), gains, aim])
     header = ["p, algorithm, (batch, heads, tokens, head_dim)", "fastmax, ms", "softmax (SDPA), ms", "times faster", "aim"]
-    return table(header, lines)
+    return table(header, lines, results.rows("cpu"))
 
 
 @block
@@ -482,7 +479,7 @@ def options(results: Results) -> str:
         numbers = [number(x["median"]) for x in (row, peer)] + [f"{x['of_peer']:.3g}" for x in (row, single)]
         lines.append([row["case"], mode, *numbers, aim])
     header = ["option", "", "with, ms", "without, ms", "ratio", "ratio of single calls", "at most"]
-    return f"{table(header, lines)}\n\n{measured_at(results.rows('options'))}"
+    return table(header, lines, results.rows("options"))
 
 
 @block
@@ -511,9 +508,8 @@ def distributed(results: Results) -> str:
         asked = f"{work / row['target']:.0%}" + ("" if row["met"] == "yes" else ", missed") if "target" in row else ""
         times = (f"{x['median']:.3g}" for x in (one, row))
         lines.append([row["case"], *times, f"{work / row['of_peer']:.1%}", asked, f"{received / 1e6:.1f}"])
-    return table(
-        ["(b, h, n, d)", "one GPU, ms", "two GPUs, ms", "of one GPU's rate", "at least", "MB received by a GPU"], lines
-    )
+    header = ["(b, h, n, d)", "one GPU, ms", "two GPUs, ms", "of one GPU's rate", "at least", "MB received by a GPU"]
+    return table(header, lines, results.rows("distributed"))
 
 
 @block
@@ -526,7 +522,8 @@ def ranks_alone(results: Results) -> str:
         work = 1 if one["algorithm"] == "linear" else 2  # of a rank, in that of one GPU's tokens
         rate = f"{work * numbers[0] / max(numbers):.1%}" if one["mode"] == "fwd+bwd" else ""
         lines.append([one["case"], *(f"{x:.3g}" for x in numbers), "ms" if one["mode"] == "fwd+bwd" else "GiB", rate])
-    return table(["(b, h, n, d)", "one GPU", "first of two ranks", "last", "", "of one GPU's rate"], lines)
+    header = ["(b, h, n, d)", "one GPU", "first of two ranks", "last", "", "of one GPU's rate"]
+    return table(header, lines, results.rows("ranks_alone"))
 
 
 @block
@@ -754,7 +751,7 @@ def layer_cost(results: Results) -> str:
         lines.append([titles[name], f"{losses[loss]:.3f}", *cells])
     header = ["attention", "loss, nats per byte", *(f"step at {n // 1024}k, ms" for n in contexts)]
     losses_at = pages.commits("equal-steps", "25M", results.root)
-    return f"{table(header, lines)}\n\nSteps: {measured_at(results.rows('layer'))}\nLosses: three seeds, commits {losses_at}."
+    return f"{table(header, lines, results.rows('layer'))} Losses: commits {losses_at}."
 
 
 @block
@@ -815,7 +812,7 @@ def flash(results: Results) -> str:
         ratio = " / ".join(f"{a / b:.2f}" for a, b in zip(ours, flash, strict=True))
         lines.append([size(case), *map(both, (ours, polynomial, flash, cudnn)), ratio])
     header = ["(b, h, n, d)", "flash_attention", "Fastmax p = 2, quadratic", "SDPA flash", "SDPA cuDNN", "of SDPA flash"]
-    return table(header, lines)
+    return table(header, lines, results.rows("flash"))
 
 
 @block
@@ -833,7 +830,8 @@ def row_softmax(results: Results) -> str:
             row = results.row("softmax", case=case.replace("bf16", dtype), provider="softmax_online")
             cells += [f"{row['of_peer']:.2f}", f"{row['gb_per_s'] / 1e3:.1f}"]
         lines.append([case.removeprefix("softmax bf16 "), *cells])
-    return table(["rows x width", "bf16, of torch.softmax", "TB/s", "fp32, of torch.softmax", "TB/s"], lines)
+    header = ["rows x width", "bf16, of torch.softmax", "TB/s", "fp32, of torch.softmax", "TB/s"]
+    return table(header, lines, results.rows("softmax"))
 
 
 @block
@@ -844,15 +842,15 @@ def traffic(results: Results) -> str:
         "sdpa_flash": "PyTorch's",
         "plain": "three of the kernels of plain PyTorch",
     }
-    lines = []
-    for row in (row for row in results.plain("benchmarks/results/traffic.csv") if row["kernel"] == "sum"):
+    lines, rows = [], [row for row in results.plain("benchmarks/results/traffic.csv") if row["kernel"] == "sum"]
+    for row in rows:
         name = ", ".join(filter(None, (row["algorithm"], names[row["provider"]], size(row["case"]))))
         cells = (
             f"{float(row[a]) / 1e6:.0f} / {float(row[b]) / 1e6:.0f}"
             for a, b in (("expected_read", "expected_written"), ("read", "written"))
         )
         lines.append([name, *cells])
-    return table(["", "formula", "measured"], lines)
+    return table(["", "formula", "measured"], lines, rows)
 
 
 @block
