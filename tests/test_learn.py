@@ -553,6 +553,7 @@ def loss_rows(experiment: str) -> list[dict]:
                 "lr": 1e-3,
                 "seed": seed,
                 "torch": "2",
+                "commit": "abc",
                 "device": "CPU",
                 "data": "1 MB",
             }
@@ -573,7 +574,7 @@ def text_of(name: str, found: list[dict], tmp_path: Path) -> str:
 def test_page_of_equal_steps(tmp_path):
     assert pages.section("equal-steps", tmp_path, tables.table) == "Not measured yet: `python -m benchmarks.learn equal-steps`."
     text = text_of("equal-steps", loss_rows("equal-steps"), tmp_path)
-    assert "tiny. Seeds 1, 2; text 1 MB; CPU; PyTorch 2." in text
+    assert "tiny. Seeds 1, 2; text 1 MB; CPU; PyTorch 2; measured at commit abc." in text
     assert "| softmax | 2.0 M | 2 | 0.6150 | 0.6100 to 0.6200 | 0.6150 | +0.0000 |" in text
     assert "| p = 2, all parts | 2.0 M | 2 | 0.5150 | 0.5100 to 0.5200 | 0.5150 | -0.1000 |" in text
     assert text.endswith("![validation loss by step](figures/learn_equal_steps.png)")
@@ -591,13 +592,21 @@ def test_page_of_the_ablation(tmp_path):
 
 
 def recall_rows() -> list[dict]:
-    key = {"variant": "p2_norm", "setting": "width 64", "seed": 1, "measure": "accuracy", "device": "CPU", "torch": "2"}
+    key = {
+        "variant": "p2_norm",
+        "setting": "width 64",
+        "seed": 1,
+        "measure": "accuracy",
+        "device": "CPU",
+        "torch": "2",
+        "commit": "abc",
+    }
     values = {1e-3: (100, 50), 1e-2: (90, 80)}
     return [key | {"lr": lr, "at": at, "value": x} for lr, pair in values.items() for at, x in zip((4, 256), pair, strict=True)]
 
 
 def needle_rows() -> list[dict]:
-    key = {"variant": "hybrid", "setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
+    key = {"variant": "hybrid", "setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2", "commit": "abc"}
     shares = [
         key | {"measure": measure, "at": at, "value": x}
         for measure, *values in (("needle", 100.0, 62.5), ("letters", 100.0, 80.0))
@@ -611,7 +620,7 @@ def test_other_pages(tmp_path):
     text = text_of("needle", needle_rows(), tmp_path)
     assert "| attention | 4k tokens | 8k tokens | validation loss |" in text
     assert "| p = 2, all parts; softmax in every fourth layer | 100% (100%) | 62% (80%) | 0.7500 |" in text
-    key = {"setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2"}
+    key = {"setting": "25M", "lr": 1e-3, "seed": 1, "device": "CPU", "torch": "2", "commit": "abc"}
     stages = {"before": 0.5, "swapped": 0.9, "finetuned": 0.6}
     found = [key | {"variant": "unprepared", "measure": name, "value": x} for name, x in stages.items()]
     title = conversion.VARIANTS["unprepared"].title
