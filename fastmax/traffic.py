@@ -114,7 +114,7 @@ def hbm_traffic(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    validation.check_count("seqlen", seqlen)
+    validation.check_count("seqlen", seqlen, most=2**63 - 1)  # a formula: nothing is allocated
     validation.check_count("head_dim", head_dim)
     if head_dim > _HEAD_DIMS[-1]:
         raise ValueError(f"head_dim must be at most {_HEAD_DIMS[-1]}, the widest that there are kernels for, got {head_dim}")
