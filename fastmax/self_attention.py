@@ -24,6 +24,36 @@ if TYPE_CHECKING:
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
+_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
+_MADE_BY = {  # arguments of the constructor that are no attributes, and what they make
+    "qk_norm": "q_norm and k_norm, which are None without",
+    "rope": "rope_dim, which is 0 without",
+    "decay": "decay_proj, which is None without",
+    "output_gate": "gate_proj, which is None without",
+    "bias": "the biases of qkv_proj, gate_proj and out_proj",
+    "norm_eps": "the eps of q_norm, k_norm and output_norm",
+}
+
+
+class _Option:
+    """An option of fastmax attention as an attribute of the layer: an entry of its `options`, checked when it is set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: FastmaxSelfAttention | None, owner: type) -> object:
+        if layer is None:
+            return self
+        if layer.attention == "softmax":
+            raise AttributeError(f'{self.name} is an option of attention="fastmax", got a layer of "softmax"')
+        return layer.options[self.name]
+
+    def __set__(self, layer: FastmaxSelfAttention, value: object) -> None:
+        if layer.attention == "softmax":
+            raise ValueError(f'{self.name} has no effect with attention="softmax", got {validation.describe(value)}')
+        options = layer.options | {self.name: value}
+        coefficients = tuple(options.pop(name) for name in ("a0", "a1", "a2"))
+        layer.options = options_of_fastmax(layer.head_dim, coefficients=coefficients, **options)
 
 
 class FastmaxSelfAttention(nn.Module):
@@ -72,7 +102,14 @@ class FastmaxSelfAttention(nn.Module):
             a rope_dim without rope.
 
     `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None where they are switched off.
+
+    The options of the attention, `exact_window` to `a2` and for softmax `window`, `rope_dim`, `rope_base` and
+    `use_custom_gradient` are attributes. One that is set later is checked as in the constructor, holds from the next call on and
+    changes no other; `temperature` and `normalize` set to None take the default for the other options.
     """
+
+    exact_window, p, temperature, normalize, algorithm = _Option(), _Option(), _Option(), _Option(), _Option()
+    a0, a1, a2 = _Option(), _Option(), _Option()
 
     def __init__(
         self,
@@ -169,6 +206,34 @@ class FastmaxSelfAttention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
         self.output_norm = nn.RMSNorm(head_dim, norm_eps, **made) if output_norm else None
         self.reset_parameters()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _MADE_BY:
+            raise AttributeError(f"{name} makes parts of a new layer, got {validation.describe(value)}: set {_MADE_BY[name]}")
+        if name in vars(self) or name in _PARTS:
+            self._check_attribute(name, value)
+        super().__setattr__(name, value)
+
+    def _check_attribute(self, name: str, value: object) -> None:
+        """Of a layer that is made; `_Option` checks the options of fastmax."""
+        if name in _PARTS and value is not None and not isinstance(value, nn.Module):
+            raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
+        if name == "window" and value is not None:
+            if self.attention != "softmax":
+                raise ValueError(f'window is of attention="softmax", got {validation.describe(value)} for "fastmax"')
+            validation.check_count("window", value)
+        if name == "attention":
+            if value not in ("fastmax", "softmax"):
+                raise ValueError(f'attention must be "fastmax" or "softmax", got {validation.describe(value)}')
+            if value == "fastmax" and (not self.options or self.window is not None):
+                raise ValueError('attention must stay "softmax" in a layer made for it, got "fastmax": fastmax.convert.swap')
+        if name == "rope_dim" and value != 0:
+            validation.check_count("rope_dim", value)
+            rotary_channels(self.head_dim, True, value)
+        if name in ("rope_base", "longest_half_life"):
+            validation.check_positive(name, value)
+        if name == "use_custom_gradient":
+            validation.check_bool(name, value)
 
     def reset_parameters(self) -> None:
         """Projections: normal of standard deviation 0.02, as GPT-2's, biases 0. Convolution: the identity. Norms: 1.

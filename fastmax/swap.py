@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from fastmax.module import FASTMultiHeadAttention
+from fastmax.module import OPTIONS, FASTMultiHeadAttention
 
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 
@@ -24,15 +24,16 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
     Args:
         model: any module that contains `nn.MultiheadAttention`.
         options: those of `FASTMultiHeadAttention`, except `mask`: whether a call is causal follows from its masks.
-            `temperature` defaults to sqrt(head_dim), the scale of the softmax attention that is replaced. The dropout
-            probability of the original is not carried over, since there are no attention weights to drop;
-            `dropout=...` asks for fastmax's noise on the output instead, in training mode.
+            `temperature` defaults to sqrt(head_dim), the scale of the softmax attention that is replaced. Fastmax has no
+            attention weights to drop, so a module whose `dropout` is not 0 needs the option `dropout`, which takes its place:
+            the strength of fastmax's noise on the output in training mode, or 0.0 for none.
 
     Returns:
         Name in the model -> the module that was there. `model.set_submodule(name, original)` puts one back.
 
     Raises:
-        ValueError: `model` itself is an `nn.MultiheadAttention`, or holds none (left).
+        ValueError: `model` itself is an `nn.MultiheadAttention`, or holds none (left); one has dropout, and there is no option
+            `dropout`.
         TypeError: an attention module that another forward, a hook or a parametrization has made into another function;
             an unknown option.
     """
@@ -57,6 +58,7 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
         )
     for name, module in found.items():
         _check_swappable(name, module)
+        _check_dropout(name, module, options)
     unique = {id(module): module for module in found.values()}
     replacements = {key: SwappedMultiheadAttention(module, **options) for key, module in unique.items()}
     for name, module in found.items():
@@ -73,14 +75,19 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
 class SwappedMultiheadAttention(nn.Module):
     """The interface and the Parameters of an `nn.MultiheadAttention` around fastmax attention.
 
-    Built by `swap_attention`, which lists the options. The Parameters and `out_proj` are those of `original`, shared.
+    Built by `swap_attention`, which lists the options. They are attributes of the module `attention` inside:
+    `swapped.attention.temperature = 3.0`. The Parameters and `out_proj` are those of `original`, shared.
     """
 
     def __init__(self, original: nn.MultiheadAttention, **options):
         super().__init__()
         _check_swappable("original", original)
-        if "mask" in options:
-            raise TypeError("mask is not an option here: whether a call is causal follows from its attn_mask and is_causal")
+        _check_dropout("original", original, options)
+        for name in ("mask", "causal"):
+            if name in options:
+                raise TypeError(
+                    f"{name} is not an option here: whether a call is causal follows from its attn_mask and is_causal"
+                )
         self.embed_dim, self.kdim, self.vdim = original.embed_dim, original.kdim, original.vdim
         self.num_heads, self.head_dim = original.num_heads, original.head_dim
         self.batch_first = original.batch_first
@@ -93,6 +100,11 @@ class SwappedMultiheadAttention(nn.Module):
         self.out_proj = original.out_proj
         self.attention = FASTMultiHeadAttention(**{"temperature": math.sqrt(self.head_dim), **options})
         self.train(original.training)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in OPTIONS:
+            raise AttributeError(f"{name} is an attribute of the module inside: set attention.{name} = {value!r}")
+        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -191,6 +203,15 @@ def _check_swappable(name: str, module: nn.MultiheadAttention) -> None:
     else:
         return
     raise TypeError(f"cannot swap {name!r}: it {reason}")
+
+
+def _check_dropout(name: str, module: nn.MultiheadAttention, options: dict) -> None:
+    """Whether something takes the place of the dropout of attention weights."""
+    if module.dropout and "dropout" not in options:
+        raise ValueError(
+            f"cannot swap {name!r}: fastmax has no attention weights to drop, got dropout = {module.dropout}: set its dropout to "
+            "0.0 before the swap, or pass dropout=..., the strength of fastmax's noise on the output (0.0: none)"
+        )
 
 
 def _check_layout(query: Tensor, key: Tensor, value: Tensor) -> None:
