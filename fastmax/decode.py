@@ -74,7 +74,8 @@ def init_state(
     if kind == "sequence":
         raise ValueError(f'normalize must be False or "token" for a recurrent state, got {normalize!r}: it looks at all tokens')
     if rpe_matrix is not None and not (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
-        raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {validation.describe(rpe_matrix)}')
+        got = validation.describe(rpe_matrix)
+        raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {got}')
     validation.check_exact_window(exact_window)
     validation.check_count("fold_every", fold_every)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)

@@ -94,8 +94,8 @@ class FASTMultiHeadAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d, and lse with `return_lse`.
 
-        Eval mode adds no noise, and checks `dropout` and `drop_noise` as training mode does. The module's `lim` is for calls that
-        normalize; other calls take no notice of it.
+        Eval mode adds no noise, and checks `dropout` and `drop_noise` as training mode does. The module's `lim` is for calls
+        that normalize; other calls take no notice of it.
         """
         if others:
             other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")

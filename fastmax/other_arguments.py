@@ -10,8 +10,8 @@ from typing import NoReturn
 from fastmax.validation import describe
 
 _MASK = (
-    "a causal mask is {causal}=True; keys are left out by key_padding_mask, a bool tensor of shape (batch, keys), True = the key "
-    "takes part; other masks are not supported"
+    "a causal mask is {causal}=True; keys are left out by key_padding_mask, a bool tensor of shape (batch, keys), True = the "
+    "key takes part; other masks are not supported"
 )
 _BIAS = "a bias on the scores is not supported; with {causal}=True log_decay fades keys by the tokens after them"
 _NO_WEIGHTS = "attention weights are never formed"
@@ -75,7 +75,7 @@ _OF = {
         "dropout": _OF_SOFTMAX,
         "drop_noise": _OF_SOFTMAX,
         "window_size": "pass window=(left, right)",
-        "exact_window": "it is an argument of fastmax_attention; window=w leaves out the keys beyond, and without it all are exact",
+        "exact_window": "it is an argument of fastmax_attention; here all keys are exact, and window=w leaves out the far ones",
         "temperature": "pass scale, its inverse",
         "rpe_matrix": _OF_SOFTMAX,
         "normalize": _OF_SOFTMAX,

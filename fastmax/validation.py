@@ -153,8 +153,15 @@ def check_count(name: str, value: object, least: int = 1, most: int = LARGEST_CO
 
 def check_dtype(name: str, dtype: object) -> None:
     """Of q, k and v."""
-    if dtype not in DTYPES:
-        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {dtype}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        got = dtype if isinstance(dtype, torch.dtype) else describe(dtype)
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
+
+
+def check_degree(p: object) -> None:
+    """1 or 2."""
+    if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):
+        raise ValueError(f"p must be 1 or 2, got {describe(p)}")
 
 
 def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:
@@ -165,8 +172,7 @@ def check_score(temperature: object, a0: object, a1: object, a2: object, p: obje
     scale = 1.0 / temperature
     if scale == math.inf:
         raise ValueError(f"temperature must be > 0 with a finite inverse, got {temperature}")
-    if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):
-        raise ValueError(f"p must be 1 or 2, got {describe(p)}")
+    check_degree(p)
     return Score(scale, _number("a0", a0), _number("a1", a1), _number("a2", a2), int(p))
 
 
@@ -252,7 +258,8 @@ def check_key_padding_mask(mask: object, q: Tensor, k: Tensor) -> None:
     _check_tensor("key_padding_mask", mask, "a bool tensor of shape (batch, keys) or None")
     if mask.dtype != torch.bool:
         raise TypeError(
-            f"key_padding_mask must be bool (True = the key takes part), got {mask.dtype}; of a mask of 0 and -inf pass mask == 0"
+            f"key_padding_mask must be bool (True = the key takes part), got {mask.dtype}; for a mask of 0 and -inf pass "
+            "mask == 0"
         )
     if mask.device != q.device:
         raise ValueError(f"key_padding_mask must be on q's device {q.device}, got {mask.device}")
@@ -321,8 +328,7 @@ def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: object)
 def check_window(window: object) -> tuple[int, int]:
     """The bounds on either side, -1 for none."""
     accepted = (
-        f"an int from 1 to {LARGEST_COUNT}, a tuple (left, right) of ints from -1 (no bound) to {LARGEST_COUNT}, or None (no "
-        "bounds)"
+        f"an int of at least 1, a tuple (left, right) of ints of at least -1 (no bound), at most {LARGEST_COUNT}, or None"
     )
     if window is None:
         return -1, -1

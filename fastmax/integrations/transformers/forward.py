@@ -226,6 +226,6 @@ def _no_dropout(module: nn.Module, dropout: float) -> str:
     return (
         f'attn_implementation="{NAME}" has no attention weights to drop, got dropout = {dropout}: set '
         f"{' or '.join(found) or 'the attention dropout'} to 0 in every layer of the live model, or in the configuration "
-        "before the model is made (attention_dropout, attention_probs_dropout_prob or attn_pdrop, whichever it has); or set the "
-        "option dropout, the strength of fastmax's noise on the output (0.0: none)"
+        "before the model is made (attention_dropout, attention_probs_dropout_prob or attn_pdrop, whichever it has); or set "
+        "the option dropout, the strength of fastmax's noise on the output (0.0: none)"
     )
