@@ -1,4 +1,10 @@
-"""Polynomial-kernel (Fastmax) attention for PyTorch."""
+"""Polynomial-kernel (Fastmax) attention for PyTorch.
+
+The modules `convert`, `distributed`, `info`, `integrations`, `reference` and `verify` are imported when they are first used.
+"""
+
+import importlib
+from types import ModuleType
 
 from fastmax import softmax
 from fastmax.decode import init_state, prefill, step, step_
@@ -13,6 +19,8 @@ from fastmax.swap import swap_attention
 from fastmax.traffic import hbm_traffic
 
 __version__ = "0.1.0"
+
+_WHEN_USED = ("convert", "distributed", "info", "integrations", "reference", "verify")
 
 __all__ = [
     "DecodeState",
@@ -31,3 +39,13 @@ __all__ = [
     "step_",
     "swap_attention",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _WHEN_USED:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_WHEN_USED})

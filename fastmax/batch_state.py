@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,6 +81,8 @@ class BatchState:
 
 def _batch_entries(indices: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:
     """Checked, (entries,), on the device of the state whose batch they index."""
+    if not isinstance(indices, (Tensor, Sequence, np.ndarray, Real)) or isinstance(indices, (str, bytes)):
+        raise TypeError(f"indices must be a tensor or sequence of integers, got {validation.describe(indices)}")
     indices = torch.as_tensor(indices)
     if indices.numel() == 0:
         indices = indices.long()  # of an empty list

@@ -67,17 +67,15 @@ def init_state(
     value_dim = head_dim if value_dim is None else value_dim
     sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
-        if size < (0 if name == "batch" else 1):
-            raise ValueError(f"{name} must be at least {0 if name == 'batch' else 1}, got {size}")
+        validation.check_count(name, size, least=0 if name == "batch" else 1)
     validation.check_dtype("dtype", dtype)
     score = validation.check_score(temperature, a0, a1, a2, p)
     kind = validation.check_normalize(normalize, lim)
     if kind == "sequence":
         raise ValueError(f'normalize must be False or "token" for a recurrent state, got {normalize!r}: it looks at all tokens')
-    if rpe_matrix not in (None, "sinusoidal"):
-        raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {type(rpe_matrix).__name__}')
+    if rpe_matrix is not None and not (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
+        got = validation.describe(rpe_matrix)
+        raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {got}')
     validation.check_exact_window(exact_window)
     validation.check_count("fold_every", fold_every)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
@@ -350,7 +348,7 @@ def _check(
         )
     batch_of_k = batch if cu_seqlens is None else 1
     if k.shape[0] != batch_of_k or k.shape[1] != heads or k.shape[3] != state.head_dim:
-        expected = (batch_of_k, heads, "tokens", state.head_dim)
+        expected = f"({batch_of_k}, {heads}, tokens, {state.head_dim})"
         raise ValueError(f"k must have the state's shape {expected}, got {tuple(k.shape)}")
     if v.shape[3] != value_dim:
         raise ValueError(f"v must have the state's value_dim {value_dim}, got {v.shape[3]}")

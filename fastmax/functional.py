@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax import eager, ops, spread, validation
+from fastmax import eager, ops, other_arguments, spread, validation
 from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.eager.planner import choose_algorithm
@@ -39,6 +39,7 @@ def fastmax_attention(
     exact_window: int = 0,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
+    **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Polynomial-kernel attention: softmax attention with `f(s) = a0 + a1 s + a2 s^2` in place of `exp(s)`.
 
@@ -82,6 +83,7 @@ def fastmax_attention(
             of which sees another (for `normalize="sequence"` either); n = m. Without `causal` on the quadratic algorithm, but
             for the far keys of an exact window.
         return_lse: also return the logarithms of the sums of weights, for `fastmax.merge_attention`.
+        others: none; names by which other libraries pass such arguments raise an error that says what takes their place.
 
     Returns:
         o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout; with `return_lse` also lse (b, h, n), or (b * h, n), in
@@ -95,6 +97,8 @@ def fastmax_attention(
     et al., "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901); decays as in Lin et al.,
     "Forgetting Transformer", 2025 (arXiv:2503.02130).
     """
+    if others:
+        other_arguments.refuse("fastmax_attention", others)
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
     q, k, v, rpe_matrix = autocast_qkv(q, k, v, rpe_matrix)
@@ -157,6 +161,7 @@ def flash_attention(
     log_decay: Tensor | None = None,
     window: int | tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
+    **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, exact, in O(n) memory: the baseline to compare `fastmax_attention` with.
 
@@ -176,7 +181,7 @@ def flash_attention(
         log_decay: as in `fastmax_attention`; it is added to the scores.
         window: keys with `|pos(i) - j| < window` only, pos(i) = i + m - n; or (left, right): keys from `pos(i) - left` to
             `pos(i) + right`, -1 for no bound, as FlashAttention counts. Tiles outside are not visited.
-        cu_seqlens: as in `fastmax_attention`.
+        cu_seqlens, others: as in `fastmax_attention`.
 
     Returns:
         o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout; with `return_lse` also lse (b, h, n), or (b * h, n), in
@@ -190,6 +195,8 @@ def flash_attention(
     arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691); decays as in Lin et al., "Forgetting
     Transformer", 2025 (arXiv:2503.02130).
     """
+    if others:
+        other_arguments.refuse("flash_attention", others)
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
     validation.check_bool("return_lse", return_lse)

@@ -21,7 +21,8 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
             key of the part.
 
     Returns:
-        o and lse, like one of each; 0 and -inf where no part has a key. Differentiable, any number of times.
+        o and lse, like one of each, in memory of their own; 0 and -inf where no part has a key. Differentiable, any number of
+        times.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -31,7 +32,7 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     """
     outputs, lses = validation.check_parts(outputs, lses)
     if len(outputs) == 1:
-        return outputs[0], lses[0]
+        return outputs[0].clone(), lses[0].clone()
     largest = lses[0].detach()
     for x in lses[1:]:
         largest = torch.maximum(largest, x.detach())

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from torch import Tensor, nn
 
-from fastmax import validation
-from fastmax.functional import fastmax_attention
+from fastmax import other_arguments, validation
+from fastmax.functional import autocast_qkv, fastmax_attention
+
+OPTIONS = (
+    "rpe_matrix", "mask", "dropout", "normalize", "temperature", "a0", "a1", "a2", "lim", "p", "algorithm", "exact_window",
+)  # fmt: skip
+_DIMENSIONS = ("embed_dim", "num_heads", "d_model", "nhead", "head_dim", "kdim", "vdim")
 
 
 class FASTMultiHeadAttention(nn.Module):
     """Fastmax attention on ready-made heads, in place of the softmax attention inside a transformer block.
 
     It has no weights: q, k and v come projected and split into heads. The constructor's keywords set defaults that `forward`
-    may override; an argument of `forward` left out, or None, takes the module's. All are explained in
+    may override; an argument of `forward` left out, or None, takes the module's. They are attributes of the module, which each
+    call reads and checks: `module.temperature = 3.0` holds from the next call on. All are explained in
     `fastmax.fastmax_attention` (`mask` is its `causal`).
 
     Raises:
@@ -35,16 +43,15 @@ class FASTMultiHeadAttention(nn.Module):
         p: int = 2,
         algorithm: str = "auto",
         exact_window: int = 0,
+        **others: object,
     ):
         super().__init__()
         if dimensions or not isinstance(use_custom_gradient, bool):
-            given = ", ".join(map(validation.describe, (use_custom_gradient, *dimensions)))
-            raise TypeError(
-                f"use_custom_gradient, a bool, is all that is given by position, got {given}: this module has no weights and "
-                "takes no embed_dim or num_heads, but q, k and v of shape (batch, heads, tokens, head_dim). With projections: "
-                "fastmax.swap.SwappedMultiheadAttention(nn.MultiheadAttention(embed_dim, num_heads)), or "
-                "fastmax.swap_attention for a whole model"
-            )
+            _refuse_dimensions(", ".join(map(validation.describe, (use_custom_gradient, *dimensions))))
+        if not others.keys().isdisjoint(_DIMENSIONS):
+            _refuse_dimensions(", ".join(f"{name} = {validation.describe(value)}" for name, value in others.items()))
+        if others:
+            other_arguments.refuse("FASTMultiHeadAttention", others, causal="mask")
         validation.check_rpe_name(rpe_matrix, "a matrix depends on the number of tokens: pass it to forward")
         validation.check_flag("mask", mask)
         validation.check_not_negative("dropout", dropout)
@@ -55,20 +62,10 @@ class FASTMultiHeadAttention(nn.Module):
         validation.check_exact_window(exact_window)
         self.use_custom_gradient = use_custom_gradient
         self.context = None  # where tokens are parts of sequences: see `fastmax.distributed.ContextParallel`
-        self.defaults = {
-            "rpe_matrix": rpe_matrix,
-            "mask": mask,
-            "dropout": dropout,
-            "normalize": normalize,
-            "temperature": temperature,
-            "a0": a0,
-            "a1": a1,
-            "a2": a2,
-            "lim": lim,
-            "p": p,
-            "algorithm": algorithm,
-            "exact_window": exact_window,
-        }
+        self.rpe_matrix, self.mask, self.dropout = rpe_matrix, mask, dropout
+        self.normalize, self.lim, self.temperature = normalize, lim, temperature
+        self.a0, self.a1, self.a2, self.p = a0, a1, a2, p
+        self.algorithm, self.exact_window = algorithm, exact_window
 
     def forward(
         self,
@@ -93,9 +90,15 @@ class FASTMultiHeadAttention(nn.Module):
         exact_window: int | None = None,
         cu_seqlens: Tensor | None = None,
         return_lse: bool = False,
+        **others: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d, and lse with `return_lse`. No
-        noise in eval mode; the module's `lim` is for calls that normalize."""
+        """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d, and lse with `return_lse`.
+
+        Eval mode adds no noise, and checks `dropout` and `drop_noise` as training mode does. The module's `lim` is for calls
+        that normalize; other calls take no notice of it.
+        """
+        if others:
+            other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")
         given = {
             "rpe_matrix": rpe_matrix,
             "mask": mask,
@@ -110,12 +113,17 @@ class FASTMultiHeadAttention(nn.Module):
             "algorithm": algorithm,
             "exact_window": exact_window,
         }
-        options = {name: self.defaults[name] if value is None else value for name, value in given.items()}
+        options = {name: getattr(self, name) if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
         validation.check_flag("mask", causal)
-        if normalize is False and lim is None:
+        if lim is None and options["normalize"] is False:
             options["lim"] = validation.DEFAULT_LIM
         if not self.training:
+            strength = validation.check_not_negative("dropout", options["dropout"])
+            if drop_noise is not None:
+                q, k, v = autocast_qkv(q, k, v)
+                validation.check_qkv(q, k, v, causal)
+                validation.check_drop_noise(drop_noise, strength, q, v.shape[-1])
             options["dropout"], drop_noise = 0.0, None
         attention = fastmax_attention if self.context is None else self.context.attentions[0]
         return attention(
@@ -133,5 +141,13 @@ class FASTMultiHeadAttention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        options = {"use_custom_gradient": self.use_custom_gradient, **self.defaults}
-        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("use_custom_gradient", *OPTIONS))
+
+
+def _refuse_dimensions(given: str) -> NoReturn:
+    raise TypeError(
+        f"use_custom_gradient, a bool, is all that is given by position, got {given}: this module has no weights and takes no "
+        "embed_dim or num_heads, but q, k and v of shape (batch, heads, tokens, head_dim). With projections: "
+        "fastmax.swap.SwappedMultiheadAttention(nn.MultiheadAttention(embed_dim, num_heads)), or fastmax.swap_attention for a "
+        "whole model"
+    )

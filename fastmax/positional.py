@@ -35,12 +35,15 @@ def rpe_matrix_creator(
         (2n - 1, d): row r holds distance `t = n - 1 - r`, so row 0 is the farthest past.
 
     Raises:
-        TypeError, ValueError: naming n, d or dtype.
+        TypeError, ValueError: naming the argument.
     """
     for name, value in (("n", n), ("d", d)):
         validation.check_count(name, value)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
+        got = dtype if isinstance(dtype, torch.dtype) else validation.describe(dtype)
+        raise TypeError(f"dtype must be a floating-point torch.dtype, got {got}")
+    validation.check_bool("structured", structured)
+    validation.check_bool("is_zero", is_zero)
     if not structured:
         make = torch.zeros if is_zero else torch.randn
         return make(2 * n - 1, d, device=device, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,36 @@ if TYPE_CHECKING:
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
+_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
+_MADE_BY = {  # arguments of the constructor that are no attributes, and what they make
+    "qk_norm": "q_norm and k_norm, which are None without",
+    "rope": "rope_dim, which is 0 without",
+    "decay": "decay_proj, which is None without",
+    "output_gate": "gate_proj, which is None without",
+    "bias": "the biases of qkv_proj, gate_proj and out_proj",
+    "norm_eps": "the eps of q_norm, k_norm and output_norm",
+}
+
+
+class _Option:
+    """An option of fastmax attention as an attribute of the layer: an entry of its `options`, checked when it is set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: FastmaxSelfAttention | None, owner: type) -> object:
+        if layer is None:
+            return self
+        if layer.attention == "softmax":
+            raise AttributeError(f'{self.name} is an option of attention="fastmax", got a layer of "softmax"')
+        return layer.options[self.name]
+
+    def __set__(self, layer: FastmaxSelfAttention, value: object) -> None:
+        if layer.attention == "softmax":
+            raise ValueError(f'{self.name} has no effect with attention="softmax", got {validation.describe(value)}')
+        options = layer.options | {self.name: value}
+        coefficients = tuple(options.pop(name) for name in ("a0", "a1", "a2"))
+        layer.options = options_of_fastmax(layer.head_dim, coefficients=coefficients, **options)
 
 
 class FastmaxSelfAttention(nn.Module):
@@ -72,7 +103,14 @@ class FastmaxSelfAttention(nn.Module):
             a rope_dim without rope.
 
     `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None where they are switched off.
+
+    The options of the attention, `exact_window` to `a2` and for softmax `window`, `rope_dim`, `rope_base` and
+    `use_custom_gradient` are attributes. One that is set later is checked as in the constructor, holds from the next call on
+    and changes no other; `temperature` and `normalize` set to None take the default for the other options.
     """
+
+    exact_window, p, temperature, normalize, algorithm = _Option(), _Option(), _Option(), _Option(), _Option()
+    a0, a1, a2 = _Option(), _Option(), _Option()
 
     def __init__(
         self,
@@ -109,7 +147,7 @@ class FastmaxSelfAttention(nn.Module):
         super().__init__()
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         for name, size in sizes.items():
-            if size is not None:
+            if size is not None or name in ("embed_dim", "num_heads"):
                 validation.check_count(name, size)
         if head_dim is None:
             if embed_dim % num_heads != 0:
@@ -120,8 +158,7 @@ class FastmaxSelfAttention(nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % num_kv_heads != 0:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
-        if attention not in ("fastmax", "softmax"):
-            raise ValueError(f'attention must be "fastmax" or "softmax", got {validation.describe(attention)}')
+        _check_attention(attention)
         switches = {"qk_norm": qk_norm, "rope": rope, "decay": decay, "output_norm": output_norm, "output_gate": output_gate}
         for name, switch in (switches | {"use_custom_gradient": use_custom_gradient, "bias": bias}).items():
             validation.check_bool(name, switch)
@@ -154,7 +191,8 @@ class FastmaxSelfAttention(nn.Module):
             self.options = {}
         else:
             if window is not None:
-                raise ValueError(f'window is of attention="softmax", got {window} for "fastmax"; it has exact_window')
+                got = validation.describe(window)
+                raise ValueError(f'window is of attention="softmax", got {got} for "fastmax"; it has exact_window')
             self.options = options_of_fastmax(head_dim, **of_fastmax)
 
         if dtype is not None:
@@ -169,6 +207,34 @@ class FastmaxSelfAttention(nn.Module):
         self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
         self.output_norm = nn.RMSNorm(head_dim, norm_eps, **made) if output_norm else None
         self.reset_parameters()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _MADE_BY:
+            raise AttributeError(f"{name} makes parts of a new layer, got {validation.describe(value)}: set {_MADE_BY[name]}")
+        if name in vars(self) or name in _PARTS:
+            self._check_attribute(name, value)
+        super().__setattr__(name, value)
+
+    def _check_attribute(self, name: str, value: object) -> None:
+        """Of a layer that is made; `_Option` checks the options of fastmax."""
+        if name in _PARTS and value is not None and not isinstance(value, nn.Module):
+            raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
+        if name == "window" and value is not None:
+            if self.attention != "softmax":
+                got = validation.describe(value)
+                raise ValueError(f'window is of attention="softmax", got {got} for "fastmax"; it has exact_window')
+            validation.check_count("window", value)
+        if name == "attention":
+            _check_attention(value)
+            if value == "fastmax" and (not self.options or self.window is not None):
+                raise ValueError('attention must stay "softmax" in a layer made for it, got "fastmax": fastmax.convert.swap')
+        if name == "rope_dim" and value != 0:
+            validation.check_count("rope_dim", value)
+            rotary_channels(self.head_dim, True, value)
+        if name in ("rope_base", "longest_half_life"):
+            validation.check_positive(name, value)
+        if name == "use_custom_gradient":
+            validation.check_bool(name, value)
 
     def reset_parameters(self) -> None:
         """Projections: normal of standard deviation 0.02, as GPT-2's, biases 0. Convolution: the identity. Norms: 1.
@@ -210,8 +276,9 @@ class FastmaxSelfAttention(nn.Module):
         validation.check_dtype("dtype", dtype)
         validation.check_count("batch", batch, least=0)
         if self.attention == "softmax":
+            validation.check_count("fold_every", fold_every)
             if fold_every != 1:
-                raise ValueError(f'fold_every is of attention="fastmax", got {fold_every!r} for "softmax"')
+                raise ValueError(f'fold_every is of attention="fastmax", got {fold_every} for "softmax"')
             state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"fold_every": fold_every}
@@ -435,6 +502,11 @@ class FastmaxSelfAttention(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
+def _check_attention(attention: object) -> None:
+    if not isinstance(attention, str) or attention not in ("fastmax", "softmax"):
+        raise ValueError(f'attention must be "fastmax" or "softmax", got {validation.describe(attention)}')
+
+
 def rotary_channels(head_dim: int, rope: bool, rope_dim: int | None) -> int:
     """How many channels of a head turn; 0 without rotary positions."""
     if not rope:
@@ -464,6 +536,7 @@ def options_of_fastmax(
     """Checked, with the defaults that go together with p and the exact window."""
     exact_window = DEFAULT_EXACT_WINDOW if exact_window is None else exact_window
     validation.check_exact_window(exact_window)
+    validation.check_degree(p)
     if temperature is None:
         # Of p = 2 with a window, measured at 25 M parameters: sqrt(64) 0.749, 2.83 0.793, 1 0.840 nats (docs/layer.md).
         temperature = 1.1 if p == 1 else math.sqrt(head_dim) if exact_window else 1.0
@@ -485,13 +558,14 @@ def _refuse_options_of_fastmax(
     algorithm: str,
     coefficients: tuple[float, float, float],
 ) -> None:
-    given = {"temperature": temperature is not None, "normalize": normalize is not None, "algorithm": algorithm != "auto"}
-    given |= {"exact_window": exact_window not in (None, 0), "p": p != 2}
-    given |= {name: x != a for name, x, a in zip(("a0", "a1", "a2"), coefficients, EXPANSION_OF_EXP, strict=True)}
-    for name, is_given in given.items():
-        if is_given:
+    given = {"temperature": temperature, "normalize": normalize, "algorithm": algorithm, "exact_window": exact_window, "p": p}
+    given |= zip(("a0", "a1", "a2"), coefficients, strict=True)
+    defaults = {"algorithm": ("auto",), "exact_window": (None, 0), "p": (2,)}
+    defaults |= {name: (x,) for name, x in zip(("a0", "a1", "a2"), EXPANSION_OF_EXP, strict=True)}
+    for name, value in given.items():
+        if not isinstance(value, (Real, str, type(None))) or value not in defaults.get(name, (None,)):
             why = ": all of its keys are weighed by exp" if name == "exact_window" else ""
-            raise ValueError(f'{name} has no effect with attention="softmax"{why}')
+            raise ValueError(f'{name} has no effect with attention="softmax"{why}, got {validation.describe(value)}')
 
 
 def _normalized(rows: Tensor, norm: nn.RMSNorm | None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fastmax import ops
+from fastmax import ops, other_arguments
 
 if TYPE_CHECKING:
     from fastmax.distributed.context import Context
@@ -59,7 +59,7 @@ def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callab
     @wraps(attention)
     def attend(*args, **kwargs):
         if active is not None:
-            return active.call(attention, inspect.signature(attention).bind(*args, **kwargs).arguments)
+            return active.call(attention, _arguments(attention, args, kwargs))
         for x in (*args, *kwargs.values()):
             if type(x) not in _OTHERS and is_dtensor(x):
                 return _attend_on_shards(attention, args, kwargs)
@@ -68,10 +68,17 @@ def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callab
     return attend
 
 
+def _arguments(attention: Callable, args: tuple, kwargs: dict) -> dict:
+    given = inspect.signature(attention).bind(*args, **kwargs).arguments
+    if "others" in given:
+        other_arguments.refuse(attention.__name__, given["others"])
+    return given
+
+
 def _attend_on_shards(attention: Callable, args: tuple, kwargs: dict) -> Tensor | tuple[Tensor, Tensor]:
     from fastmax.distributed import sharding
 
-    given = inspect.signature(attention).bind(*args, **kwargs).arguments
+    given = _arguments(attention, args, kwargs)
     tensors = {name: x for name, x in given.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in given.items() if name not in tensors}
     distributed = next(name for name, x in tensors.items() if is_dtensor(x))

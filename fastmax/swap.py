@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
-from fastmax.module import FASTMultiHeadAttention
+from fastmax import ops, validation
+from fastmax.module import OPTIONS, FASTMultiHeadAttention
 
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 
@@ -24,18 +25,21 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
     Args:
         model: any module that contains `nn.MultiheadAttention`.
         options: those of `FASTMultiHeadAttention`, except `mask`: whether a call is causal follows from its masks.
-            `temperature` defaults to sqrt(head_dim), the scale of the softmax attention that is replaced. The dropout
-            probability of the original is not carried over, since there are no attention weights to drop;
-            `dropout=...` asks for fastmax's noise on the output instead, in training mode.
+            `temperature` defaults to sqrt(head_dim), the scale of the softmax attention that is replaced. Fastmax has no
+            attention weights to drop, so a module whose `dropout` is not 0 is refused in training mode, now or when it is
+            called. The option `dropout` takes its place: the strength of fastmax's noise on the output, or 0.0 for none.
 
     Returns:
         Name in the model -> the module that was there. `model.set_submodule(name, original)` puts one back.
 
     Raises:
-        ValueError: `model` itself is an `nn.MultiheadAttention`, or holds none (left).
+        ValueError: `model` itself is an `nn.MultiheadAttention`, or holds none (left); one in training mode has dropout, and
+            there is no option `dropout`.
         TypeError: an attention module that another forward, a hook or a parametrization has made into another function;
             an unknown option.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {validation.describe(model)}")
     if isinstance(model, nn.MultiheadAttention):
         raise ValueError(
             "model is itself an nn.MultiheadAttention, which cannot be replaced in place: "
@@ -57,6 +61,8 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
         )
     for name, module in found.items():
         _check_swappable(name, module)
+        if module.training and "dropout" not in options:
+            _refuse_dropout(f"cannot swap {name!r}", module.dropout)
     unique = {id(module): module for module in found.values()}
     replacements = {key: SwappedMultiheadAttention(module, **options) for key, module in unique.items()}
     for name, module in found.items():
@@ -73,18 +79,24 @@ def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttenti
 class SwappedMultiheadAttention(nn.Module):
     """The interface and the Parameters of an `nn.MultiheadAttention` around fastmax attention.
 
-    Built by `swap_attention`, which lists the options. The Parameters and `out_proj` are those of `original`, shared.
+    Built by `swap_attention`, which lists the options. They are attributes of the module `attention` inside:
+    `swapped.attention.temperature = 3.0`. `dropout` is that of the attention weights of `original`, 0.0 with the option
+    `dropout`; training mode refuses another. The Parameters and `out_proj` are those of `original`, shared.
     """
 
     def __init__(self, original: nn.MultiheadAttention, **options):
         super().__init__()
         _check_swappable("original", original)
-        if "mask" in options:
-            raise TypeError("mask is not an option here: whether a call is causal follows from its attn_mask and is_causal")
+        for name in ("mask", "causal"):
+            if name in options:
+                raise TypeError(
+                    f"{name} is not an option here: whether a call is causal follows from its attn_mask and is_causal"
+                )
         self.embed_dim, self.kdim, self.vdim = original.embed_dim, original.kdim, original.vdim
         self.num_heads, self.head_dim = original.num_heads, original.head_dim
         self.batch_first = original.batch_first
         self.add_zero_attn = original.add_zero_attn
+        self.dropout = 0.0 if "dropout" in options else original.dropout  # of attention weights, which training refuses
         # nn.TransformerEncoderLayer runs its own fused softmax kernel on the weights of its self_attn, unless told here
         # that these are not packed.
         self._qkv_same_embed_dim = False
@@ -93,6 +105,11 @@ class SwappedMultiheadAttention(nn.Module):
         self.out_proj = original.out_proj
         self.attention = FASTMultiHeadAttention(**{"temperature": math.sqrt(self.head_dim), **options})
         self.train(original.training)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in OPTIONS and name != "dropout":
+            raise AttributeError(f"{name} is an attribute of the module inside: set attention.{name} = {value!r}")
+        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -127,11 +144,16 @@ class SwappedMultiheadAttention(nn.Module):
             TypeError: a mask of another dtype, nested tensors.
         """
         _check_layout(query, key, value)
+        self._check_inputs(query, key, value)
+        if self.training:
+            _refuse_dropout("attention in training mode", self.dropout)
         unbatched = query.dim() == 2
         q, k, v = self._project(query, key, value)
         if unbatched:
             q, k, v = q[None], k[None], v[None]
-            key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask[None]
+            if key_padding_mask is not None:
+                _check_mask("key_padding_mask", key_padding_mask)
+                key_padding_mask = key_padding_mask[None]
         layout = "b n (h d)" if unbatched or self.batch_first else "n b (h d)"
         q, k, v = (rearrange(x, f"{layout} -> b h n d", h=self.num_heads) for x in (q, k, v))
 
@@ -147,6 +169,17 @@ class SwappedMultiheadAttention(nn.Module):
         o = self.attention(q, k, v, mask=reach is not None, key_padding_mask=takes_part)
         o = self.out_proj(rearrange(o, f"b h n d -> {layout}"))
         return (o[0] if unbatched else o), None
+
+    def _check_inputs(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight
+        widths = self.embed_dim, self.kdim, self.vdim
+        for name, x, width in zip(("query", "key", "value"), (query, key, value), widths, strict=True):
+            if x.shape[-1] != width:
+                raise ValueError(f"{name} must have {width} channels, got shape {tuple(x.shape)}")
+            if x.device != weight.device:
+                raise ValueError(f"{name} must be on the device of the weights {weight.device}, got {x.device}")
+            if x.dtype != weight.dtype and not ops.in_autocast(x):
+                raise TypeError(f"{name} must have the dtype of the weights {weight.dtype}, got {x.dtype}")
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of width embed_dim; one matrix product where they share their input."""
@@ -181,6 +214,8 @@ class SwappedMultiheadAttention(nn.Module):
 
 def _check_swappable(name: str, module: nn.MultiheadAttention) -> None:
     """Whether the module computes what `nn.MultiheadAttention` does, with nothing attached that would be lost."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{name} must be an nn.MultiheadAttention, got {validation.describe(module)}")
     hooks = [key for key, value in vars(module).items() if key.endswith("_hooks") and value]
     if type(module) is not nn.MultiheadAttention:
         reason = f"is a {type(module).__name__}, not an nn.MultiheadAttention itself (a subclass or a parametrized one)"
@@ -193,7 +228,18 @@ def _check_swappable(name: str, module: nn.MultiheadAttention) -> None:
     raise TypeError(f"cannot swap {name!r}: it {reason}")
 
 
+def _refuse_dropout(subject: str, dropout: float) -> None:
+    if dropout:
+        raise ValueError(
+            f"{subject}: fastmax has no attention weights to drop, got dropout = {dropout}: set the dropout of the module to "
+            "0.0, or swap with the option dropout, the strength of fastmax's noise on the output (0.0: none)"
+        )
+
+
 def _check_layout(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {validation.describe(x)}")
     if query.is_nested or key.is_nested or value.is_nested:
         raise TypeError(
             "query, key and value must not be nested tensors: pass padded ones with key_padding_mask "
@@ -206,6 +252,7 @@ def _check_layout(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _keys_taking_part(key_padding_mask: Tensor, b: int, m: int) -> Tensor:
     """PyTorch's key_padding_mask (True or -inf = ignore) as fastmax's (True = takes part)."""
+    _check_mask("key_padding_mask", key_padding_mask)
     if tuple(key_padding_mask.shape) != (b, m):
         raise ValueError(
             f"key_padding_mask must have shape (batch, keys) = ({b}, {m}), or (keys,) for unbatched input, "
@@ -214,12 +261,17 @@ def _keys_taking_part(key_padding_mask: Tensor, b: int, m: int) -> Tensor:
     return ~_blocked("key_padding_mask", key_padding_mask)
 
 
+def _check_mask(name: str, mask: object) -> None:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{name} must be a tensor or None, got {validation.describe(mask)}")
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name} must be bool (True = blocked) or floating point (0 or -inf), got {mask.dtype}")
+
+
 def _blocked(name: str, mask: Tensor) -> Tensor:
     """A bool mask as it is, a float mask of 0 and -inf as a bool one."""
     if mask.dtype == torch.bool:
         return mask
-    if not mask.is_floating_point():
-        raise TypeError(f"{name} must be bool (True = blocked) or floating point (0 or -inf), got {mask.dtype}")
     blocked = mask == -math.inf
     message = f"{name} must hold 0 and -inf only: fastmax adds nothing to its scores"
     only_known = (blocked | (mask == 0)).all()
@@ -232,6 +284,9 @@ def _blocked(name: str, mask: Tensor) -> Tensor:
 
 def _causal_reach(attn_mask: Tensor | None, is_causal: bool, batch_heads: int, n: int, m: int) -> int | None:
     """Number of leading keys on which the attention is causal in fastmax's sense (aligned at the end); None: not causal."""
+    validation.check_bool("is_causal", is_causal)
+    if attn_mask is not None:
+        _check_mask("attn_mask", attn_mask)
     if attn_mask is not None and tuple(attn_mask.shape) not in ((n, m), (batch_heads, n, m)):
         raise ValueError(
             f"attn_mask must have shape (queries, keys) = ({n}, {m}) or (batch * heads, queries, keys) = "

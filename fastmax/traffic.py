@@ -114,14 +114,15 @@ def hbm_traffic(
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    validation.check_count("seqlen", seqlen)
+    validation.check_count("seqlen", seqlen, most=2**63 - 1)  # a formula: nothing is allocated
     validation.check_count("head_dim", head_dim)
     if head_dim > _HEAD_DIMS[-1]:
         raise ValueError(f"head_dim must be at most {_HEAD_DIMS[-1]}, the widest that there are kernels for, got {head_dim}")
-    if dtype not in DTYPES:
-        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype!r}")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {algorithm!r}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        got = dtype if isinstance(dtype, torch.dtype) else validation.describe(dtype)
+        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {got}")
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {validation.describe(algorithm)}")
     validation.check_flag("causal", causal)
     if block_size is not None:
         validation.check_count("block_size", block_size)
@@ -129,8 +130,7 @@ def hbm_traffic(
             raise ValueError(
                 f'block_size must be None for algorithm="{algorithm}", which has no blocks of queries, got {block_size}'
             )
-    if isinstance(p, bool) or p not in (1, 2):
-        raise ValueError(f"p must be 1 or 2, got {p!r}")
+    validation.check_degree(p)
     validation.check_bool("log_decay", log_decay)
     validation.check_bool("state", state)
     validation.check_exact_window(exact_window)
@@ -158,11 +158,13 @@ def hbm_traffic(
 
 
 def _checked_bounds(cu_seqlens: Sequence[int], seqlen: int) -> list[int]:
-    bounds = list(cu_seqlens)
+    bounds = list(cu_seqlens) if isinstance(cu_seqlens, Sequence) else [None]
     if any(isinstance(x, bool) or not isinstance(x, int) for x in bounds):
-        raise TypeError(f"cu_seqlens must hold ints, got {cu_seqlens!r}")
+        raise TypeError(f"cu_seqlens must hold ints, got {validation.describe(cu_seqlens)}")
     if len(bounds) < 2 or (bounds[0], bounds[-1]) != (0, seqlen) or any(x > y for x, y in pairwise(bounds)):
-        raise ValueError(f"cu_seqlens must go from 0 to seqlen = {seqlen} without falling, got {cu_seqlens!r}")
+        raise ValueError(
+            f"cu_seqlens must go from 0 to seqlen = {seqlen} without falling, got {validation.describe(cu_seqlens)}"
+        )
     return bounds
 
 

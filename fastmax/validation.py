@@ -20,6 +20,7 @@ from fastmax.warning import warn
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NORMALIZE = (False, True, "sequence", "token")
 DEFAULT_LIM = 1.0
+LARGEST_COUNT = 2**31 - 1  # of what is counted in tokens, channels or batch entries: kernels hold these in 32 bits
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 2, 3, 3, 3
@@ -140,18 +141,27 @@ def check_not_negative(name: str, value: object) -> float:
     return number
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """An int of at least so much."""
+def check_count(name: str, value: object, least: int = 1, most: int = LARGEST_COUNT) -> None:
+    """An int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {describe(value)}")
     if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+        raise ValueError(f"{name} must be at least {least}, got {_SHORT.repr(value)}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {_SHORT.repr(value)}")
 
 
 def check_dtype(name: str, dtype: object) -> None:
     """Of q, k and v."""
-    if dtype not in DTYPES:
-        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {dtype}")
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
+        got = dtype if isinstance(dtype, torch.dtype) else describe(dtype)
+        raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
+
+
+def check_degree(p: object) -> None:
+    """1 or 2."""
+    if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):
+        raise ValueError(f"p must be 1 or 2, got {describe(p)}")
 
 
 def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:
@@ -162,8 +172,7 @@ def check_score(temperature: object, a0: object, a1: object, a2: object, p: obje
     scale = 1.0 / temperature
     if scale == math.inf:
         raise ValueError(f"temperature must be > 0 with a finite inverse, got {temperature}")
-    if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):
-        raise ValueError(f"p must be 1 or 2, got {describe(p)}")
+    check_degree(p)
     return Score(scale, _number("a0", a0), _number("a1", a1), _number("a2", a2), int(p))
 
 
@@ -193,10 +202,19 @@ def check_drop_noise(drop_noise: object, dropout: float, q: Tensor, dv: int) -> 
     """None or a tensor of the output's shape."""
     if drop_noise is None:
         return
+    if isinstance(drop_noise, bool) or (isinstance(drop_noise, Tensor) and drop_noise.dtype == torch.bool):
+        raise TypeError(
+            f"drop_noise must be a floating-point tensor of the output's shape or None, got {describe(drop_noise)}"
+            f"{'' if isinstance(drop_noise, bool) else ' of torch.bool'}: a mask of keys is key_padding_mask, a bool tensor of "
+            "shape (batch, keys); a causal mask is causal=True (of a module mask=True)"
+        )
     _check_tensor("drop_noise", drop_noise, "a tensor of the output's shape or None")
     expected = (*q.shape[:-1], dv)
     if tuple(drop_noise.shape) != expected:
-        raise ValueError(f"drop_noise must have the output's shape {tuple(expected)}, got {tuple(drop_noise.shape)}")
+        raise ValueError(
+            f"drop_noise must have the output's shape {tuple(expected)}, got {tuple(drop_noise.shape)}; masks are "
+            "key_padding_mask and causal=True (of a module mask=True)"
+        )
     if drop_noise.dtype not in DTYPES:
         raise TypeError(f"drop_noise must be floating point, got {drop_noise.dtype}")
     if drop_noise.device != q.device:
@@ -239,7 +257,10 @@ def check_key_padding_mask(mask: object, q: Tensor, k: Tensor) -> None:
         return
     _check_tensor("key_padding_mask", mask, "a bool tensor of shape (batch, keys) or None")
     if mask.dtype != torch.bool:
-        raise TypeError(f"key_padding_mask must be bool (True = the key takes part), got {mask.dtype}")
+        raise TypeError(
+            f"key_padding_mask must be bool (True = the key takes part), got {mask.dtype}; for a mask of 0 and -inf pass "
+            "mask == 0"
+        )
     if mask.device != q.device:
         raise ValueError(f"key_padding_mask must be on q's device {q.device}, got {mask.device}")
     m = k.shape[-2]
@@ -306,17 +327,19 @@ def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: object)
 
 def check_window(window: object) -> tuple[int, int]:
     """The bounds on either side, -1 for none."""
-    accepted = "an int of at least 1, a tuple (left, right) of ints of at least -1 (no bound), or None"
+    accepted = (
+        f"an int of at least 1, a tuple (left, right) of ints of at least -1 (no bound), at most {LARGEST_COUNT}, or None"
+    )
     if window is None:
         return -1, -1
     sides = (window,) if isinstance(window, int) else window
     if not isinstance(sides, tuple) or any(isinstance(x, bool) or not isinstance(x, int) for x in sides):
         raise TypeError(f"window must be {accepted}, got {describe(window)}")
     if isinstance(window, int):
-        if window < 1:
-            raise ValueError(f"window must be {accepted}, got {window}")
+        if not 1 <= window <= LARGEST_COUNT:
+            raise ValueError(f"window must be {accepted}, got {_SHORT.repr(window)}")
         return window - 1, window - 1
-    if len(sides) != 2 or min(sides) < -1:
+    if len(sides) != 2 or min(sides) < -1 or max(sides) > LARGEST_COUNT:
         raise ValueError(f"window must be {accepted}, got {describe(window)}")
     return sides
 

@@ -297,3 +297,17 @@ def test_merging_refuses(name):
     change, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
         merge_attention(*change(*parts()))
+
+
+def test_one_part_is_copied(device):
+    """What is written into the result leaves the part alone; gradients pass."""
+    (output, _), (lse, _) = ([x.to(device).requires_grad_() for x in tensors] for tensors in parts())
+    o, lse_of_o = merge_attention([output], [lse])
+    assert torch.equal(o, output) and torch.equal(lse_of_o, lse)
+    grads = torch.autograd.grad(2 * o.sum() + 3 * lse_of_o.sum(), (output, lse))
+    assert (grads[0] == 2).all() and (grads[1] == 3).all()
+    with torch.no_grad():
+        o, lse_of_o = merge_attention([output], [lse])
+        o.fill_(7.0)
+        lse_of_o.fill_(7.0)
+    assert (output == 0).all() and (lse == 0).all()

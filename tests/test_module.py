@@ -188,26 +188,86 @@ def test_dimensions_are_refused_with_what_takes_their_place(arguments):
 
 
 def test_lim_is_for_calls_that_normalize(device):
-    """The constructor's waits for a call that normalizes; in one that does not, it is an error unless that call says so."""
+    """The constructor's waits for a call that normalizes; that of a call which does not is an error."""
     inputs, _ = make_inputs(CASE, device=device)
     module = FASTMultiHeadAttention(lim=0.5)
     assert torch.equal(module(**inputs, normalize="token"), fastmax_attention(**inputs, normalize="token", lim=0.5))
-    with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.5"):
-        module(**inputs)
     plain = fastmax_attention(**inputs)
+    assert torch.equal(module(**inputs), plain)
     assert torch.equal(module(**inputs, normalize=False), plain)
+    with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.7"):
+        module(**inputs, lim=0.7)
     assert torch.equal(FASTMultiHeadAttention(normalize="token", lim=0.5)(**inputs, normalize=False), plain)
     with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.7"):
         module(**inputs, normalize=False, lim=0.7)
 
 
-def test_noise_without_dropout_is_refused_in_training(device):
+in_either_mode = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
+
+
+@in_either_mode
+def test_noise_without_dropout_is_refused(training, device):
     inputs, _ = make_inputs(CASE, device=device)
     noise = torch.randn(CASE.b, CASE.h, CASE.n, CASE.dv, device=device)
     with pytest.raises(ValueError, match=r"drop_noise has no effect without dropout"):
-        FASTMultiHeadAttention()(**inputs, drop_noise=noise)
+        FASTMultiHeadAttention().train(training)(**inputs, drop_noise=noise)
     with pytest.raises(ValueError, match=r"drop_noise has no effect without dropout"):
-        FASTMultiHeadAttention(dropout=0.5)(**inputs, drop_noise=noise, dropout=0.0)
+        FASTMultiHeadAttention(dropout=0.5).train(training)(**inputs, drop_noise=noise, dropout=0.0)
+
+
+@in_either_mode
+def test_noise_is_checked(training, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    module = FASTMultiHeadAttention(dropout=0.5).train(training)
+    with pytest.raises(ValueError, match=r"drop_noise must have the output's shape \(2, 3, 20, 6\), got \(3,\)"):
+        module(**inputs, drop_noise=torch.ones(3, device=device))
+    with pytest.raises(TypeError, match=r"drop_noise must be .*got 0\.5 \(float\)"):
+        module(**inputs, drop_noise=0.5)
+    with pytest.raises(ValueError, match=r"dropout must be >= 0, got -0\.5"):
+        module(**inputs, dropout=-0.5)
+
+
+@in_either_mode
+@pytest.mark.parametrize("shape", [(CASE.n, CASE.n), (CASE.b, CASE.n), (CASE.b, CASE.h, CASE.n, CASE.dv), None], ids=str)
+def test_a_mask_in_the_place_of_drop_noise_points_to_where_masks_go(shape, training):
+    inputs, _ = make_inputs(CASE)
+    mask = True if shape is None else torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"drop_noise must .*(bool).*key_padding_mask, .*\(batch, keys\).*mask=True"):
+        FASTMultiHeadAttention().train(training)(*inputs.values(), mask)
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_options_are_attributes_that_each_call_reads(name, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    base = {"normalize": "token"} if name == "lim" else {}
+
+    def call(module):
+        torch.manual_seed(1)
+        return module(**inputs)
+
+    module = FASTMultiHeadAttention(**base)
+    default = call(module)
+    setattr(module, name, OTHER[name])
+    assert getattr(module, name) == OTHER[name] and f"{name}={OTHER[name]!r}" in repr(module)
+    assert not torch.equal(call(module), default)
+    assert torch.equal(call(module), call(FASTMultiHeadAttention(**base, **{name: OTHER[name]})))
+
+
+def test_attributes_are_checked_in_the_call(device):
+    inputs, _ = make_inputs(CASE, device=device)
+    for options in [*BAD_OPTIONS, {"exact_window": -1}, {"use_custom_gradient": 1}]:
+        ((name, value),) = options.items()
+        module = FASTMultiHeadAttention(normalize="token")
+        setattr(module, name, value)
+        with pytest.raises((TypeError, ValueError), match=rf"{name} must .*{value}"):
+            module(**inputs)
+
+
+@pytest.mark.parametrize("arguments", [{"embed_dim": 512, "num_heads": 8}, {"d_model": 512}], ids=str)
+def test_dimensions_by_keyword(arguments):
+    with pytest.raises(TypeError, match=r"embed_dim = 512|d_model = 512") as error:
+        FASTMultiHeadAttention(**arguments)
+    assert "has no weights" in str(error.value) and "swap_attention" in str(error.value)
 
 
 def test_it_has_no_state():

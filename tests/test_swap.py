@@ -152,14 +152,58 @@ def test_options_reach_the_operator():
     torch.testing.assert_close(o, polynomial_mha(mha, x, x, x, temperature=40.0, p=1))
 
 
-def test_softmax_dropout_is_not_carried_over_and_noise_is_on_request():
+REFUSED_DROPOUT = r"no attention weights to drop, got dropout = 0\.5: set .* to 0\.0, or .* the option dropout"
+
+
+def test_attention_dropout_is_refused_by_a_swap_in_training_mode():
+    model = nn.Sequential(make_mha(batch_first=True), make_mha(batch_first=True, dropout=0.5))
+    children = list(model)
+    with pytest.raises(ValueError, match=f"'1': .*{REFUSED_DROPOUT}"):
+        swap_attention(model, temperature=2.0)
+    assert list(model) == children
+    model[1].dropout = 0.0  # the advice, followed
+    swap_attention(model)
+
+
+def test_attention_dropout_is_refused_when_training_begins():
     mha = make_mha(batch_first=True, dropout=0.5)
     x = torch.randn(2, 5, E, dtype=DTYPE)
-    plain, noisy = swapped(mha).train(), swapped(mha, dropout=0.5).train()
+    exact = polynomial_mha(mha, x, x, x)
+    attention = swapped(mha.eval())
+    torch.testing.assert_close(attention(x, x, x)[0], exact)
+    with pytest.raises(ValueError, match=f"training mode: .*{REFUSED_DROPOUT}"):
+        attention.train()(x, x, x)
+    attention.dropout = 0.0
+    torch.testing.assert_close(attention(x, x, x)[0], exact)
+
+
+def test_the_option_dropout_takes_the_place_of_attention_dropout():
+    mha = make_mha(batch_first=True, dropout=0.5)
+    x = torch.randn(2, 5, E, dtype=DTYPE)
+    plain, noisy = swapped(mha, dropout=0.0), swapped(mha, dropout=0.5)
     exact = polynomial_mha(mha, x, x, x)
     torch.testing.assert_close(plain(x, x, x)[0], exact)
     assert (noisy(x, x, x)[0] - exact).abs().max() > 1e-2
     torch.testing.assert_close(noisy.eval()(x, x, x)[0], exact)
+
+
+def test_pytorch_s_default_dropout():
+    """0.1, in the layer and in its attention."""
+    with pytest.raises(ValueError, match=r"'self_attn': .*dropout = 0\.1"):
+        swap_attention(nn.TransformerEncoderLayer(E, 2))
+    layer = nn.TransformerEncoderLayer(E, 2)
+    swap_attention(layer, dropout=0.0)
+    assert layer(torch.randn(3, 2, E)).shape == (3, 2, E)
+
+
+def test_options_are_attributes_of_the_attention_inside():
+    mha = make_mha(batch_first=True)
+    x = torch.randn(2, 5, E, dtype=DTYPE)
+    attention = swapped(mha)
+    with pytest.raises(AttributeError, match=r"temperature is .* set attention\.temperature = 40\.0"):
+        attention.temperature = 40.0
+    attention.attention.temperature = 40.0
+    torch.testing.assert_close(attention(x, x, x)[0], polynomial_mha(mha, x, x, x, temperature=40.0))
 
 
 # ---- masks
@@ -277,6 +321,21 @@ def test_refused_inputs():
     nested = torch.nested.as_nested_tensor([x[0], x[1, :2]], layout=torch.jagged)
     with pytest.raises(TypeError, match="must not be nested"):
         mha(nested, nested, nested)
+    with pytest.raises(TypeError, match=r"key must be a tensor, got None"):
+        mha(x, None, x)
+    with pytest.raises(TypeError, match=r"value must have the dtype of the weights torch.float64, got torch.float32"):
+        mha(x, x, x.float())
+    with pytest.raises(ValueError, match=rf"query must have {E} channels, got shape \(2, 4, {E - 1}\)"):
+        mha(x[..., 1:], x, x)
+    with pytest.raises(ValueError, match=r"key must be on the device of the weights cpu, got meta"):
+        mha(x, x.to("meta"), x)
+    for name in ("attn_mask", "key_padding_mask"):
+        with pytest.raises(TypeError, match=rf"{name} must be a tensor or None, got 'causal' \(str\)"):
+            mha(x, x, x, **{name: "causal"})
+    with pytest.raises(TypeError, match=r"is_causal must be a bool, got a tensor of shape \(4, 4\)"):
+        mha(x, x, x, is_causal=causal_mask(4))
+    with pytest.raises(TypeError, match=r"model must be an nn.Module, got \[\] \(list\)"):
+        swap_attention([])
 
 
 # ---- the swap
@@ -287,7 +346,7 @@ class Block(nn.Module):
         super().__init__()
         self.first = make_mha(batch_first=True)
         self.again = self.first
-        self.layers = nn.ModuleList([make_mha(batch_first=True, dropout=0.1)])
+        self.layers = nn.ModuleList([make_mha(batch_first=True)])
         self.linear = nn.Linear(E, E)
 
     def forward(self, x):
@@ -430,7 +489,7 @@ def test_model_that_is_itself_an_attention():
     torch.testing.assert_close(SwappedMultiheadAttention(mha)(x, x, x)[0], polynomial_mha(mha, x, x, x))
 
 
-@pytest.mark.parametrize("option", [{"mask": True}, {"nonsense": 1}], ids=["mask", "unknown"])
+@pytest.mark.parametrize("option", [{"mask": True}, {"causal": True}, {"nonsense": 1}], ids=["mask", "causal", "unknown"])
 def test_refused_options_leave_the_model_alone(option):
     model = nn.Sequential(make_mha())
     with pytest.raises(TypeError, match=next(iter(option))):

@@ -540,6 +540,15 @@ def test_attention_dropout_is_refused_in_training_only(model, attribute, option)
     model(ids)
 
 
+def test_the_option_dropout_takes_the_place_of_attention_dropout():
+    """As in `swap_attention`."""
+    ids = tokens(2, 5)
+    model = llama(attention_dropout=0.5, fastmax={"dropout": 0.0})
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+    integration.configure(model, dropout=0.5)
+    assert not torch.allclose(model.train()(ids).logits, model.eval()(ids).logits)
+
+
 @FAMILIES
 def test_static_cache_is_refused(family):
     with pytest.raises(ValueError, match="static cache"):

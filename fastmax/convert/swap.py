@@ -66,7 +66,8 @@ def swap(
     }
     gates = {name: _new_gate(layer, longest_half_life) for name, layer in chosen.items() if decay and layer.decay_proj is None}
     for name, layer in chosen.items():
-        layer.attention, layer.options = "fastmax", options[name]
+        layer.options = options[name]
+        layer.attention = "fastmax"
         if name in gates:
             layer.decay_proj, layer.longest_half_life = gates[name], float(longest_half_life)
     return [f"{name}.decay_proj.{part}".lstrip(".") for name in gates for part in ("weight", "bias")]

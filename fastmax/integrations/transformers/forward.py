@@ -57,7 +57,7 @@ def fastmax_attention_forward(
         module: the attention layer; its `config.fastmax` holds the options and its `is_causal` the default of the argument.
         key, value: those that query sees, or of a `FastmaxCache` the new ones, on their way to its state.
         attention_mask: what `fastmax_mask` returns; or bool (batch, 1, 1, keys), True = takes part, of a bidirectional layer.
-        dropout: of attention weights; must be 0.
+        dropout: of attention weights; must be 0, unless the option `dropout` takes its place.
         scaling: softmax attention's scale; the temperature is its inverse unless an option says otherwise.
         is_causal: only asked when the model makes no mask.
 
@@ -75,7 +75,8 @@ def fastmax_attention_forward(
     if of_softmax:
         given = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal} | kwargs
         return _softmax(module, query, key, value, attention_mask, given)
-    if dropout:
+    options = options_of(module.config)
+    if dropout and "dropout" not in options:
         raise ValueError(_no_dropout(module, dropout))
     state = key.take(value) if isinstance(key, NewTokens) else None
     keys = key.shape[2] if state is None else state.number_of_keys()
@@ -88,7 +89,6 @@ def fastmax_attention_forward(
     cu_seqlens = _documents(query, keys, mask, state is not None, kwargs)
     if cu_seqlens is None and kwargs.get("position_ids") is not None:
         mask.refuse_packing(kwargs["position_ids"])
-    options = options_of(module.config)
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
@@ -226,6 +226,6 @@ def _no_dropout(module: nn.Module, dropout: float) -> str:
     return (
         f'attn_implementation="{NAME}" has no attention weights to drop, got dropout = {dropout}: set '
         f"{' or '.join(found) or 'the attention dropout'} to 0 in every layer of the live model, or in the configuration "
-        "before the model is made (attention_dropout, attention_probs_dropout_prob or attn_pdrop, whichever it has); fastmax's "
-        "own noise is the option dropout"
+        "before the model is made (attention_dropout, attention_probs_dropout_prob or attn_pdrop, whichever it has); or set "
+        "the option dropout, the strength of fastmax's noise on the output (0.0: none)"
     )
