@@ -1,4 +1,4 @@
-"""`pytest --unaligned`: tensors of the tests start anywhere in a vector, and products round as their operands' addresses have it.
+"""`pytest --unaligned`: tensors of the tests start anywhere in a vector, and products round as the addresses have it.
 
 BLAS libraries may choose a kernel, and with it an order of summation, by address. With this option every CPU shows it: a test
 that asks for the same bits of equal numbers at other addresses fails. Calls repeated on the same tensors give the same bits.
