@@ -19,6 +19,10 @@ hypothesis.settings.register_profile("fastmax", deadline=None, derandomize=True,
 hypothesis.settings.load_profile("fastmax")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--unaligned", action="store_true", help="operands at any address, on a CPU: tests/unaligned.py")
+
+
 def pytest_configure(config):
     # p = 1 and other polynomials that can vanish are tested on inputs where they do not; test_validation.py has the warning.
     config.addinivalue_line("filterwarnings", "ignore:fastmax. f.s. .* is not positive:RuntimeWarning")
@@ -34,6 +38,8 @@ def pytest_configure(config):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         importlib.import_module("torch._decomp.decompositions_for_jvp")
+    if config.getoption("--unaligned"):
+        importlib.import_module("unaligned").install()
 
 
 def pytest_report_header():

@@ -27,6 +27,14 @@ def test_uninitialised_memory_is_poisoned():
     assert torch.empty(7, 3, dtype=torch.float64).transpose(0, 1).isnan().all()
 
 
+def test_products_depend_on_addresses_with_unaligned(pytestconfig):
+    """Repeated on the same tensors they have the same bits, with and without the option."""
+    x, copies = torch.randn(5, 8), [torch.ones(8, 3) for _ in range(20)]
+    products = [x @ y for y in copies]
+    assert all(map(torch.equal, products, [x @ y for y in copies]))
+    assert not pytestconfig.getoption("--unaligned") or len({tuple(y.flatten().tolist()) for y in products}) > 1
+
+
 @by_causal
 def test_definition_equals_loops(causal):
     case = Case("loops", n=3, m=4, b=2, h=2, hk=1, d=3, dv=2)

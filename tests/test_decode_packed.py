@@ -133,15 +133,18 @@ def test_poison_does_not_travel(poisoned, option, device):
     bad = torch.zeros(sum(lengths), dtype=torch.bool, device=device)
     bad[begin:end] = True
 
-    def run(tokens):
-        o, state = fastmax.prefill(**tokens, state=new_state(3, device, **OPTIONS[option]), cu_seqlens=cu_seqlens)
+    def run():
+        o, state = fastmax.prefill(**leaves, state=new_state(3, device, **OPTIONS[option]), cu_seqlens=cu_seqlens)
         others = [i for i in range(3) if i != poisoned]
         loss = o[:, :, ~bad].sum() + state.select(others).values.sum()
         grads = torch.autograd.grad(loss, list(leaves.values()))
         return [o[:, :, ~bad], *state.select(others).tensors().values(), *(x[:, :, ~bad] for x in grads)]
 
-    clean = run(leaves)
-    poison = run({name: torch.where(bad[:, None], math.nan, x) for name, x in leaves.items()})
+    clean = run()
+    with torch.no_grad():
+        for x in leaves.values():
+            x[:, :, bad] = math.nan  # in place: equal bits need equal addresses
+    poison = run()
     for x, y in zip(clean, poison, strict=True):
         assert torch.equal(x, y)
 

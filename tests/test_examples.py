@@ -184,7 +184,8 @@ def test_swap_into_a_trained_checkpoint(tmp_path, trained, trained_with_parts, p
     last = float(rows(out / f"char_lm_{name}.csv")[-1]["val"])
     assert float(losses["softmax, as trained"]) == pytest.approx(last, abs=2e-4)
     # With parts the exact window of 16 bytes holds the whole context.
-    assert (losses["swapped, no training"] == losses["softmax, as trained"]) is parts
+    swapped = float(losses["swapped, no training"])
+    assert (swapped == pytest.approx(float(losses["softmax, as trained"]), abs=2e-4)) is parts
     assert all(0.0 < float(losses[f"{name}, 2 steps of fine-tuning"]) < 6.0 for name in ("fastmax_p2", "softmax"))
     before, after = torch.load(checkpoint, weights_only=True), torch.load(tmp_path / "swap.pt", weights_only=True)
     assert before["model"].keys() == after["model"].keys()

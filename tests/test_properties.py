@@ -103,21 +103,18 @@ def test_causal_output_does_not_depend_on_the_future(call, algorithm, data):
     inputs, grad_o, options = call
     n, m = inputs["q"].shape[2], inputs["k"].shape[2]
     last = data.draw(st.integers(0, n - 1))
-    changed = {name: x.clone() for name, x in inputs.items()}
-    changed["q"][:, :, last + 1 :] = torch.randn_like(changed["q"][:, :, last + 1 :])
-    for name in "kv":
-        future = changed[name][:, :, last + 1 + m - n :]
-        future.copy_(torch.randn_like(future))
-    o = fastmax_attention(**inputs, algorithm=algorithm, **options)
-    again = fastmax_attention(**changed, algorithm=algorithm, **options)
-    assert torch.equal(o[:, :, : last + 1], again[:, :, : last + 1])
-
-    grad_o = grad_o.clone()
+    future = {name: x[:, :, last + 1 + (m - n if name in "kv" else 0) :] for name, x in inputs.items()}
     grad_o[:, :, last + 1 :] = 0.0
     out = run(fastmax_attention, inputs, grad_o, algorithm=algorithm, **options)
     for name in "kv":
         leak = out[f"grad {name}"][:, :, last + 1 + m - n :]
         assert torch.equal(leak, torch.zeros_like(leak))
+
+    o = fastmax_attention(**inputs, algorithm=algorithm, **options)
+    for x in future.values():
+        x.copy_(torch.randn_like(x))  # in place: equal bits need equal addresses
+    again = fastmax_attention(**inputs, algorithm=algorithm, **options)
+    assert torch.equal(o[:, :, : last + 1], again[:, :, : last + 1])
 
 
 @given(call=calls(causal=(True,), normalize=(False, "token")), algorithm=st.sampled_from(ALGORITHMS), data=st.data())

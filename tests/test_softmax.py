@@ -281,9 +281,9 @@ def test_operator_with_and_without_a_gradient(algorithm, device):
     """As `safe_softmax` and `online_softmax` call it for CUDA tensors: the same bits, and a graph where one is wanted."""
     x = torch.randn(3, 40, device=device)
     expected = torch.ops.fastmax.softmax(x, algorithm)
-    recorded = ops.softmax(x.clone().requires_grad_(), algorithm)
+    recorded = ops.softmax(x.detach().requires_grad_(), algorithm)
     with torch.no_grad():
-        quiet = ops.softmax(x.clone().requires_grad_(), algorithm)
+        quiet = ops.softmax(x.detach().requires_grad_(), algorithm)
     with torch.inference_mode():
         inference = ops.softmax(x, algorithm)
     assert recorded.requires_grad and not quiet.requires_grad and inference.is_inference()

@@ -290,9 +290,10 @@ def test_a_state_s_lim_without_normalize():
 
 def test_numbers_of_other_kinds():
     """Fractions and numpy's numbers are real numbers."""
-    expected = fastmax_attention(**good(), a0=1.5, temperature=2.0)
+    inputs = good()
+    expected = fastmax_attention(**inputs, a0=1.5, temperature=2.0)
     for half in (Fraction(3, 2), np.float32(1.5), np.float64(1.5)):
-        assert torch.equal(fastmax_attention(**good(), a0=half, temperature=np.int64(2), p=np.int64(2)), expected)
+        assert torch.equal(fastmax_attention(**inputs, a0=half, temperature=np.int64(2), p=np.int64(2)), expected)
 
 
 def test_options_are_keywords():
