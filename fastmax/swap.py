@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from fastmax import validation
 from fastmax.module import FASTMultiHeadAttention
 
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
@@ -224,7 +225,7 @@ def _blocked(name: str, mask: Tensor) -> Tensor:
     message = f"{name} must hold 0 and -inf only: fastmax adds nothing to its scores"
     only_known = (blocked | (mask == 0)).all()
     if torch.compiler.is_compiling():
-        torch._assert_async(only_known, message)  # reading the value would break the graph
+        validation.check_in_graph(only_known, message)  # reading the value would break the graph
     elif not only_known:
         raise ValueError(message)
     return blocked
