@@ -276,7 +276,7 @@ def _blocked(name: str, mask: Tensor) -> Tensor:
     message = f"{name} must hold 0 and -inf only: fastmax adds nothing to its scores"
     only_known = (blocked | (mask == 0)).all()
     if torch.compiler.is_compiling():
-        torch._assert_async(only_known, message)  # reading the value would break the graph
+        validation.check_in_graph(only_known, message)  # reading the value would break the graph
     elif not only_known:
         raise ValueError(message)
     return blocked

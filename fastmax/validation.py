@@ -51,6 +51,19 @@ def check_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"{name} must be a dense tensor, got one of layout {x.layout}: pass {name}.to_dense()")
 
 
+def check_in_graph(condition: Tensor, message: str) -> None:
+    """Leave an assertion in a compiled graph, where the values are not known: a RuntimeError when the graph runs.
+
+    Inductor copies the message into a C++ string literal without escapes. So quotes become single, backslashes become
+    slashes, and a line break becomes a space.
+
+    Args:
+        condition: bool, one element.
+        message: says the same as the error of an eager call.
+    """
+    torch._assert_async(condition, message.replace('"', "'").replace("\\", "/").replace("\n", " "))
+
+
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     """Ranks, shapes, dtypes and devices of q, k and v."""
     # Every call comes through here: each attribute of a tensor is asked for once, and messages are made after a fault is seen.

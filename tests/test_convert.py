@@ -634,7 +634,7 @@ def test_swap_keeps_options_that_are_configured_and_refuses_others_than_its_own(
         ("layers", {"layers": [0, 2]}, {}),
         ("layers", {"layers": "global"}, {"layers": [1]}),
     ]:
-        integration.configure(llama, **configured)
+        llama.config.fastmax = configured
         before = llama.config.to_dict()
         with pytest.raises(ValueError, match=rf"config.fastmax.*{name} = .*configure\(model\) takes"):
             convert.swap(llama, **given)

@@ -517,9 +517,17 @@ def test_refused_option(options, message):
 
 @pytest.mark.parametrize("options", [{"algorithm": "fast"}, {"use_custom_gradient": 0}, {"dropout": "none"}], ids=repr)
 def test_options_that_a_state_does_not_take_are_checked_all_the_same(options):
-    model = llama(fastmax=options).train()
+    model = llama().train()
+    model.config.fastmax = options  # by hand, since it was made
     with torch.no_grad(), pytest.raises((TypeError, ValueError), match=f"{next(iter(options))} must be"):
         model(tokens(1, 4), past_key_values=FastmaxCache(model.config))
+
+
+@pytest.mark.parametrize("name", ["quadratic", "sequence"])
+def test_options_that_no_state_has_are_refused_when_the_cache_is_made(name):
+    options, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        FastmaxCache(llama(fastmax=options).config)
 
 
 def test_offloading_is_a_bool():

@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 from tiny_decoders import (  # noqa: E402
     PAD,
     VOCABULARY,
+    assert_same_model,
     checkpointed,
     gpt2,
     gradients,
@@ -191,11 +192,12 @@ def test_saved_and_loaded(family, tmp_path):
         loaded, info = load.from_pretrained(tmp_path, dtype=torch.float64, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"]
         assert len(gates(loaded)) == 4
-        assert torch.equal(loaded(ids).logits, model(ids).logits)
+        assert_same_model(loaded, model, ids)
     copied = copy.deepcopy(loaded)
-    assert torch.equal(copied(ids).logits, model(ids).logits)
+    assert_same_model(copied, model, ids)
     next(iter(gates(copied).values())).data.fill_(1.0)
-    assert torch.equal(loaded(ids).logits, model(ids).logits) and not torch.equal(copied(ids).logits, model(ids).logits)
+    assert_same_model(loaded, model, ids)
+    assert (copied(ids).logits - model(ids).logits).abs().max() > 1e-3
 
 
 def test_configuration_alone():
@@ -412,7 +414,12 @@ def test_gates_and_configuration_that_disagree():
     model = gated(llama)
     integration.configure(model, p=2, temperature=3.0)  # options come and go, gates stay
     model(tokens(1, 4))
-    integration.configure(model, log_decay=[-1.0, -1.0])
+    with pytest.raises(ValueError, match="has constant decays"):
+        integration.configure(model, log_decay=[-1.0, -1.0])
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn \(LlamaAttention\) runs softmax attention"):
+        integration.configure(model, layers=[0])
+    assert model.config.fastmax == {"p": 2, "temperature": 3.0}
+    model.config.fastmax = {"log_decay": [-1.0, -1.0]}
     with pytest.raises(ValueError, match="has constant decays"):
         model(tokens(1, 4))
 

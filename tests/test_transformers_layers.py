@@ -283,6 +283,57 @@ def test_layers_that_the_model_has_not():
         model(tokens(1, 4))
 
 
+NOT_CONFIGURED = {
+    "one too many": ({"layers": [0, 7]}, r"layers must be indices of the 2 layers of llama, got \[0, 7\]"),
+    "no global ones": ({"layers": "global"}, r'layers="global" needs full_attention in config.layer_types, got \[\] in llama'),
+    "p": ({"p": 3}, "p must be 1 or 2, got 3"),
+    "temperature": ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+    "coefficient": ({"a1": "1"}, "a1 must be a real number, got '1'"),
+    "normalize": ({"normalize": "tokens"}, 'normalize must be False, True, "sequence" or "token", got \'tokens\''),
+    "lim": ({"lim": 2.0}, "lim has no effect without normalize"),
+    "dropout": ({"dropout": -0.1}, "dropout must be >= 0, got -0.1"),
+    "rpe matrix": ({"rpe_matrix": torch.ones(3, 6)}, 'rpe_matrix must be "sinusoidal" or None here, got a tensor'),
+    "window": ({"exact_window": -1}, "exact_window must be at least 0, got -1"),
+    "algorithm": ({"algorithm": "fast"}, "algorithm must be one of 'auto', 'quadratic', 'linear', got 'fast'"),
+    "gradient": ({"use_custom_gradient": 1}, "use_custom_gradient must be a bool, got 1"),
+}
+
+
+@pytest.mark.parametrize("options, message", NOT_CONFIGURED.values(), ids=NOT_CONFIGURED)
+@pytest.mark.parametrize("made", [False, True], ids=["configuration", "model"])
+@pytest.mark.parametrize("implementation", ["sdpa", "fastmax"])
+def test_configure_refuses_at_once(options, message, made, implementation):
+    model = llama()
+    model.set_attn_implementation(implementation)
+    before = model.config.to_dict()
+    with pytest.raises((TypeError, ValueError), match=message):
+        integration.configure(model if made else model.config, **options)
+    assert model.config.to_dict() == before
+
+
+def test_model_is_not_made_with_a_wrong_option():
+    with pytest.raises(ValueError, match="p must be 1 or 2, got 3"):
+        llama(fastmax={"p": 3})
+
+
+def test_configure_one_part_of_a_composite_model():
+    part = {"hidden_size": 24, "intermediate_size": 32, "num_attention_heads": 3}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**part, vocab_size=40, num_hidden_layers=3),
+        vision_config=transformers.CLIPVisionConfig(**part, image_size=8, patch_size=4, num_hidden_layers=2),
+    )
+    integration.configure(config, layers=[2])
+    model = transformers.LlavaModel(config)
+    integration.configure(model, layers=[2])
+    model.set_attn_implementation({"text_config": "fastmax"})
+    integration.configure(model, layers=[1, 2])
+    with pytest.raises(ValueError, match=r"layers must be indices of the 3 layers of llama, got \[3\]"):
+        integration.configure(model, layers=[3])
+    with pytest.raises(ValueError, match=r"got \[1, 2\] in llava, which has no num_hidden_layers of its own: choose the part"):
+        model.set_attn_implementation("fastmax")
+    assert model.config.fastmax == model.config.text_config.fastmax == {"layers": [1, 2]}
+
+
 def test_layer_without_an_index():
     model = llama(fastmax={"layers": [0]})
     del model.model.layers[0].self_attn.layer_idx

@@ -45,6 +45,14 @@ def gpt2(**options):
     return make(transformers.GPT2LMHeadModel, transformers.GPT2Config(**options))
 
 
+def qwen3(**options):
+    config = transformers.Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=24, intermediate_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=6,
+        initializer_range=0.3, pad_token_id=PAD, bos_token_id=None, eos_token_id=None, **{"num_hidden_layers": 2} | options,
+    )  # fmt: skip
+    return make(transformers.Qwen3ForCausalLM, config)
+
+
 HYBRID = {"Gemma2": {"attn_logit_softcapping": None}, "Gemma3": {}, "Olmo3": {}, "Cohere2": {}}
 
 
@@ -94,6 +102,11 @@ def make(kind, config):
     return kind(config).double().eval()
 
 
+def softmax_attention(q, k, v) -> Tensor:
+    """Written out, for modules of other files."""
+    return (q @ k.mT).softmax(-1) @ v
+
+
 def tokens(*shape) -> Tensor:
     return torch.randint(1, VOCABULARY, shape)
 
@@ -112,6 +125,12 @@ def run(model, ids, mask, **kwargs) -> Tensor:
     if mask is not None:
         kwargs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
     return model(ids, **kwargs).logits
+
+
+def assert_same_model(a, b, ids) -> None:
+    """Equal parameters and buffers, bit by bit, and logits that are close: sums depend on how memory is aligned."""
+    torch.testing.assert_close(a.state_dict(), b.state_dict(), rtol=0, atol=0)
+    torch.testing.assert_close(a(ids).logits, b(ids).logits)
 
 
 def gradients(model, ids, mask) -> tuple[Tensor, ...]:

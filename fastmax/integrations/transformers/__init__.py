@@ -17,8 +17,8 @@ from fastmax.integrations.transformers.decay import add_decay
 from fastmax.integrations.transformers.forward import fastmax_attention_forward, register
 from fastmax.integrations.transformers.generation import watch_generation
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask
-from fastmax.integrations.transformers.models import check, watch
-from fastmax.integrations.transformers.options import NAME, OPTIONS, configure
+from fastmax.integrations.transformers.models import check, configure, watch
+from fastmax.integrations.transformers.options import NAME, OPTIONS
 
 __all__ = [
     "MINIMUM_VERSION",

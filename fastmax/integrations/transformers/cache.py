@@ -17,7 +17,7 @@ from fastmax import ops, validation
 from fastmax.decode import init_state, prefill, step, step_
 from fastmax.decode_state import DecodeState
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
-from fastmax.integrations.transformers.options import GLOBAL, NAME, fastmax_layers
+from fastmax.integrations.transformers.options import GLOBAL, NAME, all_options, check_values, fastmax_layers
 from fastmax.integrations.transformers.unreadable import Unreadable
 
 FOLD_EVERY = 32  # tokens that a state on a GPU gathers: a step then mostly reads it (docs/cuda.md, "Gathered tokens")
@@ -157,8 +157,7 @@ class FastmaxLayer(CacheLayerMixin):
         validation.check_bool("use_custom_gradient", options.get("use_custom_gradient", True))
         if validation.check_not_negative("dropout", options.get("dropout", 0.0)):
             raise ValueError("FastmaxCache has no form with noise (the option dropout): model.eval(), or use_cache=False")
-        if options.get("algorithm") == "quadratic":
-            raise ValueError('FastmaxCache has no form with algorithm="quadratic": "auto" or "linear", or use_cache=False')
+        _refuse_quadratic(options)
         if options.get("use_custom_gradient") is False and torch.is_grad_enabled():
             raise ValueError("FastmaxCache has no form with use_custom_gradient=False: torch.no_grad(), or use_cache=False")
         options = _of_state(options)
@@ -259,7 +258,8 @@ class FastmaxCache(Cache):
 
     Raises:
         TypeError: no configuration, or no bool.
-        ValueError: a configuration of another attention, or with layers to run fastmax that are not full attention.
+        ValueError: a configuration of another attention, with options that a state does not have, or with layers to run fastmax
+            that are not full attention.
     """
 
     def __init__(self, config: PreTrainedConfig, offloading: bool = False):
@@ -272,6 +272,10 @@ class FastmaxCache(Cache):
                 f'config must be of a model with attn_implementation="{NAME}", got {config._attn_implementation!r} in '
                 f"{config.model_type}: set it first"
             )
+        options = all_options(config)
+        check_values(**options)
+        _refuse_quadratic(options)
+        refuse_sequence(options)
         indices = range(config.num_hidden_layers)
         ours = fastmax_layers(config)
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(indices)
@@ -301,6 +305,20 @@ class FastmaxCache(Cache):
     def activate_past_recording(self) -> None:
         """What assisted decoding calls before all else."""
         raise ValueError(_GOES_FORWARD)
+
+
+def _refuse_quadratic(options: dict) -> None:
+    if options.get("algorithm") == "quadratic":
+        raise ValueError('FastmaxCache has no form with algorithm="quadratic": "auto" or "linear", or use_cache=False')
+
+
+def refuse_sequence(options: dict) -> None:
+    """Raise where keys are normalised over a sequence whose end is not known."""
+    if options.get("normalize") in (True, "sequence"):
+        raise ValueError(
+            'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
+            'or normalize="token"'
+        )
 
 
 def _of_state(options: dict) -> dict:

@@ -1,44 +1,90 @@
-"""What the classes of a model's modules do, read from their methods: whether attention asks transformers for its function."""
+"""What the classes of modules do, by the bytecode of their methods: whether attention asks transformers for its function."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
-from types import CodeType, FunctionType
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
 
 from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
 
 from fastmax.integrations.transformers.options import NAME
 
-_SOFTMAX = {"softmax", "Softmax", "scaled_dot_product_attention", "_flash_attention_forward", "flex_attention"}
+_ATTENTION = {  # functions that are attention, whoever calls them
+    "scaled_dot_product_attention",
+    "multi_head_attention_forward",
+    "flex_attention",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "memory_efficient_attention",
+    "_flash_attention_forward",
+    "flash_attention_forward",
+    "flex_attention_forward",
+    "sdpa_attention_forward",
+}
+_SOFTMAX = {"softmax", "Softmax"}
+_PRODUCTS = {"matmul", "bmm", "baddbmm", "mm", "einsum", "tensordot"}
 _INTERFACE = {"get_interface", "ALL_ATTENTION_FUNCTIONS"}
+_ROUTER = re.compile(r"(Router|Gate|Gating|MoE)$")
+_BASES = {*nn.Module.__mro__, *PreTrainedModel.__mro__, *GenerationMixin.__mro__}  # whose methods no layer calls for attention
 
 
 def computes_attention(kind: type[nn.Module]) -> bool:
     """Whether a class of modules is attention that does not ask transformers' interface for its function.
 
-    Deformable attention has no scores of queries and keys, and does not count.
+    A class that refers to a function of attention is, whatever its name. A softmax counts where the class is called attention;
+    outside of transformers, whose classes of attention are all called so, also beside two matrix products, those of scores and
+    of values. Deformable attention has no scores of queries and keys, and does not count.
     """
     if issubclass(kind, nn.MultiheadAttention):
         return True
-    return "Deformable" not in kind.__name__ and bool(_attention_names(kind) & _SOFTMAX) and not asks_interface(kind)
-
-
-def asks_interface(kind: type[nn.Module]) -> bool:
-    return bool(_attention_names(kind) & _INTERFACE)
+    if asks_interface(kind):
+        return False
+    names = _all_names(kind)
+    if names.keys() & _ATTENTION:
+        return True
+    if not names.keys() & _SOFTMAX:
+        return False
+    called_so = "Att" in kind.__name__ and "Deformable" not in kind.__name__ and not _ROUTER.search(kind.__name__)
+    return called_so or (_package(kind) != "transformers" and sum(names[name] for name in _PRODUCTS) >= 2)
 
 
 @functools.cache
-def _attention_names(kind: type[nn.Module]) -> set[str]:
-    """What the methods of a class called attention, and the functions of its file that they call, refer to."""
-    names = set()
-    for base in inspect.getmro(kind) if "Att" in kind.__name__ else ():
-        for value in vars(base).values():
-            if isinstance(value, FunctionType):
-                names |= _names(inspect.unwrap(value), depth=2)
-        if "forward" in vars(base):
-            break
-    return names
+def asks_interface(kind: type[nn.Module]) -> bool:
+    """Whether `forward`, or a method that it calls, does."""
+    methods, names, waiting = _methods(kind), set(), {"forward"}
+    while waiting:
+        names |= waiting
+        called = {name for method in waiting for function in methods.get(method, ()) for name in _names(function)}
+        waiting = called - names
+    return bool(names & _INTERFACE)
+
+
+@functools.cache
+def _all_names(kind: type[nn.Module]) -> Counter[str]:
+    """What the methods of a class refer to, and how often."""
+    return sum((_names(function) for functions in _methods(kind).values() for function in functions), Counter())
+
+
+@functools.cache
+def _methods(kind: type[nn.Module]) -> dict[str, list[FunctionType]]:
+    """The functions of a class by name: the one that Python finds, and after it those that it may reach by `super`."""
+    methods: dict[str, list[FunctionType]] = {}
+    for base in inspect.getmro(kind):
+        if base in _BASES or _package(base) == "torch":
+            continue
+        for name, value in vars(base).items():
+            value = value.fget if isinstance(value, property) else value
+            function = inspect.unwrap(getattr(value, "__func__", value))
+            found = methods.get(name, [])
+            if isinstance(function, FunctionType) and (not found or "super" in found[-1].__code__.co_names):
+                methods[name] = [*found, function]
+    return methods
 
 
 @functools.cache
@@ -47,7 +93,7 @@ def looks_attention_up(kind: type[nn.Module]) -> bool:
     seen, waiting = {kind}, [kind]
     while waiting:
         make = inspect.unwrap(waiting.pop().__init__)
-        for name in _names(make, depth=0):
+        for name in _names_in(make.__code__):
             value = make.__globals__.get(name)
             if isinstance(value, dict) and "eager" in value and NAME not in value:
                 return True
@@ -57,15 +103,56 @@ def looks_attention_up(kind: type[nn.Module]) -> bool:
     return False
 
 
-def _names(function: FunctionType, depth: int) -> set[str]:
-    """Every global and attribute that a function refers to, and the functions of its own file down to a depth."""
-    names, waiting = set(), [function.__code__]
+def _names(function: FunctionType) -> Counter[str]:
+    """Every global and attribute that a function, and the functions that it calls, refer to, and how often.
+
+    Functions of its own file are followed, and those of other packages than PyTorch, transformers and this one.
+    """
+    names, seen, waiting = Counter(), set(), [function]
     while waiting:
-        code = waiting.pop()
-        names.update(code.co_names)
-        waiting += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    for name in tuple(names) if depth else ():
-        called = function.__globals__.get(name)
-        if isinstance(called, FunctionType) and called.__module__ == function.__module__:
-            names |= _names(called, depth - 1)
+        function = waiting.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        here = _names_in(function.__code__)
+        names += here
+        for name, value in _callables(function, here):
+            if getattr(value, "__name__", name) != name:  # imported under another name
+                names[value.__name__] += here[name]
+            value = inspect.unwrap(value)
+            if isinstance(value, FunctionType) and (value.__module__ == function.__module__ or not _is_of_a_library(value)):
+                waiting.append(value)
     return names
+
+
+def _callables(function: FunctionType, names: Counter[str]) -> Iterator[tuple[str, Callable]]:
+    """What a function refers to by a global name, or as an attribute of a module that has one."""
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and not _is_of_a_library(value):
+            found = ((attribute, vars(value).get(attribute)) for attribute in names)
+        else:
+            found = ((name, value),)
+        yield from ((name, value) for name, value in found if callable(value))
+
+
+def _is_of_a_library(value: FunctionType | ModuleType) -> bool:
+    return _package(value) in ("torch", "transformers", "fastmax")
+
+
+def _names_in(code: CodeType) -> Counter[str]:
+    """The names in a function's bytecode, and in that of the functions within it; `@` counts as matmul."""
+    names = Counter()
+    for instruction in dis.get_instructions(code):
+        if instruction.opcode in dis.hasname:
+            names[instruction.argval] += 1
+        elif "MATRIX_MULTIPLY" in instruction.opname or instruction.argrepr in ("@", "@="):
+            names["matmul"] += 1
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names += _names_in(constant)
+    return names
+
+
+def _package(value: type | FunctionType | ModuleType) -> str:
+    return (value.__name__ if isinstance(value, ModuleType) else value.__module__ or "").partition(".")[0]

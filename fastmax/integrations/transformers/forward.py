@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from fastmax import validation
 from fastmax.functional import fastmax_attention
-from fastmax.integrations.transformers.cache import NewTokens
+from fastmax.integrations.transformers.cache import NewTokens, refuse_sequence
 from fastmax.integrations.transformers.decay import refuse_missing
 from fastmax.integrations.transformers.layers import runs_fastmax
 from fastmax.integrations.transformers.masks import FastmaxMask, fastmax_mask, refuse_where
@@ -92,11 +92,8 @@ def fastmax_attention_forward(
     options.setdefault("temperature", math.sqrt(query.shape[-1]) if scaling is None else 1.0 / scaling)
     if not module.training:
         options["dropout"] = 0.0
-    if mask.causal and (state is not None or query.shape[2] < keys) and options.get("normalize") in (True, "sequence"):
-        raise ValueError(
-            'normalize="sequence" looks at all rows at once and so has no form with a cache: use_cache=False, '
-            'or normalize="token"'
-        )
+    if mask.causal and (state is not None or query.shape[2] < keys):
+        refuse_sequence(options)
     padding = None if mask.padding is None else mask.padding.to(query.device)
     log_decay = _log_decay(module, query, key, mask.causal, padding, options.get("log_decay"), kwargs.get("log_decay"))
     if state is not None:

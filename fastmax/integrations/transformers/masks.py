@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
+from fastmax import validation
 from fastmax.integrations.transformers.options import GLOBAL, NAME
 from fastmax.integrations.transformers.packing import ONLY, bounds, first_tokens, is_packed
 from fastmax.integrations.transformers.unreadable import Unreadable
@@ -134,7 +135,7 @@ def refuse_where(wrong: Tensor, message: str) -> None:
     """Raise where any is True. Under `torch.compile` the values are not known: there an assertion is left in the graph, whose
     RuntimeError says the same."""
     if is_tracing(wrong):
-        torch._assert_async(~wrong.any(), message)
+        validation.check_in_graph(~wrong.any(), message)
     elif wrong.any():
         raise ValueError(message)
 

@@ -15,11 +15,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from fastmax.integrations.transformers.classes import asks_interface, computes_attention, looks_attention_up
 from fastmax.integrations.transformers.decay import build_gates, gate_of, refuse_layer, reset_gate
-from fastmax.integrations.transformers.layers import attention_layers, implementation
+from fastmax.integrations.transformers.layers import attention_layers, implementation, runs_fastmax
 from fastmax.integrations.transformers.options import (
     NAME,
     SOFTMAX,
+    all_options,
     check_model,
+    check_options,
+    check_values,
     configurations,
     fastmax_layers,
     remember_choice,
@@ -48,6 +51,7 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
 
     Raises:
         ValueError: the parts with attention of their own, by name; `layers` that the model does not have.
+        TypeError, ValueError: an option that `fastmax_attention` refuses.
     """
     check_model(model)
     for part in model.modules():
@@ -58,6 +62,7 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
         if gate_of(layer) is not None:
             refuse_layer(name, layer)
         if layer.config._attn_implementation == NAME:
+            check_values(**all_options(layer.config))
             refuse_caches_of_documents(layer)
     own = list(_own_attention(model, False, _other(model.config) if left_out is None else left_out))
     if own:
@@ -67,6 +72,69 @@ def check(model: PreTrainedModel, left_out: list[PreTrainedConfig] | None = None
             f"same. {_INSTEAD}"
         )
     return {name: implementation(layer) for name, layer in attention_layers(model)}
+
+
+def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
+    """Set the options of fastmax attention in a model's configuration, and in its sub-configurations.
+
+    Replaces what was set before. Equal to `config.fastmax = options` on each, with the names checked now.
+
+    Args:
+        model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
+            itself once it is made.
+        options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
+            `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
+            `log_decay`, a list of a number <= 0 for each key/value head, by which keys fade with every token; `layers`, the
+            indices of the layers that run fastmax, or "global", those that `config.layer_types` calls full attention: the
+            others run softmax attention, transformers' "sdpa", with the masks of the model; `constant_memory`, True: `generate`
+            makes a `FastmaxCache` where it would make a DynamicCache.
+
+    Raises:
+        TypeError, ValueError: naming the option, what it was and what is accepted; `layers` that the model does not have;
+            options that its decay gates exclude. The configurations then stay as they were.
+    """
+    if not isinstance(model, PreTrainedConfig):
+        check_model(model)
+    check_options(options)
+    check_values(**options)
+    configs = list(configurations(model))
+    if not configs:
+        raise ValueError(f"model must hold a transformers model with its configuration, got a {type(model).__name__}")
+    before = [dict(vars(config)) for config in configs]
+    for config in configs:
+        config.fastmax = dict(options)
+    try:
+        _check_configured(model, configs)
+    except ValueError:
+        for config, earlier in zip(configs, before, strict=True):
+            vars(config).clear()
+            vars(config).update(earlier)
+        raise
+
+
+def _check_configured(model: nn.Module | PreTrainedConfig, configs: list[PreTrainedConfig]) -> None:
+    """Raise where the parts that run fastmax cannot have their options; where none does yet, where no part has the layers."""
+    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    parts = [part for part in modules if isinstance(part, PreTrainedModel) and part.config._attn_implementation == NAME]
+    for part in parts:
+        _check_layers(part)
+    for name, layer in attention_layers(model) if parts else ():
+        if gate_of(layer) is not None:
+            refuse_layer(name, layer)
+        runs_fastmax(layer)
+    if not parts:
+        _check_some_part_has_the_layers(configs)
+
+
+def _check_some_part_has_the_layers(configs: list[PreTrainedConfig]) -> None:
+    refusals = []
+    for config in configs:
+        try:
+            fastmax_layers(config)
+        except ValueError as refusal:
+            refusals.append(refusal)
+    if len(refusals) == len(configs):
+        raise refusals[0]
 
 
 def _check_layers(part: PreTrainedModel) -> None:

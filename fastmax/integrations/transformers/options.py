@@ -32,36 +32,6 @@ OPTIONS = frozenset(
 OF_MODELS = frozenset({"layers", "constant_memory"})  # no options of an attention layer
 
 
-def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
-    """Set the options of fastmax attention in a model's configuration, and in its sub-configurations.
-
-    Replaces what was set before. Equal to `config.fastmax = options` on each, with the names checked now.
-
-    Args:
-        model: the model, or its configuration. Some models give their parts copies of the configuration: configure the model
-            itself once it is made.
-        options: `normalize`, `temperature`, `a0`, `a1`, `a2`, `lim`, `p`, `dropout` (noise, in training mode),
-            `rpe_matrix` ("sinusoidal"), `exact_window`, `algorithm`, `use_custom_gradient`, as in `fastmax_attention`;
-            `log_decay`, a list of a number <= 0 for each key/value head, by which keys fade with every token; `layers`, the
-            indices of the layers that run fastmax, or "global", those that `config.layer_types` calls full attention: the
-            others run softmax attention, transformers' "sdpa", with the masks of the model; `constant_memory`, True: `generate`
-            makes a `FastmaxCache` where it would make a DynamicCache.
-
-    Raises:
-        TypeError: an unknown option; `log_decay` that is no list of numbers, `layers` that is no list of indices,
-            `constant_memory` that is no bool.
-        ValueError: `log_decay` > 0; no layer.
-    """
-    if not isinstance(model, PreTrainedConfig):
-        check_model(model)
-    check_options(options)
-    configs = list(configurations(model))
-    if not configs:
-        raise ValueError(f"model must hold a transformers model with its configuration, got a {type(model).__name__}")
-    for config in configs:
-        config.fastmax = dict(options)
-
-
 def check_model(model: object) -> None:
     """A module: the model, or one around it."""
     if not isinstance(model, nn.Module):
@@ -95,6 +65,32 @@ def check_options(options: dict) -> None:
     _check_log_decay(options.get("log_decay"))
     _check_layers(options.get("layers"))
     validation.check_bool("constant_memory", options.get("constant_memory", False))
+
+
+def check_values(
+    *,
+    temperature: object = 1.0,
+    a0: object = 1.0,
+    a1: object = 1.0,
+    a2: object = 0.5,
+    p: object = 2,
+    normalize: object = False,
+    lim: object = validation.DEFAULT_LIM,
+    dropout: object = 0.0,
+    rpe_matrix: object = None,
+    exact_window: object = 0,
+    algorithm: object = "auto",
+    use_custom_gradient: object = True,
+    **checked: object,
+) -> None:
+    """The rules of `fastmax_attention` for the options that a configuration gives it, which every call checks again."""
+    validation.check_score(temperature, a0, a1, a2, p)
+    validation.check_normalize(normalize, lim)
+    validation.check_not_negative("dropout", dropout)
+    validation.check_rpe_name(rpe_matrix, "a configuration holds no tensors")
+    validation.check_exact_window(exact_window)
+    validation.check_algorithm(algorithm, None)
+    validation.check_bool("use_custom_gradient", use_custom_gradient)
 
 
 def _check_log_decay(log_decay: object) -> None:
@@ -135,7 +131,13 @@ def fastmax_layers(config: PreTrainedConfig) -> frozenset[int] | None:
             raise ValueError(
                 f'layers="{GLOBAL}" needs full_attention in config.layer_types, got {sorted(set(kinds))} in {config.model_type}'
             )
-    count = config.num_hidden_layers
+    count = getattr(config, "num_hidden_layers", None)
+    if count is None:
+        raise ValueError(
+            f"layers must be indices of the layers of one part, got {list(layers)} in {config.model_type}, which has no "
+            "num_hidden_layers of its own: choose the part, as in "
+            f'attn_implementation={{"text_config": "{NAME}"}}'
+        )
     if max(layers) >= count:
         raise ValueError(f"layers must be indices of the {count} layers of {config.model_type}, got {list(layers)}")
     return frozenset(layers)
