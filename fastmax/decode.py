@@ -329,7 +329,7 @@ def _check(
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.init_state, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v, state)
-    if spread.active is not None:
+    if spread.current() is not None:
         raise RuntimeError("decoding is of sequences that one rank has as a whole: leave fastmax.distributed.context_parallel")
     spread.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
     validation.check_qkv(q, k, v, causal=True)

@@ -314,7 +314,8 @@ class FastmaxSelfAttention(nn.Module):
             TypeError, ValueError: naming the argument, what it was and what is accepted.
         """
         context = self._context(state)
-        self._check(x, state, cu_seqlens, key_padding_mask, context)
+        check = self._check if context is None else context.telling(self._check)
+        check(x, state, cu_seqlens, key_padding_mask, context)
         if state is None:
             q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask, context)
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
@@ -373,10 +374,12 @@ class FastmaxSelfAttention(nn.Module):
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def _context(self, state: SelfAttentionState | None) -> Context | None:
-        context = spread.active if self.context is None else self.context
-        if context is not None and state is not None:
+        context = spread.current() if self.context is None else self.context
+        if context is None:
+            return None
+        if state is not None:
             raise ValueError("state is of sequences that one rank has as a whole: it has no place in a context parallel layer")
-        return context
+        return context.of_one_forward()
 
     def _heads(
         self,

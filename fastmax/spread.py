@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial, wraps
+from threading import Lock
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,10 @@ from fastmax import ops, other_arguments
 if TYPE_CHECKING:
     from fastmax.distributed.context import Context
 
-active: Context | None = None  # of `fastmax.distributed.context_parallel`
+_KEY = "fastmax.context"
+_entered = 0  # contexts that threads of this process are in
+_is_any_entered = False  # a bool, which compiled code may have a guard on
+_counting = Lock()
 _OTHERS = frozenset({Tensor, torch.nn.Parameter, type(None), str, bool, int, float, tuple})
 
 
@@ -37,15 +41,51 @@ def refuse(instead: str, **tensors: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor here, got a DTensor: {instead}")
 
 
+def outside_of_compiled_code(function: Callable) -> Callable:
+    """`torch.compiler.disable`, which imports the compiler, where there is one already: ranks do not meet in a graph."""
+
+    @wraps(function)
+    def call(*arguments, **options):
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(function)(*arguments, **options)
+        return function(*arguments, **options)
+
+    return call
+
+
+def current() -> Context | None:
+    """Returns the context of `fastmax.distributed.context_parallel` that this thread is in. A thread in which autograd runs a
+    backward is in the context of the thread that called it."""
+    return _of_this_thread() if _is_any_entered else None
+
+
+@outside_of_compiled_code
+def _of_this_thread() -> Context | None:
+    return torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else None
+
+
 @contextmanager
 def entered(context: Context | None):
-    """Calls inside are those of the context."""
-    global active
-    outer, active = active, context
+    """Calls of this thread inside are those of the context."""
+    # Autograd hands PyTorch's thread-local objects to its threads; contextvars do not reach them.
+    outer = _of_this_thread()
+    torch._C._stash_obj_in_tls(_KEY, context)
+    _count(1)
     try:
         yield
     finally:
-        active = outer
+        _count(-1)
+        if outer is None:
+            torch._C._remove_obj_from_tls(_KEY)  # a thread that ends with an object cannot free it
+        else:
+            torch._C._stash_obj_in_tls(_KEY, outer)
+
+
+def _count(change: int) -> None:
+    global _entered, _is_any_entered
+    with _counting:
+        _entered += change
+        _is_any_entered = _entered > 0
 
 
 def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callable:
@@ -58,8 +98,9 @@ def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callab
 
     @wraps(attention)
     def attend(*args, **kwargs):
-        if active is not None:
-            return active.call(attention, _arguments(attention, args, kwargs))
+        context = current()
+        if context is not None:
+            return context.call(attention, _arguments(attention, args, kwargs))
         for x in (*args, *kwargs.values()):
             if type(x) not in _OTHERS and is_dtensor(x):
                 return _attend_on_shards(attention, args, kwargs)

@@ -56,9 +56,9 @@ class Ranks:
         for rank in self._asked:
             self.pipes[rank].send_bytes(_dump((function, world, arguments)))
 
-    def results(self) -> list:
-        """Of each rank, a RankError where it raised."""
-        return [load(self.pipes[rank].recv_bytes()) for rank in self._asked]
+    def results(self, ranks=None) -> list:
+        """Of each rank that was asked, or some of them, a RankError where it raised."""
+        return [load(self.pipes[rank].recv_bytes()) for rank in (self._asked if ranks is None else ranks)]
 
     def run(self, function: Callable, *arguments, world: int | None = None) -> list:
         """The results; the first error is raised."""

@@ -1,6 +1,9 @@
 """Layers and calls whose tokens are spread over ranks (`ContextParallel`, `context_parallel`), against one process."""
 
 import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +15,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention, init_state, prefill
-from fastmax.distributed import ContextParallel, Layout, TensorParallel, context_parallel
+from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention, init_state, prefill, spread
+from fastmax.distributed import ContextParallel, Layout, TensorParallel, agreement, context_parallel
 from fastmax.distributed.context import Context
 from fastmax.distributed.layout import contiguous_layout
 
@@ -116,6 +119,135 @@ def check_manager(group, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_manager(layout):
     run(check_manager, 2, layout)
+
+
+def check_threads(group):
+    """Calls of another thread are of one rank; the context of a thread ends with its block."""
+    mesh, q = mesh_of(group), torch.randn(1, 2, 6, 4, dtype=torch.float64)
+    expected = fastmax_attention(q, q, q, normalize="sequence")
+    with ThreadPoolExecutor(1) as thread, context_parallel(mesh):
+        outer = spread.current()
+        assert thread.submit(spread.current).result() is None
+        assert torch.equal(thread.submit(fastmax_attention, q, q, q, normalize="sequence").result(), expected)
+
+        def in_another_context() -> bool:
+            with context_parallel(mesh):
+                return spread.current() is not outer
+
+        assert thread.submit(in_another_context).result()
+        assert thread.submit(spread.current).result() is None
+        assert spread.current() is outer
+        with context_parallel(mesh):
+            assert spread.current() is not outer
+        assert spread.current() is outer
+    assert spread.current() is None
+
+
+def test_a_context_is_of_one_thread():
+    run(check_threads, 2)
+
+
+class Nested(torch.autograd.Function):
+    """y = function(x), whose backward runs so many backwards inside each other that autograd takes a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, function, depth: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.function, ctx.depth = function, depth
+        return x.clone() if depth else function(x).detach()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = Nested.apply(x, ctx.function, ctx.depth - 1) if ctx.depth else ctx.function(x)
+        y.backward(grad)
+        return x.grad, None, None
+
+
+def check_recomputing_in_another_thread(group):
+    mesh, layer, threads = mesh_of(group), make_layer(LAYERS["defaults"]), []
+
+    def noted(x: Tensor) -> Tensor:
+        threads.append(threading.get_ident())
+        return layer(x)
+
+    x = torch.randn(2, N, 32, dtype=torch.float64)
+    whole = x.clone().requires_grad_()
+    layer(whole).sum().backward()
+    with context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        part = x.clone().requires_grad_()
+        # As where a GPU's backward computes activations again.
+        Nested.apply(part, lambda x: checkpoint(noted, x, use_reentrant=False), 70).sum().backward()
+    assert threading.get_ident() not in threads[-2:]
+    assert_close(part.grad, whole.grad[:, own_tokens(Context(mesh), N)], **EXACT)
+
+
+def test_threads_of_autograd_are_in_the_context_of_the_backward():
+    run(check_recomputing_in_another_thread, 2)
+
+
+def check_compiled(group):
+    mesh, q = mesh_of(group), torch.randn(1, 2, N, 4, dtype=torch.float64)
+    own = own_tokens(Context(mesh), N)
+    part = q[:, :, own].contiguous()
+    attend = torch.compile(lambda q: fastmax_attention(2.0 * q, q, q, causal=True, exact_window=2) + 1.0, backend="eager")
+    whole, alone = (fastmax_attention(2.0 * x, x, x, causal=True, exact_window=2) + 1.0 for x in (q, part))
+    for _ in range(2):
+        assert_close(attend(part), alone, **EXACT)
+        with context_parallel(mesh):
+            assert_close(attend(part), whole[:, :, own], **EXACT)
+
+
+def test_compiled_code_looks_where_it_is():
+    run(check_compiled, 2)
+
+
+def check_layer_that_refuses(group):
+    mesh, found = mesh_of(group), []
+    x = torch.randn(1, 4, 32, dtype=torch.float64)
+    layer, plain = make_layer(LAYERS["defaults"]), {"cu_seqlens": torch.tensor([0, 3, 8], dtype=torch.int32)}
+    parallel = parallelize_module(copy.deepcopy(layer), mesh, ContextParallel())
+    fixed = parallelize_module(copy.deepcopy(layer), mesh, ContextParallel(contiguous_layout([4, 4])))
+    wrong = [
+        lambda: parallel(x if group.rank() == 0 else x.float(), **plain),
+        lambda: parallel(x, **(plain if group.rank() == 0 else {"cu_seqlens": torch.tensor([0, 9, 8], dtype=torch.int32)})),
+        lambda: fixed(x if group.rank() == 0 else x[:, :3]),
+    ]
+    for function in wrong:
+        found += messages([function])
+        assert parallel(x, **plain).shape == x.shape  # ranks are in step
+    return found
+
+
+def test_a_layer_that_refuses_its_arguments_tells_the_others():
+    for rank, found in enumerate(run(check_layer_that_refuses, 2)):
+        told = "fastmax.distributed: rank 1 refused its arguments: "
+        expected = (
+            "TypeError: x must have the dtype of the weights",
+            "ValueError: cu_seqlens must go from 0 to n = 8 without falling",
+            "ValueError: x must have the 4 tokens of rank 1 in the layout, got 3",
+        )
+        for message, text in zip(found, expected, strict=True):
+            assert message.startswith(told + text if rank == 0 else text.split(": ", 1)[1]), message
+
+
+def check_exchanges(group, options, layout):
+    """How often ranks exchange arguments in a forward of a layer; its backward does not."""
+    parallel = parallelize_module(make_layer(options), mesh_of(group), ContextParallel(layout))
+    x = torch.randn(1, own_tokens(parallel.context, N).numel(), 32, dtype=torch.float64, requires_grad=True)
+    with mock.patch.object(agreement, "_exchange_of", wraps=agreement._exchange_of) as exchanges:
+        y = parallel(x)
+        of_forward = exchanges.call_count
+        y.sum().backward()
+        assert exchanges.call_count == of_forward
+    return of_forward
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(("options", "count"), [({"conv": 3}, 3), ({"conv": 0}, 2)])
+def test_a_forward_exchanges_arguments_few_times(options, count, layout):
+    assert run(check_exchanges, 3, options, layout) == [count - isinstance(layout, Layout)] * 3
 
 
 def check_refusals(group):

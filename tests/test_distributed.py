@@ -27,7 +27,7 @@ from benchmarks import distributed
 from benchmarks.alone import as_rank
 from benchmarks.timing import Protocol
 from fastmax import fastmax_attention, flash_attention
-from fastmax.distributed import Layout, states, zigzag_layout
+from fastmax.distributed import Layout, contiguous_layout, states, zigzag_layout
 
 WORLD = 4
 
@@ -108,6 +108,21 @@ def drawn(seed: int) -> dict:
 @pytest.mark.parametrize("seed", range(60))
 def test_any_parts_and_options(ranks, seed):
     check(ranks, drawn(seed))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "algorithm": "linear", "rpe_matrix": "sinusoidal"},
+        {"causal": True, "algorithm": "linear", "exact_window": 3},
+        {"causal": True, "algorithm": "quadratic"},
+    ],
+    ids=["sinusoidal", "window", "ring"],
+)
+def test_tokens_that_change_on_another_rank_alone(ranks, options):
+    for counts in ((16, 16), (24, 20), (16, 20), (24, 16), (16, 16)):
+        layout = contiguous_layout(counts)
+        check(ranks, {"shape": (1, 2, 1, sum(counts), 4, 4), "layout": layout, "options": options, "passes_layout": False})
 
 
 def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):

@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 from ranks import RankError, Ranks
+from torch import distributed as dist
 
 from fastmax.distributed import (
     Layout,
+    agreement,
     context_parallel_attention,
     context_parallel_flash_attention,
     contiguous_layout,
     exchanged_bytes,
     set_time_limit,
+    states,
     tokens_before,
     zigzag_layout,
 )
@@ -59,6 +65,12 @@ DIFFERENT = {
     "window": ({"exact_window": 3}, {}, "exact_window .* got 3 on rank 0 and 0 on rank 1"),
     "mask": ({}, {"key_padding_mask": torch.ones(1, 6, dtype=torch.bool)}, "giving a key_padding_mask .* got False on rank 0"),
     "decay": ({"log_decay": torch.zeros(1, 2, 6)}, {}, "log_decay .* got given on rank 0 and None on rank 1"),
+    "dropout": ({"dropout": 0.5}, {"dropout": 0.25}, "dropout must be the same on all ranks, got 0.5 on rank 0 and 0.25"),
+    "sequences": (
+        {"cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32)},
+        {"cu_seqlens": torch.tensor([0, 7, 12], dtype=torch.int32)},
+        r"cu_seqlens must be the same on all ranks, got .*\[0, 5, 12\] on rank 0 and .*\[0, 7, 12\] on rank 1",
+    ),
     "gradients": ({}, {"requires_grad": False}, "tensors with gradients .* got .'q'. on rank 0"),
     "layout": ({"layout": Layout([[(0, 6)], [(6, 12)]])}, {}, "layout must be the same on all ranks"),
 }
@@ -138,23 +150,117 @@ def test_a_rank_that_does_not_come_or_ends_is_named(mortal):
     (error,) = mortal.results()
     with pytest.raises(RankError, match="rank 1 of 2 did not come within 0:00:02"):
         raise error
-    mortal.run(attend, {}, {})
-    mortal.start(attend, {}, {}, ranks=[0])
-    time.sleep(0.5)  # now rank 0 waits in the exchange
-    os.kill(mortal.processes[1].pid, signal.SIGKILL)
+    assert mortal.run(attend, {}, {}) == [[1.0] * 6] * 2  # they are in step again
+    mortal.start(limited, {}, {}, ranks=[1])
     (error,) = mortal.results()
-    with pytest.raises(RankError, match="the exchange of states failed on rank 0 of 2: a rank has ended"):
+    with pytest.raises(RankError, match="rank 0 of 2 did not come within 0:00:02 to compare arguments with 1: it has ended"):
         raise error
+    mortal.start(limited, {}, {}, ranks=[0])  # rank 1 has given up
+    (error,) = mortal.results()
+    with pytest.raises(RankError, match="rank 0 of 2 did not come within 0:00:02"):
+        raise error
+    assert mortal.run(attend, {}, {}) == [[1.0] * 6] * 2
+    mortal.start(ending, {}, {})
+    errors = mortal.results(ranks=[0])
+    with pytest.raises(RankError, match="the exchange of states failed on rank 0 of 2: a rank has ended"):
+        raise errors[0]
     assert time.monotonic() - started < 50.0
 
 
-def test_other_arguments_after_the_first_use_end_at_the_time_limit(mortal):
-    mortal.run(attend, {}, {})
-    mortal.start(limited, {}, {"temperature": 2.0})
-    errors = mortal.results()
-    for error, message in zip(errors, ("exchange of states failed on rank 0", "rank 0 of 2 did not come within"), strict=True):
-        with pytest.raises(RankError, match=message):
-            raise error
+def ending(group, *options: dict) -> None:
+    """Rank 1 ends where it comes to the exchange of states."""
+    if group.rank() == 1:
+        with mock.patch.object(states, "gather", lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)):
+            attend(group, *options)
+    attend(group, *options)
+
+
+def test_ranks_that_each_called_with_other_options_before(ranks):
+    both = [{"temperature": 2.0}, {"temperature": 3.0}]
+    for options in both:
+        ranks.run(attend, options, options)
+    layouts = [{"layout": Layout([[(0, 6)], [(6, 12)]])}, {"layout": Layout([[(6, 12)], [(0, 6)]])}]
+    for options in layouts:
+        ranks.run(attend, options, options)
+    for options, message in ((both, "score must be the same"), (layouts, "layout must be the same")):
+        for error in both_raise(ranks, *options):
+            assert error.kind == "ValueError"
+            with pytest.raises(RankError, match=message):
+                raise error
+    assert ranks.run(attend, {}, {}) == [[1.0] * 6] * 2
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_the_call_after_an_error_is_in_step(ranks, refuses):
+    good = {"a0": 40.0 + refuses}
+    assert ranks.run(attend, good, good) == [[1.0] * 6] * 2
+    for _ in range(3):  # arguments that both have passed before, but for what one refuses
+        both = [good, good]
+        both[refuses] = good | {"log_decay": torch.zeros(1, 2, 5)}
+        errors = both_raise(ranks, *both)
+        with pytest.raises(RankError, match="log_decay must have shape"):
+            raise errors[refuses]
+        with pytest.raises(RankError, match=f"rank {refuses} refused its arguments: .*log_decay must have shape"):
+            raise errors[1 - refuses]
+    other = {"a0": 42.0 + refuses}
+    assert ranks.run(attend, other, other) == [[1.0] * 6] * 2
+    assert ranks.run(attend, good, good) == [[1.0] * 6] * 2
+
+
+class _Group:
+    """As much of a process group as an exchange of arguments takes."""
+
+    def __init__(self, rank: int, world: int, store: dist.Store):
+        self.rank, self.size, self.get_group_store = (lambda: rank), (lambda: world), (lambda: store)
+
+
+def in_threads(groups: list[_Group], *wanted: object) -> list:
+    """What `agree` returns or raises on each rank; an exception is told in its place."""
+
+    def ask(group: _Group, options: object) -> object:
+        try:
+            if isinstance(options, Exception):
+                with agreement.telling(group):
+                    raise options
+            return agreement.agree(group, options, tokens=group.rank())
+        except (ValueError, RuntimeError) as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(ask, groups, wanted))
+
+
+def test_exchanges_leave_nothing_behind_and_see_nothing_that_is_left():
+    store = dist.HashStore()
+    for lifetime in range(3):  # of a group that is destroyed and made again on one store
+        groups = [_Group(rank, 3, store) for rank in range(3)]
+        options = {"lifetime": str(lifetime)}
+        assert in_threads(groups, options, options, options) == [(0, 1, 2)] * 3
+        found = in_threads(groups, options, ValueError("x must be y"), {"lifetime": "other"})
+        told = "fastmax.distributed: rank 1 refused its arguments: ValueError: x must be y"
+        assert found == [told, "x must be y", told]
+        assert in_threads(groups, ValueError("x must be y"), options, options)[1:] == [told.replace("rank 1", "rank 0")] * 2
+        for _ in range(5):
+            assert in_threads(groups, options, options, options) == [(0, 1, 2)] * 3
+        left = [key for key in store.list_keys() if "lifetimes" not in key]
+        assert len(left) == lifetime + 1, left  # the last verdict of each
+
+
+def test_an_option_that_one_rank_lacks_is_named():
+    store = dist.HashStore()
+    groups = [_Group(rank, 2, store) for rank in range(2)]
+    error = "fastmax.distributed: b must be the same on all ranks, got None on rank 0 and 2 on rank 1"
+    assert in_threads(groups, {"a": "1"}, {"a": "1", "b": "2"}) == [error] * 2
+
+
+def test_threads_exchange_in_groups_of_their_own(monkeypatch):
+    monkeypatch.setattr(agreement, "_time_limit", timedelta(seconds=20))
+    master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    of_ranks = [master, dist.TCPStore("127.0.0.1", master.port, is_master=False)]
+    groups = [[_Group(rank, 2, dist.PrefixStore(name, of_ranks[rank])) for rank in range(2)] for name in "ab"]
+    # Rank 0 asks in the first group first, rank 1 in the second.
+    order = [groups[0][0], groups[1][1], groups[1][0], groups[0][1]]
+    assert in_threads(order, *[{"a": "1"}] * 4) == [(0, 1)] * 4
 
 
 def limited(group, *options: dict) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from fastmax import eager, ops, validation
 from fastmax.bounds import sequence_at
 from fastmax.call import Call
 from fastmax.distributed import ring, states
-from fastmax.distributed.agreement import agree, refuse
+from fastmax.distributed.agreement import agree, telling
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
 from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
@@ -28,20 +27,9 @@ from fastmax.merge import merge_attention
 from fastmax.normalization import normalize_queries_and_keys
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import Score, Softmax, log_of_sums
+from fastmax.spread import outside_of_compiled_code
 
 Group = dist.ProcessGroup | DeviceMesh | None
-
-
-def outside_of_compiled_code(function: Callable) -> Callable:
-    """`torch.compiler.disable`, which imports the compiler, where there is one already: ranks do not meet in a graph."""
-
-    @wraps(function)
-    def call(*arguments, **options):
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*arguments, **options)
-        return function(*arguments, **options)
-
-    return call
 
 
 @outside_of_compiled_code
@@ -84,8 +72,7 @@ def context_parallel_attention(
         group: process group, or a one-dimensional DeviceMesh; None: the default group.
         layout: which tokens each rank holds, the same on all ranks: a `Layout`, or for each rank its stretches (start, stop) of
             global tokens, such as `zigzag_layout` gives. None: rank r holds the r-th stretch, of as many tokens as it passes;
-            these numbers are exchanged when a rank first calls with its shapes and options, so where they change from call to
-            call, pass a layout.
+            ranks exchange these numbers in every call.
         key_padding_mask: bool (b, n), of this rank's tokens, on all ranks or none.
         drop_noise: of this rank's output. When None it is drawn from the rank's own generator.
         rpe_matrix: None or "sinusoidal".
@@ -103,7 +90,7 @@ def context_parallel_attention(
         RuntimeError: a rank ended or did not come within `set_time_limit`; a second derivative.
     """
     group = _process_group(group)
-    with _telling(group):
+    with telling(group):
         validation.check_flag("causal", causal)
         q, k, v = autocast_qkv(q, k, v)
         _check_tokens(q, k, v, causal)
@@ -117,8 +104,8 @@ def context_parallel_attention(
         validation.check_algorithm(algorithm, rpe_matrix)
         validation.check_exact_window(exact_window)
         validation.check_bool("return_lse", return_lse)
-        options = {"score": score, "normalize": kind, "lim": lim, "dropout": dropout > 0.0, "rpe_matrix": rpe_matrix}
-        options |= {"algorithm": algorithm, "exact_window": exact_window}
+        options = {"function": "context_parallel_attention", "score": score, "normalize": kind, "lim": float(lim)}
+        options |= {"dropout": dropout, "rpe_matrix": rpe_matrix, "algorithm": algorithm, "exact_window": exact_window}
         asked = _checked(q, k, causal, key_padding_mask, log_decay, cu_seqlens)
         layout = _check_layout(layout, group, q.shape[2])
     if group.size() == 1:
@@ -180,7 +167,7 @@ def context_parallel_flash_attention(
     "Striped Attention", 2023 (arXiv:2311.09431), in stretches.
     """
     group = _process_group(group)
-    with _telling(group):
+    with telling(group):
         validation.check_flag("causal", causal)
         validation.check_bool("return_lse", return_lse)
         q, k, v = autocast_qkv(q, k, v)
@@ -196,7 +183,8 @@ def context_parallel_flash_attention(
         return flash_attention(
             q, k, v, causal, scale, key_padding_mask, return_lse, log_decay=log_decay, window=window, cu_seqlens=cu_seqlens
         )
-    layout = _agreed(group, layout, q, k, v, asked, {"score": score, "window": (left, right)})
+    options = {"function": "context_parallel_flash_attention", "score": score, "window": (left, right)}
+    layout = _agreed(group, layout, q, k, v, asked, options)
     spread = Spread(layout, group)
     with ops.without_autocast(q):
         if left >= 0:
@@ -226,13 +214,14 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
         TypeError, ValueError, RuntimeError: as `context_parallel_attention`.
     """
     group = _process_group(group)
-    with _telling(group):
+    with telling(group):
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor (batch, tokens, channels), got {validation.describe(x)}")
         validation.check_count("count", count)
         layout = _check_layout(layout, group, x.shape[1])
-    options = {"tokens_before": count, "dtype of x": x.dtype, "device of x": x.device.type, "batch of x": x.shape[0]}
-    options |= {"channels of x": x.shape[2], "gradient of x": x.requires_grad and torch.is_grad_enabled()}
+    options = {"function": "tokens_before", "count": count, "dtype of x": x.dtype, "device of x": x.device.type}
+    options |= {"batch of x": x.shape[0], "channels of x": x.shape[2]}
+    options |= {"gradient of x": x.requires_grad and torch.is_grad_enabled()}
     layout = _agreed_layout(group, layout, x.shape[1], options)
     (before,) = halo((x.unsqueeze(1),), count, 0, layout, group)
     return before.squeeze(1).split(count, dim=1)
@@ -268,6 +257,7 @@ class _Surrounded(NamedTuple):
 
 
 _TOKEN_DIMENSIONS = (2, 2, 1, 2)
+_SHORT = 16  # values of cu_seqlens that a message shows
 
 
 class _Keys(NamedTuple):
@@ -307,17 +297,6 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     return group
 
 
-@contextmanager
-def _telling(group: dist.ProcessGroup):
-    """Errors in what this rank was given are told to the others, which may wait for it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if group.size() > 1:
-            refuse(group, error)
-        raise
-
-
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     validation.check_qkv(q, k, v, causal)
     if q.dim() != 4:
@@ -354,11 +333,11 @@ def _agreed(
     tensors = {"q": q, "k": k, "v": v, "log_decay": asked.log_decay}
     grads = [name for name, x in tensors.items() if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
     options = options | {
-        "causal": asked.causal, "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
+        "causal": bool(asked.causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
         "head_dim of v": v.shape[3], "giving a key_padding_mask": asked.mask is not None,
         "log_decay": None if asked.log_decay is None else "given",
-        "shape of cu_seqlens": None if asked.cu_seqlens is None else tuple(asked.cu_seqlens.shape),
+        "cu_seqlens": None if asked.cu_seqlens is None else _described(asked.cu_seqlens),
     }  # fmt: skip
     layout = _agreed_layout(group, layout, q.shape[2], options)
     validation.check_cu_seqlens(asked.cu_seqlens, q, k, layout.tokens)
@@ -368,13 +347,22 @@ def _agreed(
 def _agreed_layout(group: dist.ProcessGroup, layout: Layout | None, n: int, options: dict) -> Layout:
     if group.size() == 1:
         return contiguous_layout((n,))
-    options = options | {"layout": None if layout is None else _digest(layout)}
+    options = options | {"layout": None if layout is None else _digest(layout.stretches)}
     counts = agree(group, {name: str(x) for name, x in options.items()}, n)
     return contiguous_layout(counts) if layout is None else layout
 
 
-def _digest(layout: Layout) -> str:
-    return hashlib.sha256(repr(layout.stretches).encode()).hexdigest()[:16]
+def _digest(x: object) -> str:
+    return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
+
+
+def _described(cu_seqlens: Tensor) -> str:
+    """Values, too, where that does not make a device wait."""
+    text = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device.type}"
+    if cu_seqlens.device.type != "cpu":
+        return text
+    values = cu_seqlens.tolist()
+    return f"{text} {values if cu_seqlens.numel() <= _SHORT else _digest(values)}"
 
 
 def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, tokens: int, asked: _Asked, exact_window: int, score: Score) -> str:

@@ -22,17 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from fastmax import spread, validation
-from fastmax.distributed.agreement import agree
+from fastmax.distributed.agreement import agree, telling
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
-    outside_of_compiled_code,
     tokens_before,
 )
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.self_attention import FastmaxSelfAttention
 from fastmax.short_convolution import ShortConvolution
+from fastmax.spread import outside_of_compiled_code
 
 _KINDS = ("contiguous", "zigzag")
 _OF_RANKS = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
@@ -43,7 +43,7 @@ class Context:
 
     Args:
         mesh: of one dimension.
-        layout: "contiguous": rank r holds the r-th stretch, of as many tokens as it has, which are exchanged at first use;
+        layout: "contiguous": rank r holds the r-th stretch, of as many tokens as it has, which ranks exchange in every call;
             "zigzag": as `zigzag_layout` of all tokens; or a `Layout`.
 
     Raises:
@@ -70,11 +70,27 @@ class Context:
         """Where this rank has so many."""
         if isinstance(self.layout, Layout):
             held = self.layout.count(self.group.rank())
-            if held != tokens:
-                raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
+            with telling(self.group):
+                if held != tokens:
+                    raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
             return self.layout
-        counts = (tokens,) if self.mesh.size() == 1 else agree(self.group, {"layout of a layer": self.layout}, tokens)
-        return _layout(self.layout, counts)
+        options = {"function": "a layer", "layout": self.layout}
+        return _layout(self.layout, (tokens,) if self.mesh.size() == 1 else agree(self.group, options, tokens))
+
+    @outside_of_compiled_code
+    def of_one_forward(self) -> Context:
+        """Returns the context for one forward of a layer, in which ranks agree on the layout once."""
+        return _OfOneForward(self.mesh, self.layout)
+
+    def telling(self, check: Callable[..., None]) -> Callable[..., None]:
+        """Returns the check of a layer, whose errors the other ranks are told."""
+
+        @outside_of_compiled_code
+        def tell(*arguments: object) -> None:
+            with telling(self.group):
+                check(*arguments)
+
+        return tell
 
     @outside_of_compiled_code
     def positions(self, tokens: int, device: torch.device) -> Tensor:
@@ -120,11 +136,23 @@ class Context:
 
     @outside_of_compiled_code
     def _attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options):
-        if not use_custom_gradient:
-            raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
-        spread.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
+        with telling(self.group):
+            if not use_custom_gradient:
+                raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
+            spread.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
+        # Without a layout the call itself exchanges the tokens of contiguous stretches.
+        layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2])
         with spread.entered(None):
-            return attention(q, k, v, group=self.group, layout=self.layout_of(q.shape[2]), **options)
+            return attention(q, k, v, group=self.group, layout=layout, **options)
+
+
+class _OfOneForward(Context):
+    _agreed: Layout | None = None
+
+    def layout_of(self, tokens: int) -> Layout:
+        if self._agreed is None or self._agreed.count(self.group.rank()) != tokens:
+            self._agreed = super().layout_of(tokens)
+        return self._agreed
 
 
 @lru_cache(maxsize=64)
@@ -185,8 +213,8 @@ def context_parallel(
     no_restore_buffers: Collection[Tensor] = (),
     layout: str | Layout = "contiguous",
 ):
-    """Spreads the tokens of all that runs inside over a mesh: `fastmax_attention`, `flash_attention` and the layers made of
-    them. It is used as `torch.distributed.tensor.experimental.context_parallel`, which does so for PyTorch's attention.
+    """Spreads the tokens of all that this thread runs inside over a mesh: `fastmax_attention`, `flash_attention` and the layers
+    made of them. It is used as `torch.distributed.tensor.experimental.context_parallel`, which does so for PyTorch's attention.
 
     Args:
         mesh: of one dimension.
@@ -198,6 +226,8 @@ def context_parallel(
 
     Raises:
         TypeError, ValueError: naming the argument.
+
+    Other threads have contexts of their own, except those in which autograd runs a backward that this thread calls.
 
     The backward may run outside, but not where it computes activations again (`torch.utils.checkpoint`): what is computed again
     looks where it then is. `ContextParallel` stays with a layer and has no such rule.
