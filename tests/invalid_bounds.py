@@ -132,7 +132,7 @@ def run_packed(which: str, device: str) -> Iterator[str]:
             wide = (x.detach().double().requires_grad_() for x in (q, k, v))
             for x, exact in zip(actual, with_gradients(call, *wide, cu), strict=True):
                 error = ((x.double() - exact).norm() / exact.norm()).item()
-                assert error < 0.02, f"a valid call after invalid ones is wrong by {error}"
+                assert error < 0.05, f"a valid call after invalid ones is wrong by {error}"
 
 
 def run_operators(device: str) -> Iterator[str]:

@@ -91,8 +91,8 @@ __device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], 
   }
 }
 
-// Tiles of a consumer, clamped to those of its block, which the producer loads: every consumer must wait for each of them once. The
-// range of a block covers those of its consumers where bounds do not fall. Tables have whatever bounds a call was given.
+// Tiles of a consumer, clamped to those of its block. The producer loads the block's tiles, and every consumer waits for each of them
+// once. Where bounds of keys do not fall, the block's range covers those of its consumers. Tables may hold invalid bounds, which fall.
 inline constexpr Range kAllTiles{0, INT_MAX};
 
 template <class Visibility>
