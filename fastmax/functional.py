@@ -81,7 +81,8 @@ def fastmax_attention(
             rest; n <= m. From m on this is softmax attention.
         cu_seqlens: int32 (s + 1,), from 0 to n without falling: the n tokens of a batch of one are s sequences end to end, none
             of which sees another (for `normalize="sequence"` either); n = m. Without `causal` on the quadratic algorithm, but
-            for the far keys of an exact window.
+            for the far keys of an exact window. The values are checked on a CPU. On a GPU they are not read back: the
+            results of other values are not specified.
         return_lse: also return the logarithms of the sums of weights, for `fastmax.merge_attention`.
         others: none; names by which other libraries pass such arguments raise an error that says what takes their place.
 

@@ -379,7 +379,7 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor, tokens: int | Non
     if isinstance(cu_seqlens, torch._subclasses.FakeTensor):
         return
     n = n if tokens is None else tokens
-    if cu_seqlens[0] != 0 or cu_seqlens[-1] != n or (cu_seqlens.diff() < 0).any():
+    if cu_seqlens[0] != 0 or cu_seqlens[-1] != n or (cu_seqlens[1:] < cu_seqlens[:-1]).any():
         raise ValueError(f"cu_seqlens must go from 0 to n = {n} without falling, got {_SHORT.repr(cu_seqlens.tolist())}")
 
 

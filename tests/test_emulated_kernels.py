@@ -5,10 +5,12 @@ Sizes: a warpgroup of the quadratic kernels owns 64 rows and walks over tiles of
 have 256 rows at head dim 64 and 512 at 128, tiles 64.
 """
 
+import copy
 import fcntl
 from dataclasses import dataclass
 
 import emulator
+import invalid_bounds
 import pytest
 import torch
 from common import bounded, load_build, make_decay, relative
@@ -302,6 +304,50 @@ def test_carried_state(library, d, decay):
     gradients = {name: nan_like(x) for name, x in gradients.items() if x is not None}
     assert library.run("linear from a state", "backward", given | gradients, **numbers) == "linear2_sm90"
     assert wrong(results | gradients, exact) == {}
+
+
+# ---- bounds of keys that no valid call has
+
+BOUNDED = {"h": 2, "hk": 1, "packed": (0, 450)}
+INVALID_CASES = [
+    Case("quadratic", "quadratic_bounded_sm90", 450, 450, 64, **BOUNDED),
+    Case("quadratic", "quadratic_bounded_sm90", 450, 450, 128, causal=False, padding=True, **BOUNDED),
+    Case("flash", "flash_bounded_sm90", 450, 450, 32, causal=False, **BOUNDED),
+    Case("flash", "flash_bounded_sm90", 450, 450, 128, left=100, **BOUNDED),
+    Case("quadratic", "quadratic_fading_sm90", 450, 450, 64, decay="weak", **BOUNDED),
+    Case("flash", "flash_fading_sm90", 450, 450, 128, decay="ordinary", **BOUNDED),
+    Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 300)),
+]
+INVALID_BOUNDS = ("falling sequences", "least and most sequences", "falling", "steps", "steps of least and most", "near", "any")
+
+
+def run_with_bounds(library, call, first, end, schedule):
+    """Results with other first and end keys than those of the case."""
+    other = copy.copy(call)
+    given = {name: x.expand(call.case.b, call.case.hk, -1) for name, x in (("first_key", first), ("end_key", end))}
+    other.options = call.options | {name: x for name, x in given.items() if name in call.options}
+    return other.run(library, schedule)
+
+
+@pytest.mark.parametrize("case", INVALID_CASES, ids=str)
+def test_invalid_bounds_end(library, case):
+    """Every kernel ends, and writes averages of v. A valid call gives what it gives without the others."""
+    call = Call(case)
+    bounds = invalid_bounds.key_bounds(case.n)
+    for name in INVALID_BOUNDS:
+        results = run_with_bounds(library, call, *bounds[name], SCHEDULES[1])
+        assert results["o"].isfinite().all(), name
+    assert wrong(call.run(library, SCHEDULES[1]), call.exact) == {}
+
+
+@pytest.mark.parametrize("algorithm", ["quadratic", "flash"])
+def test_unsorted_sequences_end(library, algorithm):
+    """Blocks of 192 queries and of 128 keys with sequences that begin before those of the rows above."""
+    call = Call(Case(algorithm, f"{algorithm}_bounded_sm90", 1024, 1024, 64, h=1, hk=1, packed=(0, 1024)))
+    bounds = torch.tensor([0, 400, 500, 100, 1024], dtype=torch.int32)
+    sequence = sequence_of_token(bounds, 1024)
+    for schedule in SCHEDULES:
+        assert run_with_bounds(library, call, bounds[sequence], bounds[sequence + 1], schedule)["o"].isfinite().all()
 
 
 # ---- what the emulator is for: kernels that are wrong

@@ -404,6 +404,14 @@ REFUSED = {
     "no dimension": ({"cu_seqlens": cu(0)[0]}, ValueError, r"cu_seqlens must.*\(\)"),
     "one number": ({"cu_seqlens": cu(0)}, ValueError, r"cu_seqlens must.*\(1,\)"),
     "no element": ({"cu_seqlens": cu()}, ValueError, r"cu_seqlens must.*\(0,\)"),
+    "not from 0": ({"cu_seqlens": cu(1, 3, 7)}, ValueError, "cu_seqlens must go from 0 to n = 7.*1, 3, 7"),
+    "not to n": ({"cu_seqlens": cu(0, 3, 8)}, ValueError, "cu_seqlens must go from 0 to n = 7.*0, 3, 8"),
+    "unsorted": ({"cu_seqlens": cu(0, 5, 2, 7)}, ValueError, "cu_seqlens must go from 0 to n = 7 without falling"),
+    "a fall that int32 differences hide": (
+        {"cu_seqlens": cu(0, 2**31 - 1, -(2**31), -1, 7)},
+        ValueError,
+        "cu_seqlens must go from 0 to n = 7 without falling",
+    ),
     "elsewhere": ({"cu_seqlens": cu(0, 3, 7, device="meta")}, ValueError, "cu_seqlens must.*device.*meta"),
     "a batch of two": (
         {name: x.expand(2, -1, -1, -1) for name, x in packed().items()},

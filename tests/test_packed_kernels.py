@@ -1,5 +1,11 @@
 """Bounds of keys (packed sequences, what a decay of -inf forgets) in the quadratic CUDA kernels of Fastmax and of softmax."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import invalid_bounds
 import pytest
 import test_flash_window_kernels as flash
 import test_kernels as fastmax_kernels
@@ -166,6 +172,25 @@ def test_packed_equals_one_by_one(mode, precision):  # noqa: F811
     alone = [both((q, k, v, *NOTHING, *arguments[9:]), g, None) for q, k, v, g in zip(*pieces, strict=True)]
     for x, parts in zip(packed, zip(*alone, strict=True), strict=True):
         assert relative(x, torch.cat(parts, dim=2).double()) <= verify.ROUNDING["bfloat16" if mode == "bf16" else "tf32"]
+
+
+@pytest.mark.parametrize("part", invalid_bounds.PARTS)
+def test_invalid_bounds_end(part):
+    """In a process of its own, which a kernel that hangs does not outlive; a valid call in that process is right."""
+    root = str(Path(__file__).parents[1])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, invalid_bounds.__file__, part]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"this call does not end: {last_line(error.stdout)}")
+    assert done.returncode == 0, f"{last_line(done.stdout)}\n{done.stderr}"
+    assert last_line(done.stdout) == "done"
+
+
+def last_line(output: str | bytes | None) -> str:
+    text = output.decode() if isinstance(output, bytes) else output or ""
+    return text.splitlines()[-1] if text else "none has started"
 
 
 def test_covered_calls_do_not_reach_the_pytorch_implementation(kernels_alone):

@@ -68,7 +68,9 @@ struct AttentionParams : Problem {
   int64_t mask_batch_stride;
   const void* noise;  // (b, h, n, dv) in q's dtype, or null
   Stride noise_stride;
-  KeyBounds first_key, end_key;  // a query sees keys [first_key, end_key); neither falls from query to query
+  // A query sees keys [first_key, end_key); neither falls from query to query. The host does not read their values. Kernels must end, and
+  // stay inside memory, with any other values too; results are not specified then.
+  KeyBounds first_key, end_key;
   const float* log_decay;        // (b, hk, m), finite and <= 0; causal only
   Stride log_decay_stride;
 

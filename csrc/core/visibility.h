@@ -112,7 +112,8 @@ struct WindowVisibility {
   constexpr __host__ __device__ int query_at(int position) const { return position < 0 ? 0 : position < n ? position : n; }
 };
 
-// What tables say, in which bounds do not fall: packed sequences, windows, what a decay forgets.
+// What tables say: packed sequences, windows, what a decay forgets. With valid bounds of keys they do not fall. With other numbers they
+// may, and kernels must end all the same. In every table a range of keys begins in [0, m] and ends by m, and one of queries is in [0, n].
 struct TableVisibility {
   static constexpr bool kBoundsBothSides = true, kMayFade = true, kHasTables = true;
   const AttentionParams& p;

@@ -11,12 +11,13 @@ __host__ __device__ __forceinline__ int bound_of(const KeyBounds& bounds, int ba
   return bounds.data[batch * bounds.stride.batch + kv_head * bounds.stride.head + query * bounds.stride.token];
 }
 
+// Kernels address memory by what tables say. Bounds may be any numbers, and are clamped to [0, m].
 __host__ __device__ __forceinline__ Range keys_of(const AttentionParams& p, int batch, int kv_head, int query) {
   // Where a window is outside of the keys, its end may be before its begin, and negative.
   const int position = query + p.causal_offset;
   Range keys{max(0, position - p.left), min(position + p.right + 1, p.m)};
   if (p.first_key.data != nullptr) keys.begin = max(keys.begin, min(bound_of(p.first_key, batch, kv_head, query), p.m));
-  if (p.end_key.data != nullptr) keys.end = min(keys.end, bound_of(p.end_key, batch, kv_head, query));
+  if (p.end_key.data != nullptr) keys.end = min(keys.end, max(bound_of(p.end_key, batch, kv_head, query), 0));
   return keys;
 }
 

@@ -301,16 +301,16 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
   const auto visibility = [&](const Item& item) {
     return Visibility(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head));
   };
-  // Tiles that the `count` rows from `row` on see.
-  const auto tiles_of = [&](const Item& item, int row, int count) {
+  // Tiles that the `count` rows from `row` on see, of those in `block`.
+  const auto tiles_of = [&](const Item& item, int row, int count, Range block) {
     const int last = min(row + count, rows) - 1;
     if constexpr (kOwnsKeys) {
-      return walk_over_queries<Tile::kStream>(visibility(item), row, last);
+      return walk_over_queries<Tile::kStream>(visibility(item), row, last, block);
     } else {
-      return walk_over_keys<Tile::kStream>(visibility(item), kept, item.batch, row, last);
+      return walk_over_keys<Tile::kStream>(visibility(item), kept, item.batch, row, last, block);
     }
   };
-  const auto tiles_of_block = [&](const Item& item) { return tiles_of(item, item.row, Tile::kBlockRows).seen; };
+  const auto tiles_of_block = [&](const Item& item) { return tiles_of(item, item.row, Tile::kBlockRows, kAllTiles).seen; };
 
   if (consumer == Tile::kConsumers) {
     ptx::fewer_registers<Tile::kProducerRegisters>();
@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
       const int row = item.row + consumer * Tile::kRows;           // of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
       TileRanges tiles{{0, 0}, {0, 0}};
-      if (row < rows) tiles = tiles_of(item, row, Tile::kRows);
+      if (row < rows) tiles = tiles_of(item, row, Tile::kRows, block_tiles);
       // The block's tiles, in the order of the walk: some that only other consumers see, then those that this one sees, then others.
       // Of those that it sees: partly visible ones up to `masked`, wholly visible ones up to `whole`, partly visible ones again.
       const int in_block = warp_uniform(max(block_tiles.end - block_tiles.begin, 0));

@@ -227,9 +227,10 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   __syncthreads();
   ptx::wait_for_earlier_kernels();
 
-  // Tiles that the `rows` queries from `row` on see.
-  const auto tiles_of = [&](const HeadIndex& head, int row, int rows) {
-    return walk_over_keys<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1);
+  // Tiles that the `rows` queries from `row` on see, of those in `block`.
+  const auto tiles_of = [&](const HeadIndex& head, int row, int rows, Range block) {
+    return walk_over_keys<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1,
+                                       block);
   };
   // Consumers that a head lacks are those of its first block: those of the last one, which see most, wait for nobody in vain. They take
   // rows behind the last one, which there are not.
@@ -241,7 +242,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
   };
   const auto tiles_of_block = [&](const WorkItem& item, const HeadIndex& head) {
     const int end = (item.row_block + 1) * Tile::kBlockRows - lacking, rows = min(end, Tile::kBlockRows);
-    return tiles_of(head, end - rows, rows).seen;
+    return tiles_of(head, end - rows, rows, kAllTiles).seen;
   };
 
   if (consumer == Tile::kConsumers) {
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
       const int row = row_of(item, consumer);                    // of the warpgroup
       const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
       TileRanges tiles{{0, 0}, {0, 0}};
-      if (row < p.n) tiles = tiles_of(head, row, Tile::kRows);
+      if (row < p.n) tiles = tiles_of(head, row, Tile::kRows, block_tiles);
       if (tiles.seen.end <= tiles.seen.begin) tiles = {{block_tiles.begin, block_tiles.begin}, {block_tiles.begin, block_tiles.begin}};
       const int first_tile = tiles.seen.begin, last_tile = tiles.seen.end - 1;
       const int first_whole = tiles.whole.begin, end_whole = tiles.whole.end;

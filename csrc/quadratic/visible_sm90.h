@@ -3,6 +3,8 @@
 // known to the compiler.
 #pragma once
 
+#include <climits>
+
 #include "core/visibility.h"
 #include "quadratic/fading_sm90.h"
 #include "quadratic/kept_keys_sm90.h"
@@ -89,22 +91,35 @@ __device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], 
   }
 }
 
+// Tiles of a consumer, clamped to those of its block. The producer loads the block's tiles, and every consumer waits for each of them
+// once. Where bounds of keys do not fall, the block's range covers those of its consumers. Tables may hold invalid bounds, which fall.
+inline constexpr Range kAllTiles{0, INT_MAX};
+
+template <class Visibility>
+__device__ __forceinline__ Range clamped_to_block(Range tiles, Range block) {
+  if constexpr (Visibility::kHasTables) return {max(tiles.begin, block.begin), min(tiles.end, block.end)};
+  else return tiles;
+}
+
 // The tiles that rows first .. last walk over: wholly visible ones are some of the seen ones. Where there are none, they are where the
-// walk would come to them last: at the begin of a walk down over keys, at the end of a walk up over queries.
+// walk would come to them last: at the begin of a walk down over keys, at the end of a walk up over queries. block: what the block of a
+// consumer walks over.
 template <int kTile, class Visibility>
-__device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, const KeptWords& kept, int batch, int first, int last) {
+__device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, const KeptWords& kept, int batch, int first, int last,
+                                                     Range block = kAllTiles) {
   TileRanges tiles = key_tiles<kTile>(sees, first, last);
   if constexpr (kFades<Visibility>) {  // a whole tile is before all rows
     tiles.whole = tiles_within<kTile>({sees.keys_of(last).begin, sees.keys_of(first).end - 1});
   }
-  tiles.seen = kept.trim<kTile>(batch, tiles.seen);
+  tiles.seen = clamped_to_block<Visibility>(kept.trim<kTile>(batch, tiles.seen), block);
   tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
   if (!kept.keeps_all() || tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.begin, tiles.seen.begin};
   return tiles;
 }
 template <int kTile, class Visibility>
-__device__ __forceinline__ TileRanges walk_over_queries(const Visibility& sees, int first, int last) {
+__device__ __forceinline__ TileRanges walk_over_queries(const Visibility& sees, int first, int last, Range block = kAllTiles) {
   TileRanges tiles = query_tiles<kTile>(sees, first, last);
+  tiles.seen = clamped_to_block<Visibility>(tiles.seen, block);
   if constexpr (kFades<Visibility>) tiles.whole.begin = tiles_within<kTile>({sees.queries_of(last).begin + 1, 0}).begin;  // behind all rows
   tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
   if (tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.end, tiles.seen.end};
