@@ -577,7 +577,9 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
       }
     }
 
-    // The result: divided, into the place of x, and from there to memory.
+    // The result: divided, into the place of x, and from there to memory. Other warps may still have products of x: "all the prior
+    // wgmma-groups committed by the executing threads are complete" is what wgmma.wait_group says (PTX ISA), of no other threads.
+    ptx::barrier_wait<128>(1 + warpgroup);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       keep(acc[m]);
