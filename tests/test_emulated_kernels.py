@@ -363,7 +363,7 @@ LOOSE_LOAD, LOOSE_PRODUCT, LOOSE_STORE = (
     "has in a product; no barrier tells that it waited for it",
     "wrote; no barrier tells so",
 )
-BARRIER = "    ptx::barrier_wait<128>(1 + warpgroup);"
+BARRIER = "ptx::barrier_wait<128>(1 + warpgroup);"
 # Orders that only time guarantees: one schedule is enough, since the emulator knows of each warp what others can be sure of.
 # By name: a case, a file, what is written there in place of what, and a part of what the emulator says.
 UNORDERED = {
@@ -382,13 +382,13 @@ UNORDERED = {
     "results over x while other warps multiply it": (
         ORDER_2,
         READ,
-        {f"{BARRIER}\n#pragma unroll": "#pragma unroll"},
+        {f"if (m == 0) {BARRIER}": ""},
         LOOSE_PRODUCT,
     ),
     "gradients over x while other warps multiply it": (
         ORDER_2,
         GRAD,
-        {f"{BARRIER}  // other warps": "// other warps"},
+        {f"{BARRIER}  // other warps may": "// other warps may"},
         LOOSE_PRODUCT,
     ),
     "sums of rows read without their barrier": (ORDER_1, WALK, {"vectors.wait_until_full(vector_at);": ""}, LOOSE_STORE),
