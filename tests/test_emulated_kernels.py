@@ -7,6 +7,7 @@ have 256 rows at head dim 64 and 512 at 128, tiles 64.
 
 import copy
 import fcntl
+import re
 from dataclasses import dataclass
 
 import emulator
@@ -55,6 +56,7 @@ class Case:
     packed: tuple[int, ...] = ()  # where sequences begin and end
     left: int = -1
     right: int = -1
+    order: int = 2
     dtype: torch.dtype = torch.bfloat16
     backward: bool = True
     multiprocessors: int = MULTIPROCESSORS
@@ -128,6 +130,12 @@ CASES = [
     Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, multiprocessors=16),  # and in segments
     Case("linear", "linear2_sm90", 200, 330, 128, h=1, hk=1),
     Case("linear", "linear2_sm90", 560, 560, 128, h=1, hk=1, decay="weak"),
+    # Order 1: walks of more tiles than the rings of a block have stages, by one block and by two; and from sums over parts.
+    Case("linear", "linear1_sm90", 600, 600, 64, h=1, hk=1, order=1, multiprocessors=1),
+    Case("linear", "linear1_sm90", 700, 777, 64, hk=1, order=1, dropout=0.3),
+    Case("linear", "linear1_sm90", 1000, 1000, 64, h=1, hk=1, order=1, multiprocessors=8),
+    Case("linear", "linear1_sm90", 330, 400, 128, hk=1, order=1),
+    Case("linear", "linear1_sm90", 600, 600, 128, h=1, hk=1, order=1, multiprocessors=8),
 ]
 
 
@@ -165,7 +173,8 @@ class Call:
             options = (mask, *per_head, SCALE, case.causal, case.left, case.right, False)
         else:
             forward, backward = operators.forward, operators.backward
-            options = (mask, noise, None, *per_head, SCALE, *POLYNOMIAL, 2, case.causal, case.dropout, case.algorithm, False)
+            how = (case.order, case.causal, case.dropout, case.algorithm, False)
+            options = (mask, noise, None, *per_head, SCALE, *POLYNOMIAL, *how)
         q, k, v, grad_o = (x.double() for x in (self.q, self.k, self.v, self.grad_o))
         o, z = forward(q, k, v, *options)
         grad_z = None if self.grad_z is None else self.grad_z.double()
@@ -179,8 +188,9 @@ class Call:
         case = self.case
         given = {"q": self.q, "k": self.k, "v": self.v} | self.options
         numbers = dict(
-            scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), causal=case.causal, dropout=case.dropout,
-            left=case.left, right=case.right, sm_count=case.multiprocessors, resident=case.resident, schedule=schedule,
+            scale=SCALE, **dict(zip(("a0", "a1", "a2"), POLYNOMIAL, strict=True)), order=case.order, causal=case.causal,
+            dropout=case.dropout, left=case.left, right=case.right, sm_count=case.multiprocessors, resident=case.resident,
+            schedule=schedule,
         )  # fmt: skip
         results = {"o": nan_like(self.grad_o), "z": torch.full(self.q.shape[:3], torch.nan)}
         assert library.run(case.algorithm, "forward", given | results, **numbers) == case.kernels
@@ -389,3 +399,51 @@ def test_mistakes_are_found(library, tmp_path, mistake):
         if message in found[-1]:
             return
     pytest.fail(f"not found: {found}")
+
+
+READ, GRAD, WALK = "linear/order2/read_sm90.cu", "linear/order2/grad_sm90.cu", "linear/order1/walk_sm90.cu"
+ORDER_2 = Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, multiprocessors=1)
+ORDER_1 = Case("linear", "linear1_sm90", 600, 600, 64, h=1, hk=1, order=1, multiprocessors=1)
+LOOSE_LOAD, LOOSE_PRODUCT, LOOSE_STORE = (
+    "neither a fence nor a product waited for it",
+    "has in a product; no barrier tells that it waited for it",
+    "wrote; no barrier tells so",
+)
+BARRIER = "ptx::barrier_wait<128>(1 + warpgroup);"
+# Orders that only time guarantees: one schedule is enough, since the emulator knows of each warp what others can be sure of.
+# By name: a case, a file, what is written there in place of what, and a part of what the emulator says.
+UNORDERED = {
+    "x released before it is loaded": (
+        ORDER_1,
+        WALK,
+        {"if constexpr (kNormalises) ptx::fence_proxy_async();": ""},
+        LOOSE_LOAD,
+    ),
+    "rows released before they are loaded": (
+        ORDER_1,
+        WALK,
+        {"ptx::fence_proxy_async();  // the last loads": "// the last loads"},
+        LOOSE_LOAD,
+    ),
+    "results over x while other warps multiply it": (
+        ORDER_2,
+        READ,
+        {f"if (m == 0) {BARRIER}": ""},
+        LOOSE_PRODUCT,
+    ),
+    "gradients over x while other warps multiply it": (
+        ORDER_2,
+        GRAD,
+        {f"{BARRIER}  // other warps may": "// other warps may"},
+        LOOSE_PRODUCT,
+    ),
+    "sums of rows read without their barrier": (ORDER_1, WALK, {"vectors.wait_until_full(vector_at);": ""}, LOOSE_STORE),
+}
+
+
+@pytest.mark.parametrize("mistake", UNORDERED)
+def test_orders_that_time_alone_guarantees_are_refused(library, tmp_path, mistake):
+    case, path, edits, message = UNORDERED[mistake]
+    broken = emulator.edited(library, tmp_path, f"^{re.escape(path)}", path, edits)
+    with pytest.raises(emulator.EmulatorError, match=message):
+        Call(case).run(broken, 0)

@@ -451,6 +451,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
 
       const auto release_rows = [&](bool condition = true) { row_ring(consumer).release(buffer, lane, condition); };
       if (seen == 0) {
+        ptx::fence_proxy_async();  // no product takes the rows that were loaded (pipeline.h)
         release_rows();
         for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
       } else if constexpr (Tile::kPipelined) {

@@ -25,6 +25,7 @@ namespace {
 
 constexpr int kSharedWindow = 1 << 18;  // what 14 bits of an address by 16 bytes reach
 constexpr int kRegisters = 65536;
+constexpr uint32_t kNever = UINT32_MAX;
 constexpr double kSpinSeconds = 20;  // without progress of any block, while some wait for each other
 
 }  // namespace
@@ -61,6 +62,23 @@ struct SmallCopy {
   const void* src;
 };
 
+// How far a warp is known to have come: `issued` counts its accesses to shared memory, `loaded` those up to which its ordinary loads have
+// their values, `retired` its products that it waited for. Accesses and products are numbered by the same counts. A vector clock:
+// arriving at a barrier hands on what a warp knows, waiting for it takes that over.
+struct Progress {
+  uint32_t issued = 0, loaded = 0, retired = 0;
+};
+// What a warp, or a barrier, knows of each warp.
+using Known = std::vector<Progress>;
+
+void learn(Known& known, const Known& more) {
+  for (size_t w = 0; w < known.size(); ++w) {
+    known[w].issued = std::max(known[w].issued, more[w].issued);
+    known[w].loaded = std::max(known[w].loaded, more[w].loaded);
+    known[w].retired = std::max(known[w].retired, more[w].retired);
+  }
+}
+
 struct Fiber {
   Context context;
   uint3 index;
@@ -74,6 +92,8 @@ struct Fiber {
   std::vector<SmallCopy> open_copies;
   std::deque<std::vector<SmallCopy>> copies;
   std::vector<uint32_t> unfenced;  // granules of shared memory
+  // Of its ordinary loads that may still be on their way, the first and the last; and the first of those that an mma may have used.
+  uint32_t first_load = kNever, last_load = 0, first_in_mma = kNever;
 };
 
 struct Exchange {
@@ -96,6 +116,7 @@ struct PendingProduct {
   Accumulators* d;
   // As they were: which registers are free before the wait is the compiler's business, not the source's.
   uint32_t a[kWarp][4];
+  uint32_t number = 0, loads_before = 0;  // of the warp's products; of its accesses
   bool is_done = false;
 };
 
@@ -107,17 +128,26 @@ struct Warp {
   std::vector<PendingProduct> open_group;
   bool is_fenced = false;
   int registers = 0;
+  Known known;
+  uint32_t now = 1, products = 0, retired = 0;  // counts of Progress; products: that were started
 };
 
 struct NamedBarrier {
   int threads = 0, arrived = 0, sum = 0, result[2] = {0, 0};
   uint64_t generation = 0;
+  Known arriving, known[2];  // known: of the generation that ended
+
+  void end_generation() {
+    result[generation % 2] = sum, known[generation % 2] = arriving;
+    arrived = sum = 0, ++generation;
+  }
 };
 
 struct Mbarrier {
   int count, pending;
   int64_t bytes;  // still to come
   uint64_t phase;
+  Known arriving, known;  // known: of the phase that ended
 };
 
 struct Load {
@@ -166,6 +196,10 @@ class Block {
     if (first_address + state.launch->shared_bytes > kSharedWindow) first_address = 1024;
     std::memset(emulator_shared, 0xff, sizeof(emulator_shared));
     granules.assign(kSharedWindow / 16, {});
+    const size_t used = (state.launch->shared_bytes + 15) / 16;
+    last_loads.assign(4 * used * warps.size(), 0), last_products.assign(used * warps.size(), 0), last_stores.assign(4 * used, {});
+    for (Warp& warp : warps) warp.known.resize(warps.size());
+    for (NamedBarrier& barrier : barriers) barrier.arriving = barrier.known[0] = barrier.known[1] = Known(warps.size());
     stacks.reserve(dim);
     for (int i = 0; i < dim; ++i) {
       Fiber& f = fibers[i];
@@ -252,6 +286,12 @@ class Block {
 
   // ---- shared memory
 
+  struct Granule {  // 16 bytes of dynamic shared memory
+    uint16_t writer;    // thread + 1, until it fenced
+    uint16_t incoming;  // copies to it on their way
+    uint16_t readers;   // products and copies that read it at some time until they are waited for
+  };
+
   bool is_dynamic(uint32_t address) const { return address >= first_address && address < kSharedWindow + first_address; }
   unsigned char* shared(uint32_t address, uint32_t bytes) {
     if (!is_dynamic(address)) return emulator_shared + static_cast<int32_t>(address - first_address);  // static
@@ -279,6 +319,14 @@ class Block {
     });
     return p;
   }
+  const unsigned char* load(uint32_t address, uint32_t bytes) {
+    const unsigned char* p = shared_to_read(address, bytes, nullptr);
+    Fiber& f = fiber();
+    f.last_load = warp().now, f.first_load = std::min(f.first_load, f.last_load);
+    check_was_stored(address, bytes, "a load");
+    for_each_word(address, bytes, [&](uint32_t i) { loads_of(i)[warp_index()] = f.last_load; });
+    return p;
+  }
   unsigned char* shared_to_write(uint32_t address, uint32_t bytes, const char* writer) {
     unsigned char* p = shared(address, bytes);
     for_each_granule(address, bytes, [&](const Granule& granule, uint32_t) {
@@ -286,6 +334,74 @@ class Block {
       if (granule.readers > 0) fail(writer + (" to " + name_of(address)) + ", which a product or a copy in flight reads");
     });
     return p;
+  }
+
+  // ---- the order of accesses that barriers, fences and waits guarantee, whatever the order in which threads happen to run
+
+  struct Store {
+    uint32_t count;  // Progress::issued
+    int warp;
+  };
+  template <class Function>
+  void for_each_word(uint32_t address, uint32_t bytes, const Function& fn) {
+    if (!is_dynamic(address)) return;
+    const uint32_t offset = address - first_address;
+    for (uint32_t i = offset / 4; i <= (offset + bytes - 1) / 4; ++i) fn(i);
+  }
+  uint32_t* loads_of(uint32_t word) { return last_loads.data() + word * warps.size(); }
+  uint32_t* products_of(uint32_t granule) { return last_products.data() + granule * warps.size(); }
+  int warp_index() const { return current / kWarp; }
+
+  // Progress::loaded of the warp that runs: before its first load that neither a fence nor a product settled (core/sm90/pipeline.h).
+  uint32_t loaded() const {
+    uint32_t first = warps[warp_index()].now + 1;
+    for (int i = 0; i < kWarp; ++i) {
+      const Fiber& f = fibers[warp_index() * kWarp + i];
+      first = std::min({first, f.first_load, f.first_in_mma});
+    }
+    return first - 1;
+  }
+  // What a barrier learns when the warp that runs arrives.
+  const Known& tell() {
+    Warp& w = warp();
+    w.known[warp_index()] = {w.now, loaded(), w.retired};
+    ++w.now;
+    return w.known;
+  }
+  void learn(const Known& known) { emulator::learn(warp().known, known); }
+
+  // Before a read: stores by other warps.
+  void check_was_stored(uint32_t address, uint32_t bytes, const char* reader) {
+    for_each_word(address, bytes, [&](uint32_t i) {
+      const Store& last = last_stores[i];
+      if (last.count == 0 || last.warp == warp_index() || last.count <= warp().known[last.warp].issued) return;
+      fail(reader + (" of " + name_of(address)) + ", which warp " + std::to_string(last.warp) + " wrote; no barrier tells so");
+    });
+  }
+  // Before a write: loads, products and stores by other warps. by_copy: by the copy engine, for which a load has to have its value, also
+  // one of the same warp; other writes follow loads that were issued.
+  void check_was_used(uint32_t address, uint32_t bytes, bool by_copy) {
+    const auto refuse = [&](int w, const char* why) {
+      fail((by_copy ? "a copy to " : "a store to ") + name_of(address) + ", which warp " + std::to_string(w) + why);
+    };
+    Known& known = warp().known;
+    known[warp_index()] = {warp().now, by_copy ? loaded() : 0, warp().retired};
+    const int count = static_cast<int>(warps.size());
+    for_each_granule(address, bytes, [&](const Granule&, uint32_t i) {
+      for (int w = 0; w < count; ++w) {
+        if (products_of(i)[w] > known[w].retired) refuse(w, " has in a product; no barrier tells that it waited for it");
+      }
+    });
+    for_each_word(address, bytes, [&](uint32_t i) {
+      for (int w = 0; w < count; ++w) {
+        if (loads_of(i)[w] > known[w].issued) refuse(w, " loaded; no barrier tells so");
+        if (by_copy && loads_of(i)[w] > known[w].loaded) {
+          refuse(w, " released while its load of it may be on its way: neither a fence nor a product waited for it");
+        }
+      }
+      const Store& store = last_stores[i];
+      if (store.count > 0 && store.count > known[store.warp].issued) refuse(store.warp, " wrote; no barrier tells so");
+    });
   }
 
   // ---- mbarriers
@@ -306,7 +422,7 @@ class Block {
 
   void end_phase_if_complete(uint32_t address, Mbarrier& barrier) {
     if (barrier.pending > 0 || barrier.bytes != 0) return;
-    ++barrier.phase, barrier.pending = barrier.count;
+    ++barrier.phase, barrier.pending = barrier.count, barrier.known = barrier.arriving;
     wake_all([&](const Fiber& f) { return f.waits == Waits::kMbarrier && f.address == address && barrier.phase > f.phase; });
   }
 
@@ -341,7 +457,9 @@ class Block {
   void start_load(Load&& load) {
     touch();
     std::memset(shared_to_write(load.dst, load.bytes, "a copy"), 0xff, load.bytes);
+    check_was_used(load.dst, load.bytes, true);
     for_each_granule(load.dst, load.bytes, [](Granule& granule, uint32_t) { ++granule.incoming, granule.writer = 0; });
+    for_each_word(load.dst, load.bytes, [&](uint32_t i) { last_stores[i] = {}; });
     mbarrier(load.barrier);
     if (schedule.asynchronous == Schedule::Asynchronous::kAtOnce) {
       finish(load);
@@ -377,6 +495,7 @@ class Block {
   void start_write(std::unique_ptr<Write> write) {
     touch();
     shared(write->src, write->bytes);
+    check_was_stored(write->src, write->bytes, "a copy");
     for_each_granule(write->src, write->bytes, [](Granule& granule, uint32_t) { ++granule.readers; });
     if (schedule.asynchronous == Schedule::Asynchronous::kAtOnce) read(*write), this->write(*write);
     fiber().open_group.push_back(std::move(write));
@@ -463,13 +582,15 @@ class Block {
       }
     });
   }
-  // What a warp's rows of a product read is read from now on, or was.
-  void mark(int w, const Product& p, int readers) {
+  // fn(granule, its index, address) for all that a product reads. Each warp counts as a reader of all 64 rows of A: the manual does not
+  // say which warp reads which rows in shared memory.
+  template <class Function>
+  void for_each_operand(const Product& p, const Function& fn) {
     const auto chunk = [&](uint32_t address, int, int) {
       shared(address, 16);
-      for_each_granule(address, 16, [&](Granule& granule, uint32_t) { granule.readers += readers; });
+      for_each_granule(address, 16, [&](Granule& granule, uint32_t i) { fn(granule, i, address); });
     };
-    if (!p.a_in_registers) for_each_operand_chunk(p.a, p.a_transposed, w % 4 * 16, 16, chunk);
+    if (!p.a_in_registers) for_each_operand_chunk(p.a, p.a_transposed, 0, 64, chunk);
     for_each_operand_chunk(p.b, p.b_transposed, 0, p.n, chunk);
   }
 
@@ -537,8 +658,12 @@ class Block {
       fail("a product into some of the accumulators of another one in flight");
     }
     ++accumulators->users;
-    mark(w, product, 1);
     PendingProduct pending{product, accumulators, {}};
+    pending.number = ++warp.products, pending.loads_before = warp.now++;
+    for_each_operand(product, [&](Granule& granule, uint32_t i, uint32_t address) {
+      check_was_stored(address, 16, "wgmma");
+      ++granule.readers, products_of(i)[w] = pending.number;
+    });
     if (product.a_in_registers) {
       for (int lane = 0; lane < kWarp; ++lane) std::memcpy(pending.a[lane], a[lane], 16);
     }
@@ -549,7 +674,13 @@ class Block {
   void retire(Warp& warp, int w, std::vector<PendingProduct>& group) {
     for (PendingProduct& p : group) {
       compute(w, p);
-      mark(w, p.product, -1);
+      for_each_operand(p.product, [](Granule& granule, uint32_t, uint32_t) { --granule.readers; });
+      warp.retired = p.number;
+      // Loads before it count as operands of it: values are not followed.
+      for (int i = 0; p.product.a_in_registers && i < kWarp; ++i) {
+        Fiber& f = fibers[w * kWarp + i];
+        if (f.first_load <= p.loads_before) f.first_load = f.last_load > p.loads_before ? p.loads_before + 1 : kNever;
+      }
       if (--p.d->users > 0) continue;
       for (int lane = 0; lane < kWarp; ++lane) {
         for (int i = 0; i < p.d->n / 2; ++i) {
@@ -686,12 +817,10 @@ class Block {
   std::array<NamedBarrier, 16> barriers;
   std::unordered_map<uint32_t, Mbarrier> mbarriers;
   std::vector<Load> loads;
-  struct Granule {
-    uint16_t writer;    // thread + 1, until it fenced
-    uint16_t incoming;  // copies to it on their way
-    uint16_t readers;   // products and copies that read it at some time until they are waited for
-  };
-  std::vector<Granule> granules;  // of 16 bytes of dynamic shared memory each
+  std::vector<Granule> granules;
+  // The last ones, as counts of Progress: loads by word and warp, products by granule and warp, stores by word.
+  std::vector<uint32_t> last_loads, last_products;
+  std::vector<Store> last_stores;
   int registers_at_launch = 0, sharing_blocks = 1, free_registers = 0;
 };
 
@@ -705,8 +834,7 @@ void fiber_entry() {
   block->warp().can_run &= ~(1u << block->lane());
   NamedBarrier& all = block->barriers[0];
   if (all.arrived > 0 && all.arrived == block->live) {
-    all.result[all.generation % 2] = all.sum;
-    all.arrived = all.sum = 0, ++all.generation;
+    all.end_generation();
     block->wake_all([](const Fiber& g) { return g.waits == Waits::kBarrier && g.address == 0; });
   }
   for (;;) block->back_to_scheduler();
@@ -789,13 +917,15 @@ int64_t clock() {
 uint32_t shared_address(const void* p) {
   return block->first_address + static_cast<uint32_t>(static_cast<const unsigned char*>(p) - emulator_shared);
 }
-const unsigned char* shared_to_read(uint32_t address, uint32_t bytes) { return block->shared_to_read(address, bytes, nullptr); }
+const unsigned char* shared_to_read(uint32_t address, uint32_t bytes) { return block->load(address, bytes); }
 unsigned char* shared_to_write(uint32_t address, uint32_t bytes) {
   unsigned char* p = block->shared_to_write(address, bytes, "a store");
+  block->check_was_used(address, bytes, false);
   block->for_each_granule(address, bytes, [](Block::Granule& granule, uint32_t i) {
     granule.writer = static_cast<uint16_t>(block->current + 1);
     block->fiber().unfenced.push_back(i);
   });
+  block->for_each_word(address, bytes, [](uint32_t i) { block->last_stores[i] = {block->warp().now, block->warp_index()}; });
   return p;
 }
 void fence_proxy_async() {
@@ -803,7 +933,14 @@ void fence_proxy_async() {
     Block::Granule& granule = block->granules[i];
     if (granule.writer == block->current + 1) granule.writer = 0;
   }
-  block->fiber().unfenced.clear();
+  Fiber& f = block->fiber();
+  f.unfenced.clear();
+  f.first_load = f.first_in_mma = kNever;
+  ++block->warp().now;
+}
+void use_in_mma() {
+  Fiber& f = block->fiber();
+  f.first_in_mma = std::min(f.first_in_mma, f.first_load);
 }
 
 const unsigned char* exchange_bytes(const char* what, const void* value, size_t bytes, uint32_t mask, const AllArrived& all_arrived) {
@@ -849,9 +986,9 @@ NamedBarrier& arrive(int barrier, int threads, int value) {
     fail("barrier " + std::to_string(barrier) + " is of " + std::to_string(b.threads) + " threads, and of " + std::to_string(threads));
   }
   b.threads = threads, b.sum += value;
+  learn(b.arriving, block->tell());
   if (++b.arrived == threads) {
-    b.result[b.generation % 2] = b.sum;
-    b.arrived = b.sum = 0, ++b.generation;
+    b.end_generation();
     block->wake_all([&](const Fiber& f) { return f.waits == Waits::kBarrier && f.address == static_cast<uint32_t>(barrier); });
   }
   return b;
@@ -867,6 +1004,7 @@ int barrier_sync(int barrier, int threads, int value) {
     block->fiber().address = barrier;
     block->wait(Waits::kBarrier);
   }
+  block->learn(b.known[generation % 2]);
   return b.result[generation % 2];
 }
 void barrier_arrive(int barrier, int threads) {
@@ -878,13 +1016,15 @@ void mbarrier_init(uint32_t address, int arrivals) {
   if (address % 8 != 0 || arrivals < 1) fail("an mbarrier that is not aligned, or of no arrivals");
   const uint64_t word = Block::mbarrier_word(address);
   std::memcpy(block->shared(address, 8), &word, 8);
-  if (!block->mbarriers.insert({address, {arrivals, arrivals, 0, 0}}).second) fail("an mbarrier that is initialised twice");
+  const Known nothing(block->warps.size());
+  if (!block->mbarriers.insert({address, {arrivals, arrivals, 0, 0, nothing, nothing}}).second) fail("an mbarrier that is initialised twice");
 }
 void mbarrier_arrive(uint32_t address, int arrivals) {
   touch();
   Mbarrier& barrier = block->mbarrier(address);
   if (arrivals > barrier.pending) fail("more arrivals at the mbarrier at " + block->name_of(address) + " than its phase waits for");
   barrier.pending -= arrivals;
+  learn(barrier.arriving, block->tell());
   block->end_phase_if_complete(address, barrier);
 }
 void mbarrier_expect(uint32_t address, uint32_t bytes) {
@@ -893,20 +1033,24 @@ void mbarrier_expect(uint32_t address, uint32_t bytes) {
 }
 bool mbarrier_test(uint32_t address, uint32_t parity) {
   block->back_to_scheduler();
-  return (block->mbarrier(address).phase & 1) != parity;
+  const Mbarrier& barrier = block->mbarrier(address);
+  if ((barrier.phase & 1) == parity) return false;
+  block->learn(barrier.known);
+  return true;
 }
 void mbarrier_wait(uint32_t address, uint32_t parity) {
   touch();
   const Mbarrier& barrier = block->mbarrier(address);
   if (parity > 1) fail("a parity is 0 or 1");
   const uint64_t phase = barrier.phase;
-  if ((phase & 1) != parity) return;
+  if ((phase & 1) != parity) return block->learn(barrier.known);
   Fiber& fiber = block->fiber();
   fiber.address = address, fiber.parity = parity, fiber.phase = phase;
   block->wait(Waits::kMbarrier);
   if (block->mbarrier(address).phase != phase + 1) {
     fail("the mbarrier at " + block->name_of(address) + " went on by more than a phase while a thread waited for one");
   }
+  block->learn(barrier.known);
 }
 
 void load_box(uint32_t dst, const CUtensorMap& map, uint32_t barrier, const Box& box) {

@@ -3,7 +3,9 @@
 // Threads of a block are fibers of one thread of the operating system; blocks of a grid are such threads. A fiber runs until it waits
 // for another one (a barrier, a warp's collective) or for nothing (touch), so that a schedule is a number: Schedule says in which
 // order what can run does, and when what is asynchronous happens. Whatever is undefined on the device is an error here, or poison
-// (NaN): what copies are still to bring, accumulators of products in flight, shared memory that nobody wrote.
+// (NaN): what copies are still to bring, accumulators of products in flight, shared memory that nobody wrote. So are accesses to shared
+// memory that no barrier orders, even where a schedule happens to order them (Progress in machine.cpp). Accesses by C++ pointers are
+// not seen.
 #pragma once
 
 #include <cuda.h>
@@ -67,6 +69,8 @@ const unsigned char* shared_to_read(uint32_t address, uint32_t bytes);
 // For ordinary stores of this thread: until it executed fence.proxy.async, copies and products may not read them.
 unsigned char* shared_to_write(uint32_t address, uint32_t bytes);
 void fence_proxy_async();
+// What this thread loaded may have gone into an mma.sync, which the assembler moves as it likes.
+void use_in_mma();
 
 template <class T>
 T load_shared(uint32_t address) {

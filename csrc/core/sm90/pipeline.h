@@ -8,9 +8,12 @@
 //     copies, at barrier ring.full(at)               ring.release(at, lane): once per warp, after its last read
 //
 // Both walk over the same stages in the same order. Readers that read by wgmma release after they waited for it.
-// Those that read by ordinary loads or ldmatrix release after they used what they read, or behind ptx::fence_proxy_async(): a load
-// whose result nothing waits for may still be on its way when the copy engine fills the stage again. The assembler moves what uses it
-// behind the release as it likes, mma too; where the result goes into a wgmma that is waited for, it cannot.
+// Those that read by ordinary loads or ldmatrix release behind ptx::fence_proxy_async(), or behind a wgmma that takes what they read in
+// registers and is waited for: a load whose result nothing waits for may still be on its way when the copy engine fills the stage again.
+// The assembler moves what uses it behind the release as it likes, mma too. The emulator (tests/emulator) refuses other releases.
+//
+// A warp's wait for a wgmma says nothing of the other warps of the warpgroup, which read the same operands: between it and ordinary
+// stores over an operand is a barrier.
 #pragma once
 
 #include <cstdint>

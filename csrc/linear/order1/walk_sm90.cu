@@ -514,6 +514,8 @@ __global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThre
           add_values(y.behind(kTileBytes));
           ring.release(at, lane);
         }
+        // The product of x with the rounded sums goes into z alone, which the assembler may make behind the release (pipeline.h).
+        if constexpr (kNormalises) ptx::fence_proxy_async();
         x_ring.release(x_at, lane);
 #pragma unroll
         for (int j = 0; j < kHeadDim / 8; ++j) {

@@ -767,6 +767,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         a.pair_sums.data[here.x_head_index * a.pair_sums.head + x_token] = is_dropped ? 0.f : sum;
       }
     }
+    ptx::barrier_wait<128>(1 + warpgroup);  // other warps may still have products of x and x2 (read_sm90.cu)
     store_accumulator<Bf16, RowTile>(x, 0, grad, 1.f, 1.f, w4, lane);
     if constexpr (kValues) store_accumulator<Bf16, RowTile>(x2, 0, values, 1.f, 1.f, w4, lane);
     ptx::fence_proxy_async();

@@ -275,6 +275,7 @@ __device__ __forceinline__ void store_rows(uint32_t tile, const View& out, int b
     }
     *result = make_uint4(x[0], x[1], x[2], x[3]);
   }
+  ptx::fence_proxy_async();  // before the copy engine fills the tile again (pipeline.h)
 }
 #endif
 

@@ -577,7 +577,8 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
       }
     }
 
-    // The result: divided, into the place of x, and from there to memory.
+    // The result: divided, into the place of x, and from there to memory. The barrier is for products of x by other warps:
+    // wgmma.wait_group waits for the "wgmma-groups committed by the executing threads" (PTX ISA), and says nothing of others.
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       keep(acc[m]);
@@ -609,6 +610,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         factor[0] = factor[1] = 1.f;
       }
       if (!kValues && a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
+      if (m == 0) ptx::barrier_wait<128>(1 + warpgroup);
       store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], factor[0], factor[1], w4, lane);
     }
     ptx::fence_proxy_async();

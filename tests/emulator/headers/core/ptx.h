@@ -82,6 +82,7 @@ void mma_16bit(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
   struct Operands {
     uint32_t a[4], b[2];
   };
+  emulator::use_in_mma();
   const auto lanes = emulator::exchange("mma", Operands{{a[0], a[1], a[2], a[3]}, {b0, b1}});
   const int g = emulator::lane_index() / 4, t = emulator::lane_index() % 4;
   for (int i = 0; i < 4; ++i) {
@@ -105,6 +106,7 @@ inline void mma_tf32(float (&acc)[4], uint32_t a0, uint32_t a1, uint32_t a2, uin
   struct Operands {
     uint32_t a[4], b[2];
   };
+  emulator::use_in_mma();
   const auto lanes = emulator::exchange("mma", Operands{{a0, a1, a2, a3}, {b0, b1}});
   const int g = emulator::lane_index() / 4, t = emulator::lane_index() % 4;
   const auto truncated = [](uint32_t x) { return __uint_as_float(x & 0xffffe000u); };
