@@ -289,7 +289,7 @@ def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
 def _with_near_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
     """`o` and `weights` are of a step with the token that leaves the window, the first of these."""
     lse = log_of_sums(eager.sums_of_weights(q, weights, state.score))
-    between = tokens.slice(1, state.exact_window).decays.double().sum(-1, keepdim=True)
+    between = eager.sum_of_decays(tokens.slice(1, state.exact_window).decays)
     return with_near_keys(q, o, lse, between, tokens, state)
 
 

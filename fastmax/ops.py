@@ -1079,7 +1079,8 @@ def _save_finite_decay(ctx, inputs, output):
 
 def _differentiate_finite_decay(ctx, grad, _):
     (log_decay,) = ctx.saved_tensors
-    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None
+    constant = (log_decay == -torch.inf) | (log_decay > 0.0)
+    return grad.masked_fill(constant, 0.0).to(log_decay.dtype), None, None
 
 
 torch.library.register_autograd(
