@@ -69,7 +69,7 @@ struct AttentionParams : Problem {
   const void* noise;  // (b, h, n, dv) in q's dtype, or null
   Stride noise_stride;
   KeyBounds first_key, end_key;  // a query sees keys [first_key, end_key); neither falls from query to query
-  const float* log_decay;        // (b, hk, m), finite and <= 0; causal only
+  const float* log_decay;        // (b, hk, m), finite and <= 0, or NaN; causal only
   Stride log_decay_stride;
 
   // tables of what these bounds, causality and a window come to, which the quadratic kernels make for themselves (quadratic/bounds.h)

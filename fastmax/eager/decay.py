@@ -42,8 +42,9 @@ def not_above_zero(log_decay: Tensor) -> Tensor:
 
 def may_hold_nan(x: Tensor) -> bool:
     """Whether there is a NaN, or looking for one is not free."""
-    free = is_at_hand(x) and not torch.compiler.is_compiling() and not torch._C._are_functorch_transforms_active()
-    return not free or bool(x.isnan().any())
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return not is_at_hand(x) or bool(x.isnan().any())
 
 
 def sum_of_decays(log_decay: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax.eager.decay import is_at_hand, may_hold_nan, not_above_zero, sum_of_decays
+from fastmax.eager.decay import is_at_hand, not_above_zero, sum_of_decays
 from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import distinct_features, fading_to_last, query_features, softmax_of
 from fastmax.score import Score, reciprocal
