@@ -117,7 +117,7 @@ def step(
         state: from `init_state`, `step` or `prefill`. It is not modified.
         key_padding_mask: bool (b, 1), True = the token joins the state.
         log_decay: (b, hk, 1), of the token, as in `fastmax_attention`: what is in the state fades before the token joins,
-            whether or not it does.
+            whether or not it does. NaN makes a state NaN that holds a key, until a decay of -inf.
 
     Returns:
         The output (b, h, 1, dv) in q's dtype and layout, and the new state. Differentiable.

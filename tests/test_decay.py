@@ -23,6 +23,7 @@ from common import (
     dtype_id,
     make_decay,
     make_inputs,
+    make_odd_decay,
     make_options,
     opcheck,
     relative,
@@ -579,17 +580,6 @@ def test_gradients_of_a_step_that_reads_a_faded_state(last):
 # ---- values that are no logarithms of a factor up to 1
 
 
-def make_odd_decay(*shape, dtype=torch.float64, device="cpu"):
-    """Values above 0, +inf, -inf and NaN among ordinary ones, 0 among them. The first token of every second head is NaN."""
-    kind, log_decay = torch.rand(shape, dtype=torch.float64), -0.3 * torch.rand(shape, dtype=torch.float64)
-    begin = 0.0
-    for value, share in ((0.5, 0.15), (math.inf, 0.05), (0.0, 0.05), (-math.inf, 0.03), (math.nan, 0.02)):
-        log_decay = torch.where((kind >= begin) & (kind < begin + share), value, log_decay)
-        begin += share
-    log_decay[:, ::2, 0] = math.nan
-    return log_decay.to(device, dtype)
-
-
 def assert_same_but_for_nan(actual, expected):
     """NaN in the same places; elsewhere, infinities too, the numbers of float64."""
     assert torch.equal(actual.isnan(), expected.isnan())
@@ -663,7 +653,7 @@ def test_long_sums_of_values_above_zero(algorithm, custom):
         (8192 if algorithm == "linear" else 2048, 32 * torch.rand(1, 1, 8192) - 16),
         (600, torch.full((1, 1, 600), 0.3)),
     ):
-        inputs, grads = make(Case("", n=n, d=4))
+        inputs, grads = make(Case("", n=n, h=1, hk=1, d=4))
         log_decay = log_decay[..., :n]
         attention = partial(with_lse, algorithm=algorithm, use_custom_gradient=custom)
         actual = run(attention, inputs | {"log_decay": log_decay}, grads)

@@ -66,7 +66,7 @@ struct Head {
   }
 };
 
-__device__ __noinline__ void fill_behind_nan(const Head& x, int begin) {
+__device__ void fill_behind_nan(const Head& x, int begin) {
   __shared__ bool is_nan[kThreads];
   __shared__ int last_of_chunk;
   const FwdParams& p = x.p;
