@@ -30,7 +30,7 @@ class Call(NamedTuple):
     key_padding_mask: Tensor | None = None  # bool (b, m), True = the key takes part
     drop_noise: Tensor | None = None  # (b, h, n, dv), a constant
     rpe_matrix: Tensor | None = None  # (n + m - 1, d)
-    log_decay: Tensor | None = None  # (b, hk, m), finite, <= 0, in the compute dtype: see `fastmax.bounds`
+    log_decay: Tensor | None = None  # (b, hk, m), finite, <= 0, or NaN, in the compute dtype: see `fastmax.bounds`
     first_key: Tensor | None = None  # int32 (b, hk, n), keys before it are hidden; does not fall from query to query
     end_key: Tensor | None = None  # int32 (b, hk, n), keys from it on are hidden; likewise
 

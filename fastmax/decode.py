@@ -115,7 +115,7 @@ def step(
         state: from `init_state`, `step` or `prefill`. It is not modified.
         key_padding_mask: bool (b, 1), True = the token joins the state.
         log_decay: (b, hk, 1), of the token, as in `fastmax_attention`: what is in the state fades before the token joins,
-            whether or not it does.
+            whether or not it does. NaN makes a state NaN that holds a key, until a decay of -inf.
 
     Returns:
         The output (b, h, 1, dv) in q's dtype and layout, and the new state. Differentiable.
@@ -287,7 +287,7 @@ def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
 def _with_near_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
     """`o` and `weights` are of a step with the token that leaves the window, the first of these."""
     lse = log_of_sums(eager.sums_of_weights(q, weights, state.score))
-    between = tokens.slice(1, state.exact_window).decays.double().sum(-1, keepdim=True)
+    between = eager.sum_of_decays(tokens.slice(1, state.exact_window).decays)
     return with_near_keys(q, o, lse, between, tokens, state)
 
 

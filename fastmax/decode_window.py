@@ -60,7 +60,10 @@ def joined(state: DecodeState, tokens: Tokens) -> Tokens:
     tokens = tokens.without_masked()
     before, (b, hk, n, _) = kept(state), tokens.keys.shape
     mask = before.mask.new_ones(b, n) if tokens.mask is None else tokens.mask
-    decays = before.decays.new_zeros(b, hk, n) if tokens.decays is None else tokens.decays.to(before.decays.dtype)
+    if tokens.decays is None:
+        decays = before.decays.new_zeros(b, hk, n)
+    else:
+        decays = eager.not_above_zero(tokens.decays.to(before.decays.dtype))
     tokens = tokens._replace(mask=mask, decays=decays)
     return Tokens(*(torch.cat(x, dim) for *x, dim in zip(before, tokens, _TOKEN_DIMENSIONS, strict=True)))
 
@@ -73,8 +76,7 @@ def prefill(
     n, window = q.shape[2], state.exact_window
     leaving = tokens.slice(0, n)
     far = with_bounds(Call(state.score, causal=True), q, tokens.keys, tokens.decays, continues=True)
-    sums = far.log_decay.double().cumsum(-1)
-    between = sums[..., window:] - sums[..., :n]  # from where a query stands among those that leave to where it stands
+    between = eager.sums_in_window(far.log_decay, window)  # from where a query stands among those that leave to where it stands
     far = far._replace(key_padding_mask=leaving.mask, log_decay=far.log_decay[..., :n])
     if count is not None:
         leaves = torch.arange(n, device=q.device) < count
@@ -98,5 +100,8 @@ def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: T
             near = eager.forward(q, tokens.keys, tokens.values, call, differentiable=True)
         else:
             near = ops.attention(q, tokens.keys, tokens.values, call)
-    lse = lse + between.to(lse.dtype).repeat_interleave(q.shape[1] // between.shape[1], dim=1)
+    between = between.to(lse.dtype).repeat_interleave(q.shape[1] // between.shape[1], dim=1)
+    # Neither decays after no keys nor keys that are forgotten count, not even as NaN.
+    unseen = (lse == -torch.inf) | (between == -torch.inf)
+    o, lse = torch.where(unseen.unsqueeze(-1), 0.0, o), torch.where(unseen, -torch.inf, lse + between)
     return merge_attention(*zip(near, (o, lse), strict=True))[0]

@@ -105,7 +105,8 @@ def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, att
     for far in far_keys(q, k, call):
         o, lse = (far.turned(x) for x in attend(*far.operands(q, k, v), far.call))
         if call.log_decay is not None:
-            lse = lse + _between(call, far).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            between = _between(call, far).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            lse = torch.where(lse == -torch.inf, lse, lse + between)  # no far key: what is between is not looked at
         ahead, behind = (0, n - far.queries) if far.reversed else (n - far.queries, 0)
         parts.append((F.pad(o, (0, 0, ahead, behind)), F.pad(lse, (ahead, behind), value=-torch.inf)))
     return merge_attention(*zip(*parts, strict=True))
@@ -206,9 +207,7 @@ def backward(
 
 def _between(call: Call, far: FarKeys) -> Tensor:
     """(b, hk, queries), float64: sums of the log decays after a query's last far key, `window` of them."""
-    sums = call.log_decay.double().cumsum(-1)
-    between = sums[..., call.exact_window :] - sums[..., : far.keys]
-    return between[..., far.keys - far.queries :]
+    return eager.sums_in_window(call.log_decay, call.exact_window)[..., far.keys - far.queries :]
 
 
 def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, far: FarKeys, call: Call) -> Tensor:

@@ -74,9 +74,10 @@ def fastmax_attention(
             operations that autograd records (higher derivatives, forward mode, torch.func).
         algorithm: "quadratic", "linear" or "auto" (cost models: `fastmax.eager.planner`, and csrc/core/cost_model.h where the
             CUDA kernels run).
-        log_decay: (b, hk, m), for 3-d k (b * hk, m): floating point, <= 0 (values are not looked at), any strides; needs
-            `causal`. The weight of key j is multiplied by the exponential of the sum over `j + 1 .. pos(i)`: a key fades by the
-            decays of the tokens after it. -inf forgets all before the token. Summed in float64; gets a gradient.
+        log_decay: (b, hk, m), for 3-d k (b * hk, m): floating point, <= 0, any strides; needs `causal`. The weight of key j is
+            multiplied by the exponential of the sum over `j + 1 .. pos(i)`: a key fades by the decays of the tokens after it.
+            -inf forgets all before the token. Values above 0 count as 0, with gradient 0. With a NaN the queries that see a
+            key before its token get NaN; others do not see it. Summed in float64; gets a gradient.
         exact_window: keys with `|pos(i) - j| < exact_window` are weighed by `exp(s_ij)`, at O(n * exact_window) beside the
             rest; n <= m. From m on this is softmax attention.
         cu_seqlens: int32 (s + 1,), from 0 to n without falling: the n tokens of a batch of one are s sequences end to end, none

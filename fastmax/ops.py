@@ -159,7 +159,7 @@ def decode_step(
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decode`. log_decay (b, hk, 1), in
-    the dtype of the state."""
+    the dtype of the state; above 0 counts as 0."""
     tensors = (q, k, v, values, weights, mask, log_decay)
     if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, score)
@@ -351,7 +351,7 @@ def attention_backward(
 
 
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Checked decays (b, hk, m) taken apart: finite ones in a dtype, 0 where -inf was, and the first key that a query at the
+    """Checked decays (b, hk, m) taken apart: finite ones or NaN in a dtype, 0 where -inf or more than 0 was, and the first key that a query at the
     place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with `continues`."""
     if not log_decay.is_cuda or eager.is_transformed():
         return eager.finite_decay(log_decay, continues, dtype)
@@ -1079,7 +1079,8 @@ def _save_finite_decay(ctx, inputs, output):
 
 def _differentiate_finite_decay(ctx, grad, _):
     (log_decay,) = ctx.saved_tensors
-    return grad.masked_fill(log_decay == -torch.inf, 0.0).to(log_decay.dtype), None, None
+    constant = (log_decay == -torch.inf) | (log_decay > 0.0)
+    return grad.masked_fill(constant, 0.0).to(log_decay.dtype), None, None
 
 
 torch.library.register_autograd(

@@ -105,14 +105,15 @@ def log_of_sums(z: Tensor, shift: Tensor) -> Tensor:
 
 
 def decay_between(q: Tensor, log_decay: Tensor | None) -> Tensor | None:
-    """(b, hk, m) -> (b, h, n, m): the sum of the log decays of the tokens after key j up to query i's own, -inf counted as 0.
+    """(b, hk, m) -> (b, h, n, m): the sum of the log decays of the tokens after key j up to query i's own.
 
-    Each is a sum of its own, so that none is the difference of two large ones.
+    -inf counts as 0 here (`visible_pairs` hides what it forgets), and so do values above 0, with gradient 0. With a NaN the sum
+    is NaN. Each is a sum of its own, so that none is the difference of two large ones.
     """
     if log_decay is None:
         return None
     (_, h, n, _), (_, hk, m) = q.shape, log_decay.shape
-    log_decay = torch.where(log_decay == float("-inf"), 0.0, log_decay)
+    log_decay = torch.where(log_decay == float("-inf"), 0.0, log_decay.clamp(max=0.0))
     log_decay = log_decay if log_decay.dtype == torch.float64 else log_decay.float()
     token = torch.arange(m, device=q.device)
     later = token[:, None] > token[None, :]

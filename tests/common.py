@@ -541,6 +541,17 @@ def make_decay(kind: str, *shape: int, device: torch.device = CPU, dtype: torch.
     return log_decay.to(device, dtype)
 
 
+def make_odd_decay(*shape: int, dtype: torch.dtype = torch.float64, device: torch.device = CPU) -> Tensor:
+    """Values above 0, +inf, -inf and NaN among ordinary ones, 0 among them. The first token of every second head is NaN."""
+    kind, log_decay = torch.rand(shape, dtype=torch.float64), -0.3 * torch.rand(shape, dtype=torch.float64)
+    begin = 0.0
+    for value, share in ((0.5, 0.15), (math.inf, 0.05), (0.0, 0.05), (-math.inf, 0.03), (math.nan, 0.02)):
+        log_decay = torch.where((kind >= begin) & (kind < begin + share), value, log_decay)
+        begin += share
+    log_decay[:, ::2, 0] = math.nan
+    return log_decay.to(device, dtype)
+
+
 # Of uniform random numbers. An ordinary gate keeps a half in 1 to 100 tokens; strong ones leave nothing of the token before.
 DECAYS = {
     "none": lambda x: 0.0 * x,

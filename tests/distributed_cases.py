@@ -33,7 +33,11 @@ def inputs(case: dict) -> dict[str, torch.Tensor]:
     if case.get("decay"):
         decay = -normal(b, hk, n).abs() * case["decay"]
         forgets = torch.rand(b, hk, n, generator=made) < case.get("forgets", 0.0)
-        tensors["log_decay"] = decay.masked_fill(forgets, -torch.inf).to(dtype)
+        decay = decay.masked_fill(forgets, -torch.inf)
+        if case.get("odd"):  # above 0 and NaN
+            kind = torch.rand(b, hk, n, generator=made)
+            decay = torch.where(kind < 0.2, 0.5, torch.where(kind < 0.2 + 3 / n, torch.nan, decay))
+        tensors["log_decay"] = decay.to(dtype)
     if case.get("padding"):
         tensors["key_padding_mask"] = torch.rand(b, n, generator=made) > 0.3
     if "dropout" in case["options"]:

@@ -23,6 +23,7 @@ from common import (
     dtype_id,
     make_decay,
     make_inputs,
+    make_odd_decay,
     make_options,
     opcheck,
     relative,
@@ -574,3 +575,157 @@ def test_gradients_of_a_step_that_reads_a_faded_state(last):
     expected, _ = fastmax.step(*exact[:3], state.to(torch.float64), key_padding_mask=mask, log_decay=exact[3])
     for x, y in zip(torch.autograd.grad(o.sum(), [*token, log_decay]), torch.autograd.grad(expected.sum(), exact), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=1e-4, atol=1e-5)
+
+
+# ---- values that are no logarithms of a factor up to 1
+
+
+def assert_same_but_for_nan(actual, expected):
+    """NaN in the same places; elsewhere, infinities too, the numbers of float64."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+@by_gradient
+@pytest.mark.parametrize("option", ["plain", "key padding", "packed", "fewer queries"])
+@pytest.mark.parametrize("window", [0, 1, 9, 1000])
+@by_algorithm
+def test_values_above_zero_and_nan(algorithm, window, option, custom):
+    """A row is NaN if it sees a key before a NaN, and no other is, in another packed sequence, say. Values above 0 count as 0,
+    with gradient 0."""
+    n = CHUNK + 67
+    case = Case("", n=n - 90 * (option == "fewer queries"), m=n, b=1, h=4, hk=2, d=4, dv=3)
+    inputs, grads = make(case, dtype=torch.float64)
+    inputs["log_decay"] = make_odd_decay(1, 2, n)
+    options = {"exact_window": window, "causal": True, "return_lse": True}
+    if option == "key padding":
+        options["key_padding_mask"] = torch.rand(1, n) < 0.3
+    if option == "packed":
+        options["cu_seqlens"] = torch.tensor([0, 1, 50, 50, CHUNK + 3, n], dtype=torch.int32)
+    expected = definition(**inputs, **options)
+    assert 0 < expected[0].isnan().sum() < expected[0].numel()
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    actual = fastmax_attention(**leaves, algorithm=algorithm, use_custom_gradient=custom, **options)
+    for x, y in zip(actual, expected, strict=True):
+        assert_same_but_for_nan(x.detach(), y.detach())
+    gradient = torch.autograd.grad(actual, leaves["log_decay"], grads)[0]
+    assert not gradient[leaves["log_decay"] > 0].any()
+
+
+@by_gradient
+@pytest.mark.parametrize("window", [None, 2, 30, 300])
+def test_values_above_zero_and_nan_in_flash_attention(window, custom):
+    """A NaN that has left the window, with all keys before it, is of no effect."""
+    inputs, _ = make(Case("", n=300, m=340, b=2, h=4, hk=2, d=4, dv=3), dtype=torch.float64)
+    inputs["log_decay"] = make_odd_decay(2, 2, 340)
+    options = {"window": window, "key_padding_mask": torch.rand(2, 340) < 0.5, "causal": True}
+    expected = naive_softmax_attention(**inputs, **options)
+    assert 0 < expected[0].isnan().sum() < expected[0].numel()
+    for x, y in zip(flash_attention(**inputs, use_custom_gradient=custom, return_lse=True, **options), expected, strict=True):
+        assert_same_but_for_nan(x, y)
+
+
+@by_gradient
+@by_algorithm
+def test_gradients_of_values_above_zero(algorithm, custom):
+    """0 there, exactly; elsewhere, 0 itself among them, those of the call with 0 in their place."""
+    inputs, grads = make(SIZES["chunks and a ragged one"], dtype=torch.float64)
+    given = make_odd_decay(*inputs["log_decay"].shape).nan_to_num(nan=-0.1, posinf=math.inf, neginf=-math.inf)
+    attention = partial(with_lse, algorithm=algorithm, use_custom_gradient=custom)
+    actual = run(attention, inputs | {"log_decay": given}, grads)
+    is_above = given > 0
+    expected = run(
+        partial(definition, causal=True, return_lse=True), inputs | {"log_decay": given.masked_fill(is_above, 0.0)}, grads
+    )
+    gradient = expected["grad log_decay"]
+    assert gradient[given == 0].abs().min() > 0
+    expected["grad log_decay"] = gradient.masked_fill(is_above, 0.0)
+    assert not actual["grad log_decay"][is_above].any()
+    for name, x in actual.items():
+        torch.testing.assert_close(x, expected[name], rtol=1e-8, atol=1e-9)
+
+
+@by_gradient
+@by_algorithm
+def test_long_sums_of_values_above_zero(algorithm, custom):
+    """Jumps of 16 over 8192 tokens; 600 tokens of 0.3, whose exponentials would overflow."""
+    for n, log_decay in (
+        (8192 if algorithm == "linear" else 2048, 32 * torch.rand(1, 1, 8192) - 16),
+        (600, torch.full((1, 1, 600), 0.3)),
+    ):
+        inputs, grads = make(Case("", n=n, h=1, hk=1, d=4))
+        log_decay = log_decay[..., :n]
+        attention = partial(with_lse, algorithm=algorithm, use_custom_gradient=custom)
+        actual = run(attention, inputs | {"log_decay": log_decay}, grads)
+        expected = run(attention, inputs | {"log_decay": log_decay.clamp(max=0.0)}, grads)
+        expected["grad log_decay"] = expected["grad log_decay"].masked_fill(log_decay > 0, 0.0)
+        for name, x in actual.items():
+            assert x.isfinite().all(), name
+            assert torch.equal(x, expected[name]), name
+
+
+@pytest.mark.parametrize("form", ["step", "step, recorded", "step_", "step_ and prefill", "prefill", "prefill in parts"])
+@pytest.mark.parametrize("fold_every", [1, 8])
+@pytest.mark.parametrize("window", [0, 1, 5, 30])
+@pytest.mark.parametrize("padding", [False, True])
+def test_values_above_zero_and_nan_in_states(padding, window, fold_every, form):
+    """As in one call; a NaN at the first token, before which the state is empty, is of no effect."""
+    n = 70
+    inputs, _ = make(Case("", n=n, b=2, h=4, hk=2, d=4, dv=3), dtype=torch.float64)
+    inputs["log_decay"] = make_odd_decay(2, 2, n)
+    options = {"key_padding_mask": torch.rand(2, n) < 0.5} if padding else {}
+    expected = definition(**inputs, **options, causal=True, exact_window=window)
+    assert 0 < expected.isnan().sum() < expected.numel()
+    lengths = {"prefill": [n], "prefill in parts": [20, 1, 30, 19], "step_ and prefill": [1] * 12 + [21] + [1] * 37}.get(
+        form, [1] * n
+    )
+    state = fastmax.init_state(2, 2, 4, 3, dtype=torch.float64, exact_window=window, fold_every=fold_every)
+    inputs["log_decay"].requires_grad_(form == "step, recorded")
+    outputs, start = [], 0
+    for length in lengths:
+        token = [x[:, :, start : start + length] for x in inputs.values()]
+        accompanying = {"log_decay": token.pop()}
+        if padding:
+            accompanying["key_padding_mask"] = options["key_padding_mask"][:, start : start + length]
+        start += length
+        if length == 1 and form.startswith("step_"):
+            o = fastmax.step_(*token, state, **accompanying)
+        elif length == 1 and form.startswith("step"):
+            o, state = fastmax.step(*token, state, **accompanying)
+        else:
+            o, state = fastmax.prefill(*token, state, **accompanying)
+        outputs.append(o)
+    o = torch.cat(outputs, dim=2)
+    assert_same_but_for_nan(o.detach(), expected.detach())
+    if form == "step, recorded":
+        gradient = torch.autograd.grad(o[o.isfinite()].sum(), inputs["log_decay"])[0]
+        assert not gradient[inputs["log_decay"] > 0].any()
+
+
+@pytest.mark.parametrize("window", [0, 9])
+def test_nan_stays_in_its_packed_sequence_of_prefill(window):
+    inputs, _ = make(Case("", n=200, h=2, hk=2, d=4, dv=3), dtype=torch.float64)
+    inputs["log_decay"] = make_odd_decay(1, 2, 200)
+    cu_seqlens = torch.tensor([0, 20, 20, 150, 200], dtype=torch.int32)
+    expected = definition(**inputs, causal=True, exact_window=window, cu_seqlens=cu_seqlens)
+    state = fastmax.init_state(4, 2, 4, 3, dtype=torch.float64, exact_window=window)
+    o, _ = fastmax.prefill(*list(inputs.values())[:3], state, log_decay=inputs["log_decay"], cu_seqlens=cu_seqlens)
+    assert_same_but_for_nan(o, expected)
+
+
+@pytest.mark.parametrize("form", [fastmax.step, fastmax.prefill])
+def test_a_state_of_nan_is_forgotten(form):
+    """-inf behind a NaN forgets it with the keys before it."""
+    inputs, _ = make(Case("", n=4, h=2, hk=2, d=4, dv=3), dtype=torch.float64)
+    inputs["log_decay"] = torch.tensor([-0.1, math.nan, -math.inf, -0.1], dtype=torch.float64).expand(1, 2, 4)
+    expected = definition(**inputs, causal=True)
+    q, k, v, log_decay = inputs.values()
+    _, state = fastmax.prefill(
+        q[:, :, :2], k[:, :, :2], v[:, :, :2], fastmax.init_state(1, 2, 4, 3, dtype=torch.float64), log_decay=log_decay[..., :2]
+    )
+    assert state.values.isnan().all() and state.weights.isnan().all()
+    o, state = form(q[:, :, 2:3], k[:, :, 2:3], v[:, :, 2:3], state, log_decay=log_decay[..., 2:3])
+    torch.testing.assert_close(o, expected[:, :, 2:3])
+    torch.testing.assert_close(
+        fastmax.prefill(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], state, log_decay=log_decay[..., 3:])[0], expected[:, :, 3:]
+    )

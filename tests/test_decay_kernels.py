@@ -10,11 +10,12 @@ import pytest
 import test_flash_window_kernels as flash
 import test_kernels as fastmax_kernels
 import torch
-from common import make_decay
+from common import make_decay, make_odd_decay, relative
 from test_kernels import DEVICE, HEAD_DIMS, MODES, WHY_NOT, by_mode, by_order, precision  # noqa: F401
 from test_packed_kernels import bounds
 
-from fastmax import verify
+import fastmax
+from fastmax import fastmax_attention, verify
 
 pytestmark = [
     pytest.mark.cuda,
@@ -305,3 +306,165 @@ def test_every_kernel_at_small_sizes(d, algorithm, mode, precision):  # noqa: F8
             run(of_softmax(mode, n, m, d=d, h=2, hk=1)),
         )
         assert all(x.isfinite().all() for result in results for x in result.values())
+
+
+# ---- values above 0, and NaN
+
+
+def with_nan(problem):
+    """NaN decays in some heads: at the first token, behind a few, in the middle, near the end, two in a tile."""
+    m = problem.arguments["log_decay"].shape[-1]
+    log_decay = problem.arguments["log_decay"].clone()
+    log_decay[0, 0, [m // 2, m // 2 + 1, m - 2]] = torch.nan
+    log_decay[0, -1, 0] = torch.nan
+    log_decay[-1, 0, m // 10] = torch.nan
+    return problem.replace(log_decay=log_decay)
+
+
+def nan_rows(problem):
+    """(b, h, n), of the PyTorch implementation on a CPU; for the first columns alone, as the others say nothing of it."""
+
+    def narrow(x):
+        x = x.cpu() if isinstance(x, torch.Tensor) else x
+        return x[..., :8].double() if isinstance(x, torch.Tensor) and x.dim() == 4 else x
+
+    q, k, v, *rest = map(narrow, (problem.arguments | ({} if problem.softmax else {"algorithm": "quadratic"})).values())
+    decay = list(problem.arguments).index("log_decay") - 3
+    rest[decay] = rest[decay].double()
+    o, total = getattr(torch.ops.fastmax, "flash_" * problem.softmax + "forward")(q, k, v, *rest)
+    assert torch.equal(o.isnan().any(-1), total.isnan())
+    return total.isnan().to(DEVICE)
+
+
+def check_nan(problem):
+    """The rows that are NaN, and the numbers of the others, which are those without a NaN."""
+    given = with_nan(problem)
+    results, is_nan = run(given), nan_rows(given)
+    clean = run(problem.replace(log_decay=given.arguments["log_decay"].nan_to_num(nan=0.0)))
+    for name in ("o", "sum"):
+        assert torch.equal(results[name].isnan(), is_nan.unsqueeze(-1).expand_as(results[name]) if name == "o" else is_nan), (
+            name
+        )
+        assert torch.equal(results[name][~is_nan], clean[name][~is_nan]), name
+    assert not is_nan.all() and results["q"][is_nan].isnan().all()
+
+
+@by_mode
+@by_algorithm
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_nan(d, algorithm, mode, precision):  # noqa: F811
+    for p in (1, 2):
+        check_nan(of_fastmax(mode, algorithm, 300, d=d, p=p, h=3, hk=1))
+        check_nan(of_fastmax(mode, algorithm, 70, 333, d=d, p=p, mask=True, noise=True))
+        check_nan(of_fastmax(mode, algorithm, 5000, d=d, p=p, h=2, hk=1))
+
+
+@by_mode
+@pytest.mark.parametrize("d", [32, 64, 128])
+def test_nan_in_softmax(d, mode, precision):  # noqa: F811
+    check_nan(of_softmax(mode, 300, d=d, h=3, hk=1))
+    check_nan(of_softmax(mode, 70, 333, d=d, mask=True))
+    for left in (1, 20, 90):
+        check_nan(of_softmax(mode, 5000, d=d, left=left))
+
+
+@by_mode
+@by_algorithm
+def test_nan_stays_in_its_packed_sequence(algorithm, mode, precision):  # noqa: F811
+    for lengths in ([63, 65, 1, 127, 129], [300, 0, 20], [1, 2, 3] * 20, [2000, 100, 2900]):
+        first, _ = bounds(lengths, True)
+        for d in (64, 128):
+            check_nan(of_fastmax(mode, algorithm, sum(lengths), d=d, first=first))
+            check_nan(of_softmax(mode, sum(lengths), d=d, first=first, left=70))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("option", ["plain", "padding", "packed"])
+@pytest.mark.parametrize("window", [0, 1, 50])
+@by_algorithm
+def test_values_above_zero_and_nan(algorithm, window, option, dtype):
+    """The public function: with the numbers of decays without them, and the NaN of the definition."""
+    n, h, hk, d = 700, 4, 2, 64
+    q, k, v = (torch.randn(1, heads, n, d, device=DEVICE, dtype=dtype) / 8 for heads in (h, hk, hk))
+    log_decay = make_odd_decay(1, hk, n, dtype=torch.float32, device=DEVICE)
+    options = {"causal": True, "exact_window": window, "algorithm": algorithm, "return_lse": True}
+    given = {"padding": {"key_padding_mask": torch.rand(1, n, device=DEVICE) < 0.3}}
+    given["packed"] = {"cu_seqlens": torch.tensor([0, 1, 60, 60, 400, n], dtype=torch.int32, device=DEVICE)}
+    options |= given.get(option, {})
+    log_decay.requires_grad_()
+    results = fastmax_attention(q, k, v, log_decay=log_decay, **options)
+    clean = log_decay.detach().clamp(max=0.0).nan_to_num(nan=0.0, neginf=-torch.inf)
+    expected = fastmax_attention(q, k, v, log_decay=clean, **options)
+    on_cpu = {name: x.cpu() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    exact = fastmax_attention(*(x.cpu().double() for x in (q, k, v)), log_decay=log_decay.detach().cpu().double(), **on_cpu)
+    for x, y, z in zip(results, expected, exact, strict=True):
+        is_nan = z.isnan().to(DEVICE)
+        assert is_nan.any() and torch.equal(x.isnan(), is_nan)
+        torch.testing.assert_close(x.detach()[~is_nan], y[~is_nan])
+    (gradient,) = torch.autograd.grad(results, log_decay, [torch.ones_like(x) for x in results])
+    assert not gradient[log_decay > 0].any()
+
+
+@by_algorithm
+def test_long_sums_of_values_above_zero(algorithm, monkeypatch):
+    """Jumps of 16 over 8192 tokens, and 600 tokens of 0.3: the numbers and gradients of 0 in their place, to the bit."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    for n, log_decay in (
+        (8192, 32 * torch.rand(1, 2, 8192, device=DEVICE) - 16),
+        (600, torch.full((1, 2, 600), 0.3, device=DEVICE)),
+    ):
+        tensors = [torch.randn(1, 2, n, 64, device=DEVICE) / 8 for _ in range(3)]
+
+        def outcome(decay, tensors=tensors):
+            leaves = [x.clone().requires_grad_() for x in (*tensors, decay)]
+            o = fastmax_attention(*leaves[:3], log_decay=leaves[3], causal=True, algorithm=algorithm)
+            return o.detach(), *torch.autograd.grad(o.square().sum(), leaves)
+
+        *actual, gradient = outcome(log_decay)
+        *expected, of_clamped = outcome(log_decay.clamp(max=0.0))
+        assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+        assert torch.equal(gradient, of_clamped.masked_fill(log_decay > 0, 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("form", ["step", "step_", "step_, folding", "step_, folding 40", "prefill", "prefill in parts"])
+@pytest.mark.parametrize("window", [0, 1, 40])
+@pytest.mark.parametrize("padding", [False, True])
+def test_values_above_zero_and_nan_in_states(padding, window, form, p, dtype):
+    """Each output is NaN where that of one call on a CPU in float64 is, and near it elsewhere."""
+    n, b, h, hk, d = 150, 2, 4, 2, 64
+    q, k, v = (torch.randn(b, heads, n, d, device=DEVICE, dtype=dtype) / 4 for heads in (h, hk, hk))
+    log_decay = make_odd_decay(b, hk, n, dtype=torch.float32, device=DEVICE)
+    mask = torch.rand(b, n, device=DEVICE) < 0.5 if padding else None
+    exact = fastmax_attention(
+        *(x.cpu().double() for x in (q, k, v)), causal=True, log_decay=log_decay.cpu().double(), exact_window=window, p=p,
+        key_padding_mask=None if mask is None else mask.cpu(), **({"a0": 20.0} if p == 1 else {}),
+    )  # fmt: skip
+    fold_every = {"step_, folding": 8, "step_, folding 40": 40}.get(form, 1)
+    state = fastmax.init_state(
+        b,
+        hk,
+        d,
+        dtype=dtype,
+        device=DEVICE,
+        exact_window=window,
+        fold_every=fold_every,
+        p=p,
+        **({"a0": 20.0} if p == 1 else {}),
+    )
+    lengths = {"prefill": [n], "prefill in parts": [20, 1, 70, n - 91]}.get(form, [1] * n)
+    outputs, start = [], 0
+    for length in lengths:
+        part = slice(start, start + length)
+        start += length
+        token = (q[:, :, part], k[:, :, part], v[:, :, part], state)
+        accompanying = {"log_decay": log_decay[..., part], "key_padding_mask": None if mask is None else mask[:, part]}
+        if form.startswith("step_"):
+            outputs.append(fastmax.step_(*token, **accompanying))
+        else:
+            o, state = (fastmax.prefill if form.startswith("prefill") else fastmax.step)(*token, **accompanying)
+            outputs.append(o)
+    o, is_nan = torch.cat(outputs, dim=2).cpu().double(), exact.isnan()
+    assert is_nan.any() and torch.equal(o.isnan(), is_nan)
+    assert relative(o[~is_nan], exact[~is_nan]) < (1e-2 if dtype == torch.bfloat16 else 2e-3)

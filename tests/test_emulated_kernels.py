@@ -8,7 +8,7 @@ have 256 rows at head dim 64 and 512 at 128, tiles 64.
 import copy
 import fcntl
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import emulator
 import invalid_bounds
@@ -232,6 +232,34 @@ def test_against_float64(library, case):
         if first is None:
             first = results
         assert all(torch.equal(x, first[name]) for name, x in results.items()), f"schedule {schedule} has other bits"
+
+
+NAN_CASES = [
+    Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
+    Case("flash", "flash_fading_sm90", 257, 300, 64, decay="ordinary"),
+    Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary", packed=(0, 100, 257, 300)),
+    Case("linear", "linear2_sm90", 300, 2400, 32, h=1, hk=1, decay="ordinary", padding=True),
+]
+
+
+@pytest.mark.parametrize("case", NAN_CASES, ids=str)
+def test_decays_of_nan(library, case):
+    """Rows that see a key before it are NaN, and no others."""
+    call = Call(replace(case, backward=False))
+    if case.padding:
+        call.options["key_padding_mask"][:, :2350] = False
+    log_decay = call.options["log_decay"]
+    log_decay[..., [0, 100, 120, case.m - 60, case.m - 30]] = torch.nan
+    log_decay[:, -1, case.m - 60 :] = -0.1
+    if case.hk == 1:
+        log_decay[..., case.m - 60] = -0.1
+    call.exact = call._in_float64()
+    results = call.run(library, 1)
+    for name, x in results.items():
+        is_nan = call.exact[name].isnan()
+        assert 0 < is_nan.sum() < is_nan.numel() and torch.equal(x.isnan(), is_nan), name
+        results[name], call.exact[name] = x.nan_to_num(nan=0.0), call.exact[name].nan_to_num(nan=0.0)
+    assert wrong(results, call.exact) == {}
 
 
 @pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e-10, True), (1e10, True), (1e31, False)])

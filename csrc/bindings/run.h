@@ -6,6 +6,7 @@
 #include "bindings/debug.h"
 #include "bindings/torch_abi.h"
 #include "core/algorithm.h"
+#include "decay/decay.h"
 
 namespace fastmax {
 
@@ -35,6 +36,7 @@ void run(const char* operation, const Algorithm& algorithm, Direction direction,
 
 inline void run(const char* operation, const Algorithm& algorithm, const FwdParams& p, int device_index) {
   run(operation, algorithm, Direction::kForward, &Kernels::fwd_workspace_bytes, &Kernels::fwd, p, device_index);
+  if (p.log_decay != nullptr) launch_nan_rows(p, current_stream(device_index));
 }
 inline void run(const char* operation, const Algorithm& algorithm, const BwdParams& p, int device_index) {
   run(operation, algorithm, Direction::kBackward, &Kernels::bwd_workspace_bytes, &Kernels::bwd, p, device_index);

@@ -71,7 +71,7 @@ struct AttentionParams : Problem {
   // A query sees keys [first_key, end_key); neither falls from query to query. The host does not read their values. Kernels must end, and
   // stay inside memory, with any other values too; results are not specified then.
   KeyBounds first_key, end_key;
-  const float* log_decay;        // (b, hk, m), finite and <= 0; causal only
+  const float* log_decay;        // (b, hk, m), finite and <= 0, or NaN; causal only
   Stride log_decay_stride;
 
   // tables of what these bounds, causality and a window come to, which the quadratic kernels make for themselves (quadratic/bounds.h)

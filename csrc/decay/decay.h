@@ -14,7 +14,7 @@ namespace fastmax {
 inline constexpr float kForget = -2900.f;
 
 // log_decay as it is given, with -inf where a token forgets all before it, taken apart into finite decays, 0 there, and a bound on keys
-// for each token, as a query at its place has it.
+// for each token, as a query at its place has it. Decays above 0 become 0, NaN stays NaN.
 struct FiniteDecayParams {
   int b, hk, m;
   MathMode dtype;         // of log_decay; fp32 is kFP32
@@ -31,6 +31,10 @@ void launch_finite_decay(const FiniteDecayParams& p, void* workspace, cudaStream
 // linear kernels read them so, the quadratic ones look at first_key. There is nothing before the first token, unless the call
 // continues from a state (kAtFirstKeysAndFirstToken): a first_key of 0 hides that, and one of -1 does not.
 enum class Resets { kNone, kAtFirstKeys, kAtFirstKeysAndFirstToken };
+
+// Sums take a decay of NaN for 0; after all other kernels of the forward this makes NaN of the rows of o and z that see a key before such
+// a token, and of a state in which the call ends, where one of its keys is. With NaN in sums all later rows would be NaN.
+void launch_nan_rows(const FwdParams& p, cudaStream_t stream);
 
 // Fills p.decay_sums, which lie in `workspace`: decay_sum_bytes, 256-byte aligned. Without log_decay, decays of 0.
 size_t decay_sum_bytes(const AttentionParams& p);

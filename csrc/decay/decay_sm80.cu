@@ -34,7 +34,8 @@ struct DecayOf {
     float x = 0.f;
     if (p.log_decay != nullptr) {
       const Stride& s = p.log_decay_stride;
-      x = fmaxf(p.log_decay[batch * s.batch + kv_head * s.head + token * s.token] * 1.4426950408889634f, kForget);
+      const float decay = p.log_decay[batch * s.batch + kv_head * s.head + token * s.token];
+      x = isnan(decay) ? 0.f : fmaxf(decay * 1.4426950408889634f, kForget);  // NaN: launch_nan_rows
     }
     if (token >= first_reset) {
       // The query of this token sees nothing before it; or the first query does not, which comes later.

@@ -26,7 +26,8 @@ __device__ __forceinline__ DecayTile load_tile(const FiniteDecayParams& p, int h
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int token = begin + i;
-    tile.log_decay[i] = token < p.m ? to_float(log_decay[token * s.token]) : 0.f;
+    const float x = token < p.m ? to_float(log_decay[token * s.token]) : 0.f;
+    tile.log_decay[i] = x > 0.f ? 0.f : x;
     if (tile.log_decay[i] == -INFINITY) tile.last = token;
   }
   return tile;

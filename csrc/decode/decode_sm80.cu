@@ -22,10 +22,12 @@ constexpr int kUnroll = 4;     // vectors that a lane has in flight: 32 KB of st
 constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
 static_assert(kUnroll * (32 >> kMinLog2Slice) <= 32, "a batch of loads covers at most the 32 rows of a chunk");
 
-// Of the state before the token.
+// Of the state before the token. NaN fades no key where there is none.
 __device__ __forceinline__ float factor_of_state(const DecodeParams& p, int batch, int kv_head) {
   if (p.log_decay == nullptr) return 1.f;
-  return expf(p.log_decay[batch * p.decay_batch_stride + kv_head * p.decay_head_stride]);
+  const float decay = decay_of_token(p, batch, kv_head);
+  if (isnan(decay) && p.weights[(int64_t{batch} * p.hk + kv_head) * decode_rows(p.d, p.order)] == 0.f) return 1.f;
+  return expf(decay);
 }
 
 // What a launch covers: query heads of each group from first_head on, and 2^log2_vectors vectors of every row per block.

@@ -51,6 +51,13 @@ __device__ __forceinline__ bool joins_state(const DecodeParams& p, int batch) {
   return p.key_padding_mask == nullptr || p.key_padding_mask[batch * p.mask_stride] != 0;
 }
 
+// NaN stays NaN.
+__device__ __forceinline__ float decay_of_token(const DecodeParams& p, int batch, int kv_head) {
+  if (p.log_decay == nullptr) return 0.f;
+  const float decay = p.log_decay[batch * p.decay_batch_stride + kv_head * p.decay_head_stride];
+  return decay > 0.f ? 0.f : decay;
+}
+
 __device__ __forceinline__ void store(void* x, MathMode dtype, int64_t i, float value) {
   switch (dtype) {
     case MathMode::kBF16: static_cast<__nv_bfloat16*>(x)[i] = from_float<__nv_bfloat16>(value); break;

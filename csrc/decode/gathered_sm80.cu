@@ -58,10 +58,24 @@ struct Held {
   }
 };
 
-__device__ __forceinline__ float decay_of_token(const DecodeParams& p, int batch, int kv_head) {
-  if (p.log_decay == nullptr) return 0.f;
-  return p.log_decay[batch * p.decay_batch_stride + kv_head * p.decay_head_stride];
-}
+// Sums take a decay of NaN for 0, as -inf behind it forgets it with all before. Which NaN is behind a key is found where there is one.
+__device__ __forceinline__ float without_nan(float decay) { return isnan(decay) ? 0.f : decay; }
+
+// What NaN among the decays of tokens is behind of what a query at the last one sees.
+struct BehindNan {
+  bool token = false;  // one of these
+  bool sums = false;   // what was there before the first one
+
+  // In the order of time.
+  __device__ void take(float decay, bool joins) {
+    if (decay == -INFINITY) forgotten_ = true, has_key_ = token = sums = false;
+    if (isnan(decay)) token |= has_key_, sums |= !forgotten_;
+    has_key_ |= joins;
+  }
+
+ private:
+  bool has_key_ = false, forgotten_ = false;
+};
 
 // Over the numbers of a warp.
 __device__ __forceinline__ float max_lanes(float x) {
@@ -78,9 +92,9 @@ __device__ __forceinline__ float sum_behind(float x) {
   const float behind = __shfl_down_sync(~0u, x, 1);
   return lane == 31 ? 0.f : behind;
 }
-__device__ __forceinline__ float sum_range(const float* x, int begin, int end) {
+__device__ __forceinline__ float sum_range(const float* x, int begin, int end) {  // of decays
   float sum = 0.f;
-  for (int i = begin + threadIdx.x % 32; i < end; i += 32) sum += x[i];
+  for (int i = begin + threadIdx.x % 32; i < end; i += 32) sum += without_nan(x[i]);
   return sum_lanes(sum, 1);
 }
 
@@ -140,6 +154,12 @@ __host__ __device__ inline int query_floats(const DecodeParams& p, int heads) { 
 __host__ __device__ inline int key_stride(int d) { return d | 1; }
 __host__ __device__ inline int tile_floats(int d, int columns) { return kTile * (key_stride(d) + round4(columns)); }
 
+// faded; 0 stays 0 for NaN too, as there may be no key in it.
+__device__ __forceinline__ float faded_sum(float x, float factor) { return x == 0.f ? 0.f : faded(x, factor); }
+__device__ __forceinline__ float4 faded_sum(float4 x, float factor) {
+  return make_float4(faded_sum(x.x, factor), faded_sum(x.y, factor), faded_sum(x.z, factor), faded_sum(x.w, factor));
+}
+
 // Adds the gathered tokens to rows [begin, end) of a state, and this launch's columns of them, in the order of time.
 template <class Vector>
 __device__ void fold(const GatheredParams& p, const Work& work, int state, int slice, int begin, int end, float* smem) {
@@ -158,13 +178,20 @@ __device__ void fold(const GatheredParams& p, const Work& work, int state, int s
   float* features = fades + kTile + warp * kTile * rows_per_batch;  // of a batch of rows, for each token
   const int64_t first_place = int64_t{state} * places(p);
   const float* decays = p.near_decays + first_place;
+  bool has_nan = false;
+  for (int i = lane; i < p.fold_every; i += 32) has_nan |= isnan(decays[i]);
+  BehindNan behind_nan;
+  if (__any_sync(~0u, has_nan)) {
+    for (int i = 0; i < p.fold_every; ++i) behind_nan.take(decays[i], p.near_mask[first_place + i] != 0);
+  }
 
   for (int first = 0; first < p.fold_every; first += kTile) {
     const int count = min(kTile, p.fold_every - first);
     const bool there = lane < count && p.near_mask[first_place + first + lane] != 0;
-    const float after = sum_behind(lane < count ? decays[first + lane] : 0.f) + sum_range(decays, first + kTile, p.fold_every);
-    const float fade = there ? expf(after) : 0.f;
-    const float factor = first == 0 ? expf(sum_range(decays, 0, p.fold_every)) : 1.f;
+    const float after =
+        sum_behind(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.fold_every);
+    const float fade = !there ? 0.f : behind_nan.token ? nanf("") : expf(after);
+    const float factor = first > 0 ? 1.f : behind_nan.sums ? nanf("") : expf(sum_range(decays, 0, p.fold_every));
     const uint32_t takes_part = __ballot_sync(~0u, fade != 0.f);
     __syncthreads();
     if (warp == 0) fades[lane] = fade;
@@ -193,11 +220,11 @@ __device__ void fold(const GatheredParams& p, const Work& work, int state, int s
       sum = sum_lanes(sum, rows_per_batch);
       if (slice == 0 && lane < rows_per_batch && row < end) {
         float* weight = s.new_weights + int64_t{state} * rows + row;
-        *weight = faded(__ldcg(weight), factor) + sum;
+        *weight = faded_sum(__ldcg(weight), factor) + sum;
       }
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) x[i] = faded(x[i], factor);
+      for (int i = 0; i < kUnroll; ++i) x[i] = faded_sum(x[i], factor);
 #pragma unroll 2
       for (int t = 0; t < count; ++t) {
         const Vector value = has_column ? *reinterpret_cast<const Vector*>(values + t * value_stride + lane_column) : Vector{};
@@ -357,10 +384,10 @@ __device__ void read_tokens(const GatheredParams& p, const Work& work, int state
   float decay = 0.f;
   if (token < held.before) {
     there = p.near_mask[held.first + token] != 0;
-    decay = p.near_decays[held.first + token];
+    decay = without_nan(p.near_decays[held.first + token]);
   } else if (token == held.before) {
     there = joins_state(s, batch);
-    decay = decay_of_token(s, batch, kv_head);
+    decay = without_nan(decay_of_token(s, batch, kv_head));
   }
   const uint32_t takes_part = __ballot_sync(~0u, there);
   const int fresh_row = held.before - first;  // beyond the tile where another has it
@@ -481,15 +508,23 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const GatheredPara
   const Held held(p, state);
   const int tiles = held.before / kTile + 1;
 
+  bool has_nan = false;
   for (int tile = warp; tile < tiles; tile += kWarps) {
     const int token = tile * kTile + lane;
     const float decay = token < held.before    ? p.near_decays[held.first + token]
                         : token == held.before ? decay_of_token(s, batch, kv_head)
                                                : 0.f;
-    const float sum = sum_lanes(decay, 1);
+    has_nan |= isnan(decay);
+    const float sum = sum_lanes(without_nan(decay), 1);
     if (lane == 0) after[tile] = sum;
   }
-  __syncthreads();
+  BehindNan behind_nan;
+  if (__syncthreads_or(has_nan)) {
+    for (int i = 0; i < held.before; ++i) behind_nan.take(p.near_decays[held.first + i], p.near_mask[held.first + i] != 0);
+    behind_nan.take(decay_of_token(s, batch, kv_head), joins_state(s, batch));
+    behind_nan.sums &= s.new_weights[int64_t{state} * decode_rows(s.d, s.order)] != 0.f;
+  }
+  const bool is_nan = behind_nan.token || behind_nan.sums;
   if (threadIdx.x == 0) {
     after[tiles] = 0.f;
     for (int tile = tiles - 1; tile >= 0; --tile) after[tile] += after[tile + 1];
@@ -555,7 +590,7 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const GatheredPara
         sum = 0.f;
         for (int j = 0; j < shares && threadIdx.x < outputs; ++j) sum += halves[j * outputs + threadIdx.x];
       }
-      if (i < outputs && share == 0) store(s.o, s.math, head * s.dv + i, sum);
+      if (i < outputs && share == 0) store(s.o, s.math, head * s.dv + i, is_nan ? nanf("") : sum);
     }
     __syncthreads();
   }

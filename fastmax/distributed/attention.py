@@ -434,8 +434,7 @@ def _of_earlier_keys(
             decay, first = ops.finite_decay(x.log_decay[..., : window + part.tokens], True, eager.compute_dtype(q.dtype))
             first = first[..., window:]
             if window > 0:
-                sums = decay.cumsum(-1, dtype=torch.float64)
-                between.append(sums[..., window:] - sums[..., : part.tokens])
+                between.append(eager.sums_in_window(decay, window))
         if asked.cu_seqlens is not None:
             begin, _ = _sequences(asked.cu_seqlens, part)
             begin = (begin - part.start + window).clamp(min=-1).to(torch.int32).expand(*x.k.shape[:2], part.tokens)
@@ -457,7 +456,8 @@ def _of_earlier_keys(
         lse = z if isinstance(score, Softmax) else log_of_sums(z)
         if between:
             faded = torch.cat(between, dim=2).to(lse.dtype)
-            lse = lse + faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            faded = faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            lse = torch.where(lse == -torch.inf, lse, lse + faded)  # no far key: what is between is not looked at
         return o, lse
 
     return finish

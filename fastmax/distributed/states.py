@@ -117,8 +117,8 @@ class Exchange:
         before = before.double()
         if self._carries is None:
             return before + own
-        factor = self._carries.factors[place]
-        return own + torch.where(factor == 0.0, 0.0, before * factor)
+        factor = self._carries.factors[place]  # NaN where a decay is; what is 0 stays 0
+        return own + torch.where((factor == 0.0) | (before == 0.0), 0.0, before * factor)
 
 
 def _ends(layout: Layout, backward: bool) -> tuple[Part, ...]:
@@ -201,6 +201,20 @@ def _pairs(state: _State, grads: _State, k: Tensor) -> Tensor:
     given = [(x, grad) for x, grad in zip(state, grads, strict=True) if x is not None and grad is not None]
     products = ((x * grad).masked_fill_(grad == 0.0, 0.0) for x, grad in given)
     return sum((x.flatten(2).sum(-1, dtype=torch.float64) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
+
+
+def _without_nan(call: Call, state: _State) -> tuple[Call, _State]:
+    """The call and the state before it, with NaN as the first decay in place of a state of NaN: queries that do not see the
+    state have factors of 0 for it, which leave NaN as it is."""
+    values, weights = state
+    if call.log_decay is None or values is None:
+        return call, state
+    is_nan = weights[..., 0].isnan()
+    decay = call.log_decay.clone()
+    decay[..., 0].masked_fill_(is_nan, torch.nan)
+    # Weights of 1: there are keys in the state.
+    state = values.masked_fill(is_nan[..., None, None], 0.0), weights.masked_fill(is_nan[..., None], 1.0)
+    return call._replace(log_decay=decay), state
 
 
 class _Call:
@@ -291,7 +305,8 @@ class _Finish(torch.autograd.Function):
         call.states = came = None
         pieces = []
         for i, part in enumerate(job.spread.parts):
-            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), job.call(i, log_decay), *before[i], call.kept[i]))
+            of_part, state = _without_nan(job.call(i, log_decay), before[i])
+            pieces.append(ops.prefill_kept_(*_of(part, q, k, v), of_part, *state, call.kept[i]))
             call.kept[i] = None
 
         def empty() -> tuple[Tensor, Tensor]:

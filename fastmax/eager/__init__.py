@@ -25,7 +25,7 @@ from fastmax.eager.blocks import (
     to_blocks,
     token_major,
 )
-from fastmax.eager.decay import Decay, QueryPairs, finite_decay
+from fastmax.eager.decay import Decay, QueryPairs, finite_decay, may_hold_nan, not_above_zero, sum_of_decays, sums_in_window
 from fastmax.eager.features import state_rows
 from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
@@ -63,12 +63,15 @@ __all__ = [
     "merge_",
     "normalize_tokens",
     "normalize_tokens_backward",
+    "not_above_zero",
     "recording",
     "softmax_step",
     "state_of_keys",
     "state_of_queries",
     "state_rows",
+    "sum_of_decays",
     "sums_dtype",
+    "sums_in_window",
     "sums_of_weights",
     "token_factors",
     "unit_rows",
@@ -121,15 +124,25 @@ def _five(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1))
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, call: Call, batch: slice = slice(None), heads: slice = slice(None)) -> Operands:
-    """Those of a group of heads."""
+def _operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    batch: slice = slice(None),
+    heads: slice = slice(None),
+    state: Tensor | None = None,
+) -> Operands:
+    """Those of a group of heads; `state` (b, hk) as `Decay` takes it."""
     mask = call.key_padding_mask
     per_head = {name: getattr(call, name) for name in PER_HEAD}
     per_head = {name: None if x is None else x[batch, heads] for name, x in per_head.items()}
     call = call._replace(key_padding_mask=None if mask is None else mask[batch], **per_head)
     decay = None
     if any(x is not None for x in per_head.values()):
-        decay = Decay(**per_head, shift=k.shape[2] - q.shape[2], dtype=compute_dtype(q.dtype))
+        dtype, left = compute_dtype(q.dtype), None if call.left < 0 else call.left
+        accompanying = {"mask": call.key_padding_mask, "left": left, "state": state}
+        decay = Decay(**per_head, shift=k.shape[2] - q.shape[2], dtype=dtype, **accompanying)
     return Operands(*(_five(x, k.shape[1])[batch, heads] for x in (q, k, v)), call, _tiles(call), decay)
 
 
@@ -174,12 +187,27 @@ def forward_from_state(
     plan = plan_linear(q.device, b * hk, q.shape[1] // hk, d, dv, order)._replace(heads=b * hk)
     recorded = recording(q, k, v, values, weights, call.log_decay)
     workspace = None if recorded else Workspace(values.dtype, q.device)
-    ops = _operands(q, k, v, call)
+    ops = _operands(q, k, v, call, state=weights[..., 0])
+    if call.log_decay is not None and may_hold_nan(weights[..., 0]):  # `ops.decay` knows where, and which queries see that
+        values, weights = _filled((values, weights), weights[..., 0].isnan(), 0.0)
     parts = _Parts(ops, _finish(call))
     state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, parts, workspace, state)
-    values, weights = linear.pack_state(state, d)
-    return *parts.join(q), values.unflatten(0, (b, hk)), weights.unflatten(0, (b, hk))
+    state = _behind_nan(ops, tuple(x.unflatten(0, (b, hk)) for x in linear.pack_state(state, d)))
+    return *parts.join(q), *state
+
+
+def _filled(state: tuple[Tensor, Tensor], where: Tensor, x: float) -> tuple[Tensor, Tensor]:
+    """Values (b, hk, features, dv) and weights (b, hk, features), with x in all of them where (b, hk)."""
+    values, weights = state
+    return torch.where(where[..., None, None], x, values), torch.where(where[..., None], x, weights)
+
+
+def _behind_nan(ops: Operands, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The state in which a call ends: NaN where a decay of NaN is behind one of its keys."""
+    if ops.decay is None or ops.decay.nan_state is None:
+        return state
+    return _filled(state, ops.decay.nan_state, torch.nan)
 
 
 class States(NamedTuple):
@@ -223,8 +251,10 @@ def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     values, weights = zero_state(k, v, order)
     plan, workspace = plan_linear(k.device, b * hk, 1, d, dv, order), Workspace(values.dtype, k.device)
     for batch, heads in head_groups(b, hk, plan.heads) if k.numel() > 0 else ():
-        state = linear.state_of_keys(_operands(k, k, v, call, batch, heads), plan, workspace)
-        _write_state(linear.pack_state(state, d), (values, weights), batch, heads)
+        ops = _operands(k, k, v, call, batch, heads)
+        state = linear.pack_state(linear.state_of_keys(ops, plan, workspace), d)
+        shape = ops.k.shape[:2]
+        _write_state(_behind_nan(ops, tuple(x.unflatten(0, shape) for x in state)), (values, weights), batch, heads)
     return values, weights
 
 

@@ -3,6 +3,9 @@
 Query i gives key j the weight `exp(G_pos(i) - G_j) w_ij`, where G is the running sum of `log_decay` over the keys and pos(i)
 the place of query i among them, and sees no key before `first_key[i]` and none from `end_key[i]` on. G is summed in float64,
 and differences are taken before anything is rounded, so that no length costs digits. All exponents here are <= 0.
+
+A decay of NaN counts as 0 in these sums, and makes the exponents of a query NaN that sees a key before it (`_nan_rows`). A sum
+with NaN would pass it on to all later queries, also where they see no such key.
 """
 
 from __future__ import annotations
@@ -29,7 +32,49 @@ def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tupl
     forgets = log_decay == -torch.inf
     tokens = torch.arange(log_decay.shape[-1], device=log_decay.device)
     first = torch.where(forgets, tokens, -1 if continues else 0).cummax(-1).values
-    return torch.where(forgets, 0.0, log_decay.to(dtype)), first.to(torch.int32)
+    return torch.where(forgets, 0.0, not_above_zero(log_decay.to(dtype))), first.to(torch.int32)
+
+
+def not_above_zero(log_decay: Tensor) -> Tensor:
+    """Decays with 0, and gradient 0, for those above 0."""
+    return log_decay.clamp(max=0.0)
+
+
+def may_hold_nan(x: Tensor) -> bool:
+    """Whether there is a NaN, or looking for one is not free."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return not is_at_hand(x) or bool(x.isnan().any())
+
+
+def sum_of_decays(log_decay: Tensor) -> Tensor:
+    """Sum over the tokens, float64: (..., 1). -inf if any is -inf, else NaN if any is NaN."""
+    total = log_decay.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).double().sum(-1, keepdim=True)
+    return torch.where((total > -torch.inf) & log_decay.isnan().any(-1, keepdim=True), torch.nan, total)
+
+
+def sums_in_window(log_decay: Tensor, window: int) -> Tensor:
+    """(b, hk, m) -> (b, hk, m - window), float64: sums over the `window` tokens behind each one; finite decays or NaN."""
+
+    def sums(x: Tensor) -> Tensor:
+        x = x.cumsum(-1)
+        return x[..., window:] - x[..., : x.shape[-1] - window]
+
+    if not may_hold_nan(log_decay):
+        return sums(log_decay.double())
+    is_nan = log_decay.isnan()
+    return sums(torch.where(is_nan, 0.0, log_decay.double())).masked_fill(sums(is_nan) > 0, torch.nan)
+
+
+def _last_key_behind_nan(log_decay: Tensor, mask: Tensor | None) -> Tensor:
+    """(b, hk, m), int64: the last key that a NaN separates from each token; -1: what is before all keys; -2: none."""
+    tokens = torch.arange(log_decay.shape[-1], device=log_decay.device)
+    if mask is None:
+        before = tokens - 1
+    else:
+        last = torch.where(mask, tokens, -1).cummax(-1).values
+        before = F.pad(last[..., :-1], (1, 0), value=-1).unsqueeze(1)
+    return torch.where(log_decay.isnan(), before, -2).cummax(-1).values
 
 
 class Factor(NamedTuple):
@@ -85,9 +130,36 @@ class Decay:
     """Of a head group: log_decay (b, hk, m) or None, first_key and end_key (b, hk, n) or None."""
 
     def __init__(
-        self, log_decay: Tensor | None, first_key: Tensor | None, end_key: Tensor | None, shift: int, dtype: torch.dtype
+        self,
+        log_decay: Tensor | None,
+        first_key: Tensor | None,
+        end_key: Tensor | None,
+        shift: int,
+        dtype: torch.dtype,
+        mask: Tensor | None = None,
+        left: int | None = None,
+        state: Tensor | None = None,
     ):
-        """`shift` = m - n; `dtype`, of the factors."""
+        """`shift` = m - n; `dtype`, of the factors; `mask` (b, m) and `left` of the call.
+
+        state: (b, hk), of a call that continues from one: the sum of the weights of its keys, 0 for none.
+        """
+        self._nan_rows = None  # (b, hk, n), NaN where the exponents of a query are, else 0
+        self.nan_state = None  # (b, hk), whether the state behind the last key is NaN
+        if log_decay is not None and (may_hold_nan(log_decay) or (state is not None and may_hold_nan(state))):
+            last = _last_key_behind_nan(log_decay, mask)
+            is_key = last >= 0
+            if state is not None:
+                last = torch.where(state.isnan().unsqueeze(-1), last.clamp(min=-1), last)  # behind a NaN of an earlier call
+                is_key = is_key | ((last == -1) & (state != 0).unsqueeze(-1))
+            last, is_nan = last[..., shift:], is_key[..., shift:]
+            if first_key is not None:
+                is_nan = is_nan & (last >= first_key)
+            if left is not None:
+                is_nan = is_nan & (last >= torch.arange(-left, last.shape[-1] - left, device=last.device) + shift)
+            self._nan_rows = torch.where(is_nan, torch.nan, torch.zeros((), dtype=dtype, device=is_nan.device))
+            self.nan_state = is_nan[..., -1]
+            log_decay = torch.where(log_decay.isnan(), 0.0, log_decay)
         # With a 0 in front: sums[j + 1] is G_j.
         self._sums = None if log_decay is None else F.pad(log_decay.double().cumsum(-1), (1, 0))
         self._first, self._end = first_key, end_key
@@ -121,6 +193,9 @@ class Decay:
                 x = (at_rows - at_cols).to(self._dtype).tril(first_row - key)
             else:
                 x = self._difference(at_rows, at_cols, workspace).tril_(first_row - key)
+            if self._nan_rows is not None:
+                nan_rows = self._blocks(self._nan_rows, query, rows, count).unsqueeze(-1)
+                x = x + nan_rows if workspace is None else x.add_(nan_rows)
         return self._hide(x, query, key, rows, cols, count, reads_values=workspace is not None)
 
     def _difference(self, at_rows: Tensor, at_cols: Tensor, workspace: Workspace) -> Tensor:
@@ -167,6 +242,8 @@ class Decay:
             near = through > -0.5
             whole = near.to(self._dtype)
             part = torch.where(near, through.expm1(), through.exp()).to(self._dtype)
+            if self._nan_rows is not None:
+                rows = rows + self._blocks(self._nan_rows, query, length, count)
         if first is not None:
             # A state holds keys of the sequence that the query behind it belongs to.
             first = self._blocks(self._first, query, length, count)

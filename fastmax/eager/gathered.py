@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax.eager.decay import is_at_hand
+from fastmax.eager.decay import is_at_hand, not_above_zero, sum_of_decays
 from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import distinct_features, fading_to_last, query_features, softmax_of
 from fastmax.score import Score, reciprocal
@@ -39,7 +39,7 @@ def gathered_step_(
         _fold_(full, values, weights, kept, exact_window, score)
         gathered.masked_fill_(full, 0)
     at = gathered.long() + exact_window  # place of the token, (b, hk)
-    decay = near_decays.new_zeros(b, heads, 1) if log_decay is None else log_decay
+    decay = near_decays.new_zeros(b, heads, 1) if log_decay is None else not_above_zero(log_decay)
     takes_part = near_mask.new_ones(b, 1) if mask is None else mask
     for x, new in zip(kept, (k, v, takes_part.unsqueeze(1).expand(-1, heads, -1), decay), strict=True):
         place = at.view(b, heads, *(1,) * (x.dim() - 2)).expand_as(new)
@@ -56,7 +56,7 @@ def _fold_(full: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ..
     takes_part = (fade != 0).unsqueeze(-1)
     features = distinct_features(torch.where(takes_part, keys, 0).to(values.dtype), score.order) * fade.unsqueeze(-1)
     tokens = torch.where(takes_part, tokens, 0).to(values.dtype)
-    factor = decays.double().sum(-1, keepdim=True).exp().to(values.dtype)
+    factor = _factor_of_sums(decays, weights)
     new_weights = _faded(weights, factor) + features.sum(2)
     new_values = _faded(values, factor.unsqueeze(-1))
     for t in range(count):  # a matrix product might round to TF32
@@ -72,8 +72,8 @@ def _read(
     """Of a token at place `at` (b, hk) of those that are kept."""
     keys, tokens, mask, decays = kept
     place, at = torch.arange(keys.shape[2], device=q.device), at.unsqueeze(-1)
-    fading = fading_to_last(torch.where(place <= at, decays, 0.0))
-    sums_fade = torch.where(place <= at, decays, 0.0).double().sum(-1, keepdim=True).exp().to(values.dtype)
+    decays = torch.where(place <= at, decays, 0.0)
+    fading, sums_fade = fading_to_last(decays), _factor_of_sums(decays, weights)
     takes_part = mask & (place <= at)
     keys, tokens = (torch.where(takes_part.unsqueeze(-1), x, 0).to(values.dtype) for x in (keys, tokens))
     s = (score.scale * q.squeeze(2).to(values.dtype)).unflatten(1, (keys.shape[1], -1)) @ keys.mT  # (b, hk, group, places)
@@ -91,6 +91,12 @@ def _read(
         o_far, o = o, near.flatten(1, 2).unsqueeze(2)
         merge_(o, lse.flatten(1, 2).unsqueeze(2), o_far, z.flatten(1, 2), None)
     return o.to(q.dtype)
+
+
+def _factor_of_sums(decays: Tensor, weights: Tensor) -> Tensor:
+    """(b, hk, 1), of the sums at the last of the tokens: NaN where a decay is, unless there is no key in the sums."""
+    total = sum_of_decays(decays)
+    return torch.where(total.isnan() & (weights[..., :1] == 0), 0.0, total).exp().to(weights.dtype)
 
 
 def _faded(x: Tensor, factor: Tensor) -> Tensor:

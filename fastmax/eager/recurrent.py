@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastmax.eager.decay import is_at_hand
+from fastmax.eager.decay import is_at_hand, may_hold_nan, not_above_zero
 from fastmax.score import Score, log_of_sums, quotient, reciprocal
 
 
@@ -27,7 +27,7 @@ def decode_step(
     """
     key, v = _joining(k, v, mask, values.dtype, score)
     if log_decay is not None:
-        factor = log_decay.exp()
+        factor = _factor_of_state(log_decay, weights)
         weights, values = (torch.where(x == 0, 0.0, x * y) for x, y in ((factor, weights), (factor.unsqueeze(-1), values)))
     values = torch.addcmul(values.contiguous(), key.unsqueeze(-1), v)
     weights = weights.contiguous() + key
@@ -47,7 +47,7 @@ def decode_step_(
     """The output of `decode_step`; the new values and weights take the place of the old ones."""
     key, v = _joining(k, v, mask, values.dtype, score)
     if log_decay is not None:
-        factor = log_decay.exp()
+        factor = _factor_of_state(log_decay, weights)
         vanishes = not is_at_hand(factor) or bool((factor == 0).any())
         for x, y in ((factor, weights), (factor.unsqueeze(-1), values)):
             y.mul_(x)
@@ -56,6 +56,12 @@ def decode_step_(
     values.addcmul_(key.unsqueeze(-1), v)
     weights.add_(key)
     return _read(q, values, weights, score)
+
+
+def _factor_of_state(log_decay: Tensor, weights: Tensor) -> Tensor:
+    """(b, hk, 1), of the state before the token: NaN for a decay of NaN, unless there is no key in the state."""
+    factor = not_above_zero(log_decay).exp()
+    return torch.where(log_decay.isnan() & (weights[..., :1] == 0), 1.0, factor)
 
 
 def _joining(k: Tensor, v: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Score) -> tuple[Tensor, Tensor]:
@@ -82,8 +88,17 @@ def softmax_step(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, decays: 
 
 
 def fading_to_last(decays: Tensor) -> Tensor:
-    """The logarithm of what is left of each token (b, hk, m) at the last one, of the decays that each of them brings."""
-    return F.pad(decays[..., 1:], (0, 1)).double().flip(-1).cumsum(-1).flip(-1).to(decays.dtype)
+    """The logarithm of what is left of each token (b, hk, m) at the last one, of the decays that each of them brings; -inf of
+    one that is forgotten, even behind a NaN."""
+
+    def sums(x: Tensor) -> Tensor:
+        return F.pad(x[..., 1:], (0, 1)).flip(-1).cumsum(-1).flip(-1)
+
+    if not may_hold_nan(decays):
+        return sums(decays.double()).to(decays.dtype)
+    is_nan = decays.isnan()
+    left = sums(torch.where(is_nan, 0.0, decays.double()))
+    return torch.where((sums(is_nan.long()) > 0) & (left > -torch.inf), torch.nan, left).to(decays.dtype)
 
 
 def softmax_of(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 # Portable kernels that the Hopper ones are launched with.
 PORTABLE = (
     "decay/decay_sm80.cu",
+    "decay/nan_rows_sm80.cu",
     "quadratic/bounds_sm80.cu",
     "linear/prepare_sm80.cu",
     "linear/tile_inputs_sm80.cu",

@@ -8,9 +8,11 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
 #include "core/algorithm.h"
 #include "core/dispatch.h"
+#include "decay/decay.h"
 #include "linear/algorithm.h"
 #include "machine.h"
 #include "quadratic/algorithm.h"
@@ -158,6 +160,9 @@ void run(const Algorithm& algorithm, Direction direction, size_t (*Kernels::*wor
   const Workspace workspace((kernels.*workspace_bytes)(p));
   p.workspace = workspace.get();
   (kernels.*launch)(p, nullptr);
+  if constexpr (std::is_same_v<Params, FwdParams>) {  // as bindings/run.h
+    if (p.log_decay != nullptr) launch_nan_rows(p, nullptr);
+  }
   workspace.check();
 }
 

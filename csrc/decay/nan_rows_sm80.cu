@@ -1,0 +1,112 @@
+#include "core/dtype.h"
+#include "core/launch.h"
+#include "decay/decay.h"
+#include "decode/decode.h"
+
+namespace fastmax {
+namespace {
+
+// A block looks at a tile of tokens, and ends there unless one of them is NaN. Else it takes the queries from the first NaN on up to the
+// next tile with one: the last NaN before a query has the most keys before it.
+constexpr int kThreads = 256;
+constexpr int kPerThread = 8;
+constexpr int kTile = kThreads * kPerThread;
+
+struct Head {
+  const FwdParams& p;
+  int batch, kv_head;
+  const float* log_decay;
+
+  __device__ Head(const FwdParams& p, int head)
+      : p(p),
+        batch(head / p.hk),
+        kv_head(head % p.hk),
+        log_decay(p.log_decay + batch * p.log_decay_stride.batch + kv_head * p.log_decay_stride.head) {}
+
+  __device__ bool is_nan(int token) const { return token < p.m && isnan(log_decay[token * p.log_decay_stride.token]); }
+
+  // The state of this head before all tokens, and the rows of a state.
+  __device__ int64_t state() const { return int64_t{batch} * p.hk + kv_head; }
+  __device__ int rows() const { return decode_rows(p.state.d, p.order); }
+
+  // Whether the query at the place of a token sees a key before `nan`. A state that the call continues from is key -1.
+  __device__ bool sees_key_before(int nan, int token) const {
+    const int query = token - p.causal_offset;
+    int key = nan - 1;
+    if (p.key_padding_mask != nullptr) {
+      while (key >= 0 && p.key_padding_mask[batch * p.mask_batch_stride + key] == 0) --key;
+    }
+    const bool continues = p.state.values != nullptr && !p.from_nothing;
+    if (key < 0 && !(continues && p.state.weights[state() * rows()] != 0.f)) return false;
+    if (p.window && key < token - p.left) return false;
+    const Stride& s = p.first_key.stride;
+    return p.first_key.data == nullptr || key >= p.first_key.data[batch * s.batch + kv_head * s.head + query * s.token];
+  }
+
+  __device__ void fill_query(int query) const {
+    const int group = p.h / p.hk;
+    for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      p.z[(int64_t{batch} * p.h + head) * p.n + query] = nanf("");
+      const int64_t row = batch * p.o_stride.batch + head * p.o_stride.head + query * p.o_stride.token;
+      for (int c = 0; c < p.dv; ++c) {
+        switch (p.math) {
+          case MathMode::kBF16: static_cast<__nv_bfloat16*>(p.o)[row + c] = from_float<__nv_bfloat16>(nanf("")); break;
+          case MathMode::kFP16: static_cast<__half*>(p.o)[row + c] = from_float<__half>(nanf("")); break;
+          default: static_cast<float*>(p.o)[row + c] = nanf("");
+        }
+      }
+    }
+  }
+
+  // By all threads.
+  __device__ void fill_new_state() const {
+    const int64_t values = int64_t{rows()} * p.state.dv;
+    for (int64_t i = threadIdx.x; i < values; i += kThreads) p.state.new_values[state() * values + i] = nanf("");
+    for (int i = threadIdx.x; i < rows(); i += kThreads) p.state.new_weights[state() * rows() + i] = nanf("");
+  }
+};
+
+__device__ void fill_behind_nan(const Head& x, int begin) {
+  __shared__ bool is_nan[kThreads];
+  __shared__ int last_of_chunk;
+  const FwdParams& p = x.p;
+  const int lane = threadIdx.x;
+  int last = -1;  // NaN of the tile before the chunk
+  for (int first = begin; first < p.m; first += kThreads) {
+    const int token = first + lane;
+    const bool in_tile = first < begin + kTile, mine = x.is_nan(token);
+    is_nan[lane] = mine;
+    __syncthreads();
+    int at = lane;
+    while (at >= 0 && !is_nan[at]) --at;
+    const int nan = at < 0 ? last : in_tile ? first + at : -1;  // beyond the tile another block takes what is behind the next one
+    bool ends_in_nan = false;
+    if (token < p.m && token >= p.causal_offset && nan >= 0 && x.sees_key_before(nan, token)) {
+      if (p.o != nullptr) x.fill_query(token - p.causal_offset);
+      ends_in_nan = token == p.m - 1 && p.state.new_values != nullptr;
+    }
+    if (lane == kThreads - 1) last_of_chunk = nan;
+    if (__syncthreads_or(ends_in_nan)) x.fill_new_state();
+    if (__syncthreads_or(mine) && !in_tile) return;
+    last = in_tile ? last_of_chunk : last;
+    __syncthreads();  // before is_nan and last_of_chunk change
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) nan_rows_kernel(const FwdParams p, const int tiles) {
+  const Head head(p, blockIdx.x / tiles);
+  const int begin = blockIdx.x % tiles * kTile;
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) found |= head.is_nan(begin + i * kThreads + static_cast<int>(threadIdx.x));
+  if (__syncthreads_or(found)) fill_behind_nan(head, begin);
+}
+
+}  // namespace
+
+void launch_nan_rows(const FwdParams& p, cudaStream_t stream) {
+  const int tiles = (p.m + kTile - 1) / kTile;
+  launch_kernel("nan_rows", nan_rows_kernel, grid_1d(int64_t{p.b} * p.hk * tiles), kThreads, 0, stream, p, tiles);
+}
+
+}  // namespace fastmax
