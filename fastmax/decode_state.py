@@ -25,8 +25,8 @@ class DecodeState(BatchState):
 
     `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
     `1`, `k_a` and `k_a k_b` for `a <= b`, in that order (`1 + d` of them for p = 1). With a sinusoidal rpe_matrix d counts the
-    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was passed, padding too, in
-    packed sequences of all of them together; of states that `cat` joins it is the largest.
+    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was passed, padding too,
+    in packed sequences of all of them together; of states that `cat` joins it is the largest.
 
     With an exact window of W tokens the sums hold the tokens before the last W, and `near_keys` (b, hk, W, d), `near_values`
     (b, hk, W, dv), `near_mask` (b, W) and `near_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of

@@ -149,9 +149,7 @@ class KeyValueCache:
         """The last ones before `stop` (b,) of each row, at most so many; masked where a row has fewer."""
         tokens = min(tokens, self.keys.shape[2])
         padded = self.with_padding(tokens)  # `stop` counts without it: the last are from there on
-        return KeyValueCache(
-            **{name: taken(x, stop, tokens, _TOKEN_DIMENSIONS[name]) for name, x in padded.tensors().items()}
-        )
+        return KeyValueCache(**{name: taken(x, stop, tokens, _TOKEN_DIMENSIONS[name]) for name, x in padded.tensors().items()})
 
     def __getstate__(self) -> dict:
         """Of these tokens alone, not of all that is in their memory."""
@@ -172,8 +170,8 @@ def attend(
     window: int | None,
     use_custom_gradient: bool,
 ) -> tuple[Tensor, KeyValueCache]:
-    """Output of n tokens (b, h, n, d), each of which sees those of the cache and those up to itself; the cache with them. With a
-    `count`, (b,), only so many tokens of a row are there, the first ones."""
+    """Output of n tokens (b, h, n, d), each of which sees those of the cache and those up to itself; the cache with them.
+    With a `count`, (b,), only so many tokens of a row are there, the first ones."""
     b, hk, n, _ = k.shape
     mask = cache.mask.new_ones(b, n) if count is None else torch.arange(n, device=k.device) < count.unsqueeze(-1)
     decays = cache.decays.new_zeros(b, hk, n) if log_decay is None else log_decay.to(cache.decays.dtype)
@@ -200,7 +198,7 @@ def attend(
 def attend_packed(
     q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, packed: PackedPlaces, *, log_decay: Tensor | None, **options
 ) -> tuple[Tensor, KeyValueCache]:
-    """`attend` of packed sequences, each of which continues from a batch entry of the cache: as rows, as long as the longest."""
+    """`attend` of packed sequences, each of which continues from a batch entry of the cache: as rows, padded to the longest."""
     n = q.shape[2]
     if n == 0:
         return q, cache

@@ -1,5 +1,6 @@
 """States that gather tokens beside their sums (`fold_every`): `step`, `step_` and `prefill` in any split against one call of
-`fastmax_attention` for the real tokens of each sequence, and what is done with such a state between tokens. Splits are those of `test_decode_window.py`."""
+`fastmax_attention` for the real tokens of each sequence, and what is done with such a state between tokens. Splits are those
+of `test_decode_window.py`."""
 
 import copy
 import io

@@ -1,5 +1,6 @@
 """States with an exact window: `step`, `step_` and `prefill` in any split against one call of `fastmax_attention` for the real
-tokens of each sequence, whose window `test_exact_window.py` checks, and against the definition. Options of the state: rows of `test_decode.OPTIONS`."""
+tokens of each sequence, whose window `test_exact_window.py` checks, and against the definition. Options of the state: rows of
+`test_decode.OPTIONS`."""
 
 import copy
 from dataclasses import replace

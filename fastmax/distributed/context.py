@@ -18,9 +18,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn import functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional as F
 
 from fastmax import spread, validation
 from fastmax.bounds import sequence_at
@@ -100,7 +100,7 @@ class Context:
 
     @outside_of_compiled_code
     def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Raise on all ranks where padding stands between real tokens of a sequence, of this rank's tokens or of others: it would
+        """Raise on all ranks where padding stands between real tokens of a sequence, on whichever ranks they are: it would
         count in positions, windows and the convolution. Every rank has to call it. `mask` is bool (b, n), True = real.
 
         Raises:
@@ -185,8 +185,9 @@ class ContextParallel(ParallelStyle):
 
     Each rank passes the tokens that it has of each sequence, x (b, n of the rank, embed_dim), and gets theirs. Positions,
     convolution, decays, windows and `cu_seqlens`, which is of the whole sequence and the same on all ranks, reach over ranks;
-    `key_padding_mask` is of the rank's tokens, and padding between the real tokens of a sequence is refused. Softmax layers send keys and values around the ring. Every rank has to run each
-    forward and backward, in one order. There is no state with it: generation is a matter of one rank.
+    `key_padding_mask` is of the rank's tokens. It may mark padding on the left and on the right of a sequence; padding between
+    real tokens is refused. Softmax layers send keys and values around the ring. Every rank has to run each forward and
+    backward, in one order. There is no state with it: generation is a matter of one rank.
 
     Gradients of weights are those of a rank's tokens: sum them over the ranks, if the loss is a sum over tokens or divided by
     the tokens of all ranks.
