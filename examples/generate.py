@@ -6,7 +6,7 @@
 A fastmax layer goes on from a state of constant size; on a GPU a token is one CUDA graph. Softmax layers of a hybrid have a
 key/value cache, which grows. --compare measures memory and time per token as the context grows, beside the same model with
 softmax in all layers and a cache for each: keys and values in memory made once, PyTorch's scaled_dot_product_attention, no
-decays, the same graphs. It writes OUT/generate.csv and .png.
+decays, the same graphs (none for either where the model is a hybrid). It writes OUT/generate.csv and .png.
 """
 
 import argparse

@@ -68,8 +68,13 @@ def test_packed_and_padded(layout):
     at = torch.arange(N)
     padded = {"key_padding_mask": torch.stack([at >= 5, at < 17])}
     run(check_layer, 3, LAYERS["defaults"], layout, padded)
-    both = packed | {"key_padding_mask": ((at != 1) & (at != 12) & (at != N - 1)).unsqueeze(0)}
-    run(check_layer, 3, LAYERS["defaults"], layout, both)
+
+
+def test_packed_with_padding():
+    at = torch.arange(N)
+    packed = {"cu_seqlens": torch.tensor([0, 1, 8, 8, 13, N], dtype=torch.int32)}
+    packed["key_padding_mask"] = ((at != 1) & (at != 12) & (at != N - 1)).unsqueeze(0)
+    run(check_layer, 3, LAYERS["defaults"], LAYOUTS["parts of every kind"], packed)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
