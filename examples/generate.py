@@ -6,7 +6,7 @@
 A fastmax layer goes on from a state of constant size; on a GPU a token is one CUDA graph. Softmax layers of a hybrid have a
 key/value cache, which grows. --compare measures memory and time per token as the context grows, beside the same model with
 softmax in all layers and a cache for each: keys and values in memory made once, PyTorch's scaled_dot_product_attention, no
-decays, the same graphs. It writes OUT/generate.csv and .png.
+decays, the same graphs (none for either where the model is a hybrid). It writes OUT/generate.csv and .png.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from tqdm import tqdm
 from fastmax import FastmaxSelfAttention
 from fastmax.decode_state import DecodeState
 from fastmax.key_value_cache import KeyValueCache
+from fastmax.rotary import Rotation, rotate
 from fastmax.self_attention_state import SelfAttentionState
 
 CHUNK = 2048  # tokens of a prompt that go through the model together
@@ -37,62 +38,57 @@ CHUNK = 2048  # tokens of a prompt that go through the model together
 
 @dataclass(eq=False)
 class CacheInPlace:
-    """Keys and values (b, hk, capacity, d) of `length` tokens, and with decays `fading` (b, hk, capacity), their running sums.
-    It is written in place."""
+    """Keys and values (b, hk, capacity, d) of `length` tokens, written in place: a cache at its best, to compare with."""
 
     keys: Tensor
     values: Tensor
-    fading: Tensor | None
     length: int
 
     @classmethod
-    def of(cls, cache: KeyValueCache, more: int, decays: bool) -> "CacheInPlace":
+    def of(cls, cache: KeyValueCache, more: int) -> "CacheInPlace":
         """With room for so many more tokens."""
         keys, values = F.pad(cache.keys, (0, 0, 0, more)), F.pad(cache.values, (0, 0, 0, more))
-        fading = F.pad(cache.decays.cumsum(-1), (0, more)) if decays else None
-        return cls(keys, values, fading, cache.keys.shape[2])
+        return cls(keys, values, cache.keys.shape[2])
 
     @property
     def dtype(self) -> torch.dtype:
         return self.keys.dtype
 
     def tensors(self) -> dict[str, Tensor]:
-        tensors = {"keys": self.keys, "values": self.values, "fading": self.fading}
-        return {name: x for name, x in tensors.items() if x is not None}
+        return {"keys": self.keys, "values": self.values}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "CacheInPlace":
         return replace(self, **{name: function(x) for name, x in self.tensors().items()})
 
 
 class CachedLayer(FastmaxSelfAttention):
-    """The layer, whose `step_` takes a CacheInPlace too."""
+    """A softmax layer without decays and window, whose `step_` takes a state with a CacheInPlace."""
 
-    def step_(self, x: Tensor, state: SelfAttentionState, *, key_padding_mask: Tensor | None = None) -> Tensor:
-        if not isinstance(state.attention, CacheInPlace):
-            return super().step_(x, state, key_padding_mask=key_padding_mask)
-        if key_padding_mask is not None:
-            raise ValueError("key_padding_mask has no effect on a CacheInPlace, which all sequences fill alike")
-        q, k, v, log_decay, recent = self._heads(x, state, None, None)
-        cache = state.attention
-        here, cache.length = cache.length, cache.length + 1
-        cache.keys[:, :, here], cache.values[:, :, here] = k[:, :, 0], v[:, :, 0]
-        seen = slice(0 if self.window is None else max(0, cache.length - self.window), cache.length)
-        bias = None
-        if log_decay is not None:
-            before = cache.fading[:, :, here - 1] if here else 0.0
-            cache.fading[:, :, here] = before + log_decay[:, :, 0]
-            faded = cache.fading[:, :, here, None] - cache.fading[:, :, seen]
-            bias = faded.repeat_interleave(self.num_heads // self.num_kv_heads, 1).unsqueeze(2).to(q.dtype)
-        keys, values = cache.keys[:, :, seen], cache.values[:, :, seen]
-        o = F.scaled_dot_product_attention(q, keys, values, bias, enable_gqa=self.num_heads != self.num_kv_heads)
-        if recent is not None:
+    def step_(self, x: Tensor, state: SelfAttentionState) -> Tensor:
+        heads, qkv, cache = (self.num_heads, self.num_kv_heads, self.num_kv_heads), self.qkv_proj(x), state.attention
+        if self.conv is not None:
+            qkv, recent = self.conv(qkv, state.recent)
             state.recent.copy_(recent)
+        q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rope_dim:
+            rotation = Rotation.at(state.positions.unsqueeze(-1), self.rope_dim, self.rope_base, q.dtype)
+            q, k = rotate(q, rotation), rotate(k, rotation)
         state.positions.add_(1)
-        return self._output(o, x)
+        here, cache.length = cache.length, cache.length + 1
+        cache.keys[:, :, here], cache.values[:, :, here] = k[:, 0], v[:, 0]
+        keys, values = cache.keys[:, :, : cache.length], cache.values[:, :, : cache.length]
+        grouped = self.num_heads != self.num_kv_heads
+        o = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=grouped).transpose(1, 2)
+        o = (o if self.output_norm is None else self.output_norm(o)).flatten(2)
+        if self.gate_proj is not None:
+            o = o * F.silu(self.gate_proj(x))
+        return self.out_proj(o)
 
 
 def load_model(checkpoint: dict, device: str, dtype: torch.dtype) -> GPT:
-    model = GPT(GPTConfig(**checkpoint["config"]), partial(make_layer, layer=CachedLayer))
+    model = GPT(GPTConfig(**checkpoint["config"]))
     model.load_state_dict(checkpoint["model"])
     return prepared(model, device, dtype)
 
@@ -107,7 +103,7 @@ def prepared(model: GPT, device: str, dtype: torch.dtype) -> GPT:
 
 
 def with_softmax(model: GPT) -> GPT:
-    """The model with softmax and without decays in all layers, and the same weights otherwise."""
+    """The model with a CachedLayer in all blocks, softmax without decays, and the same weights otherwise."""
     parts = {name: x for name, x in model.config.parts.items() if name not in OF_FASTMAX | {"window"}} | {"decay": False}
     config = replace(model.config, attention="softmax", every=0, parts=parts)
     softmax = GPT(config, partial(make_layer, layer=CachedLayer))
@@ -124,18 +120,15 @@ def read(model: GPT, tokens: Tensor, states: list[SelfAttentionState]) -> tuple[
     return logits[:, -1], states
 
 
-def in_place(model: GPT, states: list[SelfAttentionState], more: int) -> list[SelfAttentionState]:
-    """Copies of the states that are stepped in place, with room for so many more tokens."""
-    states = [state.clone() for state in states]
-    for state, block in zip(states, model.blocks, strict=True):
-        if isinstance(state.attention, KeyValueCache):
-            state.attention = CacheInPlace.of(state.attention, more, block.attn.decay_proj is not None)
-    return states
+def in_place(states: list[SelfAttentionState], more: int) -> list[SelfAttentionState]:
+    """Copies for `CachedLayer`, with room for so many more tokens."""
+    return [replace(state.clone(), attention=CacheInPlace.of(state.attention, more)) for state in states]
 
 
 def make_step(model: GPT, states: list[SelfAttentionState], graph: bool) -> Callable[[Tensor], Tensor]:
     """A function of tokens (B, 1) that takes the states one token further and returns logits (B, vocab), on the same memory at
-    every call. As a CUDA graph it repeats one step, so that a CacheInPlace does not grow: it is then good for timing alone."""
+    every call. As a CUDA graph it repeats one step, so that a CacheInPlace does not grow: it is then good for timing alone. A
+    KeyValueCache, which the list has another of after each step, has no graph."""
     if not graph:
         return lambda tokens: model.step_(tokens, states)[:, -1]
     tokens = torch.zeros(len(states[0].positions), 1, dtype=torch.int64, device=states[0].device)
@@ -219,9 +212,9 @@ def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool
         _, states = read(model, tokens, states)
         caches = [cache_of_noise(state, context) for state in softmax.init_states(batch)]
         row = {"context": context, "batch": batch}
-        for name, of, after in (("state", model, states), ("cache", softmax, caches)):
-            row[f"{name}_mib"] = mib(in_place(of, after, 0))
-            row[f"{name}_ms"] = time_per_token(of, in_place(of, after, steps + 1), steps, graph)
+        row |= {"state_mib": mib(states), "state_ms": time_per_token(model, [x.clone() for x in states], steps, graph)}
+        row |= {"cache_mib": mib(in_place(caches, 0))}
+        row |= {"cache_ms": time_per_token(softmax, in_place(caches, steps + 1), steps, graph)}
         rows.append(row)
     return rows
 
@@ -287,7 +280,7 @@ def main(argv: list[str] | None = None) -> None:
     graph = args.graph and torch.device(args.device).type == "cuda"
 
     if args.compare:
-        rows = compare(model, args.contexts, args.batch, args.steps, graph)
+        rows = compare(model, args.contexts, args.batch, args.steps, graph and constant)
         print(f"\n{'':>10}{'this model':>20}{'softmax with a cache':>24}")
         print(f"{'context':>10}{'MiB':>10}{'ms':>10}{'MiB':>12}{'ms':>12}")
         for row in rows:
@@ -307,7 +300,6 @@ def main(argv: list[str] | None = None) -> None:
     print(args.prompt, end="", flush=True)
     began = time.perf_counter()
     logits, states = read(model, prompt, init_states(model, 1))
-    states = in_place(model, states, args.tokens)
     step = make_step(model, states, graph and constant)
     for token in generate(step, logits, args.tokens, args.temperature, generator):
         print(to_text(token.item()), end="", flush=True)

@@ -54,6 +54,40 @@ class BatchState:
         indices = _batch_entries(indices, batch, self.device)
         return self.map(lambda x: x.index_select(0, indices))
 
+    @classmethod
+    def cat(cls, states: Sequence[Self]) -> Self:
+        """One state of the batch entries of these, in this order: prompts that were read apart go on together. Differentiable.
+
+        Args:
+            states: at least one, of the same sizes, options, dtype and device; the numbers of tokens that they have seen may
+                differ.
+
+        Raises:
+            TypeError, ValueError: naming the state that differs from the first, and in what.
+        """
+        states = list(states)
+        if not states:
+            raise ValueError(f"states must hold at least one {cls.__name__}, got none")
+        for i, state in enumerate(states):
+            if not isinstance(state, cls):
+                raise TypeError(f"states[{i}] must be a {cls.__name__}, got {validation.describe(state)}")
+            given, expected = ({"dtype": x.dtype, "device": x.device} | x.options() for x in (state, states[0]))
+            for name in expected:
+                if name not in given or given[name] != expected[name]:
+                    raise ValueError(
+                        f"states[{i}] must have the {name} of states[0], {expected[name]!r}, got {given.get(name)!r}"
+                    )
+        return cls._cat(states)
+
+    @classmethod
+    def _cat(cls, states: Sequence[Self]) -> Self:
+        """`cat` of checked states."""
+        raise NotImplementedError
+
+    def options(self) -> dict:
+        """What states of one batch have in common."""
+        raise NotImplementedError
+
     def repeat_interleave(self, repeats: int) -> Self:
         """The state with each batch entry `repeats` times in a row: one prompt, several continuations. Differentiable."""
         validation.check_count("repeats", repeats)

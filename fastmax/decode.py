@@ -23,6 +23,7 @@ from fastmax.decode_state import DecodeState, width_of_keys
 from fastmax.decode_window import Tokens, joined, kept, with_near_keys
 from fastmax.decode_window import prefill as prefill_window
 from fastmax.normalization import normalize_queries_and_keys
+from fastmax.padding import RealFirst
 from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.score import log_of_sums
 
@@ -113,7 +114,8 @@ def step(
         q: (b, h, 1, d), in the state's dtype.
         k, v: (b, hk, 1, d) and (b, hk, 1, dv); k and v join the state first, so the token sees itself.
         state: from `init_state`, `step` or `prefill`. It is not modified.
-        key_padding_mask: bool (b, 1), True = the token joins the state.
+        key_padding_mask: bool (b, 1), True = the token joins the state. Another leaves the sums, the exact window and the
+            position of its batch entry as they are, except for its log_decay; its output means nothing.
         log_decay: (b, hk, 1), of the token, as in `fastmax_attention`: what is in the state fades before the token joins,
             whether or not it does. NaN makes a state NaN that holds a key, until a decay of -inf.
 
@@ -137,14 +139,15 @@ def step(
 
 def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, DecodeState]:
     q, k = _transform(q, tokens.keys, state)
+    joins = tokens.mask
     tokens, token = _joining(tokens._replace(keys=k), state)
     o, values, weights = ops.decode_step(
         q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score
     )
     if state.exact_window > 0:
         o = _with_near_keys(q, o, weights, tokens, state)
-        tokens = tokens.slice(1, state.exact_window)
-    return o, _advanced(state, 1, values, weights, tokens)
+        tokens = tokens.last(1, state.exact_window, _count(joins))
+    return o, _advanced(state, 1, values, weights, tokens, _count(joins))
 
 
 def step_(
@@ -177,7 +180,8 @@ def step_(
     q, k, v = _check_token(q, k, v, state, key_padding_mask, log_decay)
     given = {"q": q, "k": k, "v": v, "log_decay": log_decay}
     _check_memory({name: x for name, x in given.items() if x is not None}, state)
-    if state.positions is not None or (state.exact_window > 0 and state.fold_every == 1):
+    written_here = state.exact_window > 0 if state.fold_every == 1 else key_padding_mask is not None
+    if state.positions is not None or written_here:
         state.refuse_outside_inference_mode()
     with ops.without_autocast(q):
         if state.fold_every > 1:
@@ -189,9 +193,10 @@ def step_(
         o = ops.decode_step_(q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score)
         if state.exact_window > 0:
             o = _with_near_keys(q, o, state.weights, tokens, state)
-            for x, new in zip(kept(state), tokens.slice(1, state.exact_window), strict=True):
+            near = tokens.last(1, state.exact_window, _count(key_padding_mask))
+            for x, new in zip(kept(state), near, strict=True):
                 x.copy_(new)
-    _count_token_(state)
+    _count_token_(state, key_padding_mask)
     return o
 
 
@@ -201,14 +206,21 @@ def _gathered_step_(q: Tensor, token: Tokens, state: DecodeState) -> Tensor:
     token = token._replace(keys=k, decays=decays)
     sums = state.values, state.weights
     o = ops.gathered_step_(q, token, sums, kept(state), state.gathered, state.exact_window, state.score)
-    _count_token_(state)
+    if token.mask is not None:
+        state.gathered.sub_((~token.mask).to(state.gathered.dtype))  # the next token takes the place of a masked one
+    _count_token_(state, token.mask)
     return o
 
 
-def _count_token_(state: DecodeState) -> None:
+def _count_token_(state: DecodeState, mask: Tensor | None) -> None:
     if state.positions is not None:
-        state.positions.add_(1)
+        state.positions.add_(1 if mask is None else _count(mask))
     state.tokens += 1
+
+
+def _count(mask: Tensor | None) -> Tensor | None:
+    """(b,), how many of the one token of each batch entry are there; None: all."""
+    return None if mask is None else mask.squeeze(1).long()
 
 
 def prefill(
@@ -227,7 +239,10 @@ def prefill(
         q: (b, h, n, d), in the state's dtype.
         k, v: (b, hk, n, d) and (b, hk, n, dv).
         state: from `init_state`, `step` or `prefill`. It is not modified.
-        key_padding_mask: bool (b, n), True = the token joins the state.
+        key_padding_mask: bool (b, n), True = the token joins the state. The others, wherever they stand, leave no trace: each
+            sequence goes on as it would without them. They count neither in the exact window nor in positions, their
+            log_decay makes nothing fade, and their outputs mean nothing. (In `fastmax_attention` they do count, in a window
+            and in distances, and fade: there a mask takes keys away, and here tokens.)
         log_decay: (b, hk, n), as in `fastmax_attention`.
         cu_seqlens: int32 (s + 1,), as in `fastmax_attention`: the n tokens of a batch of one are s sequences end to end. The
             state has s batch entries, and sequence i continues from entry i and leaves it for what follows; one of no token
@@ -249,18 +264,50 @@ def prefill(
     if n == 0:  # the state that is returned may be changed in place, the given one not with it
         return eager.empty_like_layout(q, v.shape[3]), state.clone()
     tokens = Tokens(k, v, key_padding_mask, log_decay)
+    if key_padding_mask is None:
+        return _continued(q, tokens, state, cu_seqlens)
+    if state.exact_window == 0 and state.positions is None:  # sums do not depend on where tokens stand
+        return _continued(q, tokens.without_masked_decays(), state, cu_seqlens)
+    order = RealFirst.of(key_padding_mask, cu_seqlens)
+    decays = None if log_decay is None else order.first(log_decay, 2)
+    tokens = Tokens(order.first(k, 2), order.first(v, 2), order.mask, decays).without_masked_decays()
+    o, after = _continued(order.first(q, 2), tokens, state, cu_seqlens, order.count)
+    return order.back(o, 2), after
+
+
+def prefill_real_first(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    order: RealFirst,
+    *,
+    log_decay: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, DecodeState]:
+    """`prefill` of tokens that are in that order already."""
+    q, k, v = _check(q, k, v, state, order.mask, log_decay, cu_seqlens)
+    if q.shape[2] == 0:
+        return eager.empty_like_layout(q, v.shape[3]), state.clone()
+    return _continued(q, Tokens(k, v, order.mask, log_decay).without_masked_decays(), state, cu_seqlens, order.count)
+
+
+def _continued(
+    q: Tensor, tokens: Tokens, state: DecodeState, cu_seqlens: Tensor | None, count: Tensor | None = None
+) -> tuple[Tensor, DecodeState]:
+    """Masked tokens have no decay. With a `count`, of each sequence, only so many of its tokens are there, the first ones."""
     with ops.without_autocast(q):
         before = folded(state)
         if cu_seqlens is None:
-            o, after = _prefill(q, tokens, before)
+            o, after = _prefill(q, tokens, before, count)
         else:
-            o, after = prefill_packed(q, tokens, before, cu_seqlens, _prefill)
+            o, after = prefill_packed(q, tokens, before, cu_seqlens, _prefill, count)
         return o, gathering(after, state.fold_every)
 
 
 def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None) -> tuple[Tensor, DecodeState]:
-    """Of n tokens. With a `count`, (1,), for a batch of one, only so many of them are there, and the others, which are masked
-    and have no decay, leave no trace."""
+    """Of n tokens. With a `count`, (b,), only so many of them are there, the first ones, and the others, which are masked and
+    have no decay, leave no trace."""
     n = q.shape[2]
     q, k = _transform(q, tokens.keys, state, use_custom_gradient=True)
     tokens = tokens._replace(keys=k)
@@ -278,10 +325,15 @@ def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
     """Those that the window holds, this one among them, behind the one that leaves it; and which one joins the sums: that, or
     this one, where there is no window."""
     if state.exact_window == 0:
+        token = token.without_masked_decays()
         decays = token.decays if token.decays is None else token.decays.to(state.weights.dtype)
         return token, token._replace(decays=decays)
     tokens = joined(state, token)
-    return tokens, tokens.slice(0, 1)
+    leaving = tokens.slice(0, 1)
+    if token.mask is not None:  # behind a masked one no token leaves
+        leaving = leaving._replace(mask=leaving.mask & token.mask)
+        leaving = leaving._replace(decays=torch.where(token.mask.unsqueeze(1), leaving.decays, 0.0))
+    return tokens, leaving
 
 
 def _with_near_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
@@ -294,7 +346,7 @@ def _with_near_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state
 def _advanced(
     state: DecodeState, n: int, values: Tensor, weights: Tensor, tokens: Tokens, count: Tensor | None = None
 ) -> DecodeState:
-    """The state after n tokens, or as many as `count`; `tokens` are the last ones, where it keeps some."""
+    """The state after n tokens, or as many as `count` (b,); `tokens` are the last ones, where it keeps some."""
     changes = {"values": values, "weights": weights, "tokens": state.tokens + n}
     if state.positions is not None:
         changes["positions"] = state.positions + (n if count is None else count)

@@ -29,9 +29,9 @@ class Blocks(NamedTuple):
     place: Tensor  # (n,) of a token, among those of all blocks
 
 
-def blocks_of(cu_seqlens: Tensor, n: int) -> Blocks:
+def blocks_of(cu_seqlens: Tensor, n: int, real: Tensor | None = None) -> Blocks:
     """Of about the mean length of a sequence: at most two for each sequence, and twice as many places as tokens, beyond short
-    ones."""
+    ones. With `real` (s,) only so many tokens of a sequence are there, the first ones."""
     sequences = cu_seqlens.shape[0] - 1
     length = max(_SHORTEST, -(-n // sequences))
     cu_seqlens = cu_seqlens.long()
@@ -41,7 +41,8 @@ def blocks_of(cu_seqlens: Tensor, n: int) -> Blocks:
     block = torch.arange(min(n, n // length + sequences), device=cu_seqlens.device)
     sequence = torch.searchsorted(last, block, right=True).clamp(max=sequences - 1)
     start = begin[sequence] + (block - first[sequence]) * length
-    count = (end[sequence] - start).clamp(0, length)
+    stop = end if real is None else begin + real
+    count = (stop[sequence] - start).clamp(0, length)
     token = (start.unsqueeze(-1) + torch.arange(length, device=cu_seqlens.device)).clamp(0, n - 1)
     at = torch.arange(n, device=cu_seqlens.device)
     of_token = torch.searchsorted(end, at, right=True).clamp(max=sequences - 1)
@@ -50,11 +51,11 @@ def blocks_of(cu_seqlens: Tensor, n: int) -> Blocks:
 
 
 def prefill_packed(
-    q: Tensor, tokens: Tokens, state: DecodeState, cu_seqlens: Tensor, prefill: Prefill
+    q: Tensor, tokens: Tokens, state: DecodeState, cu_seqlens: Tensor, prefill: Prefill, real: Tensor | None = None
 ) -> tuple[Tensor, DecodeState]:
-    """Output (1, h, n, dv), and the state after each sequence."""
+    """Output (1, h, n, dv), and the state after each sequence; `real` as in `blocks_of`."""
     n = q.shape[2]
-    blocks, outputs, after = blocks_of(cu_seqlens, n), [], state.clone()
+    blocks, outputs, after = blocks_of(cu_seqlens, n, real), [], state.clone()
     write = Tensor.index_copy if eager.is_transformed() else Tensor.index_copy_
     for sequence, count, token in zip(*(x.split(1) for x in blocks[:3]), strict=True):
         part = _Part(token.squeeze(0), count)

@@ -25,8 +25,8 @@ class DecodeState(BatchState):
 
     `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
     `1`, `k_a` and `k_a k_b` for `a <= b`, in that order (`1 + d` of them for p = 1). With a sinusoidal rpe_matrix d counts the
-    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was seen, in packed
-    sequences of all of them together.
+    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was passed, padding too,
+    in packed sequences of all of them together; of states that `cat` joins it is the largest.
 
     With an exact window of W tokens the sums hold the tokens before the last W, and `near_keys` (b, hk, W, d), `near_values`
     (b, hk, W, dv), `near_mask` (b, W) and `near_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
@@ -70,6 +70,17 @@ class DecodeState(BatchState):
     def device(self) -> torch.device:
         """Of the tensors."""
         return self.values.device
+
+    @classmethod
+    def _cat(cls, states: Sequence[DecodeState]) -> DecodeState:
+        tensors = {name: torch.cat([getattr(state, name) for state in states]) for name in states[0].tensors()}
+        return replace(states[0], tokens=max(state.tokens for state in states), **tensors)
+
+    def options(self) -> dict:
+        """What states of one batch have in common."""
+        tensors = self.tensors()
+        options = {name: x for name, x in vars(self).items() if name not in tensors and name != "tokens"}
+        return options | {f"shape of {name}": tuple(x.shape[1:]) for name, x in tensors.items()}
 
     def to(
         self,

@@ -18,6 +18,7 @@ from fastmax.bounds import with_bounds
 from fastmax.call import Call
 from fastmax.decode_state import DecodeState
 from fastmax.merge import merge_attention
+from fastmax.padding import taken
 from fastmax.score import Softmax, log_of_sums
 
 
@@ -32,10 +33,9 @@ class Tokens(NamedTuple):
     def slice(self, first: int, count: int) -> Tokens:
         return self._each(lambda x, dim: x.narrow(dim, first, count))
 
-    def gather(self, first: Tensor, count: int) -> Tokens:
-        """`slice`, where the device alone knows from which place, (1,)."""
-        places = first + torch.arange(count, device=first.device)
-        return self._each(lambda x, dim: x.index_select(dim, places))
+    def last(self, n: int, window: int, count: Tensor | None) -> Tokens:
+        """The window after n tokens more, or as many as `count`, (b,)."""
+        return self.slice(n, window) if count is None else self._each(lambda x, dim: taken(x, count, window, dim))
 
     def without_masked(self) -> Tokens:
         """0 in the place of those that do not take part: whatever they hold, products with it leave no trace."""
@@ -43,6 +43,12 @@ class Tokens(NamedTuple):
             return self
         there = self.mask[:, None, :, None]
         return self._replace(keys=torch.where(there, self.keys, 0), values=torch.where(there, self.values, 0))
+
+    def without_masked_decays(self) -> Tokens:
+        """0 in the place of decays of those that do not take part."""
+        if self.mask is None or self.decays is None:
+            return self
+        return self._replace(decays=torch.where(self.mask.unsqueeze(1), self.decays, 0.0))
 
     def _each(self, function: Callable[[Tensor, int], Tensor]) -> Tokens:
         return Tokens(*(function(x, dim) for x, dim in zip(self, _TOKEN_DIMENSIONS, strict=True)))
@@ -71,7 +77,7 @@ def joined(state: DecodeState, tokens: Tokens) -> Tokens:
 def prefill(
     q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tokens]:
-    """Output of n queries, the new values and weights, and the tokens to keep; `tokens` are `joined`. With a `count`, (1,),
+    """Output of n queries, the new values and weights, and the tokens to keep; `tokens` are `joined`. With a `count`, (b,),
     only so many of the n are there, and outputs of the others mean nothing."""
     n, window = q.shape[2], state.exact_window
     leaving = tokens.slice(0, n)
@@ -79,11 +85,12 @@ def prefill(
     between = eager.sums_in_window(far.log_decay, window)  # from where a query stands among those that leave to where it stands
     far = far._replace(key_padding_mask=leaving.mask, log_decay=far.log_decay[..., :n])
     if count is not None:
-        leaves = torch.arange(n, device=q.device) < count
-        far = far._replace(key_padding_mask=leaving.mask & leaves, log_decay=torch.where(leaves, far.log_decay, 0.0))
+        leaves = torch.arange(n, device=q.device) < count.unsqueeze(-1)
+        decays = torch.where(leaves.unsqueeze(1), far.log_decay, 0.0)
+        far = far._replace(key_padding_mask=leaving.mask & leaves, log_decay=decays)
     o, z, values, weights = ops.prefill(q, leaving.keys, leaving.values, far, state.values, state.weights)
     o = with_near_keys(q, o, log_of_sums(z), between, tokens, state)
-    return o, values, weights, tokens.slice(n, window) if count is None else tokens.gather(count, window)
+    return o, values, weights, tokens.last(n, window, count)
 
 
 def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:

@@ -3,24 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastmax import eager
 from fastmax.functional import flash_attention
+from fastmax.padding import PackedPlaces, taken
+
+_TOKEN_DIMENSIONS = {"keys": 2, "values": 2, "mask": 1, "decays": 2}
+_LEAST_CAPACITY = 16
+
+
+@dataclass(eq=False)
+class Memory:
+    """Tensors of a cache with places for more tokens, and how many places are taken. Caches that continue each other share
+    one."""
+
+    tensors: dict[str, Tensor]
+    taken: int
+
+    @classmethod
+    def of(cls, cache: KeyValueCache, capacity: int) -> Memory:
+        """With the tokens of the cache first."""
+        tensors, tokens = {}, cache.keys.shape[2]
+        for name, x in cache.tensors().items():
+            shape = list(x.shape)
+            shape[_TOKEN_DIMENSIONS[name]] = capacity
+            tensors[name] = x.new_empty(shape)
+            tensors[name].narrow(_TOKEN_DIMENSIONS[name], 0, tokens).copy_(x)
+        return cls(tensors, tokens)
+
+    @property
+    def capacity(self) -> int:
+        """In tokens."""
+        return self.tensors["keys"].shape[2]
+
+    def slice(self, first: int, stop: int) -> KeyValueCache:
+        """The cache of these tokens, on this memory."""
+        of_tokens = {name: x.narrow(_TOKEN_DIMENSIONS[name], first, stop - first) for name, x in self.tensors.items()}
+        return KeyValueCache(**of_tokens, memory=self, stop=stop)
+
+    def has_room(self, stop: int, tokens: int) -> bool:
+        """Whether the tokens behind `stop` may be written: another continuation has not taken the places, and PyTorch allows
+        it, as of tensors of inference mode only within it."""
+        writable = torch.is_inference_mode_enabled() or not self.tensors["keys"].is_inference()
+        return writable and self.taken == stop and stop + tokens <= self.capacity
 
 
 @dataclass(eq=False)
 class KeyValueCache:
     """What softmax attention needs of the tokens seen, which grows with them: `keys` and `values` (b, hk, t, d) in the dtype of
-    q, k and v, `mask` bool (b, t), True = the token takes part, and its log_decay `decays` (b, hk, t), 0 without decays."""
+    q, k and v, `mask` bool (b, t), True = the token takes part, and its log_decay `decays` (b, hk, t), 0 without decays.
+
+    The tensors may be views of a `memory` with places for more, where the next tokens are written behind `stop`. A cache is not
+    modified by it, since they lie behind its own. With a window the tokens of each row that take part are its last ones.
+    """
 
     keys: Tensor
     values: Tensor
     mask: Tensor
     decays: Tensor
+    memory: Memory | None = None
+    stop: int = 0
 
     @classmethod
     def empty(
@@ -36,11 +83,11 @@ class KeyValueCache:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name. The first dimension of each is the batch."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: getattr(self, name) for name in _TOKEN_DIMENSIONS}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> KeyValueCache:
         """The cache with `function` of each of its tensors."""
-        return replace(self, **{name: function(x) for name, x in self.tensors().items()})
+        return KeyValueCache(**{name: function(x) for name, x in self.tensors().items()})
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KeyValueCache:
         """On another device, or for tokens of another dtype, to which keys and values are rounded."""
@@ -52,6 +99,65 @@ class KeyValueCache:
             self.decays.to(device=device, dtype=eager.compute_dtype(dtype)),
         )
 
+    def options(self) -> dict:
+        """What caches of one batch have in common."""
+        return {"key/value heads": self.keys.shape[1], "head_dim": self.keys.shape[3]}
+
+    @classmethod
+    def cat(cls, caches: list[KeyValueCache]) -> KeyValueCache:
+        """Along the batch; shorter ones have masked tokens on the left."""
+        longest = max(cache.keys.shape[2] for cache in caches)
+        caches = [cache.with_padding(longest - cache.keys.shape[2]) for cache in caches]
+        return cls(*(torch.cat(x) for x in zip(*(cache.tensors().values() for cache in caches), strict=True)))
+
+    def with_padding(self, tokens: int) -> KeyValueCache:
+        """With so many masked tokens on the left."""
+        return self.map(lambda x: F.pad(x, (0, 0, tokens, 0) if x.dim() == 4 else (tokens, 0)))
+
+    def and_then(self, new: KeyValueCache) -> KeyValueCache:
+        """These tokens, then those: on the same memory where it has room, without which it is made anew, of twice the size."""
+        given = (*self.tensors().values(), *new.tensors().values())
+        if torch.compiler.is_compiling() or eager.differentiating(*given):
+            of_both = zip(self.tensors().items(), new.tensors().values(), strict=True)
+            return KeyValueCache(**{name: torch.cat([x, y], _TOKEN_DIMENSIONS[name]) for (name, x), y in of_both})
+        tokens, more = self.keys.shape[2], new.keys.shape[2]
+        memory, stop = self.memory, self.stop
+        if memory is None or not memory.has_room(stop, more):
+            memory, stop = Memory.of(self, max(2 * tokens, tokens + more, _LEAST_CAPACITY)), tokens
+        memory.taken += more
+        for name, x in new.tensors().items():
+            memory.tensors[name].narrow(_TOKEN_DIMENSIONS[name], stop, more).copy_(x)
+        return memory.slice(stop - tokens, stop + more)
+
+    def without_memory(self) -> KeyValueCache:
+        """The cache whose next tokens are written elsewhere."""
+        return self.map(lambda x: x)
+
+    def last(self, tokens: int) -> KeyValueCache:
+        """The last ones, at most so many."""
+        first = max(0, self.keys.shape[2] - tokens)
+        if self.memory is not None and self.memory.capacity <= max(2 * tokens, _LEAST_CAPACITY):
+            return self.memory.slice(self.stop - self.keys.shape[2] + first, self.stop)
+        return KeyValueCache(
+            **{
+                name: x.narrow(_TOKEN_DIMENSIONS[name], first, self.keys.shape[2] - first).contiguous()
+                for name, x in self.tensors().items()
+            }
+        )
+
+    def last_before(self, stop: Tensor, tokens: int) -> KeyValueCache:
+        """The last ones before `stop` (b,) of each row, at most so many; masked where a row has fewer."""
+        tokens = min(tokens, self.keys.shape[2])
+        padded = self.with_padding(tokens)  # `stop` counts without it: the last are from there on
+        return KeyValueCache(**{name: taken(x, stop, tokens, _TOKEN_DIMENSIONS[name]) for name, x in padded.tensors().items()})
+
+    def __getstate__(self) -> dict:
+        """Of these tokens alone, not of all that is in their memory."""
+        return {name: x if self.memory is None else x.clone() for name, x in self.tensors().items()}
+
+    def __setstate__(self, saved: dict) -> None:
+        self.__init__(**saved)
+
 
 def attend(
     q: Tensor,
@@ -59,30 +165,49 @@ def attend(
     v: Tensor,
     cache: KeyValueCache,
     *,
-    key_padding_mask: Tensor | None,
+    count: Tensor | None = None,
     log_decay: Tensor | None,
     window: int | None,
     use_custom_gradient: bool,
 ) -> tuple[Tensor, KeyValueCache]:
-    """Output of n tokens (b, h, n, d), each of which sees those of the cache and those up to itself; the cache with them."""
-    (b, hk, n, _), decays = k.shape, log_decay
-    if key_padding_mask is None:
-        key_padding_mask = cache.mask.new_ones(b, n)
-    if decays is None:
-        decays = cache.decays.new_zeros(b, hk, n)
-    keys, values = torch.cat([cache.keys, k], dim=2), torch.cat([cache.values, v], dim=2)
-    mask = torch.cat([cache.mask, key_padding_mask], dim=1)
-    decays = torch.cat([cache.decays, decays.to(cache.decays.dtype)], dim=2)
+    """Output of n tokens (b, h, n, d), each of which sees those of the cache and those up to itself; the cache with them.
+    With a `count`, (b,), only so many tokens of a row are there, the first ones."""
+    b, hk, n, _ = k.shape
+    mask = cache.mask.new_ones(b, n) if count is None else torch.arange(n, device=k.device) < count.unsqueeze(-1)
+    decays = cache.decays.new_zeros(b, hk, n) if log_decay is None else log_decay.to(cache.decays.dtype)
+    before, recorded = cache.keys.shape[2], eager.differentiating(q)
+    cache = cache.without_memory() if recorded else cache  # nothing writes to what a backward needs
+    cache = cache.and_then(KeyValueCache(k, v, mask, decays))
     o = flash_attention(
         q,
-        keys,
-        values,
+        cache.keys,
+        cache.values,
         causal=True,
-        key_padding_mask=mask,
-        log_decay=None if log_decay is None else decays,
+        key_padding_mask=cache.mask,
+        log_decay=None if log_decay is None else cache.decays,
         window=window,
         use_custom_gradient=use_custom_gradient,
     )
-    first = 0 if window is None else max(0, keys.shape[2] - window + 1)  # the next token is itself one of the window's
-    kept = keys[:, :, first:], values[:, :, first:], mask[:, first:], decays[:, :, first:]
-    return o, KeyValueCache(*(x.contiguous() for x in kept))
+    cache = cache.without_memory() if recorded else cache
+    if window is None:
+        return o, cache
+    # The next token is itself one of the window's.
+    return o, cache.last(window - 1) if count is None else cache.last_before(before + count, window - 1)
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, packed: PackedPlaces, *, log_decay: Tensor | None, **options
+) -> tuple[Tensor, KeyValueCache]:
+    """`attend` of packed sequences, each of which continues from a batch entry of the cache: as rows, padded to the longest."""
+    n = q.shape[2]
+    if n == 0:
+        return q, cache
+    longest = max(1, int(packed.count.max()))
+    token = (packed.begin.unsqueeze(-1) + torch.arange(longest, device=q.device)).clamp(0, n - 1)  # (s, longest)
+    q, k, v, log_decay = (None if x is None else x[0][:, token].transpose(0, 1) for x in (q, k, v, log_decay))
+    if log_decay is not None:  # what fills the rows up makes nothing fade
+        there = torch.arange(longest, device=q.device) < packed.count.unsqueeze(-1)
+        log_decay = torch.where(there.unsqueeze(1), log_decay, 0.0)
+    o, cache = attend(q, k, v, cache, count=packed.count, log_decay=log_decay, **options)
+    o = o[packed.sequence, :, packed.place.clamp(0, longest - 1)]  # (n, h, d)
+    return o.transpose(0, 1).unsqueeze(0), cache

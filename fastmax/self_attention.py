@@ -16,6 +16,7 @@ from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_dec
 from fastmax.decode_state import DecodeState
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.key_value_cache import KeyValueCache
+from fastmax.padding import PackedPlaces, RealFirst
 from fastmax.rotary import Rotation, rotate
 from fastmax.self_attention_state import SelfAttentionState
 from fastmax.short_convolution import ShortConvolution
@@ -302,10 +303,12 @@ class FastmaxSelfAttention(nn.Module):
             state: from `init_state` or `forward`; x continues from it: in any pieces, of one token or many, the outputs are
                 those of one call. It is not modified.
             cu_seqlens: int32 (s + 1,), from 0 to n: the n tokens of a batch of one are s sequences end to end, apart from each
-                other in attention, convolution and positions, which count from 0 in each. Not with a state.
-            key_padding_mask: bool (b, n), True = the token takes part. Another is not seen by later ones: not its key, nor in
-                the convolution, nor does it make others fade. It counts in positions and windows, and its own output means
-                nothing.
+                other in attention, convolution and positions, which count from 0 in each. With a state of s batch entries
+                sequence i continues from entry i. (A softmax layer without a window then waits for the device, to learn how
+                long the longest sequence is.)
+            key_padding_mask: bool (b, n), True = the token takes part. The others, wherever they stand, leave no trace: each
+                sequence gives what it gives without them. Positions, windows and the convolution count real tokens alone, and
+                outputs of the others mean nothing.
 
         Returns:
             y (b, n, embed_dim); with a state also the state after x. Differentiable.
@@ -316,25 +319,55 @@ class FastmaxSelfAttention(nn.Module):
         context = self._context(state)
         check = self._check if context is None else context.telling(self._check)
         check(x, state, cu_seqlens, key_padding_mask, context)
+        if key_padding_mask is None:
+            return self._attend(x, state, cu_seqlens, None, context)
+        if context is not None:
+            context.refuse_gaps(key_padding_mask, cu_seqlens)
+            return self._attend(x, None, cu_seqlens, key_padding_mask, context)
+        order = RealFirst.of(key_padding_mask, cu_seqlens)
+        out = self._attend(order.first(x), state, cu_seqlens, order.mask, None, order)
+        return order.back(out) if state is None else (order.back(out[0]), out[1])
+
+    def _attend(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        context: Context | None,
+        order: RealFirst | None = None,
+    ) -> Tensor | tuple[Tensor, SelfAttentionState]:
+        """`forward` of checked arguments; the tokens are in `order` where there is one."""
+        packed = None
+        if cu_seqlens is not None and state is not None:
+            packed = PackedPlaces.of(cu_seqlens, x.shape[1], None if order is None else order.count)
+        count = None if order is None else order.count
+        q, k, v, log_decay, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
+        options = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
         if state is None:
-            q, k, v, log_decay, _ = self._heads(x, None, cu_seqlens, key_padding_mask, context)
             fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
-            accompanying = {"log_decay": log_decay, "cu_seqlens": cu_seqlens, "key_padding_mask": key_padding_mask}
-            options = {"causal": True, "use_custom_gradient": self.use_custom_gradient} | accompanying
+            options |= {"causal": True, "use_custom_gradient": self.use_custom_gradient, "key_padding_mask": mask}
             if self.attention == "softmax":
                 o = flash(q, k, v, window=self.window, **options)
             else:
                 o = fastmax(q, k, v, **self.options, **options)
             return self._output(o, x)
-        q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
-        options = {"log_decay": log_decay, "key_padding_mask": key_padding_mask}
         if self.attention == "softmax":
-            options |= {"window": self.window, "use_custom_gradient": self.use_custom_gradient}
-            o, attention = key_value_cache.attend(q, k, v, state.attention, **options)
+            options = {"log_decay": log_decay, "window": self.window, "use_custom_gradient": self.use_custom_gradient}
+            if packed is None:
+                o, attention = key_value_cache.attend(q, k, v, state.attention, count=count, **options)
+            else:
+                o, attention = key_value_cache.attend_packed(q, k, v, state.attention, packed, **options)
+        elif x.shape[1] == 1 and cu_seqlens is None:
+            o, attention = decode.step(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=mask)
+        elif order is None:
+            o, attention = decode.prefill(q, k, v, state.attention, **options)
         else:
-            attend = decode.step if x.shape[1] == 1 else decode.prefill
-            o, attention = attend(q, k, v, state.attention, **options)
-        return self._output(o, x), SelfAttentionState(attention, recent, state.positions + x.shape[1])
+            o, attention = decode.prefill_real_first(q, k, v, state.attention, order, **options)
+        if packed is not None:
+            count = packed.count
+        positions = state.positions + (x.shape[1] if count is None else count)
+        return self._output(o, x), SelfAttentionState(attention, recent, positions)
 
     def step_(self, x: Tensor, state: SelfAttentionState, *, key_padding_mask: Tensor | None = None) -> Tensor:
         """`forward` of one token in place: the state itself takes it, at the addresses it has, as CUDA graphs want it.
@@ -361,11 +394,12 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
         self._context(state)
         state.refuse_outside_inference_mode()
-        q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask)
+        count = None if key_padding_mask is None else key_padding_mask.sum(1)
+        q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask, count=count)
         o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
         if recent is not None:
             state.recent.copy_(recent)
-        state.positions.add_(1)
+        state.positions.add_(1 if count is None else count)
         return self._output(o, x)
 
     @property
@@ -388,8 +422,11 @@ class FastmaxSelfAttention(nn.Module):
         cu_seqlens: Tensor | None,
         mask: Tensor | None,
         context: Context | None = None,
+        packed: PackedPlaces | None = None,
+        count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution."""
+        """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution. With a `count`,
+        (b,), only so many tokens of a row are there, the first ones; `packed` is of `cu_seqlens` with a state."""
         qkv = self.qkv_proj(x)
         spread.refuse("heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv)
         if qkv.shape[-1] != self._channels:
@@ -404,18 +441,25 @@ class FastmaxSelfAttention(nn.Module):
             positions = torch.arange(x.shape[1], device=x.device)
         else:
             qkv, recent = qkv.to(state.dtype), state.recent
-            positions = state.positions.unsqueeze(-1)
-            if x.shape[1] != 1:
-                positions = positions + torch.arange(x.shape[1], device=x.device)
-        if cu_seqlens is not None:
+            if packed is not None:
+                positions = state.positions[packed.sequence] + packed.place
+            else:
+                positions = state.positions.unsqueeze(-1)
+                if x.shape[1] != 1:
+                    positions = positions + torch.arange(x.shape[1], device=x.device)
+        if cu_seqlens is not None and packed is None:
             positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
         if mask is not None:
             qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
         if self.conv is not None:
-            if context is None:
-                qkv, recent = self.conv(qkv, recent, places)
-            else:
+            if context is not None:
                 qkv = context.convolve(self.conv, qkv, places)
+            elif packed is None:
+                qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
+            elif x.shape[1] == 0:
+                recent = recent.clone()
+            else:
+                qkv, recent = self.conv.continue_packed(qkv, recent, packed)
         heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
         q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
         q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
@@ -464,11 +508,9 @@ class FastmaxSelfAttention(nn.Module):
         tokens = None if context is None or cu_seqlens is None else context.layout_of(x.shape[1]).tokens
         validation.check_cu_seqlens(cu_seqlens, one_head, one_head, tokens)
         if state is not None:
-            self._check_state(state, x)
-            if cu_seqlens is not None:
-                raise ValueError("cu_seqlens is for whole sequences, got a state as well: pass a batch entry for each sequence")
+            self._check_state(state, x, cu_seqlens)
 
-    def _check_state(self, state: SelfAttentionState, x: Tensor) -> None:
+    def _check_state(self, state: SelfAttentionState, x: Tensor, cu_seqlens: Tensor | None) -> None:
         if not isinstance(state, SelfAttentionState):
             raise TypeError(f"state must come from this layer's init_state, got {validation.describe(state)}")
         expected = DecodeState if self.attention == "fastmax" else KeyValueCache
@@ -476,13 +518,16 @@ class FastmaxSelfAttention(nn.Module):
             raise TypeError(
                 f'state must come from a layer of attention="{self.attention}", got one of {type(state.attention).__name__}'
             )
-        if state.positions.shape != (x.shape[0],):
-            raise ValueError(f"state must have x's batch {x.shape[0]}, got {state.positions.shape[0]}")
+        batch, whose = x.shape[0], "x's batch {}"
+        if cu_seqlens is not None:
+            batch, whose = cu_seqlens.shape[0] - 1, "a batch entry for each of the {} sequences of cu_seqlens"
+        if state.positions.shape != (batch,):
+            raise ValueError(f"state must have {whose.format(batch)}, got {state.positions.shape[0]}")
         if state.device != x.device:
             raise ValueError(f"state must be on x's device {x.device}, got {state.device}")
         if state.dtype != x.dtype and not ops.in_autocast(x):
             raise TypeError(f"state must be for x's dtype {x.dtype}, got {state.dtype}")
-        recent = None if self.conv is None else (x.shape[0], self.conv.width - 1, self._channels)
+        recent = None if self.conv is None else (batch, self.conv.width - 1, self._channels)
         got = None if state.recent is None else tuple(state.recent.shape)
         if got != recent:
             raise ValueError(f"state must have a recent of shape {recent}, as this layer's convolution keeps, got {got}")

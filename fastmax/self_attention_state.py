@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,18 @@ class SelfAttentionState(BatchState):
         recent = None if self.recent is None else function(self.recent)
         return SelfAttentionState(self.attention.map(function), recent, function(self.positions))
 
+    @classmethod
+    def _cat(cls, states: Sequence[SelfAttentionState]) -> SelfAttentionState:
+        first = states[0]
+        attention = type(first.attention).cat([state.attention for state in states])
+        recent = None if first.recent is None else torch.cat([state.recent for state in states])
+        return cls(attention, recent, torch.cat([state.positions for state in states]))
+
+    def options(self) -> dict:
+        """What states of one batch have in common."""
+        shape = None if self.recent is None else tuple(self.recent.shape[1:])
+        return {"kind of attention": type(self.attention).__name__, "shape of recent": shape} | self.attention.options()
+
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> SelfAttentionState:
@@ -59,14 +71,14 @@ class SelfAttentionState(BatchState):
 torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])
 
 
-def _register(node: type) -> None:
-    """As a pytree node, whose children are the fields."""
+def _register(node: type, children: Callable) -> None:
+    """As a pytree node."""
     pytree.register_pytree_node(
         node,
-        lambda state: (list(vars(state).values()), tuple(vars(state))),
+        lambda state: (list(children(state).values()), tuple(children(state))),
         lambda children, names: node(**dict(zip(names, children, strict=True))),
     )
 
 
-for _node in (KeyValueCache, SelfAttentionState):
-    _register(_node)
+_register(KeyValueCache, KeyValueCache.tensors)
+_register(SelfAttentionState, vars)

@@ -47,10 +47,11 @@ def check_layer(group, options, layout, accompanying, recompute=False):
     whole, part = x.clone().requires_grad_(), x[:, own].requires_grad_()
     expected = layer(whole, **accompanying)
     y = checkpoint(parallel, part, use_reentrant=False, **of_rank) if recompute else parallel(part, **of_rank)
+    seen = accompanying.get("key_padding_mask", torch.ones(1, N, dtype=torch.bool)).unsqueeze(-1).expand(len(x), N, 1)
+    expected, y = expected * seen, y * seen[:, own]
     assert_close(y, expected[:, own], **EXACT)
-    seen = accompanying.get("key_padding_mask", torch.ones(1, N, dtype=torch.bool)).unsqueeze(-1)
-    (expected * seen).pow(2).sum().backward()
-    (y * seen.expand(len(x), N, 1)[:, own]).pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    y.pow(2).sum().backward()
     assert_close(part.grad, whole.grad[:, own], **EXACT)
     for (name, parameter), got in zip(layer.named_parameters(), parallel.parameters(), strict=True):
         torch.distributed.all_reduce(got.grad, group=group)
@@ -67,8 +68,16 @@ def test_layer(options, layout):
 def test_packed_and_padded(layout):
     packed = {"cu_seqlens": torch.tensor([0, 1, 8, 8, 13, N], dtype=torch.int32)}
     run(check_layer, 3, LAYERS["defaults"], layout, packed)
-    padded = {"key_padding_mask": torch.rand(2, N) > 0.3}
+    at = torch.arange(N)
+    padded = {"key_padding_mask": torch.stack([at >= 5, at < 17])}
     run(check_layer, 3, LAYERS["defaults"], layout, padded)
+
+
+def test_packed_with_padding():
+    at = torch.arange(N)
+    packed = {"cu_seqlens": torch.tensor([0, 1, 8, 8, 13, N], dtype=torch.int32)}
+    packed["key_padding_mask"] = ((at != 1) & (at != 12) & (at != N - 1)).unsqueeze(0)
+    run(check_layer, 3, LAYERS["defaults"], LAYOUTS["parts of every kind"], packed)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
@@ -258,6 +267,9 @@ def check_refusals(group):
     zigzag = parallelize_module(make_layer({}), mesh, ContextParallel("zigzag"))
     x, q = torch.randn(1, 8, 32, dtype=torch.float64), torch.randn(1, 2, 8, 4, dtype=torch.float64)
     state = init_state(1, 2, 4, dtype=torch.float64)
+    # Padding between the tokens of two ranks.
+    gap = torch.arange(8).unsqueeze(0) < 6 if group.rank() == 0 else torch.arange(8).unsqueeze(0) > 1
+    cu_seqlens = torch.tensor([0, 3, 16], dtype=torch.int32)
 
     def in_context(function, **options):
         with context_parallel(mesh, **options):
@@ -270,6 +282,8 @@ def check_refusals(group):
             lambda: ContextParallel(contiguous_layout([1, 1, 1]))._apply(make_layer({}), mesh),
             lambda: layer(x, layer.init_state(1)),
             lambda: layer.step_(x[:, :1], layer.init_state(1)),
+            lambda: layer(x, key_padding_mask=gap),
+            lambda: layer(x, cu_seqlens=cu_seqlens, key_padding_mask=gap),
             lambda: eager(x),
             lambda: fixed(x),
             lambda: zigzag(x[:, : 3 + 4 * group.rank()]),
@@ -290,6 +304,8 @@ def test_refuses_by_name():
         "layout must have the parts of the mesh's 2 ranks, got those of 3",
         "state is of sequences that one rank has as a whole",
         "state is of sequences that one rank has as a whole",
+        "key_padding_mask of a context parallel layer must leave the real tokens of each sequence together",
+        "key_padding_mask of a context parallel layer must leave the real tokens of each sequence together",
         "use_custom_gradient=False has no context parallel form",
         "x must have the ",
         "ranks must hold (5, 5) tokens in a zigzag layout of 10, got (3, 7)",

@@ -1,5 +1,6 @@
 """States that gather tokens beside their sums (`fold_every`): `step`, `step_` and `prefill` in any split against one call of
-`fastmax_attention`, and what is done with such a state between tokens. Splits are those of `test_decode_window.py`."""
+`fastmax_attention` for the real tokens of each sequence, and what is done with such a state between tokens. Splits are those
+of `test_decode_window.py`."""
 
 import copy
 import io
@@ -10,7 +11,17 @@ import torch
 from common import DTYPES, Case, assert_within_contract, by_order, definition, dtype_id, exactly, make_decay, make_inputs
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decode import OPTIONS, Calls, assert_same_states, by_decode_option, check_replays, first_token, pieces
+from test_decode import (
+    OPTIONS,
+    Calls,
+    assert_same_states,
+    at_real,
+    by_decode_option,
+    check_replays,
+    each_alone,
+    first_token,
+    pieces,
+)
 from test_decode_window import accompany, advance, check_within_contract
 
 import fastmax
@@ -43,8 +54,8 @@ def test_any_split(sizes, window, fold_every, decay, padded, in_place):
     inputs, _ = make_inputs(case, torch.float64)
     given = accompany(case, "cpu", padded, decay)
     actual, state = advance(inputs, sizes, new_state(case, window, fold_every), in_place, **given)
-    options = {"causal": True, "exact_window": window, "log_decay": given["log_decay"], "key_padding_mask": given["mask"]}
-    torch.testing.assert_close(actual, fastmax_attention(**inputs, **options), rtol=1e-9, atol=1e-10)
+    expected = each_alone(fastmax_attention, inputs, **given, exact_window=window)
+    torch.testing.assert_close(at_real(actual, given["mask"]), expected, rtol=1e-9, atol=1e-10)
     assert state.tokens == case.n and state.fold_every == fold_every
 
 

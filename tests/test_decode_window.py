@@ -1,5 +1,6 @@
-"""States with an exact window: `step`, `step_` and `prefill` in any split against one call of `fastmax_attention`, whose window
-`test_exact_window.py` checks, and against the definition. Options of the state: rows of `test_decode.OPTIONS`."""
+"""States with an exact window: `step`, `step_` and `prefill` in any split against one call of `fastmax_attention` for the real
+tokens of each sequence, whose window `test_exact_window.py` checks, and against the definition. Options of the state: rows of
+`test_decode.OPTIONS`."""
 
 import copy
 from dataclasses import replace
@@ -21,7 +22,7 @@ from common import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from test_decode import Calls, assert_same_states, check_replays, first_token, pieces
+from test_decode import Calls, assert_same_states, at_real, check_replays, each_alone, first_token, pieces
 
 import fastmax
 from fastmax import fastmax_attention, flash_attention
@@ -62,9 +63,10 @@ def assert_splits_equal_one_call(case, window, sizes, device, in_place=False, pa
     inputs, _ = make_inputs(case, torch.float64, device)
     given = accompany(case, device, padded, decay)
     actual, state = advance(inputs, sizes, new_state(case, window, device, **options), in_place, **given)
-    options |= {"causal": True, "exact_window": window, "log_decay": given["log_decay"], "key_padding_mask": given["mask"]}
-    torch.testing.assert_close(actual, fastmax_attention(**inputs, **options), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(actual, definition(**inputs, **options), rtol=1e-9, atol=1e-10)
+    actual = at_real(actual, given["mask"])
+    for attend in (fastmax_attention, definition):
+        expected = each_alone(attend, inputs, **given, exact_window=window, **options)
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
     assert state.tokens == case.n and state.exact_window == window
 
 
@@ -138,10 +140,10 @@ def test_gradients_through_the_state(sizes, decay, padded, device):
     inputs, grad_o = make_inputs(CASE, torch.float64, device)
     given = accompany(CASE, device, padded, decay)
     leaves = [x.requires_grad_() for x in (*inputs.values(), given["log_decay"])]
-    options = {"causal": True, "exact_window": 4, "log_decay": given["log_decay"], "key_padding_mask": given["mask"]}
     actual, _ = advance(inputs, sizes, new_state(CASE, 4, device), **given)
-    expected = fastmax_attention(**inputs, **options, use_custom_gradient=False)
-    for x, y in zip(*(torch.autograd.grad(o, leaves, grad_o) for o in (actual, expected)), strict=True):
+    expected = each_alone(fastmax_attention, inputs, **given, exact_window=4, use_custom_gradient=False)
+    outputs = at_real(actual, given["mask"]), expected
+    for x, y in zip(*(torch.autograd.grad(o, leaves, grad_o) for o in outputs), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-10)
 
 
@@ -325,9 +327,9 @@ def check_within_contract(case, sizes, window, dtype, p, **of_state):
     given["log_decay"] = given["log_decay"].float()
     options = {"temperature": 8.0, "p": p, "a0": 3.0}
     o, _ = advance(inputs, sizes, new_state(case, window, "cuda", dtype, **options, **of_state), True, **given)
-    options |= {"causal": True, "exact_window": window, "key_padding_mask": given["mask"], "log_decay": given["log_decay"]}
-    exact = definition(**{name: exactly(x) for name, x in inputs.items()}, **options)
-    assert_within_contract("o", o, definition(**inputs, **options), exact)
+    options |= given | {"exact_window": window}
+    exact = each_alone(definition, {name: exactly(x) for name, x in inputs.items()}, **options)
+    assert_within_contract("o", at_real(o, given["mask"]), each_alone(definition, inputs, **options), exact)
 
 
 @pytest.mark.cuda

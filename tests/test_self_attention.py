@@ -68,13 +68,20 @@ def turned(x, layer):
     return torch.cat([z.real, z.imag, x[..., 2 * half :]], dim=-1)
 
 
-def written_out(layer, x, mask=None):
+def each_alone(layer, x, mask):
+    """The real tokens of each sequence by themselves, by `written_out`; 0 at the others."""
+    y = torch.zeros_like(x)
+    for i, real in enumerate(mask):
+        y[i, real] = written_out(layer, x[i : i + 1, real])[0]
+    return y
+
+
+def written_out(layer, x):
     """The layer with the (n, n) matrix of weights."""
     n = x.shape[1]
     h, hk, d = layer.num_heads, layer.num_kv_heads, layer.head_dim
     qkv = layer.qkv_proj(x)
     if layer.conv is not None:
-        qkv = qkv if mask is None else qkv * mask.unsqueeze(-1)
         width = layer.conv.width
         qkv = F.conv1d(F.pad(qkv.mT, (width - 1, 0)), layer.conv.weight, groups=qkv.shape[-1]).mT
     q, k, v = (part.unflatten(-1, (-1, d)).transpose(1, 2) for part in qkv.split([h * d, hk * d, hk * d], dim=-1))
@@ -95,10 +102,9 @@ def written_out(layer, x, mask=None):
         weights, seen = torch.where(distance < layer.options["exact_window"], s.exp(), f), distance >= 0
     if layer.decay_proj is not None:
         log_decay = torch.sigmoid(layer.decay_proj(x)).log()  # (b, n, hk)
-        log_decay = log_decay if mask is None else log_decay * mask.unsqueeze(-1)
         sums = log_decay.cumsum(1).mT.repeat_interleave(h // hk, dim=1)
         weights = weights * (sums.unsqueeze(-1) - sums.unsqueeze(-2)).clamp(max=0).exp()
-    weights = weights * seen if mask is None else weights * (seen & mask[:, None, None])
+    weights = weights * seen
     o = (weights @ v) / weights.sum(-1, keepdim=True)
     o = rms(o.transpose(1, 2), layer.output_norm).flatten(2)
     if layer.gate_proj is not None:
@@ -154,9 +160,8 @@ def test_window_matters_beyond_its_tokens():
 @pytest.mark.parametrize("conv", [0, 4])
 def test_padding(conv, options):
     layer, x, mask = make(num_kv_heads=2, conv=conv, **options), tokens(), torch.rand(2, N) > 0.4
-    mask[:, 0] = True  # every query sees a key
     y = layer(x, key_padding_mask=mask)
-    torch.testing.assert_close(y[mask], written_out(layer, x, mask)[mask], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(y[mask], each_alone(layer, x, mask)[mask], rtol=1e-8, atol=1e-9)
     for held in (100.0, torch.nan, torch.inf):
         x[~mask] = held  # in place: equal bits need equal addresses
         torch.testing.assert_close(layer(x, key_padding_mask=mask)[mask], y[mask], rtol=0, atol=0)
@@ -219,8 +224,9 @@ def test_pieces_are_one_call(option, sizes):
 def test_pieces_with_padding(options):
     layer, x, mask = make(**options), tokens(), torch.rand(2, N) > 0.4
     mask[:, 0] = True
-    y, _ = in_pieces(layer, x, [3, 1, 5, 1, 3], mask=mask)
-    torch.testing.assert_close(y, layer(x, key_padding_mask=mask), rtol=1e-8, atol=1e-9)
+    y, state = in_pieces(layer, x, [3, 1, 5, 1, 3], mask=mask)
+    torch.testing.assert_close(y[mask], layer(x, key_padding_mask=mask)[mask], rtol=1e-8, atol=1e-9)
+    assert state.positions.tolist() == mask.sum(1).tolist()
 
 
 @by_attention
@@ -556,7 +562,12 @@ def test_calls_that_are_refused():
         ((x,), {"key_padding_mask": torch.ones(2, 3, dtype=torch.bool)}, ValueError, "key_padding_mask must have shape"),
         ((x,), {"cu_seqlens": cu_seqlens}, ValueError, "cu_seqlens takes a batch of one"),
         ((x[:1],), {"cu_seqlens": cu_seqlens - 1}, ValueError, "cu_seqlens must go from 0"),
-        ((x[:1], layer.init_state(1)), {"cu_seqlens": cu_seqlens}, ValueError, "cu_seqlens is for whole sequences"),
+        (
+            (x[:1], layer.init_state(1)),
+            {"cu_seqlens": cu_seqlens},
+            ValueError,
+            "state must have a batch entry for each of the 2 sequences of cu_seqlens, got 1",
+        ),
         ((x, state.attention), {}, TypeError, "state must come from this layer's init_state"),
         ((x[:1], state), {}, ValueError, "state must have x's batch 1, got 2"),
         ((x, state.to("meta")), {}, ValueError, "state must be on x's device"),

@@ -99,6 +99,22 @@ def test_logits_in_parts(family, side, options):
     torch.testing.assert_close(torch.cat(parts, dim=1)[real], expected[real])
 
 
+@FAMILIES
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_right_padded_prompts_go_on_as_each_alone(family, options):
+    """Tokens that follow padding: windows and positions count real tokens."""
+    model = family(fastmax=options)
+    ids, new, mask, cache = tokens(3, 9), tokens(3, 3), padding_mask("right"), FastmaxCache(model.config)
+    run(model, ids, mask, past_key_values=cache)
+    for i in range(3):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        position = mask.sum(-1, keepdim=True) - 1
+        logits = model(new[:, i : i + 1], attention_mask=mask, position_ids=position, past_key_values=cache).logits
+        for row, length in enumerate((9, 6, 1)):
+            alone = torch.cat([ids[row, :length], new[row, : i + 1]]).unsqueeze(0)
+            torch.testing.assert_close(logits[row], model(alone, use_cache=False).logits[0, -1:])
+
+
 WITH_STATES = ["GPTNeoX", "GPTBigCode", "OPT", "Phi3", "Qwen3", "Gemma", "Cohere", "Mixtral", "Granite", "StableLm"]
 
 

@@ -20,14 +20,17 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.nn import functional as F
 
 from fastmax import spread, validation
+from fastmax.bounds import sequence_at
 from fastmax.distributed.agreement import agree, telling
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
     tokens_before,
 )
+from fastmax.distributed.communication import gather
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.module import FASTMultiHeadAttention
 from fastmax.self_attention import FastmaxSelfAttention
@@ -111,6 +114,43 @@ class Context:
         # Without parts, what came for none: this rank's backward takes part in the exchange of the others.
         return torch.cat(pieces or (convolution(x)[0], *before), dim=1)
 
+    @outside_of_compiled_code
+    def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+        """Raise on all ranks where padding stands between real tokens of a sequence, on whichever ranks they are: it would
+        count in positions, windows and the convolution. Every rank has to call it. `mask` is bool (b, n), True = real.
+
+        Raises:
+            ValueError: it does; on a GPU, where values are not looked at, an assertion of the device.
+        """
+        layout = self.layout_of(mask.shape[1])
+        if layout.world > 1:
+            agree(self.group, {"function": "a layer with key_padding_mask"}, mask.shape[1])
+        longest = max(layout.count(rank) for rank in range(layout.world))
+        own = F.pad(mask.to(torch.uint8), (0, longest - mask.shape[1]))
+        of_ranks = gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
+        real = mask.new_zeros(mask.shape[0], layout.tokens)
+        for rank in range(layout.world):
+            for part in layout.of(rank):
+                real[:, part.start : part.stop] = of_ranks[rank][:, part.local].bool()
+        begins = real.clone()  # a run of real tokens
+        begins[:, 1:] &= ~real[:, :-1]
+        if cu_seqlens is None:
+            runs = begins.sum(1)
+        else:
+            at = torch.arange(layout.tokens, device=mask.device)
+            sequence = sequence_at(cu_seqlens, at)
+            begins |= real & (at == cu_seqlens[sequence])
+            runs = torch.zeros(cu_seqlens.shape[0], dtype=torch.int64, device=mask.device)
+            runs = runs.scatter_add(0, sequence, begins[0].long())
+        message = (
+            "key_padding_mask of a context parallel layer must leave the real tokens of each sequence together, padding on the "
+            "left or on the right of them; it has padding between them"
+        )
+        if mask.is_cuda:
+            torch._assert_async((runs <= 1).all(), message)
+        elif (runs > 1).any():
+            raise ValueError(message)
+
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Of a whole sequence, the tokens of this rank: a tensor of its own."""
         tokens, group = x.shape[dim], self.group
@@ -173,8 +213,9 @@ class ContextParallel(ParallelStyle):
 
     Each rank passes the tokens that it has of each sequence, x (b, n of the rank, embed_dim), and gets theirs. Positions,
     convolution, decays, windows and `cu_seqlens`, which is of the whole sequence and the same on all ranks, reach over ranks;
-    `key_padding_mask` is of the rank's tokens. Softmax layers send keys and values around the ring. Every rank has to run each
-    forward and backward, in one order. There is no state with it: generation is a matter of one rank.
+    `key_padding_mask` is of the rank's tokens. It may mark padding on the left and on the right of a sequence; padding between
+    real tokens is refused. Softmax layers send keys and values around the ring. Every rank has to run each forward and
+    backward, in one order. There is no state with it: generation is a matter of one rank.
 
     Gradients of weights are those of a rank's tokens: sum them over the ranks, if the loss is a sum over tokens or divided by
     the tokens of all ranks.
