@@ -389,7 +389,7 @@ def test_parameters_and_state_dict_are_kept():
     swap_attention(fresh)
     assert not torch.allclose(fresh(x), expected)
     fresh.load_state_dict(state)
-    assert torch.equal(fresh(x), expected)
+    torch.testing.assert_close(fresh(x), expected)
 
 
 @pytest.mark.filterwarnings("ignore:fastmax. f.s. = .* is not positive:RuntimeWarning")  # p = 1
@@ -403,9 +403,11 @@ def test_deepcopy_and_pickle():
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
+    for other in (copied, loaded):
+        torch.testing.assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
     expected = model(x)
-    assert torch.equal(copied(x), expected)
-    assert torch.equal(loaded(x), expected)
+    torch.testing.assert_close(copied(x), expected)
+    torch.testing.assert_close(loaded(x), expected)
 
 
 def test_follows_dtype():
