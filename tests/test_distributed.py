@@ -114,7 +114,7 @@ def test_any_parts_and_options(ranks, seed):
     "options",
     [
         {"causal": True, "algorithm": "linear", "rpe_matrix": "sinusoidal"},
-        {"causal": True, "algorithm": "linear", "exact_window": 3},
+        {"causal": True, "algorithm": "linear", "rpe_matrix": "sinusoidal", "exact_window": 3},
         {"causal": True, "algorithm": "quadratic"},
     ],
     ids=["sinusoidal", "window", "ring"],

@@ -4,6 +4,7 @@ two ranks that share one exchange by way of the host, as late as they may."""
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 from unittest import mock
 
@@ -14,9 +15,19 @@ from distributed_cases import differentiated, inputs, tokens_of
 from ranks import LATE, RankError, Ranks
 from test_distributed import cuts, drawn, together
 from test_distributed_errors import second_derivative
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from fastmax import fastmax_attention, flash_attention
-from fastmax.distributed import Layout, context_parallel_attention, context_parallel_flash_attention, states, zigzag_layout
+from fastmax.distributed import (
+    Layout,
+    context_parallel,
+    context_parallel_attention,
+    context_parallel_flash_attention,
+    contiguous_layout,
+    states,
+    zigzag_layout,
+)
 
 pytestmark = pytest.mark.cuda
 WORLD = 2
@@ -129,6 +140,48 @@ def test_the_first_rank_may_come_later_to_the_exchange(ranks, decay):
     for rank, (answers, repeats, errors) in enumerate(ranks.run(first_rank_both_ways, decay)):
         assert answers == [rank == 0] * 2
         assert repeats and all(error < 5e-2 for error in errors.values()), errors
+
+
+def recomputed_in_a_block(group) -> list[torch.Tensor | bool]:
+    """A gradient through activations that the thread of the GPU's backward computes again."""
+    n, threads = 64, []
+    mesh = DeviceMesh.from_group(group, "cpu")  # a context asks it for the group alone
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(1, 2, n, 16, dtype=torch.float64, generator=generator).to(gpu()).requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.get_ident())
+        return fastmax_attention(x, x, x, causal=True, exact_window=8).square()
+
+    fastmax_attention(whole, whole, whole, causal=True, exact_window=8).square().sum().backward()
+    own = slice(group.rank() * n // 2, (group.rank() + 1) * n // 2)
+    part = whole.detach()[:, :, own].clone().requires_grad_()
+    with context_parallel(mesh):
+        checkpoint(attend, part, use_reentrant=False).sum().backward()
+    return [len(set(threads)) == 2, relative(part.grad, whole.grad[:, :, own])]
+
+
+def test_the_thread_of_the_backward_is_in_the_context(ranks):
+    for in_other_thread, error in ranks.run(recomputed_in_a_block):
+        assert in_other_thread
+        assert error < 1e-10
+
+
+def changing_tokens(group) -> None:
+    """Numbers of tokens that change on both ranks, then on one."""
+    for counts in ((16, 16), (24, 20), (16, 20)):
+        case = {"shape": (1, 2, 1, sum(counts), 16, 16), "layout": contiguous_layout(counts)}
+        case["options"] = {"causal": True, "algorithm": "linear", "rpe_matrix": "sinusoidal"}
+        expected, tensors = in_one_process(case, double=False), tokens_of(inputs(case), case["layout"], group.rank())
+        tensors = {name: x.to(gpu()) for name, x in tensors.items()}
+        got = differentiated(context_parallel_attention, case, tensors, group=group)
+        own = slice(sum(counts[: group.rank()]), sum(counts[: group.rank() + 1]))
+        for name, x in expected.items():
+            assert relative(got[name].cpu(), x[:, :, own]) < 1e-10, (counts, name)
+
+
+def test_tokens_that_change_on_another_rank_alone(ranks):
+    ranks.run(changing_tokens)
 
 
 def different(group) -> None:
