@@ -351,8 +351,9 @@ def attention_backward(
 
 
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Checked decays (b, hk, m) taken apart: finite ones or NaN in a dtype, 0 where -inf or more than 0 was, and the first key that a query at the
-    place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with `continues`."""
+    """Checked decays (b, hk, m) taken apart: finite ones or NaN in a dtype, 0 where -inf or more than 0 was, and the first key
+    that a query at the place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with
+    `continues`."""
     if not log_decay.is_cuda or eager.is_transformed():
         return eager.finite_decay(log_decay, continues, dtype)
     wide = dtype == torch.float64

@@ -75,9 +75,9 @@ def hbm_traffic(
 
     What accompanies q, k and v:
 
-    - `log_decay`: its running sums, two float32 a key, are made of it in a pass of their own and read by the attention: 12 T
-      more read, 8 T more written. "linear" also makes copies of the values that the states are sums of, scaled: with t of
-      them, (chunks - 1) C or, p = 1, T, (t d) e more of either.
+    - `log_decay`: its running sums, two float32 a key, are made of it in a pass of their own and read by the attention, and
+      another pass looks for NaN in it: 16 T more read, 8 T more written. "linear" also makes copies of the values that the
+      states are sums of, scaled: with t of them, (chunks - 1) C or, p = 1, T, (t d) e more of either.
     - `log_decay`, `cu_seqlens`: the first key that each query sees, an int32: 4 T more read; not causal the last one too, 8 T.
       With a `block_size` no key is counted that no query of a block sees.
     - `window`: keys outside are not visited, which a `block_size` alone shows; a cache reads each key once all the same.
@@ -190,7 +190,7 @@ def _check_options(algorithm, causal, block_size, log_decay, bounds, window, exa
 
 def _along(seqlen: int, causal: bool, log_decay: bool, packed: bool) -> Traffic:
     """Decays and bounds of keys, where there are such."""
-    sums = Traffic(12 * seqlen, 8 * seqlen) if log_decay else Traffic(0, 0)
+    sums = Traffic(16 * seqlen, 8 * seqlen) if log_decay else Traffic(0, 0)
     return sums + Traffic((4 if causal else 8) * seqlen if log_decay or packed else 0, 0)
 
 
