@@ -115,7 +115,8 @@ class KeyValueCache:
         return self.map(lambda x: F.pad(x, (0, 0, tokens, 0) if x.dim() == 4 else (tokens, 0)))
 
     def and_then(self, new: KeyValueCache) -> KeyValueCache:
-        """These tokens, then those: on the same memory where it has room, without which it is made anew, of twice the size."""
+        """Returns the cache of these tokens and then those. They share memory where it has room; else it is made anew, of twice
+        the size, and where autograd or a compiler records, of their size."""
         given = (*self.tensors().values(), *new.tensors().values())
         if torch.compiler.is_compiling() or eager.differentiating(*given):
             of_both = zip(self.tensors().items(), new.tensors().values(), strict=True)
@@ -152,7 +153,7 @@ class KeyValueCache:
         return KeyValueCache(**{name: taken(x, stop, tokens, _TOKEN_DIMENSIONS[name]) for name, x in padded.tensors().items()})
 
     def __getstate__(self) -> dict:
-        """Of these tokens alone, not of all that is in their memory."""
+        """Returns copies of these tokens alone, since `torch.save` would write all of their memory."""
         return {name: x if self.memory is None else x.clone() for name, x in self.tensors().items()}
 
     def __setstate__(self, saved: dict) -> None:

@@ -326,7 +326,7 @@ def test_bytes_that_are_copied_grow_with_the_tokens():
     with Written() as written:
         for _ in range(512):
             cache = cache.and_then(KeyValueCache(k, v, torch.ones(1, 1, dtype=torch.bool), k.new_zeros(1, 4, 1)))
-    # Of keys and values 2 * 24 for a token, of decays 4, of the mask 1: less than four times each.
+    # A token has 2 * 24 elements of keys and values, 4 decays and one of the mask; each is written less than four times.
     assert written.elements < 4 * 512 * (2 * 24 + 4 + 1)
 
 

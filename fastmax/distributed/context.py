@@ -124,7 +124,8 @@ class Context:
         """
         layout = self.layout_of(mask.shape[1])
         if layout.world > 1:
-            agree(self.group, {"function": "a layer with key_padding_mask"}, mask.shape[1])
+            options = {"function": "a layer with key_padding_mask", "layout": str(layout.stretches)}
+            agree(self.group, options, mask.shape[1])
         longest = max(layout.count(rank) for rank in range(layout.world))
         own = F.pad(mask.to(torch.uint8), (0, longest - mask.shape[1]))
         of_ranks = gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
