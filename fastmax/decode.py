@@ -114,10 +114,10 @@ def step(
         q: (b, h, 1, d), in the state's dtype.
         k, v: (b, hk, 1, d) and (b, hk, 1, dv); k and v join the state first, so the token sees itself.
         state: from `init_state`, `step` or `prefill`. It is not modified.
-        key_padding_mask: bool (b, 1), True = the token joins the state. Another leaves the sums, the exact window and the
-            position of its batch entry as they are, except for its log_decay; its output means nothing.
-        log_decay: (b, hk, 1), of the token, as in `fastmax_attention`: what is in the state fades before the token joins,
-            whether or not it does. NaN makes a state NaN that holds a key, until a decay of -inf.
+        key_padding_mask: bool (b, 1), True = the token joins the state. Another leaves its batch entry as it is: the sums, the
+            exact window and the position. Its log_decay is ignored, and its output means nothing.
+        log_decay: (b, hk, 1), of the token, as in `fastmax_attention`: the state decays before the token joins it. NaN makes a
+            state NaN that holds a key, until a decay of -inf.
 
     Returns:
         The output (b, h, 1, dv) in q's dtype and layout, and the new state. Differentiable.
