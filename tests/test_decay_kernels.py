@@ -432,7 +432,7 @@ def test_long_sums_of_values_above_zero(algorithm, monkeypatch):
 @pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize("padding", [False, True])
 def test_values_above_zero_and_nan_in_states(padding, window, form, p, dtype):
-    """Each output of a token that takes part is NaN where one call of these tokens on a CPU in float64 is, and near it elsewhere."""
+    """Outputs of tokens that take part: NaN where one call of these tokens in float64 is, and near it elsewhere."""
     n, b, h, hk, d = 150, 2, 4, 2, 64
     q, k, v = (torch.randn(b, heads, n, d, device=DEVICE, dtype=dtype) / 4 for heads in (h, hk, hk))
     log_decay = make_odd_decay(b, hk, n, dtype=torch.float32, device=DEVICE)
