@@ -113,6 +113,7 @@ def measure_softmax(case: Case, device: torch.device, protocol: Protocol, skip: 
 
 def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
     """Steps of training.py on one batch of random tokens."""
+    torch.compiler.reset()  # models of other cases count towards the compiler's limit of versions of a block
     with precision(case.dtype):
         notes, steps = dict.fromkeys(case.providers, "") | dict(skip), {}
         for name in (name for name in case.providers if not notes[name]):

@@ -75,7 +75,7 @@ def entered(context: Context | None):
         yield
     finally:
         _count(-1)
-        if outer is None:
+        if outer is None and hasattr(torch._C, "_remove_obj_from_tls"):  # not in PyTorch 2.11
             torch._C._remove_obj_from_tls(_KEY)  # a thread that ends with an object cannot free it
         else:
             torch._C._stash_obj_in_tls(_KEY, outer)

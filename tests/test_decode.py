@@ -26,6 +26,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import fastmax
 from fastmax import eager, fastmax_attention
 from fastmax.call import Call
+from fastmax.eager import features
 from fastmax.score import Score
 
 CASE = Case("", n=12, b=2, h=4, hk=2, d=5, dv=7)
@@ -989,3 +990,16 @@ def check_replays(inputs, state, log_decay=None):
         assert torch.equal(o, step_(expected, *token))
         for name, x in expected.tensors().items():
             assert torch.equal(getattr(state, name), x), name
+
+
+@pytest.mark.parametrize("mode", [torch.device("meta"), torch.inference_mode()], ids=["meta", "inference"])
+def test_indices_of_features_are_of_no_mode(mode):
+    """A first call in a mode in which tensors are of another kind leaves nothing behind for later calls."""
+    state = torch.randn(1, features.feature_count(features.padded_head_dim(19)), 3)
+    with mode:
+        features.triangle_index(19)
+    index = features.triangle_index(19)
+    assert index.device.type == "cpu" and not index.is_inference()
+    rows = features.fold_pairs(state, 19).requires_grad_()
+    features.unfold_pairs(rows, 19).sum().backward()
+    assert rows.grad.shape == (1, 19 * 20 // 2, 3)

@@ -431,6 +431,7 @@ def test_padded_sequences_on_the_kernels(side, options):
 
 
 @pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @torch.no_grad()
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_packed_prompts_wait_for_no_device(padded):

@@ -6,8 +6,6 @@ The columns of x are cut into blocks of `TILE`; each block is multiplied by itse
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -84,16 +82,16 @@ def state_rows(d: int, order: int) -> int:
 
 def symmetric_index(d: int) -> Tensor:
     """(d, d): the row of each pair among the d(d+1)/2 pairs a <= b, in the order of `torch.triu_indices`; on the CPU."""
-    a = torch.arange(d)
+    a = torch.arange(d, device="cpu")
     low, high = torch.minimum(a[:, None], a), torch.maximum(a[:, None], a)
     return low * d - low * (low - 1) // 2 + high - low
 
 
-@lru_cache(maxsize=64)
 def triangle_index(d: int) -> Tensor:
     """For each feature of the padded head dim its row in `symmetric_index`, and d(d+1)/2 for padding; on the CPU."""
+    # Not cached: a tensor made in inference mode, or by fake tensors, would fail outside of it.
     width = padded_head_dim(d)
-    index = torch.full((width, width), d * (d + 1) // 2)
+    index = torch.full((width, width), d * (d + 1) // 2, device="cpu")
     index[:d, :d] = symmetric_index(d)
     return torch.cat([index[columns, later].flatten() for columns, later, _ in _blocks(width)])
 
@@ -101,8 +99,8 @@ def triangle_index(d: int) -> Tensor:
 def fold_pairs(state: Tensor, d: int) -> Tensor:
     """Sums over features (B, feature_count, c) -> one row for each distinct pair (B, d(d+1)/2, c)."""
     index = triangle_index(d)
-    first = torch.empty(d * (d + 1) // 2 + 1, dtype=torch.long)
-    first[index] = torch.arange(index.numel())
+    first = torch.empty(d * (d + 1) // 2 + 1, dtype=torch.long, device="cpu")
+    first[index] = torch.arange(index.numel(), device="cpu")
     return state[:, first[:-1].to(state.device)]
 
 
