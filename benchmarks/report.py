@@ -183,7 +183,7 @@ def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
         marks = "ring: fastmax overtakes the fastest softmax"
         if device:
             marks += "; dotted: p = 2 turns from quadratic to linear"
-        figure.suptitle(f"causal attention, forward + backward\n{rows[0].get('device', '')}\n{marks}", fontsize=9)
+        figure.suptitle(f"causal attention, forward + backward\n{_where(rows)}\n{marks}", fontsize=9)
 
 
 def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
@@ -198,7 +198,7 @@ def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
                 _draw(axis, _curves(here, names, mode, lambda row: row["median"]), f"{mode}, ms")
             title = here[0]["case"].rpartition(" (")[0]
             axes[0, column].set_title(f"{title} ({here[0]['batch']}, {heads}, n, {d})", fontsize=9)
-        figure.suptitle(f"causal attention, {rows[0].get('device', '')}", fontsize=10)
+        figure.suptitle(f"causal attention\n{_where(rows)}", fontsize=10)
 
 
 def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
@@ -212,7 +212,13 @@ def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
         axes[0, 0].set_xlabel("context, tokens")
         title = rows[0]["case"].rpartition(" (")[0]
         memory = f"peak memory: within {memory_spread(rows):.1%} of each other at every context"
-        figure.suptitle(f"a training step, {title}, {rows[0].get('device', '')}\n{memory}", fontsize=9)
+        figure.suptitle(f"a training step, {title}\n{_where(rows)}\n{memory}", fontsize=9)
+
+
+def _where(rows: list[Row]) -> str:
+    """The device and the commits of the rows."""
+    commits = dict.fromkeys(row["commit"] for row in rows if "commit" in row)
+    return f"{rows[0].get('device', '')}, measured at {', '.join(commits)}"
 
 
 def memory_spread(rows: list[Row]) -> float:
