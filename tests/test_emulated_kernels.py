@@ -369,11 +369,14 @@ def run_with_bounds(library, call, first, end, schedule):
 def test_invalid_bounds_end(library, case):
     """Every kernel ends, and writes averages of v. A valid call gives what it gives without the others."""
     call = Call(case)
+    before = call.run(library, SCHEDULES[1])
+    assert relative(before["o"], call.exact["o"]) < 5e-3
     bounds = invalid_bounds.key_bounds(case.n)
     for name in INVALID_BOUNDS:
         results = run_with_bounds(library, call, *bounds[name], SCHEDULES[1])
         assert results["o"].isfinite().all(), name
-    assert wrong(call.run(library, SCHEDULES[1]), call.exact) == {}
+    for name, x in call.run(library, SCHEDULES[1]).items():
+        assert torch.equal(x, before[name]), name
 
 
 @pytest.mark.parametrize("algorithm", ["quadratic", "flash"])

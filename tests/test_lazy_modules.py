@@ -43,7 +43,7 @@ def test_what_is_not_there_is_an_attribute_error():
 def test_the_integration_by_its_attribute():
     pytest.importorskip("transformers")
     done = run("import fastmax; print(fastmax.integrations.transformers.configure.__module__)")
-    assert done.stdout.strip() == "fastmax.integrations.transformers.options", done.stderr
+    assert done.stdout.strip() == "fastmax.integrations.transformers.models", done.stderr
 
 
 def test_the_integration_without_transformers():

@@ -29,7 +29,7 @@ def train_long():
 
 def train(group, arguments, stop_after=None, device="cpu"):
     example = train_long()
-    args = example.arguments().parse_args(arguments)
+    args = example.parse(example.arguments(), arguments)
     stopping = []
     if stop_after is not None:
         whole, count = example.LongTrainer.train_step, [0]
@@ -54,7 +54,7 @@ def train(group, arguments, stop_after=None, device="cpu"):
 def check_gradients(group, layout):
     """Of packed documents, of which ranks have different numbers of targets."""
     example = train_long()
-    args = example.arguments().parse_args(MODEL)
+    args = example.parse(example.arguments(), MODEL)
     args.block_size = 64
     model = example.GPT(example.make_config(args, vocab_size=256))
     text = example.byte_tokens([TEXT[:first].encode() for first in (3, 9, 5, 40, 2, 80)])
