@@ -542,7 +542,7 @@ _LINKS = {"50 GB/s": 50e9, "300 GB/s": 300e9}
 def exchange(results: Results) -> str:
     """What a layer's states weigh on many GPUs, against the time that it computes."""
     case = "log_decay bf16 p=2 linear (1,32,65536,64)"
-    row = results.row("options", case=case, provider="fastmax", mode="fwd+bwd")
+    row = results.row("options", case=case, provider="fastmax", mode=SUSTAINED + "fwd+bwd")
     heads, tokens, d, ms = row["heads"], row["tokens"], row["head_dim"], row["median"]
     lines = []
     for world in (2, 8, 64, 1024):
@@ -682,7 +682,7 @@ def _learned_gap(variant: str, other: str, setting: str, results: Results) -> st
 BLOCKS["learned-gap"] = partial(_learned_gap, "p2_all", "softmax_parts", "25M")
 BLOCKS["learned-gap-softmax"] = partial(_learned_gap, "softmax_parts", "p2_all", "25M")
 BLOCKS["learned-gap-plain"] = partial(_learned_gap, "p2_all", "softmax", "25M")
-BLOCKS["learned-gap-wide"] = partial(_learned_gap, "p2_wide", "softmax_parts", "25M")
+BLOCKS["learned-gap-wide"] = partial(_learned_gap, "p2_wide", "softmax_wide", "25M")
 BLOCKS["learned-gap-small"] = partial(_learned_gap, "p2_all", "softmax_parts", "0.8M")
 
 
@@ -733,9 +733,9 @@ def layer_cost(results: Results) -> str:
     loss_of = {"softmax_sdpa": "softmax", **{name: name for name in ("softmax_parts", "p2_all", "hybrid", "p2", "p1_all")}}
     titles = {
         "softmax_sdpa": "softmax (SDPA)",
-        "softmax_parts": "softmax with the layer's other parts",
+        "softmax_parts": "softmax (`flash_attention`) with decay, convolution, norms, gate",
         "p2_all": "**`FastmaxSelfAttention`**",
-        "hybrid": "the same, softmax in every fourth layer",
+        "hybrid": "hybrid: softmax in every fourth layer",
         "p2": "the polynomial alone, p = 2",
         "p1_all": "`FastmaxSelfAttention(p=1)`",
     }
@@ -817,7 +817,11 @@ def flash(results: Results) -> str:
 
 @block
 def flash_range(results: Results) -> str:
-    ratios = [row["of_peer"] for row in results.rows("flash", provider="fastmax_flash")]
+    """Of the time of the fastest of PyTorch's backends."""
+    ratios = []
+    for row in results.rows("flash", provider="fastmax_flash"):
+        (softmax,) = _fastest_softmax(results, "flash", case=row["case"], mode=row["mode"]).values()
+        ratios.append(row["median"] / softmax)
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 

@@ -541,11 +541,15 @@ def make_decay(kind: str, *shape: int, device: torch.device = CPU, dtype: torch.
     return log_decay.to(device, dtype)
 
 
-def make_odd_decay(*shape: int, dtype: torch.dtype = torch.float64, device: torch.device = CPU) -> Tensor:
-    """Values above 0, +inf, -inf and NaN among ordinary ones, 0 among them. The first token of every second head is NaN."""
+def make_odd_decay(
+    *shape: int, dtype: torch.dtype = torch.float64, device: torch.device = CPU, underflows: bool = False
+) -> Tensor:
+    """Values above 0, +inf, -inf and NaN among ordinary ones, 0 among them, and with `underflows` some whose factor is 0. The
+    first token of every second head is NaN."""
     kind, log_decay = torch.rand(shape, dtype=torch.float64), -0.3 * torch.rand(shape, dtype=torch.float64)
     begin = 0.0
-    for value, share in ((0.5, 0.15), (math.inf, 0.05), (0.0, 0.05), (-math.inf, 0.03), (math.nan, 0.02)):
+    kinds = ((0.5, 0.15), (math.inf, 0.05), (0.0, 0.05), (-math.inf, 0.03), (math.nan, 0.02))
+    for value, share in (*kinds, *(((-110.0, 0.03), (-800.0, 0.03)) if underflows else ())):
         log_decay = torch.where((kind >= begin) & (kind < begin + share), value, log_decay)
         begin += share
     log_decay[:, ::2, 0] = math.nan

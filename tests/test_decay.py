@@ -658,7 +658,7 @@ def test_values_above_zero_and_nan_in_states(padding, window, fold_every, form):
     """As in one call of the tokens that take part; a NaN at the first token, where the state is empty, has no effect."""
     n = 70
     inputs, _ = make(Case("", n=n, b=2, h=4, hk=2, d=4, dv=3), dtype=torch.float64)
-    inputs["log_decay"] = make_odd_decay(2, 2, n)
+    inputs["log_decay"] = make_odd_decay(2, 2, n, underflows=True)
     mask = torch.rand(2, n) < 0.5 if padding else torch.ones(2, n, dtype=torch.bool)
     expected = torch.zeros(2, 4, n, 3, dtype=torch.float64)
     for entry, taken in enumerate(mask):

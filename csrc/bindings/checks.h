@@ -86,8 +86,8 @@ inline void check_per_token(const char* name, const OptionalTensor& x, ScalarTyp
   FASTMAX_CHECK(x->scalar_type() == dtype, name, " must be ", dtype_name);
 }
 
-// All of the inputs. The values of decays and bounds stay on the device: that decays are finite and <= 0 and that bounds do not fall
-// is up to the caller.
+// All of the inputs. The values of decays and bounds stay on the device. The caller must see to it that decays are finite and <= 0, or
+// NaN; results are not specified where bounds fall.
 inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
   check_attention(x.q, x.k, x.v, x.key_padding_mask, scale, causal);
   if (x.rpe_matrix.has_value()) check_device("rpe_matrix", *x.rpe_matrix, x.q);

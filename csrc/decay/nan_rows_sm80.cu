@@ -7,7 +7,7 @@ namespace fastmax {
 namespace {
 
 // A block looks at a tile of tokens, and ends there unless one of them is NaN. Else it takes the queries from the first NaN on up to the
-// next tile with one: the last NaN before a query has the most keys before it.
+// next tile with one: the last NaN before a query has the most keys before it. A state of NaN counts as a NaN at the first token.
 constexpr int kThreads = 256;
 constexpr int kPerThread = 8;
 constexpr int kTile = kThreads * kPerThread;
@@ -29,15 +29,24 @@ struct Head {
   __device__ int64_t state() const { return int64_t{batch} * p.hk + kv_head; }
   __device__ int rows() const { return decode_rows(p.state.d, p.order); }
 
-  // Whether the query at the place of a token sees a key before `nan`. A state that the call continues from is key -1.
-  __device__ bool sees_key_before(int nan, int token) const {
-    const int query = token - p.causal_offset;
+  // The first of its weights, a count of keys that decays; 0 without a state. Not 0 for NaN.
+  __device__ float keys_of_state() const {
+    return p.state.values != nullptr && !p.from_nothing ? p.state.weights[state() * rows()] : 0.f;
+  }
+
+  // The last key before `nan` that takes part; -1, for a state that the call continues from, where there is none.
+  __device__ int key_before(int nan) const {
     int key = nan - 1;
     if (p.key_padding_mask != nullptr) {
       while (key >= 0 && p.key_padding_mask[batch * p.mask_batch_stride + key] == 0) --key;
     }
-    const bool continues = p.state.values != nullptr && !p.from_nothing;
-    if (key < 0 && !(continues && p.state.weights[state() * rows()] != 0.f)) return false;
+    return key;
+  }
+
+  // Whether the query at the place of a token sees a key.
+  __device__ bool sees(int key, int token) const {
+    const int query = token - p.causal_offset;
+    if (key < 0 && keys_of_state() == 0.f) return false;
     if (p.window && key < token - p.left) return false;
     const Stride& s = p.first_key.stride;
     return p.first_key.data == nullptr || key >= p.first_key.data[batch * s.batch + kv_head * s.head + query * s.token];
@@ -71,7 +80,8 @@ __device__ void fill_behind_nan(const Head& x, int begin) {
   __shared__ int last_of_chunk;
   const FwdParams& p = x.p;
   const int lane = threadIdx.x;
-  int last = -1;  // NaN of the tile before the chunk
+  int last = begin == 0 && isnan(x.keys_of_state()) ? 0 : -1;  // NaN of the tile before the chunk
+  int key_of_last = last < 0 ? -1 : x.key_before(last);
   for (int first = begin; first < p.m; first += kThreads) {
     const int token = first + lane;
     const bool in_tile = first < begin + kTile, mine = x.is_nan(token);
@@ -80,15 +90,19 @@ __device__ void fill_behind_nan(const Head& x, int begin) {
     int at = lane;
     while (at >= 0 && !is_nan[at]) --at;
     const int nan = at < 0 ? last : in_tile ? first + at : -1;  // beyond the tile another block takes what is behind the next one
+    const int key = nan < 0 ? -1 : nan == last ? key_of_last : x.key_before(nan);
     bool ends_in_nan = false;
-    if (token < p.m && token >= p.causal_offset && nan >= 0 && x.sees_key_before(nan, token)) {
+    if (token < p.m && token >= p.causal_offset && nan >= 0 && x.sees(key, token)) {
       if (p.o != nullptr) x.fill_query(token - p.causal_offset);
       ends_in_nan = token == p.m - 1 && p.state.new_values != nullptr;
     }
     if (lane == kThreads - 1) last_of_chunk = nan;
     if (__syncthreads_or(ends_in_nan)) x.fill_new_state();
     if (__syncthreads_or(mine) && !in_tile) return;
-    last = in_tile ? last_of_chunk : last;
+    if (in_tile && last_of_chunk != last) {
+      last = last_of_chunk;
+      key_of_last = x.key_before(last);
+    }
     __syncthreads();  // before is_nan and last_of_chunk change
   }
 }
@@ -96,7 +110,7 @@ __device__ void fill_behind_nan(const Head& x, int begin) {
 __global__ void __launch_bounds__(kThreads) nan_rows_kernel(const FwdParams p, const int tiles) {
   const Head head(p, blockIdx.x / tiles);
   const int begin = blockIdx.x % tiles * kTile;
-  bool found = false;
+  bool found = begin == 0 && isnan(head.keys_of_state());
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) found |= head.is_nan(begin + i * kThreads + static_cast<int>(threadIdx.x));
   if (__syncthreads_or(found)) fill_behind_nan(head, begin);

@@ -22,12 +22,14 @@ constexpr int kUnroll = 4;     // vectors that a lane has in flight: 32 KB of st
 constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
 static_assert(kUnroll * (32 >> kMinLog2Slice) <= 32, "a batch of loads covers at most the 32 rows of a chunk");
 
-// Of the state before the token. NaN fades no key where there is none.
+// Factor of the state before the token. NaN has no effect where there is no key. A state of NaN, whose first weight is a count of keys,
+// stays NaN until a decay of -inf, also where the factor of a finite one underflows.
 __device__ __forceinline__ float factor_of_state(const DecodeParams& p, int batch, int kv_head) {
   if (p.log_decay == nullptr) return 1.f;
   const float decay = decay_of_token(p, batch, kv_head);
-  if (isnan(decay) && p.weights[(int64_t{batch} * p.hk + kv_head) * decode_rows(p.d, p.order)] == 0.f) return 1.f;
-  return expf(decay);
+  const float keys = p.weights[(int64_t{batch} * p.hk + kv_head) * decode_rows(p.d, p.order)];
+  if (isnan(decay) && keys == 0.f) return 1.f;
+  return isnan(keys) && decay != -INFINITY ? keys : expf(decay);
 }
 
 // What a launch covers: query heads of each group from first_head on, and 2^log2_vectors vectors of every row per block.

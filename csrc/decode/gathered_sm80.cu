@@ -154,10 +154,13 @@ __host__ __device__ inline int query_floats(const DecodeParams& p, int heads) { 
 __host__ __device__ inline int key_stride(int d) { return d | 1; }
 __host__ __device__ inline int tile_floats(int d, int columns) { return kTile * (key_stride(d) + round4(columns)); }
 
-// faded; 0 stays 0 for NaN too, as there may be no key in it.
-__device__ __forceinline__ float faded_sum(float x, float factor) { return x == 0.f ? 0.f : faded(x, factor); }
-__device__ __forceinline__ float4 faded_sum(float4 x, float factor) {
-  return make_float4(faded_sum(x.x, factor), faded_sum(x.y, factor), faded_sum(x.z, factor), faded_sum(x.w, factor));
+// faded; 0 stays 0 for a factor of NaN too, as there may be no key in it. NaN stays unless it is forgotten, also where the factor underflows.
+__device__ __forceinline__ float faded_sum(float x, float factor, bool forgotten) {
+  return x == 0.f || (isnan(x) && !forgotten) ? x : faded(x, factor);
+}
+__device__ __forceinline__ float4 faded_sum(float4 x, float factor, bool forgotten) {
+  return make_float4(faded_sum(x.x, factor, forgotten), faded_sum(x.y, factor, forgotten), faded_sum(x.z, factor, forgotten),
+                     faded_sum(x.w, factor, forgotten));
 }
 
 // Adds the gathered tokens to rows [begin, end) of a state, and this launch's columns of them, in the order of time.
@@ -191,7 +194,8 @@ __device__ void fold(const GatheredParams& p, const Work& work, int state, int s
     const float after =
         sum_behind(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.fold_every);
     const float fade = !there ? 0.f : behind_nan.token ? nanf("") : expf(after);
-    const float factor = first > 0 ? 1.f : behind_nan.sums ? nanf("") : expf(sum_range(decays, 0, p.fold_every));
+    const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.fold_every), factor = behind_nan.sums && first == 0 ? nanf("") : expf(of_sums);
+    const bool forgotten = of_sums == -INFINITY;
     const uint32_t takes_part = __ballot_sync(~0u, fade != 0.f);
     __syncthreads();
     if (warp == 0) fades[lane] = fade;
@@ -220,11 +224,11 @@ __device__ void fold(const GatheredParams& p, const Work& work, int state, int s
       sum = sum_lanes(sum, rows_per_batch);
       if (slice == 0 && lane < rows_per_batch && row < end) {
         float* weight = s.new_weights + int64_t{state} * rows + row;
-        *weight = faded_sum(__ldcg(weight), factor) + sum;
+        *weight = faded_sum(__ldcg(weight), factor, forgotten) + sum;
       }
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) x[i] = faded_sum(x[i], factor);
+      for (int i = 0; i < kUnroll; ++i) x[i] = faded_sum(x[i], factor, forgotten);
 #pragma unroll 2
       for (int t = 0; t < count; ++t) {
         const Vector value = has_column ? *reinterpret_cast<const Vector*>(values + t * value_stride + lane_column) : Vector{};
@@ -524,12 +528,13 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const GatheredPara
     behind_nan.take(decay_of_token(s, batch, kv_head), joins_state(s, batch));
     behind_nan.sums &= s.new_weights[int64_t{state} * decode_rows(s.d, s.order)] != 0.f;
   }
-  const bool is_nan = behind_nan.token || behind_nan.sums;
   if (threadIdx.x == 0) {
     after[tiles] = 0.f;
     for (int tile = tiles - 1; tile >= 0; --tile) after[tile] += after[tile + 1];
   }
   __syncthreads();
+  const bool state_is_nan = isnan(s.new_weights[int64_t{state} * decode_rows(s.d, s.order)]) && after[0] != -INFINITY;
+  const bool is_nan = behind_nan.token || behind_nan.sums || state_is_nan;
 
   for (int turn = 0; turn < work.group; turn += kMaxHeads) {
     const int heads = min(kMaxHeads, work.group - turn);

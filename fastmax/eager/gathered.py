@@ -94,9 +94,11 @@ def _read(
 
 
 def _factor_of_sums(decays: Tensor, weights: Tensor) -> Tensor:
-    """(b, hk, 1), of the sums at the last of the tokens: NaN where a decay is, unless there is no key in the sums."""
-    total = sum_of_decays(decays)
-    return torch.where(total.isnan() & (weights[..., :1] == 0), 0.0, total).exp().to(weights.dtype)
+    """(b, hk, 1), of the sums at the last of the tokens: NaN where a decay is, unless there is no key in the sums. Sums of NaN
+    stay NaN until a decay of -inf."""
+    total, keys = sum_of_decays(decays), weights[..., :1]
+    total = torch.where(keys.isnan() & (total > -torch.inf), torch.nan, total)
+    return torch.where(total.isnan() & (keys == 0), 0.0, total).exp().to(weights.dtype)
 
 
 def _faded(x: Tensor, factor: Tensor) -> Tensor:

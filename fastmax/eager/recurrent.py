@@ -59,9 +59,12 @@ def decode_step_(
 
 
 def _factor_of_state(log_decay: Tensor, weights: Tensor) -> Tensor:
-    """(b, hk, 1), of the state before the token: NaN for a decay of NaN, unless there is no key in the state."""
+    """(b, hk, 1), of the state before the token: NaN for a decay of NaN, unless there is no key in the state. A state of NaN
+    stays NaN until a decay of -inf."""
+    keys = weights[..., :1]  # a count of them, which decays
     factor = not_above_zero(log_decay).exp()
-    return torch.where(log_decay.isnan() & (weights[..., :1] == 0), 1.0, factor)
+    factor = torch.where(keys.isnan() & (log_decay > -torch.inf), torch.nan, factor)
+    return torch.where(log_decay.isnan() & (keys == 0), 1.0, factor)
 
 
 def _joining(k: Tensor, v: Tensor, mask: Tensor | None, dtype: torch.dtype, score: Score) -> tuple[Tensor, Tensor]:
