@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import tempfile
 import warnings
 
 # cuBLAS is deterministic only with a fixed workspace, and reads this before CUDA starts.
@@ -10,6 +11,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # Compile in this process: workers start more slowly than the little there is to compile.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Inductor's cache does not distinguish the instruction sets that this variable chooses.
+if _capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"fastmax-inductor-{_capability}"))
 
 import hypothesis
 import pytest
