@@ -280,7 +280,7 @@ class FastmaxSelfAttention(nn.Module):
             validation.check_count("fold_every", fold_every)
             if fold_every != 1:
                 raise ValueError(f'fold_every is of attention="fastmax", got {fold_every} for "softmax"')
-            state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device)
+            state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device, self.window)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"fold_every": fold_every}
             state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
@@ -353,7 +353,7 @@ class FastmaxSelfAttention(nn.Module):
                 o = fastmax(q, k, v, **self.options, **options)
             return self._output(o, x)
         if self.attention == "softmax":
-            options = {"log_decay": log_decay, "window": self.window, "use_custom_gradient": self.use_custom_gradient}
+            options = {"log_decay": log_decay, "use_custom_gradient": self.use_custom_gradient}
             if packed is None:
                 o, attention = key_value_cache.attend(q, k, v, state.attention, count=count, **options)
             else:
@@ -535,6 +535,8 @@ class FastmaxSelfAttention(nn.Module):
             heads, kept = (self.num_kv_heads, self.head_dim), (state.attention.keys.shape[1], state.attention.keys.shape[3])
             if heads != kept:
                 raise ValueError(f"state must have key/value heads of this layer's {heads}, heads and head_dim, got {kept}")
+            if state.attention.window != self.window:
+                raise ValueError(f"state must have this layer's window {self.window!r}, got {state.attention.window!r}")
             return
         made = {name: getattr(state.attention, name) for name in ("score", "normalize", "exact_window")}
         score = validation.check_score(*(self.options[name] for name in ("temperature", "a0", "a1", "a2", "p")))

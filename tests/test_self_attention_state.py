@@ -276,6 +276,58 @@ def test_cat_of_layer_states_that_differ():
     softmax = make(conv=0, num_kv_heads=2, **SOFTMAX).init_state(1)
     with pytest.raises(ValueError, match="key/value heads of states.0., 2, got 4"):
         SelfAttentionState.cat([softmax, make(conv=0, **SOFTMAX).init_state(1)])
+    states = [make(window=window, **SOFTMAX).init_state(1) for window in (4, None)]
+    with pytest.raises(ValueError, match="window of states.0., 4, got None"):
+        SelfAttentionState.cat(states)
+
+
+def through_save(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def through_pytree(state):
+    return pytree.tree_map(lambda x: x, state)
+
+
+COPIES = {
+    "itself": lambda state: state,
+    "clone": SelfAttentionState.clone,
+    "select": lambda state: state.select([1, 0]),
+    "cat": lambda state: SelfAttentionState.cat([state, state]).select([0, 1]),
+    "to": lambda state: state.to(torch.float64),
+    "save": through_save,
+    "deepcopy": copy.deepcopy,
+    "pytree": through_pytree,
+    "float32 and back": lambda state: state.to(torch.float32).to(torch.float64),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("made, then", [(4, 12), (4, None), (12, 4), (None, 4)])
+def test_a_state_of_another_window_is_refused(made, then, grad):
+    """It has other tokens than the layer would weigh; the window that it was made with stays with it."""
+    layer, x = make(**SOFTMAX, window=made), torch.randn(2, 20, C, dtype=torch.float64)
+    mask = mask_of((15, 9), 15, "middle")
+    with torch.set_grad_enabled(grad):
+        states = [layer.init_state(2), layer(x[:, :15], layer.init_state(2))[1]]
+        states += [layer(x[:, :15], layer.init_state(2), key_padding_mask=mask)[1]]
+        cu_seqlens = torch.tensor([0, 5, 15], dtype=torch.int32)
+        states += [layer(x[:1, :15], layer.init_state(2), cu_seqlens=cu_seqlens)[1]]
+        states += [layer(x[:, 15:16], states[1])[1]]
+    for name, duplicate in COPIES.items():
+        for state in states:
+            layer.window = made
+            if grad and name == "deepcopy":  # PyTorch's, of leaves alone
+                state = state.detach()
+            other = duplicate(state)
+            layer(x[:, 15:], other)
+            layer.window = then
+            with pytest.raises(ValueError, match=f"state must have this layer's window {then}, got {made}"):
+                layer(x[:, 15:], other)
 
 
 # ---- how a cache grows
