@@ -321,6 +321,7 @@ class FastmaxSelfAttention(nn.Module):
         check(x, state, cu_seqlens, key_padding_mask, context)
         if key_padding_mask is None:
             return self._attend(x, state, cu_seqlens, None, context)
+        x = _without_padding(x, key_padding_mask)
         if context is not None:
             context.refuse_gaps(key_padding_mask, cu_seqlens)
             return self._attend(x, None, cu_seqlens, key_padding_mask, context)
@@ -394,7 +395,9 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
         self._context(state)
         state.refuse_outside_inference_mode()
-        count = None if key_padding_mask is None else key_padding_mask.sum(1)
+        count = None
+        if key_padding_mask is not None:
+            x, count = _without_padding(x, key_padding_mask), key_padding_mask.sum(1)
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask, count=count)
         o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
         if recent is not None:
@@ -550,6 +553,11 @@ class FastmaxSelfAttention(nn.Module):
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
         options |= {"window": self.window} if self.attention == "softmax" else self.options
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
+    """x with 0 at masked tokens: a gradient of 0 times a NaN there would make the gradients of the weights NaN."""
+    return torch.where(mask.unsqueeze(-1), x, 0)
 
 
 def _check_attention(attention: object) -> None:

@@ -152,6 +152,29 @@ def test_without_a_state_the_rule_is_the_same(side, options):
         close(y[i, real], layer(x[i : i + 1, real])[0])
 
 
+@by_layer
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("given", ["no state", "state", "packed", "packed state"])
+def test_what_padding_holds_does_not_reach_gradients(given, bad, side, options):
+    """Those of the weights and of x are the bits of a call with zeros there."""
+    layer, b = make(bias=True, **options), 1 if "packed" in given else 3
+    mask, x = mask_of((7, 3, 9)[:b], 9, side), torch.randn(b, 9, C, dtype=torch.float64)
+    rest = {"key_padding_mask": mask}
+    if b == 1:
+        rest["cu_seqlens"] = torch.tensor([0, 4, 9], dtype=torch.int32)
+    actual, expected = {}, {}
+    for found, filling in ((actual, bad), (expected, 0.0)):
+        leaf = torch.where(mask.unsqueeze(-1), x, filling).requires_grad_()
+        state = layer.init_state(2 if b == 1 else b) if "state" in given else None
+        y = layer(leaf, state, **rest)
+        y = (y if state is None else y[0])[mask]
+        grads = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
+        found |= dict(zip(["x", *dict(layer.named_parameters())], grads, strict=True))
+    for name, gradient in expected.items():
+        assert gradient.isfinite().all() and torch.equal(actual[name], gradient), name
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("options", [LAYERS["fastmax"], LAYERS["softmax, window"]], ids=["fastmax", "window"])
 def test_padded_calls_compile(options, fresh_dynamo):
