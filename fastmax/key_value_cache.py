@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from fastmax.padding import PackedPlaces, taken
 
 _TOKEN_DIMENSIONS = {"keys": 2, "values": 2, "mask": 1, "decays": 2}
 _LEAST_CAPACITY = 16
+_taking = Lock()  # threads may continue one cache at the same time
 
 
 @dataclass(eq=False)
@@ -26,15 +28,15 @@ class Memory:
     taken: int
 
     @classmethod
-    def of(cls, cache: KeyValueCache, capacity: int) -> Memory:
-        """With the tokens of the cache first."""
+    def of(cls, cache: KeyValueCache, capacity: int, more: int) -> Memory:
+        """With the tokens of the cache first, and so many places taken behind them."""
         tensors, tokens = {}, cache.keys.shape[2]
         for name, x in cache.tensors().items():
             shape = list(x.shape)
             shape[_TOKEN_DIMENSIONS[name]] = capacity
             tensors[name] = x.new_empty(shape)
             tensors[name].narrow(_TOKEN_DIMENSIONS[name], 0, tokens).copy_(x)
-        return cls(tensors, tokens)
+        return cls(tensors, tokens + more)
 
     @property
     def capacity(self) -> int:
@@ -46,11 +48,16 @@ class Memory:
         of_tokens = {name: x.narrow(_TOKEN_DIMENSIONS[name], first, stop - first) for name, x in self.tensors.items()}
         return KeyValueCache(**of_tokens, window=window, memory=self, stop=stop)
 
-    def has_room(self, stop: int, tokens: int) -> bool:
-        """Whether the tokens behind `stop` may be written: another continuation has not taken the places, and PyTorch allows
-        it, as of tensors of inference mode only within it."""
-        writable = torch.is_inference_mode_enabled() or not self.tensors["keys"].is_inference()
-        return writable and self.taken == stop and stop + tokens <= self.capacity
+    def take(self, stop: int, tokens: int) -> bool:
+        """Takes the places of so many tokens behind `stop`. Returns False, and takes none, where they may not be written:
+        another continuation has taken them, they are not there, or inference mode, which made them, has ended."""
+        if not torch.is_inference_mode_enabled() and self.tensors["keys"].is_inference():
+            return False
+        with _taking:
+            is_free = self.taken == stop and stop + tokens <= self.capacity
+            if is_free:
+                self.taken += tokens
+        return is_free
 
 
 @dataclass(eq=False)
@@ -134,9 +141,8 @@ class KeyValueCache:
             return KeyValueCache(**tensors, window=self.window)
         tokens, more = self.keys.shape[2], new.keys.shape[2]
         memory, stop = self.memory, self.stop
-        if memory is None or not memory.has_room(stop, more):
-            memory, stop = Memory.of(self, max(2 * tokens, tokens + more, _LEAST_CAPACITY)), tokens
-        memory.taken += more
+        if memory is None or not memory.take(stop, more):
+            memory, stop = Memory.of(self, max(2 * tokens, tokens + more, _LEAST_CAPACITY), more), tokens
         for name, x in new.tensors().items():
             memory.tensors[name].narrow(_TOKEN_DIMENSIONS[name], stop, more).copy_(x)
         return memory.slice(stop - tokens, stop + more, self.window)
@@ -213,7 +219,7 @@ def attend_packed(
     """`attend` of packed sequences, each of which continues from a batch entry of the cache: as rows, padded to the longest."""
     n = q.shape[2]
     if n == 0:
-        return q, cache
+        return q, cache.map(torch.clone)
     longest = max(1, int(packed.count.max()))
     token = (packed.begin.unsqueeze(-1) + torch.arange(longest, device=q.device)).clamp(0, n - 1)  # (s, longest)
     q, k, v, log_decay = (None if x is None else x[0][:, token].transpose(0, 1) for x in (q, k, v, log_decay))

@@ -3,6 +3,7 @@ sequences, states joined by `cat`, and how a `KeyValueCache` grows."""
 
 import copy
 import io
+import threading
 from itertools import accumulate
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fastmax
 from fastmax import DecodeState, FastmaxSelfAttention, SelfAttentionState
-from fastmax.key_value_cache import KeyValueCache
+from fastmax.key_value_cache import KeyValueCache, Memory
 
 LAYERS = {
     "fastmax": FASTMAX | {"num_kv_heads": 2},
@@ -353,6 +354,15 @@ def test_a_state_of_another_window_is_refused(made, then, grad):
                 layer(x[:, 15:], other)
 
 
+@pytest.mark.parametrize("kind", [SelfAttentionState, DecodeState])
+def test_cat_of_what_is_no_sequence(kind):
+    state = make(**FASTMAX).init_state(1)
+    for given in (state, state.attention, 3, None):
+        with pytest.raises(TypeError, match=f"states must be a sequence of {kind.__name__}, got "):
+            kind.cat(given)
+    assert SelfAttentionState.cat(x for x in (state, state)).positions.shape == (2,)
+
+
 # ---- how a cache grows
 
 BY_WINDOW = pytest.mark.parametrize("window", [None, 20])
@@ -479,6 +489,45 @@ def test_a_copy_of_a_cache_holds_its_tokens_alone():
         assert cache_of(other).keys.untyped_storage().nbytes() == cache_of(other).keys.nbytes
         close(layer(x[:, 20:], other)[0], expected)
     close(layer(x[:, 20:], pytree.tree_unflatten(leaves, spec))[0], expected)
+
+
+@BY_WINDOW
+def test_no_tokens_of_packed_sequences_give_another_cache(window):
+    layer, x = make(**SOFTMAX, window=window), torch.randn(2, 3, C, dtype=torch.float64)
+    _, state = layer(x, layer.init_state(2))
+    y, after = layer(x[:1, :0], state, cu_seqlens=torch.zeros(3, dtype=torch.int32))
+    assert y.shape == (1, 0, C) and after.attention is not state.attention
+    for name, tensor in after.tensors().items():
+        before = state.tensors()[name]
+        assert torch.equal(tensor, before) and tensor.data_ptr() != before.data_ptr(), name
+
+
+@torch.no_grad()
+def test_threads_that_continue_one_state(monkeypatch):
+    """The second one comes while the first looks for places: only one of them has those behind the state."""
+    layer, x = make(**SOFTMAX), torch.randn(1, 7, C, dtype=torch.float64)
+    _, state = layer(x[:, :5], layer.init_state(1))
+    continued, threads, capacity = {}, [], Memory.capacity.fget
+
+    def go_on(place):
+        with torch.no_grad():
+            continued[place] = layer(x[:, place : place + 1], state)[1]
+
+    def and_another_thread(memory):
+        if not threads:
+            threads.append(threading.Thread(target=go_on, args=(6,)))
+            threads[0].start()
+            threads[0].join(timeout=1.0)  # it waits where places are taken one after the other
+        return capacity(memory)
+
+    monkeypatch.setattr(Memory, "capacity", property(and_another_thread))
+    go_on(5)
+    threads[0].join()
+    monkeypatch.undo()
+    for place, actual in continued.items():
+        alone = state.clone()
+        _, expected = layer(x[:, place : place + 1], alone)
+        assert torch.equal(actual.attention.keys, expected.attention.keys)
 
 
 # ---- on a GPU
