@@ -224,7 +224,9 @@ def cache_of_noise(state: SelfAttentionState, tokens: int) -> SelfAttentionState
     keys, decays = state.attention.keys, state.attention.decays
     b, hk, _, d = keys.shape
     made = (keys.new_empty(b, hk, tokens, d).normal_() for _ in range(2))
-    cache = KeyValueCache(*made, keys.new_ones(b, tokens, dtype=torch.bool), decays.new_zeros(b, hk, tokens))
+    cache = KeyValueCache(
+        *made, keys.new_ones(b, tokens, dtype=torch.bool), decays.new_zeros(b, hk, tokens), state.attention.window
+    )
     return replace(state, attention=cache, positions=state.positions + tokens)
 
 

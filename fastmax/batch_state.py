@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,8 @@ class BatchState:
         Raises:
             TypeError, ValueError: naming the state that differs from the first, and in what.
         """
+        if isinstance(states, BatchState) or not isinstance(states, Iterable):
+            raise TypeError(f"states must be a sequence of {cls.__name__}, got {validation.describe(states)}")
         states = list(states)
         if not states:
             raise ValueError(f"states must hold at least one {cls.__name__}, got none")

@@ -95,7 +95,7 @@ class FASTMultiHeadAttention(nn.Module):
         """q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv), or 3-d -> (b, h, n, dv), or 3-d, and lse with `return_lse`.
 
         Eval mode adds no noise, and checks `dropout` and `drop_noise` as training mode does. The module's `lim` is for calls
-        that normalize; other calls take no notice of it.
+        that normalize; other calls check it alone.
         """
         if others:
             other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")
@@ -117,6 +117,7 @@ class FASTMultiHeadAttention(nn.Module):
         causal = options.pop("mask")
         validation.check_flag("mask", causal)
         if lim is None and options["normalize"] is False:
+            validation.check_positive("lim", options["lim"])
             options["lim"] = validation.DEFAULT_LIM
         if not self.training:
             strength = validation.check_not_negative("dropout", options["dropout"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from numbers import Real
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
 _PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
+_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
 _MADE_BY = {  # arguments of the constructor that are no attributes, and what they make
     "qk_norm": "q_norm and k_norm, which are None without",
     "rope": "rope_dim, which is 0 without",
@@ -47,7 +49,7 @@ class _Option:
         if layer is None:
             return self
         if layer.attention == "softmax":
-            raise AttributeError(f'{self.name} is an option of attention="fastmax", got a layer of "softmax"')
+            raise AttributeError(self.name)  # the message is that of nn.Module.__getattr__, which Python calls then
         return layer.options[self.name]
 
     def __set__(self, layer: FastmaxSelfAttention, value: object) -> None:
@@ -164,10 +166,8 @@ class FastmaxSelfAttention(nn.Module):
         for name, switch in (switches | {"use_custom_gradient": use_custom_gradient, "bias": bias}).items():
             validation.check_bool(name, switch)
         validation.check_positive("rope_base", rope_base)
-        validation.check_positive("longest_half_life", longest_half_life)
+        _check_half_life(longest_half_life)
         validation.check_positive("norm_eps", norm_eps)
-        if longest_half_life < SHORTEST_HALF_LIFE:
-            raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest_half_life}")
         rope_dim = rotary_channels(head_dim, rope, rope_dim)
         validation.check_count("conv", conv, least=0)
 
@@ -214,10 +214,24 @@ class FastmaxSelfAttention(nn.Module):
             raise AttributeError(f"{name} makes parts of a new layer, got {validation.describe(value)}: set {_MADE_BY[name]}")
         if name in vars(self) or name in _PARTS:
             self._check_attribute(name, value)
-        super().__setattr__(name, value)
+        if name in ("rope_base", "longest_half_life"):
+            value = float(value)
+        if isinstance(getattr(type(self), name, None), _Option):
+            object.__setattr__(self, name, value)  # nn.Module would register a parameter before the option is checked
+        else:
+            super().__setattr__(name, value)
 
     def _check_attribute(self, name: str, value: object) -> None:
         """Of a layer that is made; `_Option` checks the options of fastmax."""
+        if name in _SIZES:
+            got = validation.describe(value)
+            raise AttributeError(
+                f"{name} cannot be set, got {got}: the weights are those of {vars(self)[name]}; make a new layer"
+            )
+        if name == "context" and value is not None and not _is_context(value):
+            raise TypeError(
+                f"context must be None or that of fastmax.distributed.ContextParallel, got {validation.describe(value)}"
+            )
         if name in _PARTS and value is not None and not isinstance(value, nn.Module):
             raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
         if name == "window" and value is not None:
@@ -227,13 +241,18 @@ class FastmaxSelfAttention(nn.Module):
             validation.check_count("window", value)
         if name == "attention":
             _check_attention(value)
-            if value == "fastmax" and (not self.options or self.window is not None):
+            if value == "fastmax" and not self.options:
                 raise ValueError('attention must stay "softmax" in a layer made for it, got "fastmax": fastmax.convert.swap')
-        if name == "rope_dim" and value != 0:
-            validation.check_count("rope_dim", value)
-            rotary_channels(self.head_dim, True, value)
-        if name in ("rope_base", "longest_half_life"):
+            if value == "fastmax" and self.window is not None:
+                raise ValueError(f'window must be None where attention is set to "fastmax", got {self.window}')
+        if name == "rope_dim":
+            validation.check_count("rope_dim", value, least=0)
+            if value > 0:
+                rotary_channels(self.head_dim, True, value)
+        if name == "rope_base":
             validation.check_positive(name, value)
+        if name == "longest_half_life":
+            _check_half_life(value)
         if name == "use_custom_gradient":
             validation.check_bool(name, value)
 
@@ -280,7 +299,7 @@ class FastmaxSelfAttention(nn.Module):
             validation.check_count("fold_every", fold_every)
             if fold_every != 1:
                 raise ValueError(f'fold_every is of attention="fastmax", got {fold_every} for "softmax"')
-            state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device)
+            state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device, self.window)
         else:
             options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"fold_every": fold_every}
             state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
@@ -321,6 +340,7 @@ class FastmaxSelfAttention(nn.Module):
         check(x, state, cu_seqlens, key_padding_mask, context)
         if key_padding_mask is None:
             return self._attend(x, state, cu_seqlens, None, context)
+        x = _without_padding(x, key_padding_mask)
         if context is not None:
             context.refuse_gaps(key_padding_mask, cu_seqlens)
             return self._attend(x, None, cu_seqlens, key_padding_mask, context)
@@ -353,7 +373,7 @@ class FastmaxSelfAttention(nn.Module):
                 o = fastmax(q, k, v, **self.options, **options)
             return self._output(o, x)
         if self.attention == "softmax":
-            options = {"log_decay": log_decay, "window": self.window, "use_custom_gradient": self.use_custom_gradient}
+            options = {"log_decay": log_decay, "use_custom_gradient": self.use_custom_gradient}
             if packed is None:
                 o, attention = key_value_cache.attend(q, k, v, state.attention, count=count, **options)
             else:
@@ -394,7 +414,9 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
         self._context(state)
         state.refuse_outside_inference_mode()
-        count = None if key_padding_mask is None else key_padding_mask.sum(1)
+        count = None
+        if key_padding_mask is not None:
+            x, count = _without_padding(x, key_padding_mask), key_padding_mask.sum(1)
         q, k, v, log_decay, recent = self._heads(x, state, None, key_padding_mask, count=count)
         o = decode.step_(q, k, v, state.attention, log_decay=log_decay, key_padding_mask=key_padding_mask)
         if recent is not None:
@@ -535,6 +557,8 @@ class FastmaxSelfAttention(nn.Module):
             heads, kept = (self.num_kv_heads, self.head_dim), (state.attention.keys.shape[1], state.attention.keys.shape[3])
             if heads != kept:
                 raise ValueError(f"state must have key/value heads of this layer's {heads}, heads and head_dim, got {kept}")
+            if state.attention.window != self.window:
+                raise ValueError(f"state must have this layer's window {self.window!r}, got {state.attention.window!r}")
             return
         made = {name: getattr(state.attention, name) for name in ("score", "normalize", "exact_window")}
         score = validation.check_score(*(self.options[name] for name in ("temperature", "a0", "a1", "a2", "p")))
@@ -548,6 +572,23 @@ class FastmaxSelfAttention(nn.Module):
         options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
         options |= {"window": self.window} if self.attention == "softmax" else self.options
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
+    """x with 0 at masked tokens: a gradient of 0 times a NaN there would make the gradients of the weights NaN."""
+    return torch.where(mask.unsqueeze(-1), x, 0)
+
+
+def _is_context(value: object) -> bool:
+    """Without importing what defines it: whoever has a context has imported it."""
+    module = sys.modules.get("fastmax.distributed.context")
+    return module is not None and isinstance(value, module.Context)
+
+
+def _check_half_life(longest: object) -> None:
+    validation.check_positive("longest_half_life", longest)
+    if longest < SHORTEST_HALF_LIFE:
+        raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest}")
 
 
 def _check_attention(attention: object) -> None:

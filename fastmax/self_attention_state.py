@@ -71,14 +71,13 @@ class SelfAttentionState(BatchState):
 torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])
 
 
-def _register(node: type, children: Callable) -> None:
-    """As a pytree node."""
-    pytree.register_pytree_node(
-        node,
-        lambda state: (list(children(state).values()), tuple(children(state))),
-        lambda children, names: node(**dict(zip(names, children, strict=True))),
-    )
-
-
-_register(KeyValueCache, KeyValueCache.tensors)
-_register(SelfAttentionState, vars)
+pytree.register_pytree_node(
+    KeyValueCache,
+    lambda cache: (list(cache.tensors().values()), cache.window),
+    lambda tensors, window: KeyValueCache(*tensors, window=window),
+)
+pytree.register_pytree_node(
+    SelfAttentionState,
+    lambda state: (list(vars(state).values()), None),
+    lambda children, _: SelfAttentionState(*children),
+)

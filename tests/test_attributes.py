@@ -42,6 +42,11 @@ BAD = {
     "output_gate": (False, r"output_gate .*got False .*gate_proj"),
     "bias": (True, r"bias .*got True .*qkv_proj"),
     "norm_eps": (1e-3, r"norm_eps .*got 0\.001 .*eps"),
+    "embed_dim": (C, r"embed_dim cannot be set, got 32"),
+    "num_heads": (2 * HEADS, r"num_heads cannot be set, got 8 .*weights are those of 4; make a new layer"),
+    "num_kv_heads": (2, r"num_kv_heads cannot be set, got 2"),
+    "head_dim": (4, r"head_dim cannot be set, got 4"),
+    "context": (5, r"context must be None or that of fastmax\.distributed\.ContextParallel, got 5"),
 }
 
 
@@ -114,6 +119,44 @@ def test_a_layer_of_softmax():
         layer.window = 0
     with pytest.raises(ValueError, match=r'attention must stay "softmax".*fastmax\.convert\.swap'):
         layer.attention = "fastmax"
+
+
+@pytest.mark.parametrize("name", ["temperature", "p", "a1", "exact_window", "rope_base", "rope_dim", "num_heads", "context"])
+def test_a_parameter_in_the_place_of_an_option(name):
+    layer, before = make(), set(dict(make().named_parameters()))
+    with pytest.raises((AttributeError, TypeError, ValueError), match=rf"{name} (must|cannot) .*got "):
+        setattr(layer, name, torch.nn.Parameter(torch.ones(())))
+    assert set(dict(layer.named_parameters())) == before
+
+
+@pytest.mark.parametrize("value", [False, True, None, -2, 2.0])
+def test_rope_dim_is_an_int(value):
+    layer = make()
+    with pytest.raises((TypeError, ValueError), match=f"rope_dim must be .*got {value}"):
+        layer.rope_dim = value
+    layer.rope_dim = 0
+    assert torch.equal(layer(rows()), make(rope=False)(rows()))
+
+
+def test_numbers_become_those_of_the_constructor():
+    layer = make()
+    layer.rope_base, layer.longest_half_life = 100, 16
+    assert isinstance(layer.rope_base, float) and "rope_base=100.0" in repr(layer)
+    assert isinstance(layer.longest_half_life, float)
+    with pytest.raises(ValueError, match="longest_half_life must be at least 4 tokens, got 2"):
+        layer.longest_half_life = 2
+
+
+def test_back_from_softmax_with_a_window():
+    layer = make()
+    before = layer(rows())
+    layer.attention = "softmax"
+    layer.window = 3
+    with pytest.raises(ValueError, match='window must be None where attention is set to "fastmax", got 3'):
+        layer.attention = "fastmax"
+    layer.window = None
+    layer.attention = "fastmax"
+    assert torch.equal(layer(rows()), before)
 
 
 def test_parts_are_switched_off_by_none():

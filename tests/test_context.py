@@ -1,6 +1,7 @@
 """Layers and calls whose tokens are spread over ranks (`ContextParallel`, `context_parallel`), against one process."""
 
 import copy
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -44,7 +45,10 @@ def check_layer(group, options, layout, accompanying, recompute=False):
     own = own_tokens(parallel.context, N)
     x = torch.randn(1 if "cu_seqlens" in accompanying else 2, N, 32, dtype=torch.float64)
     of_rank = {name: y[:, own] if name == "key_padding_mask" else y for name, y in accompanying.items()}
-    whole, part = x.clone().requires_grad_(), x[:, own].requires_grad_()
+    whole, part = x.clone().requires_grad_(), x[:, own]
+    if "key_padding_mask" in of_rank:  # what padding holds reaches nothing
+        part = part.masked_fill(~of_rank["key_padding_mask"].unsqueeze(-1), math.nan)
+    part.requires_grad_()
     expected = layer(whole, **accompanying)
     y = checkpoint(parallel, part, use_reentrant=False, **of_rank) if recompute else parallel(part, **of_rank)
     seen = accompanying.get("key_padding_mask", torch.ones(1, N, dtype=torch.bool)).unsqueeze(-1).expand(len(x), N, 1)

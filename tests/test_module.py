@@ -263,6 +263,16 @@ def test_attributes_are_checked_in_the_call(device):
             module(**inputs)
 
 
+@in_either_mode
+@pytest.mark.parametrize("value", [-1, 0.0, "1", None, float("nan")])
+def test_a_lim_that_waits_is_checked_in_the_call(value, training, device):
+    inputs, _ = make_inputs(CASE, device=device)
+    module = FASTMultiHeadAttention().train(training)
+    module.lim = value
+    with pytest.raises((TypeError, ValueError), match="lim must be .*got "):
+        module(**inputs)
+
+
 @pytest.mark.parametrize("arguments", [{"embed_dim": 512, "num_heads": 8}, {"d_model": 512}], ids=str)
 def test_dimensions_by_keyword(arguments):
     with pytest.raises(TypeError, match=r"embed_dim = 512|d_model = 512") as error:

@@ -3,6 +3,7 @@ sequences, states joined by `cat`, and how a `KeyValueCache` grows."""
 
 import copy
 import io
+import threading
 from itertools import accumulate
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import fastmax
 from fastmax import DecodeState, FastmaxSelfAttention, SelfAttentionState
-from fastmax.key_value_cache import KeyValueCache
+from fastmax.key_value_cache import KeyValueCache, Memory
 
 LAYERS = {
     "fastmax": FASTMAX | {"num_kv_heads": 2},
@@ -152,6 +153,29 @@ def test_without_a_state_the_rule_is_the_same(side, options):
         close(y[i, real], layer(x[i : i + 1, real])[0])
 
 
+@by_layer
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("given", ["no state", "state", "packed", "packed state"])
+def test_what_padding_holds_does_not_reach_gradients(given, bad, side, options):
+    """Those of the weights and of x are the bits of a call with zeros there."""
+    layer, b = make(bias=True, **options), 1 if "packed" in given else 3
+    mask, x = mask_of((7, 3, 9)[:b], 9, side), torch.randn(b, 9, C, dtype=torch.float64)
+    rest = {"key_padding_mask": mask}
+    if b == 1:
+        rest["cu_seqlens"] = torch.tensor([0, 4, 9], dtype=torch.int32)
+    actual, expected = {}, {}
+    for found, filling in ((actual, bad), (expected, 0.0)):
+        leaf = torch.where(mask.unsqueeze(-1), x, filling).requires_grad_()
+        state = layer.init_state(2 if b == 1 else b) if "state" in given else None
+        y = layer(leaf, state, **rest)
+        y = (y if state is None else y[0])[mask]
+        grads = torch.autograd.grad(y.square().sum(), [leaf, *layer.parameters()])
+        found |= dict(zip(["x", *dict(layer.named_parameters())], grads, strict=True))
+    for name, gradient in expected.items():
+        assert gradient.isfinite().all() and torch.equal(actual[name], gradient), name
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("options", [LAYERS["fastmax"], LAYERS["softmax, window"]], ids=["fastmax", "window"])
 def test_padded_calls_compile(options, fresh_dynamo):
@@ -276,6 +300,67 @@ def test_cat_of_layer_states_that_differ():
     softmax = make(conv=0, num_kv_heads=2, **SOFTMAX).init_state(1)
     with pytest.raises(ValueError, match="key/value heads of states.0., 2, got 4"):
         SelfAttentionState.cat([softmax, make(conv=0, **SOFTMAX).init_state(1)])
+    states = [make(window=window, **SOFTMAX).init_state(1) for window in (4, None)]
+    with pytest.raises(ValueError, match="window of states.0., 4, got None"):
+        SelfAttentionState.cat(states)
+
+
+def through_save(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def through_pytree(state):
+    return pytree.tree_map(lambda x: x, state)
+
+
+COPIES = {
+    "itself": lambda state: state,
+    "clone": SelfAttentionState.clone,
+    "select": lambda state: state.select([1, 0]),
+    "cat": lambda state: SelfAttentionState.cat([state, state]).select([0, 1]),
+    "to": lambda state: state.to(torch.float64),
+    "save": through_save,
+    "deepcopy": copy.deepcopy,
+    "pytree": through_pytree,
+    "float32 and back": lambda state: state.to(torch.float32).to(torch.float64),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("made, then", [(4, 12), (4, None), (12, 4), (None, 4)])
+def test_a_state_of_another_window_is_refused(made, then, grad):
+    """It has other tokens than the layer would weigh; the window that it was made with stays with it."""
+    layer, x = make(**SOFTMAX, window=made), torch.randn(2, 20, C, dtype=torch.float64)
+    mask = mask_of((15, 9), 15, "middle")
+    with torch.set_grad_enabled(grad):
+        states = [layer.init_state(2), layer(x[:, :15], layer.init_state(2))[1]]
+        states += [layer(x[:, :15], layer.init_state(2), key_padding_mask=mask)[1]]
+        cu_seqlens = torch.tensor([0, 5, 15], dtype=torch.int32)
+        states += [layer(x[:1, :15], layer.init_state(2), cu_seqlens=cu_seqlens)[1]]
+        states += [layer(x[:, 15:16], states[1])[1]]
+    for name, duplicate in COPIES.items():
+        for state in states:
+            layer.window = made
+            if grad and name == "deepcopy":  # PyTorch's, of leaves alone
+                state = state.detach()
+            other = duplicate(state)
+            layer(x[:, 15:], other)
+            layer.window = then
+            with pytest.raises(ValueError, match=f"state must have this layer's window {then}, got {made}"):
+                layer(x[:, 15:], other)
+
+
+@pytest.mark.parametrize("kind", [SelfAttentionState, DecodeState])
+def test_cat_of_what_is_no_sequence(kind):
+    state = make(**FASTMAX).init_state(1)
+    for given in (state, state.attention, 3, None):
+        with pytest.raises(TypeError, match=f"states must be a sequence of {kind.__name__}, got "):
+            kind.cat(given)
+    assert SelfAttentionState.cat(x for x in (state, state)).positions.shape == (2,)
 
 
 # ---- how a cache grows
@@ -404,6 +489,45 @@ def test_a_copy_of_a_cache_holds_its_tokens_alone():
         assert cache_of(other).keys.untyped_storage().nbytes() == cache_of(other).keys.nbytes
         close(layer(x[:, 20:], other)[0], expected)
     close(layer(x[:, 20:], pytree.tree_unflatten(leaves, spec))[0], expected)
+
+
+@BY_WINDOW
+def test_no_tokens_of_packed_sequences_give_another_cache(window):
+    layer, x = make(**SOFTMAX, window=window), torch.randn(2, 3, C, dtype=torch.float64)
+    _, state = layer(x, layer.init_state(2))
+    y, after = layer(x[:1, :0], state, cu_seqlens=torch.zeros(3, dtype=torch.int32))
+    assert y.shape == (1, 0, C) and after.attention is not state.attention
+    for name, tensor in after.tensors().items():
+        before = state.tensors()[name]
+        assert torch.equal(tensor, before) and tensor.data_ptr() != before.data_ptr(), name
+
+
+@torch.no_grad()
+def test_threads_that_continue_one_state(monkeypatch):
+    """The second one comes while the first looks for places: only one of them has those behind the state."""
+    layer, x = make(**SOFTMAX), torch.randn(1, 7, C, dtype=torch.float64)
+    _, state = layer(x[:, :5], layer.init_state(1))
+    continued, threads, capacity = {}, [], Memory.capacity.fget
+
+    def go_on(place):
+        with torch.no_grad():
+            continued[place] = layer(x[:, place : place + 1], state)[1]
+
+    def and_another_thread(memory):
+        if not threads:
+            threads.append(threading.Thread(target=go_on, args=(6,)))
+            threads[0].start()
+            threads[0].join(timeout=1.0)  # it waits where places are taken one after the other
+        return capacity(memory)
+
+    monkeypatch.setattr(Memory, "capacity", property(and_another_thread))
+    go_on(5)
+    threads[0].join()
+    monkeypatch.undo()
+    for place, actual in continued.items():
+        alone = state.clone()
+        _, expected = layer(x[:, place : place + 1], alone)
+        assert torch.equal(actual.attention.keys, expected.attention.keys)
 
 
 # ---- on a GPU

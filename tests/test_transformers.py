@@ -264,6 +264,20 @@ def test_configure():
         model(ids)
 
 
+@pytest.mark.parametrize("error", [TypeError, RuntimeError, ValueError])
+def test_an_error_of_any_kind_puts_configurations_back(error, monkeypatch):
+    model = llama(fastmax={"p": 1})
+    before = dict(vars(model.config))
+    monkeypatch.setattr(integration.models, "_check_layers", mock.Mock(side_effect=error("no such layer")))
+    with pytest.raises(error, match="no such layer"):
+        integration.configure(model, temperature=3.0)
+    assert vars(model.config) == before and model.config.fastmax == {"p": 1}
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(error, match="no such layer"):
+        model.set_attn_implementation("fastmax")
+    assert model.config._attn_implementation == "sdpa"
+
+
 def test_configure_reaches_sub_configurations():
     config = transformers.LlavaConfig()
     integration.configure(config, p=1)
@@ -507,9 +521,30 @@ class AttentionGate(Mixer):
         return q.sigmoid() * k.softmax(-1) + v
 
 
+class MixerOfModules(Mixer):
+    """Its softmax is a part that the constructor makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.activation = torch.nn.Softmax(dim=-1)
+
+    def mix(self, q, k, v):
+        return self.activation(q @ k.mT) @ v
+
+
+class LanguageModel(Mixer):
+    """No attention: the softmax is of `sample`, which `forward` does not call."""
+
+    def mix(self, q, k, v):
+        return q @ (k.mT @ v)
+
+    def sample(self, x):
+        return torch.softmax(self(x), dim=-1).multinomial(1)
+
+
 MIXERS = [
     FusedMixer, RenamedMixer, StaticMixer, FlashMixer, FlexMixer, SoftmaxMixer, MixerOfFunctions, MixerInParts, InheritedMixer,
-    RouterThatAttends,
+    RouterThatAttends, MixerOfModules,
 ]  # fmt: skip
 
 
@@ -532,7 +567,7 @@ def test_layer_that_overrides_attention_is_refused():
         integration.check(model)
 
 
-@pytest.mark.parametrize("kind", [AttentionRouter, AttentionGate])
+@pytest.mark.parametrize("kind", [AttentionRouter, AttentionGate, LanguageModel])
 def test_what_is_no_attention_passes(kind):
     model = llama()
     model.model.layers[1].mixer = kind()

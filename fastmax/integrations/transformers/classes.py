@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FunctionType, ModuleType
 
 from torch import nn
@@ -34,20 +34,23 @@ _ROUTER = re.compile(r"(Router|Gate|Gating|MoE)$")
 _BASES = {*nn.Module.__mro__, *PreTrainedModel.__mro__, *GenerationMixin.__mro__}  # whose methods no layer calls for attention
 
 
+@functools.cache
 def computes_attention(kind: type[nn.Module]) -> bool:
     """Whether a class of modules is attention that does not ask transformers' interface for its function.
 
-    A class that refers to a function of attention is, whatever its name. A softmax counts where the class is called attention;
-    outside of transformers, whose classes of attention are all called so, also beside two matrix products, those of scores and
-    of values. Deformable attention has no scores of queries and keys, and does not count.
+    A class that refers to a function of attention is, whatever its name. A softmax that `forward` reaches, or the constructor,
+    counts where the class is called attention; outside of transformers, whose classes of attention are all called so, also
+    beside two matrix products, those of scores and of values. Deformable attention has no scores of queries and keys, and does
+    not count.
     """
     if issubclass(kind, nn.MultiheadAttention):
         return True
     if asks_interface(kind):
         return False
-    names = _all_names(kind)
-    if names.keys() & _ATTENTION:
+    if _names_of(kind, _methods(kind)).keys() & _ATTENTION:
         return True
+    # The constructor makes an nn.Softmax. What `sample` of a language model does is no part of its layers.
+    names = _names_of(kind, _reached(kind, "forward", "__init__"))
     if not names.keys() & _SOFTMAX:
         return False
     called_so = "Att" in kind.__name__ and "Deformable" not in kind.__name__ and not _ROUTER.search(kind.__name__)
@@ -57,18 +60,23 @@ def computes_attention(kind: type[nn.Module]) -> bool:
 @functools.cache
 def asks_interface(kind: type[nn.Module]) -> bool:
     """Whether `forward`, or a method that it calls, does."""
-    methods, names, waiting = _methods(kind), set(), {"forward"}
+    return bool(_reached(kind, "forward") & _INTERFACE)
+
+
+def _reached(kind: type[nn.Module], *first: str) -> set[str]:
+    """These names, and all that the methods of these names refer to, and the methods of those."""
+    methods, names, waiting = _methods(kind), set(), set(first)
     while waiting:
         names |= waiting
         called = {name for method in waiting for function in methods.get(method, ()) for name in _names(function)}
         waiting = called - names
-    return bool(names & _INTERFACE)
+    return names
 
 
-@functools.cache
-def _all_names(kind: type[nn.Module]) -> Counter[str]:
-    """What the methods of a class refer to, and how often."""
-    return sum((_names(function) for functions in _methods(kind).values() for function in functions), Counter())
+def _names_of(kind: type[nn.Module], names: Iterable[str]) -> Counter[str]:
+    """What the methods of these names refer to, and how often."""
+    methods = _methods(kind)
+    return sum((_names(function) for name in names for function in methods.get(name, ())), Counter())
 
 
 @functools.cache

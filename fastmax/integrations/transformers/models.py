@@ -101,11 +101,11 @@ def configure(model: PreTrainedModel | PreTrainedConfig, **options) -> None:
     if not configs:
         raise ValueError(f"model must hold a transformers model with its configuration, got a {type(model).__name__}")
     before = [dict(vars(config)) for config in configs]
-    for config in configs:
-        config.fastmax = dict(options)
     try:
+        for config in configs:
+            config.fastmax = dict(options)
         _check_configured(model, configs)
-    except ValueError:
+    except Exception:
         for config, earlier in zip(configs, before, strict=True):
             vars(config).clear()
             vars(config).update(earlier)
@@ -181,7 +181,7 @@ def watch() -> None:
             set_attn_implementation(self, attn_implementation, *args, **kwargs)
             _check_applied(self.config, attn_implementation)
             check(self, [] if attn_implementation == NAME else None)
-        except ValueError:
+        except Exception:
             for config, implementation in before:
                 config._attn_implementation_internal = implementation
             raise
