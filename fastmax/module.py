@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from torch import Tensor, nn
 
-from fastmax import other_arguments, validation
+from fastmax import other_arguments, spread, validation
 from fastmax.functional import autocast_qkv, fastmax_attention
 
 OPTIONS = (
@@ -97,8 +97,6 @@ class FASTMultiHeadAttention(nn.Module):
         Eval mode adds no noise, and checks `dropout` and `drop_noise` as training mode does. The module's `lim` is for calls
         that normalize; other calls check it alone.
         """
-        if others:
-            other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")
         given = {
             "rpe_matrix": rpe_matrix,
             "mask": mask,
@@ -115,16 +113,13 @@ class FASTMultiHeadAttention(nn.Module):
         }
         options = {name: getattr(self, name) if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
-        validation.check_flag("mask", causal)
         if lim is None and options["normalize"] is False:
             validation.check_positive("lim", options["lim"])
             options["lim"] = validation.DEFAULT_LIM
+        context = spread.current() if self.context is None else self.context
+        check = self._check if context is None else context.telling(self._check)
+        check(others, q, k, v, causal, options["dropout"], drop_noise)
         if not self.training:
-            strength = validation.check_not_negative("dropout", options["dropout"])
-            if drop_noise is not None:
-                q, k, v = autocast_qkv(q, k, v)
-                validation.check_qkv(q, k, v, causal)
-                validation.check_drop_noise(drop_noise, strength, q, v.shape[-1])
             options["dropout"], drop_noise = 0.0, None
         attention = fastmax_attention if self.context is None else self.context.attentions[0]
         return attention(
@@ -140,6 +135,28 @@ class FASTMultiHeadAttention(nn.Module):
             return_lse=return_lse,
             **options,
         )
+
+    def _check(
+        self,
+        others: dict[str, object],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool,
+        dropout: float,
+        drop_noise: Tensor | None,
+    ) -> None:
+        """Of what the attention does not check: other names, the mask's name, and the noise, which eval mode leaves out."""
+        if others:
+            other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")
+        validation.check_flag("mask", causal)
+        if self.training:
+            return
+        strength = validation.check_not_negative("dropout", dropout)
+        if drop_noise is not None:
+            q, k, v = autocast_qkv(q, k, v)
+            validation.check_qkv(q, k, v, causal)
+            validation.check_drop_noise(drop_noise, strength, q, v.shape[-1])
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in ("use_custom_gradient", *OPTIONS))

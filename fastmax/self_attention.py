@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from numbers import Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -335,7 +335,7 @@ class FastmaxSelfAttention(nn.Module):
         Raises:
             TypeError, ValueError: naming the argument, what it was and what is accepted.
         """
-        context = self._context(state)
+        context = self._context()
         check = self._check if context is None else context.telling(self._check)
         check(x, state, cu_seqlens, key_padding_mask, context)
         if key_padding_mask is None:
@@ -404,6 +404,9 @@ class FastmaxSelfAttention(nn.Module):
             TypeError, ValueError: naming the argument.
             RuntimeError: autograd records x, the weights or the state: use `torch.no_grad()`, or `forward`.
         """
+        context = self._context()
+        if context is not None:
+            context.telling(_refuse_state)()
         if self.attention == "softmax":
             raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
         if state is None:
@@ -412,7 +415,6 @@ class FastmaxSelfAttention(nn.Module):
         self._check(x, state, None, key_padding_mask)
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
-        self._context(state)
         state.refuse_outside_inference_mode()
         count = None
         if key_padding_mask is not None:
@@ -429,13 +431,13 @@ class FastmaxSelfAttention(nn.Module):
         """Of q, k and v together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def _context(self, state: SelfAttentionState | None) -> Context | None:
+    def _context(self) -> Context | None:
         context = spread.current() if self.context is None else self.context
         if context is None:
             return None
-        if state is not None:
-            raise ValueError("state is of sequences that one rank has as a whole: it has no place in a context parallel layer")
-        return context.of_one_forward()
+        # The options that are no arguments of the attention and the convolution, which compare theirs.
+        options = {name: getattr(self, name) for name in ("attention", "window", "rope_dim", "rope_base")}
+        return context.of_one_forward(options)
 
     def _heads(
         self,
@@ -450,12 +452,8 @@ class FastmaxSelfAttention(nn.Module):
         """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution. With a `count`,
         (b,), only so many tokens of a row are there, the first ones; `packed` is of `cu_seqlens` with a state."""
         qkv = self.qkv_proj(x)
-        spread.refuse("heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv)
-        if qkv.shape[-1] != self._channels:
-            raise ValueError(
-                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "
-                "divided among ranks by fastmax.distributed.TensorParallel"
-            )
+        check = self._check_projected if context is None else context.telling(self._check_projected)
+        check(x, qkv)
         recent = places = None
         if context is not None:
             positions = context.positions(x.shape[1], x.device)
@@ -505,6 +503,14 @@ class FastmaxSelfAttention(nn.Module):
             o = o * F.silu(self.gate_proj(x))
         return self.out_proj(o)
 
+    def _check_projected(self, x: Tensor, qkv: Tensor) -> None:
+        spread.refuse("heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv)
+        if qkv.shape[-1] != self._channels:
+            raise ValueError(
+                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "
+                "divided among ranks by fastmax.distributed.TensorParallel"
+            )
+
     def _check(
         self,
         x: Tensor,
@@ -513,6 +519,8 @@ class FastmaxSelfAttention(nn.Module):
         mask: Tensor | None,
         context: Context | None = None,
     ) -> None:
+        if context is not None and state is not None:
+            _refuse_state()
         accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
         if not isinstance(x, Tensor):
             raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
@@ -589,6 +597,10 @@ def _check_half_life(longest: object) -> None:
     validation.check_positive("longest_half_life", longest)
     if longest < SHORTEST_HALF_LIFE:
         raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest}")
+
+
+def _refuse_state() -> NoReturn:
+    raise ValueError("state is of sequences that one rank has as a whole: it has no place in a context parallel layer")
 
 
 def _check_attention(attention: object) -> None:

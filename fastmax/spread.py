@@ -100,7 +100,7 @@ def accepted(attention: Callable[..., Tensor | tuple[Tensor, Tensor]]) -> Callab
     def attend(*args, **kwargs):
         context = current()
         if context is not None:
-            return context.call(attention, _arguments(attention, args, kwargs))
+            return context.call(attention, context.telling(_arguments)(attention, args, kwargs))
         for x in (*args, *kwargs.values()):
             if type(x) not in _OTHERS and is_dtensor(x):
                 return _attend_on_shards(attention, args, kwargs)

@@ -245,12 +245,126 @@ def test_a_layer_that_refuses_its_arguments_tells_the_others():
             assert message.startswith(told + text if rank == 0 else text.split(": ", 1)[1]), message
 
 
-def check_exchanges(group, options, layout):
+IN_STEP = {  # what rank 1 does otherwise: its error, which rank 0 is told, or twice the error of both
+    "batch": ("fastmax.distributed: batch of x must be the same on all ranks, got 1 on rank 0 and 2 on rank 1",) * 2,
+    "sequences": ("fastmax.distributed: cu_seqlens must be the same on all ranks, got ",) * 2,
+    "a mask": ("fastmax.distributed: function must be the same on all ranks, got ",) * 2,
+    "state": ("ValueError: state is of sequences that one rank has as a whole",),
+    "projection": ("ValueError: qkv_proj must return 64 channels",),
+    "zigzag and sequences": ("ranks must hold (4, 4) tokens in a zigzag layout of 8, got (5, 3)",) * 2,
+    "another name": ("TypeError: scale is not an argument of fastmax_attention",),
+    "an argument too many": ("TypeError: too many positional arguments",),
+    "no tensor": ("TypeError: q must be a torch.Tensor, got None",),
+    "one dimension": ("ValueError: q must be 4-d",),
+    "another name of a module": ("TypeError: scale is not an argument of FASTMultiHeadAttention.forward",),
+    "mask of a module": ("TypeError: mask must be a bool",),
+    "dropout of a module": ("TypeError: dropout must be a real number",),
+    "noise of a module": ("ValueError: drop_noise must have ",),
+    "module of a context": ("TypeError: mask must be a bool",),
+}
+
+
+def call_otherwise(case: str, differs: bool, mesh) -> None:
+    tokens = 4 if case != "zigzag and sequences" else 3 if differs else 5
+    x, q = torch.randn(1, tokens, 32, dtype=torch.float64), torch.randn(1, 2, 4, 8, dtype=torch.float64)
+    layer = parallelize_module(make_layer(LAYERS["defaults"]), mesh, ContextParallel("zigzag" if tokens != 4 else "contiguous"))
+    module = FASTMultiHeadAttention(mask=True)
+    real, cu_seqlens = torch.ones(1, 4, dtype=torch.bool), torch.tensor([0, 3, 8], dtype=torch.int32)
+    if case == "batch":
+        batch = 2 if differs else 1
+        layer(x.expand(batch, -1, -1), key_padding_mask=real.expand(batch, -1))
+    elif case == "sequences":  # in those of rank 1 alone there is padding between real tokens
+        gap = torch.tensor([[True, True, True, False]]) if not differs else torch.tensor([[False, True, True, True]])
+        layer(x, key_padding_mask=gap, cu_seqlens=torch.tensor([0, 5, 8], dtype=torch.int32) if not differs else cu_seqlens)
+    elif case == "a mask":
+        layer(x, key_padding_mask=real if differs else None)
+    elif case == "state":
+        layer(x, layer.init_state(1) if differs else None)
+    elif case == "projection":
+        if differs:
+            layer.qkv_proj = nn.Linear(32, 48, bias=False, dtype=torch.float64)
+        layer(x)
+    elif case == "zigzag and sequences":
+        layer(x, cu_seqlens=cu_seqlens if differs else None)
+    elif case == "module of a context":
+        parallelize_module(module, mesh, ContextParallel())
+        module(q, q, q, mask=3 if differs else None)
+    else:
+        with context_parallel(mesh, layout="zigzag" if case in ("no tensor", "one dimension") else "contiguous"):
+            if case == "another name":
+                fastmax_attention(q, q, q, causal=True, **({"scale": 1.0} if differs else {}))
+            elif case == "an argument too many":
+                fastmax_attention(q, q, q, *((True,) if differs else ()))
+            elif case == "no tensor":
+                fastmax_attention(None if differs else q, q, q)
+            elif case == "one dimension":
+                fastmax_attention(q[0, 0, 0] if differs else q, q, q)
+            elif case == "another name of a module":
+                module(q, q, q, **({"scale": 1.0} if differs else {}))
+            elif case == "mask of a module":
+                module.mask = 3 if differs else True
+                module(q, q, q)
+            elif case == "dropout of a module":
+                module.eval().dropout = "a" if differs else 0.0
+                module(q, q, q)
+            else:
+                module.eval().dropout = 0.5
+                module(q, q, q, q[:, :, :3] if differs else q)
+
+
+def check_in_step(group, case):
+    mesh = mesh_of(group)
+    layer = parallelize_module(make_layer(LAYERS["defaults"]), mesh, ContextParallel())
+    x, limit = torch.randn(1, 4, 32, dtype=torch.float64), agreement.time_limit()
+    agreement.set_time_limit(30.0)
+    found = messages([lambda: call_otherwise(case, group.rank() == 1, mesh)])[0]
+    assert layer(x).shape == x.shape
+    agreement.set_time_limit(limit.total_seconds())
+    return found
+
+
+@pytest.mark.parametrize("case", IN_STEP)
+def test_a_rank_that_differs_is_an_error_on_all_and_ranks_stay_in_step(case):
+    of_rank_0, of_rank_1 = run(check_in_step, 2, case)
+    message, *alike = IN_STEP[case]
+    told = "" if alike else "fastmax.distributed: rank 1 refused its arguments: "
+    assert of_rank_0.startswith(told + message), of_rank_0
+    assert of_rank_1.startswith(message if alike else message.split(": ", 1)[1]), of_rank_1
+
+
+def check_options_that_differ(group, layout, options, changed):
+    layer = parallelize_module(make_layer(options), mesh_of(group), ContextParallel(layout))
+    x = torch.randn(1, own_tokens(layer.context, 8).numel(), 32, dtype=torch.float64)
+    name, value = changed
+    expected = getattr(layer, name)
+    if group.rank() == 1:
+        setattr(layer, name, value)
+    found = messages([lambda: layer(x)])[0]
+    setattr(layer, name, expected)
+    assert layer(x).shape == x.shape
+    return found
+
+
+@pytest.mark.parametrize("layout", ["contiguous", contiguous_layout([4, 4])], ids=["contiguous", "Layout"])
+@pytest.mark.parametrize(
+    ("options", "changed", "message"),
+    [
+        ({}, ("rope_base", 10.0), "rope_base must be the same on all ranks, got 10000.0 on rank 0 and 10.0 on rank 1"),
+        ({}, ("rope_dim", 4), "rope_dim must be the same on all ranks, got 2 on rank 0 and 4 on rank 1"),
+        ({"attention": "softmax"}, ("window", 2), "window must be the same on all ranks, got None on rank 0 and 2 on rank 1"),
+    ],
+)
+def test_options_of_the_layer_are_compared(layout, options, changed, message):
+    assert run(check_options_that_differ, 2, layout, options, changed) == [f"fastmax.distributed: {message}"] * 2
+
+
+def check_exchanges(group, options, layout, is_padded):
     """How often ranks exchange arguments in a forward of a layer; its backward does not."""
     parallel = parallelize_module(make_layer(options), mesh_of(group), ContextParallel(layout))
     x = torch.randn(1, own_tokens(parallel.context, N).numel(), 32, dtype=torch.float64, requires_grad=True)
+    mask = torch.ones(x.shape[:2], dtype=torch.bool) if is_padded else None
     with mock.patch.object(agreement, "_exchange_of", wraps=agreement._exchange_of) as exchanges:
-        y = parallel(x)
+        y = parallel(x, key_padding_mask=mask)
         of_forward = exchanges.call_count
         y.sum().backward()
         assert exchanges.call_count == of_forward
@@ -260,7 +374,8 @@ def check_exchanges(group, options, layout):
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize(("options", "count"), [({"conv": 3}, 3), ({"conv": 0}, 2)])
 def test_a_forward_exchanges_arguments_few_times(options, count, layout):
-    assert run(check_exchanges, 3, options, layout) == [count - isinstance(layout, Layout)] * 3
+    assert run(check_exchanges, 3, options, layout, False) == [count] * 3
+    assert run(check_exchanges, 3, options, layout, True) == [count + 1] * 3
 
 
 def check_refusals(group):

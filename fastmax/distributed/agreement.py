@@ -9,6 +9,7 @@ verdict. Exchanges are numbered. An exchange has one verdict, the first that a r
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,9 +17,12 @@ from datetime import timedelta
 from threading import Lock
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch import distributed as dist
 
 from fastmax import validation
+
+_SHORT = 16  # values of cu_seqlens that a message shows
 
 _time_limit = timedelta(minutes=5)
 
@@ -45,6 +49,12 @@ def agree(group: dist.ProcessGroup, options: dict[str, str], tokens: int) -> tup
     return _exchange_of(group).agree({"options": options, "tokens": tokens})
 
 
+def of_all_ranks(error: Exception) -> Exception:
+    """Returns the error, which every rank raises, with a mark that `telling` has no rank to tell."""
+    error.fastmax_told = True
+    return error
+
+
 @contextmanager
 def telling(group: dist.ProcessGroup) -> Iterator[None]:
     """Tells the other ranks, which wait in `agree`, of an error in what this rank was given. An error that all ranks raise, or
@@ -53,9 +63,22 @@ def telling(group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         if group.size() > 1 and not getattr(error, "fastmax_told", False):
-            error.fastmax_told = True
+            of_all_ranks(error)
             _exchange_of(group).refuse(f"{type(error).__name__}: {error}")
         raise
+
+
+def digest(x: object) -> str:
+    return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
+
+
+def described(cu_seqlens: Tensor) -> str:
+    """Values, too, where that does not make a device wait."""
+    text = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device.type}"
+    if cu_seqlens.device.type != "cpu":
+        return text
+    values = cu_seqlens.tolist()
+    return f"{text} {values if cu_seqlens.numel() <= _SHORT else digest(values)}"
 
 
 class _Exchange:
@@ -77,9 +100,7 @@ class _Exchange:
             number = self._next()
             verdict = self._collect(number, wanted) if self._rank == 0 else self._ask(number, wanted)
         if "error" in verdict:
-            error = (RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}")
-            error.fastmax_told = True
-            raise error
+            raise of_all_ranks((RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}"))
         return tuple(verdict["tokens"])
 
     def refuse(self, message: str) -> None:

@@ -3,7 +3,6 @@ group."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from fastmax import eager, ops, validation
 from fastmax.bounds import sequence_at
 from fastmax.call import Call
 from fastmax.distributed import ring, states
-from fastmax.distributed.agreement import agree, telling
+from fastmax.distributed.agreement import agree, described, digest, telling
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
 from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
@@ -257,7 +256,6 @@ class _Surrounded(NamedTuple):
 
 
 _TOKEN_DIMENSIONS = (2, 2, 1, 2)
-_SHORT = 16  # values of cu_seqlens that a message shows
 
 
 class _Keys(NamedTuple):
@@ -337,7 +335,7 @@ def _agreed(
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
         "head_dim of v": v.shape[3], "giving a key_padding_mask": asked.mask is not None,
         "log_decay": None if asked.log_decay is None else "given",
-        "cu_seqlens": None if asked.cu_seqlens is None else _described(asked.cu_seqlens),
+        "cu_seqlens": None if asked.cu_seqlens is None else described(asked.cu_seqlens),
     }  # fmt: skip
     layout = _agreed_layout(group, layout, q.shape[2], options)
     validation.check_cu_seqlens(asked.cu_seqlens, q, k, layout.tokens)
@@ -347,22 +345,9 @@ def _agreed(
 def _agreed_layout(group: dist.ProcessGroup, layout: Layout | None, n: int, options: dict) -> Layout:
     if group.size() == 1:
         return contiguous_layout((n,))
-    options = options | {"layout": None if layout is None else _digest(layout.stretches)}
+    options = options | {"layout": None if layout is None else digest(layout.stretches)}
     counts = agree(group, {name: str(x) for name, x in options.items()}, n)
     return contiguous_layout(counts) if layout is None else layout
-
-
-def _digest(x: object) -> str:
-    return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
-
-
-def _described(cu_seqlens: Tensor) -> str:
-    """Values, too, where that does not make a device wait."""
-    text = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device.type}"
-    if cu_seqlens.device.type != "cpu":
-        return text
-    values = cu_seqlens.tolist()
-    return f"{text} {values if cu_seqlens.numel() <= _SHORT else _digest(values)}"
 
 
 def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, tokens: int, asked: _Asked, exact_window: int, score: Score) -> str:

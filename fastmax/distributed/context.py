@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from fastmax import spread, validation
 from fastmax.bounds import sequence_at
-from fastmax.distributed.agreement import agree, telling
+from fastmax.distributed.agreement import agree, described, digest, of_all_ranks, telling
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
@@ -72,26 +72,34 @@ class Context:
     def layout_of(self, tokens: int) -> Layout:
         """Where this rank has so many."""
         if isinstance(self.layout, Layout):
-            held = self.layout.count(self.group.rank())
-            with telling(self.group):
-                if held != tokens:
-                    raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
-            return self.layout
-        options = {"function": "a layer", "layout": self.layout}
-        return _layout(self.layout, (tokens,) if self.mesh.size() == 1 else agree(self.group, options, tokens))
+            return self._layout_given(tokens)
+        return self._layout_agreed(tokens, {})
+
+    def _layout_given(self, tokens: int) -> Layout:
+        held = self.layout.count(self.group.rank())
+        with telling(self.group):
+            if held != tokens:
+                raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
+        return self.layout
+
+    def _layout_agreed(self, tokens: int, options: dict[str, str]) -> Layout:
+        kind = digest(self.layout.stretches) if isinstance(self.layout, Layout) else self.layout
+        options = {"function": "a layer", "layout": kind} | options
+        counts = (tokens,) if self.mesh.size() == 1 else agree(self.group, options, tokens)
+        return self.layout if isinstance(self.layout, Layout) else _layout(self.layout, counts)
 
     @outside_of_compiled_code
-    def of_one_forward(self) -> Context:
-        """Returns the context for one forward of a layer, in which ranks agree on the layout once."""
-        return _OfOneForward(self.mesh, self.layout)
+    def of_one_forward(self, options: dict[str, object]) -> Context:
+        """Returns the context for one forward of a layer, in which ranks agree once on the layout and the layer's options."""
+        return _OfOneForward(self.mesh, self.layout, options)
 
-    def telling(self, check: Callable[..., None]) -> Callable[..., None]:
-        """Returns the check of a layer, whose errors the other ranks are told."""
+    def telling(self, check: Callable) -> Callable:
+        """Returns the check, whose errors the other ranks are told."""
 
         @outside_of_compiled_code
-        def tell(*arguments: object) -> None:
+        def tell(*arguments: object) -> object:
             with telling(self.group):
-                check(*arguments)
+                return check(*arguments)
 
         return tell
 
@@ -124,7 +132,10 @@ class Context:
         """
         layout = self.layout_of(mask.shape[1])
         if layout.world > 1:
-            options = {"function": "a layer with key_padding_mask", "layout": str(layout.stretches)}
+            # Whatever the sizes of messages and the verdict on gaps depend on.
+            options = {"function": "a layer with key_padding_mask", "layout": digest(layout.stretches)}
+            options |= {"batch of x": str(mask.shape[0]), "device of x": mask.device.type}
+            options |= {"cu_seqlens": "None" if cu_seqlens is None else described(cu_seqlens)}
             agree(self.group, options, mask.shape[1])
         longest = max(layout.count(rank) for rank in range(layout.world))
         own = F.pad(mask.to(torch.uint8), (0, longest - mask.shape[1]))
@@ -181,6 +192,13 @@ class Context:
             if not use_custom_gradient:
                 raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
             spread.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
+            if not isinstance(q, Tensor):
+                raise TypeError(f"q must be a torch.Tensor, got {validation.describe(q)}")
+            validation.check_dense("q", q)
+            if q.dim() != 4:
+                raise ValueError(
+                    f"q must be 4-d (batch, heads, tokens, head_dim) where tokens are spread over ranks, got {q.dim()}-d"
+                )
         # Without a layout the call itself exchanges the tokens of contiguous stretches.
         layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2])
         with spread.entered(None):
@@ -188,11 +206,16 @@ class Context:
 
 
 class _OfOneForward(Context):
-    _agreed: Layout | None = None
+    def __init__(self, mesh: DeviceMesh, layout: str | Layout, options: dict[str, object]):
+        super().__init__(mesh, layout)
+        self._options, self._agreed = {name: str(x) for name, x in options.items()}, None
 
+    @outside_of_compiled_code
     def layout_of(self, tokens: int) -> Layout:
         if self._agreed is None or self._agreed.count(self.group.rank()) != tokens:
-            self._agreed = super().layout_of(tokens)
+            if isinstance(self.layout, Layout):
+                self._layout_given(tokens)
+            self._agreed = self._layout_agreed(tokens, self._options)
         return self._agreed
 
 
@@ -203,7 +226,8 @@ def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
     layout = zigzag_layout(sum(counts), len(counts))
     expected = tuple(layout.count(rank) for rank in range(layout.world))
     if counts != expected:
-        raise ValueError(f"ranks must hold {expected} tokens in a zigzag layout of {sum(counts)}, got {counts}")
+        error = ValueError(f"ranks must hold {expected} tokens in a zigzag layout of {sum(counts)}, got {counts}")
+        raise of_all_ranks(error)
     return layout
 
 
