@@ -114,7 +114,6 @@ class FASTMultiHeadAttention(nn.Module):
         options = {name: getattr(self, name) if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
         if lim is None and options["normalize"] is False:
-            validation.check_positive("lim", options["lim"])
             options["lim"] = validation.DEFAULT_LIM
         context = spread.current() if self.context is None else self.context
         check = self._check if context is None else context.telling(self._check)
@@ -146,7 +145,9 @@ class FASTMultiHeadAttention(nn.Module):
         dropout: float,
         drop_noise: Tensor | None,
     ) -> None:
-        """Of what the attention does not check: other names, the mask's name, and the noise, which eval mode leaves out."""
+        """Checks what the attention does not: other names, the mask's name, a `lim` that waits for calls that normalize, and the
+        noise, which eval mode leaves out."""
+        validation.check_positive("lim", self.lim)
         if others:
             other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")
         validation.check_flag("mask", causal)

@@ -77,7 +77,8 @@ def test_refused_in_a_context_too(function):
     def call(attention, arguments):
         raise AssertionError("the context got arguments that the function does not have")
 
-    with spread.entered(SimpleNamespace(call=call)), pytest.raises(TypeError, match="is_causal is not an argument of"):
+    context = SimpleNamespace(call=call, telling=lambda check: check)
+    with spread.entered(context), pytest.raises(TypeError, match="is_causal is not an argument of"):
         function(Q, Q, Q, is_causal=True)
 
 
