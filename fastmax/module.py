@@ -145,8 +145,8 @@ class FASTMultiHeadAttention(nn.Module):
         dropout: float,
         drop_noise: Tensor | None,
     ) -> None:
-        """Checks what the attention does not: other names, the mask's name, a `lim` that waits for calls that normalize, and the
-        noise, which eval mode leaves out."""
+        """Checks what the attention does not: other names, the mask's name, a `lim` that waits for calls that normalize, and
+        the noise, which eval mode leaves out."""
         validation.check_positive("lim", self.lim)
         if others:
             other_arguments.refuse("FASTMultiHeadAttention.forward", others, causal="mask")
