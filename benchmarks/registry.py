@@ -496,7 +496,7 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
         ),
         _option_case("normalize", (2, 32, 16384, 64), ("fastmax", "fastmax_unbounded"), 1.45, p=1),
         _option_case("exact window", size, ("fastmax_exact_window", "fastmax"), 1.20, window=128),
-        # What the layer computes by default
+        # The default of the layer
         _option_case("log_decay, exact window", size, ("fastmax_decay_window", "fastmax"), 1.20, window=128),
         _option_case(
             *("log_decay, exact window", (32, 32, 1024, 64), ("fastmax_decay_window", "fastmax"), 1.15),

@@ -467,7 +467,7 @@ def cpu(results: Results) -> str:
 
 @block
 def options(results: Results) -> str:
-    """What an option costs: rows with a target against their peer, calls back to back first."""
+    """The cost of each option: rows with a target against their peer, calls back to back first."""
     lines = []
     for row in results.rows("options"):
         if "target" not in row or not row["mode"].startswith(SUSTAINED):
@@ -484,7 +484,7 @@ def options(results: Results) -> str:
 
 @block
 def layer_options_cost(results: Results) -> str:
-    """What decay and an exact window add together to a call, forward + backward, and how that compares with softmax."""
+    """The time of a call with decay and an exact window, forward + backward, and its ratio to a call with neither."""
     with_both, without = (
         results.median(
             "options",
@@ -728,7 +728,7 @@ def _layer_case(results: Results, tokens: int) -> dict[str, float]:
 
 @block
 def layer_cost(results: Results) -> str:
-    """What a layer learns and what its training step takes, of the same model."""
+    """The loss and the time of a training step of the same model, by attention layer."""
     # The loss of softmax is that of `flash_attention`: the same function as SDPA's.
     loss_of = {"softmax_sdpa": "softmax", **{name: name for name in ("softmax_parts", "p2_all", "hybrid", "p2", "p1_all")}}
     titles = {
@@ -817,7 +817,7 @@ def flash(results: Results) -> str:
 
 @block
 def flash_range(results: Results) -> str:
-    """Of the time of the fastest of PyTorch's backends."""
+    """Time of `flash_attention` over that of the fastest of PyTorch's backends."""
     ratios = []
     for row in results.rows("flash", provider="fastmax_flash"):
         (softmax,) = _fastest_softmax(results, "flash", case=row["case"], mode=row["mode"]).values()

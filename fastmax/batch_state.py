@@ -87,7 +87,7 @@ class BatchState:
         raise NotImplementedError
 
     def options(self) -> dict:
-        """What states of one batch have in common."""
+        """The options that states of one batch share."""
         raise NotImplementedError
 
     def repeat_interleave(self, repeats: int) -> Self:

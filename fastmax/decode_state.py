@@ -77,7 +77,7 @@ class DecodeState(BatchState):
         return replace(states[0], tokens=max(state.tokens for state in states), **tensors)
 
     def options(self) -> dict:
-        """What states of one batch have in common."""
+        """The options that states of one batch share."""
         tensors = self.tensors()
         options = {name: x for name, x in vars(self).items() if name not in tensors and name != "tokens"}
         return options | {f"shape of {name}": tuple(x.shape[1:]) for name, x in tensors.items()}

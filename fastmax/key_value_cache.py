@@ -116,7 +116,7 @@ class KeyValueCache:
         )
 
     def options(self) -> dict:
-        """What caches of one batch have in common."""
+        """The options that caches of one batch share."""
         return {"key/value heads": self.keys.shape[1], "head_dim": self.keys.shape[3], "window": self.window}
 
     @classmethod

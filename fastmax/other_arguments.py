@@ -66,7 +66,7 @@ _OF_SOFTMAX = "it is an argument of fastmax_attention, and this is softmax atten
 _OF_FORWARD = "it is an argument of forward"
 _OF_CONSTRUCTOR = "it is an argument of the constructor, and an attribute of the module"
 
-# What differs from the above.
+# Entries that differ from those above, by function.
 _OF = {
     "flash_attention": {
         "softmax_scale": "pass scale",

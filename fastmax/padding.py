@@ -12,7 +12,7 @@ from fastmax.eager import token_major
 
 
 class PackedPlaces(NamedTuple):
-    """Where tokens of packed sequences stand."""
+    """Places of the tokens of packed sequences."""
 
     sequence: Tensor  # int64 (n,) of each token
     place: Tensor  # int64 (n,) of each token in its sequence, from 0

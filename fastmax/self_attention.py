@@ -222,7 +222,7 @@ class FastmaxSelfAttention(nn.Module):
             super().__setattr__(name, value)
 
     def _check_attribute(self, name: str, value: object) -> None:
-        """Of a layer that is made; `_Option` checks the options of fastmax."""
+        """Checks an attribute that is set on a made layer; `_Option` checks the options of fastmax."""
         if name in _SIZES:
             got = validation.describe(value)
             raise AttributeError(

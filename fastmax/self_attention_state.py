@@ -55,7 +55,7 @@ class SelfAttentionState(BatchState):
         return cls(attention, recent, torch.cat([state.positions for state in states]))
 
     def options(self) -> dict:
-        """What states of one batch have in common."""
+        """The options that states of one batch share."""
         shape = None if self.recent is None else tuple(self.recent.shape[1:])
         return {"kind of attention": type(self.attention).__name__, "shape of recent": shape} | self.attention.options()
 

@@ -655,7 +655,8 @@ def test_long_sums_of_values_above_zero(algorithm, custom):
 @pytest.mark.parametrize("window", [0, 1, 5, 30])
 @pytest.mark.parametrize("padding", [False, True])
 def test_values_above_zero_and_nan_in_states(padding, window, fold_every, form):
-    """As in one call of the tokens that take part; a NaN at the first token, where the state is empty, has no effect."""
+    """Outputs are those of one call of the tokens that take part; a NaN at the first token, where the state is empty, has no
+    effect."""
     n = 70
     inputs, _ = make(Case("", n=n, b=2, h=4, hk=2, d=4, dv=3), dtype=torch.float64)
     inputs["log_decay"] = make_odd_decay(2, 2, n, underflows=True)

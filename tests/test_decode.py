@@ -262,7 +262,7 @@ def decays(case, device, dtype=torch.float64, seed=0):
 @pytest.mark.parametrize("padded", [False, True], ids=["no mask", "mask"])
 @pytest.mark.parametrize("sizes", [(1,) * 12, (5, 0, 1, 6), (CHUNK + 3, 1, 2 * CHUNK)], ids=str)
 def test_decay_in_any_split_equals_one_call(sizes, padded, in_place, p, device):
-    """What is in the state fades with every real token that follows."""
+    """The state decays with every real token that follows."""
     case = Case("", n=sum(sizes), b=2, h=4, hk=2, d=5, dv=7)
     inputs, _ = make_inputs(case, torch.float64, device)
     log_decay = decays(case, device)

@@ -208,14 +208,14 @@ def test_the_call_after_an_error_is_in_step(ranks, refuses):
 
 
 class _Group:
-    """As much of a process group as an exchange of arguments takes."""
+    """The part of a process group that an exchange of arguments uses."""
 
     def __init__(self, rank: int, world: int, store: dist.Store):
         self.rank, self.size, self.get_group_store = (lambda: rank), (lambda: world), (lambda: store)
 
 
 def in_threads(groups: list[_Group], *wanted: object) -> list:
-    """What `agree` returns or raises on each rank; an exception is told in its place."""
+    """Results of `agree` on each rank; an exception stands in place of the result."""
 
     def ask(group: _Group, options: object) -> object:
         try:

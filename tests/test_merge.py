@@ -300,7 +300,7 @@ def test_merging_refuses(name):
 
 
 def test_one_part_is_copied(device):
-    """What is written into the result leaves the part alone; gradients pass."""
+    """Writing into the result leaves the part alone; gradients pass."""
     (output, _), (lse, _) = ([x.to(device).requires_grad_() for x in tensors] for tensors in parts())
     o, lse_of_o = merge_attention([output], [lse])
     assert torch.equal(o, output) and torch.equal(lse_of_o, lse)

@@ -47,7 +47,7 @@ def close(actual, expected, limit=1e-9):
 
 
 class Sequences:
-    """What each sequence was given and gave, to compare with the layer's call on it alone."""
+    """Inputs and outputs of each sequence, to compare with the layer's call on it alone."""
 
     def __init__(self, count):
         self.x, self.y = ([[] for _ in range(count)] for _ in range(2))
@@ -127,7 +127,7 @@ def test_a_masked_token_leaves_the_state(options):
 @by_layer
 @pytest.mark.parametrize("side", SIDES)
 def test_gradients_through_padded_calls(side, options):
-    """Of x, of every weight, and through the state; padding gets none."""
+    """Gradients of x, of every weight, and through the state; padding gets none."""
     layer, masks = make(**options), [mask_of((7, 3, 9), 9, side), mask_of((1, 4, 2), 5, side)]
     x = torch.randn(3, 14, C, dtype=torch.float64, requires_grad=True)
     mask, state, outputs = torch.cat(masks, dim=1), layer.init_state(3), []

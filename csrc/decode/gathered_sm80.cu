@@ -61,7 +61,7 @@ struct Held {
 // Sums take a decay of NaN for 0, as -inf behind it forgets it with all before. Which NaN is behind a key is found where there is one.
 __device__ __forceinline__ float without_nan(float decay) { return isnan(decay) ? 0.f : decay; }
 
-// What NaN among the decays of tokens is behind of what a query at the last one sees.
+// Whether a decay of NaN lies between a key and the query at the last token.
 struct BehindNan {
   bool token = false;  // one of these
   bool sums = false;   // what was there before the first one

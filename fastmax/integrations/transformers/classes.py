@@ -1,4 +1,4 @@
-"""What the classes of modules do, by the bytecode of their methods: whether attention asks transformers for its function."""
+"""Tells from the bytecode of a module's class whether its attention asks transformers for its function."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _reached(kind: type[nn.Module], *first: str) -> set[str]:
 
 
 def _names_of(kind: type[nn.Module], names: Iterable[str]) -> Counter[str]:
-    """What the methods of these names refer to, and how often."""
+    """Counts the names that these methods refer to."""
     methods = _methods(kind)
     return sum((_names(function) for name in names for function in methods.get(name, ())), Counter())
 
@@ -134,7 +134,7 @@ def _names(function: FunctionType) -> Counter[str]:
 
 
 def _callables(function: FunctionType, names: Counter[str]) -> Iterator[tuple[str, Callable]]:
-    """What a function refers to by a global name, or as an attribute of a module that has one."""
+    """Returns the objects that a function refers to by a global name, or as an attribute of a module that has one."""
     for name in names:
         value = function.__globals__.get(name)
         if isinstance(value, ModuleType) and not _is_of_a_library(value):
