@@ -721,11 +721,6 @@ def attention_of_65536(results: Results) -> str:
     return f"{number(ours)} ms against {number(softmax)} ms, {gain(softmax / ours)} times less"
 
 
-def _layer_case(results: Results, tokens: int) -> dict[str, float]:
-    """Milliseconds of a sustained training step by layer."""
-    return {row["provider"]: row["median"] for row in results.rows("layer", tokens=tokens)}
-
-
 @block
 def layer_cost(results: Results) -> str:
     """The loss and the time of a training step of the same model, by attention layer."""
@@ -741,7 +736,7 @@ def layer_cost(results: Results) -> str:
     }
     losses = pages.losses("equal-steps", "25M", results.root)
     contexts = sorted({row["tokens"] for row in results.rows("layer")})
-    times = {n: _layer_case(results, n) for n in contexts}
+    times = {n: {row["provider"]: row["median"] for row in results.rows("layer", tokens=n)} for n in contexts}
     lines = []
     for name, loss in loss_of.items():
         cells = []

@@ -306,8 +306,8 @@ def _continued(
 
 
 def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None) -> tuple[Tensor, DecodeState]:
-    """Of n tokens. With a `count`, (b,), only so many of them are there, the first ones, and the others, which are masked and
-    have no decay, leave no trace."""
+    """Output of n tokens, and the state after them. With a `count` (b,) only the first `count` tokens of a row exist; the
+    others, which are masked and have no decay, leave no trace."""
     n = q.shape[2]
     q, k = _transform(q, tokens.keys, state, use_custom_gradient=True)
     tokens = tokens._replace(keys=k)

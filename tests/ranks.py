@@ -57,7 +57,7 @@ class Ranks:
             self.pipes[rank].send_bytes(_dump((function, world, arguments)))
 
     def results(self, ranks=None) -> list:
-        """Of each rank that was asked, or some of them, a RankError where it raised."""
+        """Results of the ranks that were asked; a RankError stands for the result of a rank that raised."""
         return [load(self.pipes[rank].recv_bytes()) for rank in (self._asked if ranks is None else ranks)]
 
     def run(self, function: Callable, *arguments, world: int | None = None) -> list:
