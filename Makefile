@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 
 demo: $(READY)  ## train the character model, then check the custom gradient
 	$(BIN)/python examples/train_char_lm.py
-	$(BIN)/python -m fastmax.verify
+	$(BIN)/python -m fastmax.testing.verify
 
 test: $(READY)  ## all tests; those that need a GPU are left out without one
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist worksteal

@@ -18,7 +18,7 @@ from benchmarks.check import LIMITS, WrongResult
 from benchmarks.registry import DTYPES, PROVIDERS, Case, Pairs
 
 Token = tuple[Tensor, Tensor, Tensor]
-State = fastmax.DecodeState
+State = fastmax.decoding.DecodeState
 
 CONTEXT = 30  # tokens in the state that is timed
 FOLD_EVERY = 32
@@ -60,9 +60,9 @@ def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, cac
         new_states: list[State] = []  # kept, so that each step writes memory of its own
 
         def new_state() -> None:
-            new_states[:] = [fastmax.step(*token, x)[1] for x in states]
+            new_states[:] = [fastmax.decoding.step(*token, x)[1] for x in states]
 
-        return Pass(new_state, count, 2 * bytes_of_state, partial(fastmax.step, *token, state))
+        return Pass(new_state, count, 2 * bytes_of_state, partial(fastmax.decoding.step, *token, state))
     rounds, rate = 1, 2.0
     if name == "fastmax_gathered":  # each state folds once in so many steps: one in so many, or each once, within a pass
         rounds, rate = (1 if count >= FOLD_EVERY else FOLD_EVERY), 1 + 1 / FOLD_EVERY
@@ -74,9 +74,9 @@ def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, cac
 
     def in_place() -> None:
         for x in itertools.chain.from_iterable(itertools.repeat(states, rounds)):
-            fastmax.step_(*token, x)
+            fastmax.decoding.step_(*token, x)
 
-    return Pass(in_place, rounds * count, rate * bytes_of_state, partial(fastmax.step_, *token, state))
+    return Pass(in_place, rounds * count, rate * bytes_of_state, partial(fastmax.decoding.step_, *token, state))
 
 
 def _softmax(name: str, case: Case, device: torch.device, cache_bytes: int, caches: list[tuple[Tensor, Tensor]]) -> Pass:
@@ -101,8 +101,8 @@ def _state(case: Case, device: torch.device, fold_every: int = 1) -> tuple[State
     shape = (case.batch, case.heads, CONTEXT + FOLD_EVERY + 2, case.head_dim)
     q, k, v = (torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in "qkv")
     options = {"dtype": q.dtype, "device": device, "temperature": case.head_dim**0.5, "p": case.p, "fold_every": fold_every}
-    state = fastmax.init_state(case.batch, case.heads, case.head_dim, **options)
-    return fastmax.prefill(*(x[:, :, :CONTEXT] for x in (q, k, v)), state)[1], (q, k, v)
+    state = fastmax.decoding.init_state(case.batch, case.heads, case.head_dim, **options)
+    return fastmax.decoding.prefill(*(x[:, :, :CONTEXT] for x in (q, k, v)), state)[1], (q, k, v)
 
 
 def check_pass(name: str, case: Case, device: torch.device) -> float:
@@ -117,9 +117,9 @@ def check_pass(name: str, case: Case, device: torch.device) -> float:
     for t in range(CONTEXT, n):
         token = tuple(x[:, :, t : t + 1] for x in (q, k, v))
         if name == "fastmax":
-            o, state = fastmax.step(*token, state)
+            o, state = fastmax.decoding.step(*token, state)
         else:
-            o = fastmax.step_(*token, state)
+            o = fastmax.decoding.step_(*token, state)
         outputs.append(o)
     got = torch.cat(outputs[-2:], 2).double()
     distance = torch.arange(n - 2, n, device=device)[:, None] - torch.arange(n, device=device)

@@ -280,7 +280,7 @@ def _batch_of_sequences(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: 
 
 def _prefill(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
     options = {"dtype": q.dtype, "device": q.device, "p": case.p, **score_options(case, case.p)}
-    return fastmax.prefill(q, k, v, fastmax.init_state(case.batch, case.heads, case.head_dim, **options))[0]
+    return fastmax.decoding.prefill(q, k, v, fastmax.decoding.init_state(case.batch, case.heads, case.head_dim, **options))[0]
 
 
 def _flash_window(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from benchmarks.registry import DTYPES
-from fastmax import extension, fastmax_attention
+from fastmax import fastmax_attention
 from fastmax.eager import planner
+from fastmax.ops import extension
 
 Row = dict[str, object]  # of a table: cells by column
 

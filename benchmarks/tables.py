@@ -162,7 +162,7 @@ def _overtakes(results: Results, suite: str, provider: str, **equal: object) -> 
 
 def _state_bytes(d: int, p: int) -> int:
     """Of one key/value head."""
-    state = fastmax.init_state(1, 1, d, p=p, a0=2.0, normalize="token")  # settings with which p = 1 is positive
+    state = fastmax.decoding.init_state(1, 1, d, p=p, a0=2.0, normalize="token")  # settings with which p = 1 is positive
     return sum(x.numel() * x.element_size() for x in (state.values, state.weights))
 
 

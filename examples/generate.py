@@ -28,10 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fastmax import FastmaxSelfAttention
-from fastmax.decode_state import DecodeState
-from fastmax.key_value_cache import KeyValueCache
-from fastmax.rotary import Rotation, rotate
-from fastmax.self_attention_state import SelfAttentionState
+from fastmax.decoding.state import DecodeState
+from fastmax.nn.key_value_cache import KeyValueCache
+from fastmax.nn.rotary import Rotation, rotate
+from fastmax.nn.self_attention_state import SelfAttentionState
 
 CHUNK = 2048  # tokens of a prompt that go through the model together
 

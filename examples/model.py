@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import FastmaxSelfAttention
-from fastmax.key_value_cache import KeyValueCache
-from fastmax.self_attention_state import SelfAttentionState
+from fastmax.nn.key_value_cache import KeyValueCache
+from fastmax.nn.self_attention_state import SelfAttentionState
 
 # Parts of the layer, all switched off: attention, normalised q and k, and rotary positions are what is left.
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}

@@ -66,11 +66,11 @@ def main():
     def one_token_at_a_time() -> float:
         """Generation: rotate the new q and k by their position, then one step of the constant-size state."""
         decode = {name: value for name, value in options.items() if name != "causal"}
-        state = fastmax.init_state(1, args.heads, args.head_dim, dtype=torch.float64, **decode)
+        state = fastmax.decoding.init_state(1, args.heads, args.head_dim, dtype=torch.float64, **decode)
         rows = []
         for t in tqdm(range(args.tokens), desc="decode", unit="token", leave=False):
             q_t, k_t, v_t = (x[:, :, t : t + 1] for x in (q, k, v))
-            o_t, state = fastmax.step(rope(q_t, t), rope(k_t, t), v_t, state)
+            o_t, state = fastmax.decoding.step(rope(q_t, t), rope(k_t, t), v_t, state)
             rows.append(o_t)
         return error(torch.cat(rows, dim=2), rotated)
 

@@ -5,7 +5,7 @@
 
 Prints one row per tensor, writes it to OUT/verify_gradient.csv, and exits with status 1 when an error is larger than
 allowed: twice the error of the plain PyTorch formula in the same dtype, plus a rounding floor. The definition builds the whole
-matrix of weights, so memory grows with tokens * keys. `python -m fastmax.verify` runs a table of configurations.
+matrix of weights, so memory grows with tokens * keys. `python -m fastmax.testing.verify` runs a table of configurations.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from fastmax import verify
+from fastmax.testing import verify
 
 
 def main() -> int:

@@ -1,42 +1,36 @@
 """Polynomial-kernel (Fastmax) attention for PyTorch.
 
-The modules `convert`, `distributed`, `info`, `integrations`, `reference` and `verify` are imported when they are first used.
+The modules `convert`, `distributed`, `info`, `integrations` and `testing` are imported when they are first used.
 """
 
 import importlib
 from types import ModuleType
 
-from fastmax import softmax
-from fastmax.decode import init_state, prefill, step, step_
-from fastmax.decode_state import DecodeState
+from fastmax import decoding, softmax
 from fastmax.functional import fastmax_attention, flash_attention
-from fastmax.merge import merge_attention
-from fastmax.module import FASTMultiHeadAttention
-from fastmax.positional import rpe_matrix_creator
-from fastmax.self_attention import FastmaxSelfAttention
-from fastmax.self_attention_state import SelfAttentionState
-from fastmax.swap import swap_attention
+from fastmax.integrations.mha import swap_attention
+from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
+from fastmax.nn.self_attention import FastmaxSelfAttention
+from fastmax.nn.self_attention_state import SelfAttentionState
+from fastmax.ops.merge import merge_attention
+from fastmax.prepare.positional import rpe_matrix_creator
 from fastmax.traffic import hbm_traffic
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-_WHEN_USED = ("convert", "distributed", "info", "integrations", "reference", "verify")
+_WHEN_USED = ("convert", "distributed", "info", "integrations", "testing")
 
 __all__ = [
-    "DecodeState",
     "FASTMultiHeadAttention",
     "FastmaxSelfAttention",
     "SelfAttentionState",
+    "decoding",
     "fastmax_attention",
     "flash_attention",
     "hbm_traffic",
-    "init_state",
     "merge_attention",
-    "prefill",
     "rpe_matrix_creator",
     "softmax",
-    "step",
-    "step_",
     "swap_attention",
 ]
 

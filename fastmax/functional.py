@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax import eager, ops, other_arguments, spread, validation
-from fastmax.bounds import with_bounds
-from fastmax.call import Call
+from fastmax import eager, ops
+from fastmax.core import other_arguments, validation
+from fastmax.core.call import Call
+from fastmax.core.score import Score, Softmax, log_of_sums
 from fastmax.eager.planner import choose_algorithm
-from fastmax.exact_window import attention_with_exact_window
-from fastmax.normalization import normalize_queries_and_keys
-from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
-from fastmax.score import Score, Softmax, log_of_sums
+from fastmax.ops.exact_window import attention_with_exact_window
+from fastmax.prepare import spread
+from fastmax.prepare.bounds import with_bounds
+from fastmax.prepare.normalization import normalize_queries_and_keys
+from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
 
 
 @spread.accepted
@@ -32,7 +34,7 @@ def fastmax_attention(
     a2: float = 0.5,
     lim: float = 1.0,
     p: int = 2,
-    key_padding_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     use_custom_gradient: bool = True,
     algorithm: str = "auto",
     log_decay: Tensor | None = None,
@@ -69,7 +71,7 @@ def fastmax_attention(
         a0, a1, a2: coefficients of f. The defaults are the Taylor polynomial of exp.
         lim: radius for `normalize`, > 0; refused without.
         p: degree of f, 1 or 2. With 1, a2 is ignored.
-        key_padding_mask: bool (b, m), True = the key takes part. A query that sees no key gets output and gradient 0.
+        attention_mask: bool (b, m), True = the key is attended. A query that sees no key gets output and gradient 0.
         use_custom_gradient: True: one fused operator with an analytic backward. False: the same forward in PyTorch
             operations that autograd records (higher derivatives, forward mode, torch.func).
         algorithm: "quadratic", "linear" or "auto" (cost models: `fastmax.eager.planner`, and csrc/core/cost_model.h where the
@@ -110,7 +112,7 @@ def fastmax_attention(
     dropout = validation.check_not_negative("dropout", dropout)
     validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
     validation.check_rpe(rpe_matrix, q, k)
-    validation.check_key_padding_mask(key_padding_mask, q, k)
+    validation.check_attention_mask(attention_mask, q, k)
     validation.check_algorithm(algorithm, rpe_matrix)
     validation.check_bool("return_lse", return_lse)
     validation.check_log_decay(log_decay, q, k, causal)
@@ -124,7 +126,7 @@ def fastmax_attention(
         validation.warn_if_leaking(causal, kind)
 
     if kind is not None:
-        q, k = normalize_queries_and_keys(q, k, kind, lim, use_custom_gradient, key_padding_mask, cu_seqlens)
+        q, k = normalize_queries_and_keys(q, k, kind, lim, use_custom_gradient, attention_mask, cu_seqlens)
     if isinstance(rpe_matrix, str):
         q, k = append_sinusoidal_query(q, k.shape[-2] - q.shape[-2]), append_sinusoidal_key(k, 0)
         rpe_matrix = None
@@ -136,9 +138,9 @@ def fastmax_attention(
 
     three_d = q.dim() == 3
     if three_d:
-        q, k, v = _four_d(q, k, v, key_padding_mask)
+        q, k, v = _four_d(q, k, v, attention_mask)
         noise = noise if noise is None else noise.view(*q.shape[:-1], v.shape[-1])
-    call = Call(score, causal, dropout, algorithm, key_padding_mask=key_padding_mask, drop_noise=noise, rpe_matrix=rpe_matrix)
+    call = Call(score, causal, dropout, algorithm, attention_mask=attention_mask, drop_noise=noise, rpe_matrix=rpe_matrix)
     call = with_bounds(call, q, k, log_decay, cu_seqlens)
     if exact_window == 0:
         o, z = _attend(q, k, v, call, use_custom_gradient)
@@ -155,9 +157,10 @@ def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     causal: bool = False,
     scale: float | None = None,
-    key_padding_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     return_lse: bool = False,
     use_custom_gradient: bool = True,
     log_decay: Tensor | None = None,
@@ -177,7 +180,7 @@ def flash_attention(
         causal: key j is visible to query i when `j <= i + (m - n)` (aligned at the end, where PyTorch's `is_causal` aligns at
             the start); n <= m.
         scale: finite and > 0; None: `1 / sqrt(d)`.
-        key_padding_mask: bool (b, m), True = the key takes part.
+        attention_mask: bool (b, m), True = the key is attended.
         return_lse: also return `log sum_j exp(s_ij)`.
         use_custom_gradient: as in `fastmax_attention`.
         log_decay: as in `fastmax_attention`; it is added to the scores.
@@ -205,15 +208,15 @@ def flash_attention(
     q, k, v = autocast_qkv(q, k, v)
     validation.check_qkv(q, k, v, causal)
     score = Softmax(validation.check_scale(scale, q.shape[-1]))
-    validation.check_key_padding_mask(key_padding_mask, q, k)
+    validation.check_attention_mask(attention_mask, q, k)
     validation.check_log_decay(log_decay, q, k, causal)
     left, right = validation.check_window(window)
     validation.check_cu_seqlens(cu_seqlens, q, k)
 
     three_d = q.dim() == 3
     if three_d:
-        q, k, v = _four_d(q, k, v, key_padding_mask)
-    call = Call(score, causal, left=left, right=right, key_padding_mask=key_padding_mask)
+        q, k, v = _four_d(q, k, v, attention_mask)
+    call = Call(score, causal, left=left, right=right, attention_mask=attention_mask)
     call = with_bounds(call, q, k, log_decay, cu_seqlens)
     o, lse = _attend(q, k, v, call, use_custom_gradient)
     if three_d:

@@ -7,7 +7,8 @@ import platform
 import torch
 
 import fastmax
-from fastmax import extension, validation
+from fastmax.core import validation
+from fastmax.ops import extension
 
 
 def implementation(device: torch.device) -> str:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastmax import ops, validation
+from fastmax import ops
+from fastmax.core import validation
 from fastmax.eager import is_transformed
 from fastmax.eager import softmax as eager
 from fastmax.eager.softmax import RunningStates

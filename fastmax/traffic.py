@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastmax import validation
+from fastmax.core import validation
 
 ALGORITHMS = ("standard", "flash", "quadratic", "linear")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -20,8 +20,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from fastmax import fastmax_attention, reference
+from fastmax import fastmax_attention
 from fastmax.eager.planner import plan_linear, plan_quadratic
+from fastmax.testing import reference
 
 CPU = torch.device("cpu")
 CHUNK = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=2).chunk
@@ -91,15 +92,15 @@ def sinusoidal_rows(n: int, m: int, d: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def visible_pairs(q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor | None) -> Tensor:
+def visible_pairs(q: Tensor, k: Tensor, causal: bool, attention_mask: Tensor | None) -> Tensor:
     """(b, h, n, m), True where query i sees key j."""
     (b, h, n, _), m = q.shape, k.shape[2]
     i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]
     visible = torch.ones(b, h, n, m, dtype=torch.bool, device=q.device)
     if causal:
         visible = visible & (j <= i + (m - n))
-    if key_padding_mask is not None:
-        visible = visible & key_padding_mask[:, None, None, :]
+    if attention_mask is not None:
+        visible = visible & attention_mask[:, None, None, :]
     return visible
 
 
@@ -140,7 +141,7 @@ def definition(
     a2: float = 0.5,
     lim: float = 1.0,
     p: int = 2,
-    key_padding_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     log_decay: Tensor | None = None,
     exact_window: int = 0,
     cu_seqlens: Tensor | None = None,
@@ -152,20 +153,20 @@ def definition(
     `hold_denominator` treats the denominators as constants, which changes only the gradients (see `Expected`).
     """
     if q.dim() == 3:
-        batch = 1 if key_padding_mask is None else key_padding_mask.shape[0]
+        batch = 1 if attention_mask is None else attention_mask.shape[0]
         q, k, v, noise, log_decay = (
             None if x is None else x.unflatten(0, (batch, -1)) for x in (q, k, v, drop_noise, log_decay)
         )
         out = definition(
             q, k, v, causal=causal, drop_noise=noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
-            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, key_padding_mask=key_padding_mask,
+            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask,
             log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
             hold_denominator=hold_denominator,
         )  # fmt: skip
         return tuple(x.flatten(0, 1) for x in out) if return_lse else out.flatten(0, 1)
     (_, h, n, d), m = q.shape, k.shape[2]
     q = normalized(q, normalize, lim, None, cu_seqlens)
-    k = normalized(k, normalize, lim, key_padding_mask, cu_seqlens)
+    k = normalized(k, normalize, lim, attention_mask, cu_seqlens)
     k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
     if isinstance(rpe_matrix, str):
         rpe_matrix = sinusoidal_rows(n, m, d).to(q)
@@ -177,7 +178,7 @@ def definition(
     f = a0 + a1 * s
     if p == 2:
         f = f + a2 * s * s
-    visible = visible_pairs(q, k, causal, key_padding_mask)
+    visible = visible_pairs(q, k, causal, attention_mask)
     visible = visible & reference.visible_pairs(q, k, log_decay=log_decay, cu_seqlens=cu_seqlens)
     near = reference.in_window(q, k, exact_window) if exact_window else None
     w, shift = reference.weights(s, f, visible, near=near, decay=reference.decay_between(q, log_decay))
@@ -577,7 +578,7 @@ def make_options(name: str, case: Case, dtype: torch.dtype = torch.float32, devi
     if options.pop("padding", False):
         mask = torch.rand(b, m) > 0.3
         mask[:, 0] = True  # every query of a causal call sees a key; fully masked rows have tests of their own
-        options["key_padding_mask"] = mask.to(device)
+        options["attention_mask"] = mask.to(device)
     if "dropout" in options:
         options["drop_noise"] = torch.randn(b, h, n, dv, dtype=torch.float64).to(device, dtype)
     return options

@@ -39,7 +39,7 @@ def inputs(case: dict) -> dict[str, torch.Tensor]:
             decay = torch.where(kind < 0.2, 0.5, torch.where(kind < 0.2 + 3 / n, torch.nan, decay))
         tensors["log_decay"] = decay.to(dtype)
     if case.get("padding"):
-        tensors["key_padding_mask"] = torch.rand(b, n, generator=made) > 0.3
+        tensors["attention_mask"] = torch.rand(b, n, generator=made) > 0.3
     if "dropout" in case["options"]:
         tensors["drop_noise"] = normal(b, h, n, dv).to(dtype)
     tensors |= {
@@ -53,7 +53,7 @@ def differentiated(function, case: dict, tensors: dict[str, torch.Tensor], **opt
     """Output, lse and all gradients, of these tokens."""
     leaves = {name: tensors[name].detach().clone().requires_grad_() for name in ("q", "k", "v", "log_decay") if name in tensors}
     q, k, v = (leaves[name] for name in "qkv")
-    accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "key_padding_mask", "drop_noise")}
+    accompanying = {name: leaves.get(name, tensors.get(name)) for name in ("log_decay", "attention_mask", "drop_noise")}
     accompanying = {name: x for name, x in accompanying.items() if x is not None}
     cu_seqlens = case.get("cu_seqlens")
     if cu_seqlens is not None:
@@ -70,7 +70,7 @@ def tokens_of(tensors: dict, layout: Layout, rank: int) -> dict:
     """The tokens of a rank."""
 
     def take(name: str, x: torch.Tensor) -> torch.Tensor:
-        dim = 1 if name == "key_padding_mask" else 2
+        dim = 1 if name == "attention_mask" else 2
         pieces = [x.narrow(dim, part.start, part.tokens) for part in layout.of(rank)]
         return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
 
@@ -107,7 +107,7 @@ def counted(group, case: dict, bytes_of_a_message: int) -> list[int]:
             on_rank(group, case)
         d, dv = case["shape"][4:]
         given = {name: name in case for name in ("cu_seqlens",)} | {"log_decay": bool(case.get("decay"))}
-        given["key_padding_mask"] = bool(case.get("padding"))
+        given["attention_mask"] = bool(case.get("padding"))
         options = {name: x for name, x in case["options"].items() if name in ("causal", "algorithm", "p", "exact_window")}
         options = {"algorithm": "softmax"} | options if case.get("flash") else options
         sizes = {

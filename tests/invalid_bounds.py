@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fastmax
-from fastmax.bounds import sequence_of_token
+from fastmax.prepare.bounds import sequence_of_token
 
 LEAST, MOST = -(2**31), 2**31 - 1
 VALID = (0, 100, 612, 612, 1024)
@@ -169,10 +169,10 @@ def run_prefill(device: str) -> Iterator[str]:
     for kind, cu in cu_seqlens(n).items():
         for options in ({}, {"exact_window": 50}, {"p": 1, "a0": 8.0}):
             yield f"prefill, {options}: {kind} {cu.tolist()}"
-            state = fastmax.init_state(
+            state = fastmax.decoding.init_state(
                 cu.shape[0] - 1, 2, 64, 64, dtype=torch.bfloat16, device=device, temperature=8.0, **options
             )
-            fastmax.prefill(q, k, v, state, cu_seqlens=cu.to(device))
+            fastmax.decoding.prefill(q, k, v, state, cu_seqlens=cu.to(device))
 
 
 PARTS = {

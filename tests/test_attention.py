@@ -256,7 +256,7 @@ def test_empty_with_options(option, algorithm, custom, device):
             "normalize=token": {"normalize": "token"},
             "sinusoidal": {"rpe_matrix": "sinusoidal"},
             "noise": {"dropout": 0.5},
-            "key padding": {"key_padding_mask": torch.ones(2, 0, dtype=torch.bool, device=device)},
+            "key padding": {"attention_mask": torch.ones(2, 0, dtype=torch.bool, device=device)},
         }[option]
     )
     o = fastmax_attention(empty, empty, empty, use_custom_gradient=custom, algorithm=algorithm, **options)
@@ -286,7 +286,7 @@ def test_no_keys(algorithm, custom, device):
 def test_inputs_are_never_written(layout, algorithm, custom, device):
     inputs, grad_o = make_inputs(SQUARE, device=device, layout=layout)
     options = make_options("everything", SQUARE, device=device)
-    tensors = [*inputs.values(), grad_o, options["key_padding_mask"], options["drop_noise"]]
+    tensors = [*inputs.values(), grad_o, options["attention_mask"], options["drop_noise"]]
     before, versions = [x.clone() for x in tensors], [x._version for x in tensors]
     run(fastmax_attention, inputs, grad_o, causal=True, algorithm=algorithm, use_custom_gradient=custom, **options)
     assert [x._version for x in tensors] == versions
@@ -309,7 +309,7 @@ def test_padded_batch_equals_its_sequences(side, causal, algorithm, custom, devi
         row[(slice(-length, None) if side == "left" else slice(length))] = True
     for name in "kv":
         inputs[name] = torch.where(mask[:, None, :, None], inputs[name], 50.0)
-    o = fastmax_attention(**inputs, causal=causal, key_padding_mask=mask, algorithm=algorithm, use_custom_gradient=custom)
+    o = fastmax_attention(**inputs, causal=causal, attention_mask=mask, algorithm=algorithm, use_custom_gradient=custom)
     for row in range(2):
         keep = mask[row]
         q, k, v = (inputs[name][row : row + 1, :, keep].double() for name in "qkv")
@@ -327,7 +327,7 @@ def test_fully_masked_rows(p, causal, algorithm, custom, device):
     mask = torch.ones(2, SQUARE.n, dtype=torch.bool, device=device)
     mask[0] = False  # a sequence without keys
     mask[1, :7] = False  # causal: the first 7 queries see none
-    options = {"causal": causal, "p": p, "key_padding_mask": mask}
+    options = {"causal": causal, "p": p, "attention_mask": mask}
     out = check(inputs, grad_o, custom=custom, algorithm=algorithm, **options)
     assert torch.equal(out["o"][0], torch.zeros_like(out["o"][0]))
     for name in "qkv":
@@ -359,8 +359,8 @@ def test_masks_of_any_strides(layout, algorithm, custom, device):
     else:
         view = mask[:1].expand(SMALL.b, -1)
     options = {"causal": True, "algorithm": algorithm, "use_custom_gradient": custom}
-    expected = run(fastmax_attention, inputs, grad_o, key_padding_mask=view.contiguous(), **options)
-    actual = run(fastmax_attention, inputs, grad_o, key_padding_mask=view, **options)
+    expected = run(fastmax_attention, inputs, grad_o, attention_mask=view.contiguous(), **options)
+    actual = run(fastmax_attention, inputs, grad_o, attention_mask=view, **options)
     for name, x in expected.items():
         assert torch.equal(actual[name], x), name
 

@@ -425,7 +425,7 @@ def test_decode(measure, monkeypatch):
     assert [(row["mode"], row["provider"]) for row in rows] == [("step", "fastmax"), ("step", "copy"), ("host", "fastmax")]
     assert float(rows[0]["gb_per_s"]) > 0 and 0 < float(rows[0]["error"]) < 1e-5
 
-    honest = fastmax.step
+    honest = fastmax.decoding.step
     monkeypatch.setattr(fastmax, "step", lambda *x: (honest(*x)[0], x[-1]))  # the state does not advance
     status, rows = measure(case, workload="decode")
     assert status == 1 and rows[0]["note"].startswith("refused") and rows[0]["median"] == "" and rows[1]["median"]
@@ -442,7 +442,7 @@ def test_decode_beside_a_cache(measure, monkeypatch):
 
 @pytest.mark.parametrize("cache_bytes", [2**12, 2**15], ids=["few states", "many states"])
 def test_a_pass_of_gathered_steps_has_its_share_of_folds(cache_bytes, monkeypatch):
-    folds, honest = [], fastmax.step_
+    folds, honest = [], fastmax.decoding.step_
 
     def step_(*token_and_state):
         folds.append((token_and_state[-1].gathered == 32).float().mean().item())

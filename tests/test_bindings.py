@@ -14,7 +14,7 @@ import torch
 from test_kernels import WHY_NOT
 
 import fastmax
-from fastmax import extension
+from fastmax.ops import extension
 
 B, H, HK, N, M, D, DV = 2, 4, 2, 6, 9, 16, 24
 _CUDA = [pytest.mark.cuda, pytest.mark.skipif(WHY_NOT is not None, reason=f"the CUDA kernels do not run: {WHY_NOT}")]
@@ -57,30 +57,30 @@ def arguments(operator, device):
         tokens = {"log_decay": None, "first_key": None}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False, "keep": True}
         if operator == "state_of_keys":
-            return {"k": k, "v": v, "key_padding_mask": mask} | tokens | options
+            return {"k": k, "v": v, "attention_mask": mask} | tokens | options
         return sums | {"q": tensor(B, H, M, D), "k": k, "v": v} | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
         state = {"log_decay": None, "first_key": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
-        given = {"q": q, "k": k, "v": v, "key_padding_mask": mask} | state | options
+        given = {"q": q, "k": k, "v": v, "attention_mask": mask} | state | options
         if operator == "prefill":
             return given
         operands, kept = {"q": q, "k": k, "v": v}, {"kept": torch.empty(B, HK, 0, dtype=torch.uint8, device=device)}
         if operator == "prefill_kept_":
-            return operands | {"key_padding_mask": mask} | state | kept | options
+            return operands | {"attention_mask": mask} | state | kept | options
         if operator == "prefill_backward_of_queries":
-            return sums | operands | {"key_padding_mask": mask} | state | options | {"event": 0}
+            return sums | operands | {"attention_mask": mask} | state | options | {"event": 0}
         if operator == "prefill_backward_of_keys_":
             grads = {f"grad_new_{name}": state.pop(name) for name in ("values", "weights")}
             pairs = {"pairs": None, "pairs_of_states": None}
-            return sums | grads | operands | {"key_padding_mask": mask} | state | pairs | kept | options
+            return sums | grads | operands | {"attention_mask": mask} | state | pairs | kept | options
         new = {name: tensor(*given[name].shape) for name in ("values", "weights")}
         grads = {f"grad_new_{name}": tensor(*x.shape) for name, x in new.items()}
         results = {"grad_o": tensor(B, H, M, DV), "grad_z": tensor(B, H, M)} | grads
         operands |= {"o": tensor(B, H, M, DV), "z": tensor(B, H, M) + 1.0}
         new = {f"new_{name}": x for name, x in new.items()}
-        return results | operands | new | {"key_padding_mask": mask} | state | options
+        return results | operands | new | {"attention_mask": mask} | state | options
     operands, results = {"q": q, "k": k, "v": v}, {}
     tokens = {"log_decay": None, "first_key": None, "end_key": None}
     if operator.startswith("flash"):
@@ -88,13 +88,13 @@ def arguments(operator, device):
             results = {"grad_o": tensor(B, H, N, DV), "grad_lse": tensor(B, H, N)}
             operands |= {"o": o, "lse": per_query}
         options = {"scale": 0.25, "causal": True, "left": 3, "right": -1, "allow_tf32": False}
-        return results | operands | {"key_padding_mask": mask} | tokens | options
+        return results | operands | {"attention_mask": mask} | tokens | options
     if operator == "backward":
         results = {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N)}
         operands |= {"o": o, "z": per_query}
     polynomial = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2}
     last = {"causal": True, "dropout": 0.1, "algorithm": "auto", "allow_tf32": False}
-    noise = {"key_padding_mask": mask, "drop_noise": tensor(B, H, N, DV), "rpe_matrix": None}
+    noise = {"attention_mask": mask, "drop_noise": tensor(B, H, N, DV), "rpe_matrix": None}
     return results | operands | noise | tokens | polynomial | last
 
 
@@ -136,9 +136,9 @@ FORWARD = [
     ("v", lambda x: x[:, :, :-1], "v must have"),
     ("v", lambda x: x[:, :1], "v must have"),
     ("k", lambda x: x[..., :8], "k must have"),
-    ("key_padding_mask", lambda x: x[:, :-1], "key_padding_mask must have shape"),
-    ("key_padding_mask", lambda x: x[:1], "key_padding_mask must have shape"),
-    ("key_padding_mask", lambda x: x.to(torch.uint8), "key_padding_mask must be bool"),
+    ("attention_mask", lambda x: x[:, :-1], "attention_mask must have shape"),
+    ("attention_mask", lambda x: x[:1], "attention_mask must have shape"),
+    ("attention_mask", lambda x: x.to(torch.uint8), "attention_mask must be bool"),
     ("scale", lambda _: 0.0, "scale must be finite and > 0, got 0"),
     ("scale", lambda _: -0.25, "scale must be finite and > 0, got -0.25"),
     ("scale", lambda _: float("inf"), "scale must be finite and > 0, got inf"),
@@ -176,8 +176,8 @@ SUMS = [
     *(("e", change, "e must have shape") for change in (swapped, longer)),
     ("e", lambda x: x.double(), "e must be (torch.)?float32"),
 ]
-OF_QUERIES = [row for row in FORWARD if row[0] != "key_padding_mask"] + STATE[:2] + SUMS
-OF_KEYS = [row for row in FORWARD if row[0] in ("v", "key_padding_mask", "scale")] + [STATE[1], ("k", halves, "dtype")]
+OF_QUERIES = [row for row in FORWARD if row[0] != "attention_mask"] + STATE[:2] + SUMS
+OF_KEYS = [row for row in FORWARD if row[0] in ("v", "attention_mask", "scale")] + [STATE[1], ("k", halves, "dtype")]
 KEPT = [
     ("kept", lambda x: x.float(), "kept must be contiguous uint8"),
     ("kept", lambda x: x[:1], "kept must be contiguous uint8"),
@@ -326,7 +326,7 @@ def test_the_gradient_of_a_decay_in_pieces_needs_pairs(device):
 @pytest.mark.parametrize("operator", ATTENTION)
 def test_more_queries_than_keys_are_not_causal(operator, device):
     given = arguments(operator, device)
-    given["k"], given["v"], given["key_padding_mask"] = given["k"][:, :, :3], given["v"][:, :, :3], None
+    given["k"], given["v"], given["attention_mask"] = given["k"][:, :, :3], given["v"][:, :, :3], None
     with pytest.raises(REFUSED, match="causal attention .*n .= m|causal attention takes at most"):
         call(operator, given)
     given["causal"] = False
@@ -381,7 +381,7 @@ def test_too_many_heads():
     given = arguments("flash_forward", "cuda")
     for name in ("q", "k", "v"):
         given[name] = torch.ones(1, 1, 1, D, device="cuda").expand(2**16, 2**16, 1, D)
-    given["key_padding_mask"] = None
+    given["attention_mask"] = None
     with pytest.raises(RuntimeError, match="q has too many heads: 65536 x 65536"):
         call("flash_forward", given)
 

@@ -19,7 +19,7 @@ from common import (
     sinusoidal_rows,
 )
 
-from fastmax.reference import naive_attention, naive_softmax_attention
+from fastmax.testing.reference import naive_attention, naive_softmax_attention
 
 
 def test_uninitialised_memory_is_poisoned():
@@ -40,7 +40,7 @@ def test_definition_equals_loops(causal):
     case = Case("loops", n=3, m=4, b=2, h=2, hk=1, d=3, dv=2)
     inputs, _ = make_inputs(case, torch.float64)
     options = make_options("everything", case, torch.float64)
-    mask, noise = options["key_padding_mask"], options["drop_noise"]
+    mask, noise = options["attention_mask"], options["drop_noise"]
     mask[1] = torch.tensor([False, False, True, True])
     o = definition(**inputs, causal=causal, **options)
     rpe = sinusoidal_rows(case.n, case.m, case.d).tolist()
@@ -105,7 +105,7 @@ def loops(inputs, weight, options, b, h, i):
     """Output row and logarithm of the sum of weights of one query; `weight` of a score, `near` or not."""
     n, m, group = inputs["q"].shape[2], inputs["k"].shape[2], inputs["q"].shape[1] // inputs["k"].shape[1]
     at, hk = i + m - n, h // group
-    cu_seqlens, mask = options.get("cu_seqlens", torch.tensor([0, m])), options["key_padding_mask"]
+    cu_seqlens, mask = options.get("cu_seqlens", torch.tensor([0, m])), options["attention_mask"]
     begin, end = next((x, y) for x, y in pairwise(cu_seqlens.tolist()) if x <= at < y)
     decays = inputs["log_decay"][b, hk].tolist() if "log_decay" in inputs else [0.0] * m
     left, right = options.get("window", (m, m))
@@ -134,8 +134,8 @@ def test_definitions_equal_loops_with_everything(places, softmax):
     packed = "packed" in places
     case = Case("loops", n=9 if packed else 7, m=9, b=1 if packed else 2, h=2, hk=1, d=3, dv=2)
     inputs, _ = make_inputs(case, torch.float64)
-    options = PLACES[places] | {"key_padding_mask": torch.rand(case.b, case.m) > 0.2}
-    options["key_padding_mask"][0, :3] = False  # the first query sees no key where it is causal
+    options = PLACES[places] | {"attention_mask": torch.rand(case.b, case.m) > 0.2}
+    options["attention_mask"][0, :3] = False  # the first query sees no key where it is causal
     if options["causal"]:
         inputs["log_decay"] = make_decay("ordinary", case.b, 1, case.m, dtype=torch.float64)
         inputs["log_decay"][:, :, 5] = -math.inf

@@ -16,10 +16,12 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention, init_state, prefill, spread
+from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention
+from fastmax.decoding import init_state, prefill
 from fastmax.distributed import ContextParallel, Layout, TensorParallel, agreement, context_parallel
 from fastmax.distributed.context import Context
 from fastmax.distributed.layout import contiguous_layout
+from fastmax.prepare import spread
 
 N = 22
 LAYOUTS = {
@@ -44,14 +46,14 @@ def check_layer(group, options, layout, accompanying, recompute=False):
     parallel = parallelize_module(make_layer(options), mesh, ContextParallel(layout))
     own = own_tokens(parallel.context, N)
     x = torch.randn(1 if "cu_seqlens" in accompanying else 2, N, 32, dtype=torch.float64)
-    of_rank = {name: y[:, own] if name == "key_padding_mask" else y for name, y in accompanying.items()}
+    of_rank = {name: y[:, own] if name == "attention_mask" else y for name, y in accompanying.items()}
     whole, part = x.clone().requires_grad_(), x[:, own]
-    if "key_padding_mask" in of_rank:  # what padding holds reaches nothing
-        part = part.masked_fill(~of_rank["key_padding_mask"].unsqueeze(-1), math.nan)
+    if "attention_mask" in of_rank:  # what padding holds reaches nothing
+        part = part.masked_fill(~of_rank["attention_mask"].unsqueeze(-1), math.nan)
     part.requires_grad_()
     expected = layer(whole, **accompanying)
     y = checkpoint(parallel, part, use_reentrant=False, **of_rank) if recompute else parallel(part, **of_rank)
-    seen = accompanying.get("key_padding_mask", torch.ones(1, N, dtype=torch.bool)).unsqueeze(-1).expand(len(x), N, 1)
+    seen = accompanying.get("attention_mask", torch.ones(1, N, dtype=torch.bool)).unsqueeze(-1).expand(len(x), N, 1)
     expected, y = expected * seen, y * seen[:, own]
     assert_close(y, expected[:, own], **EXACT)
     expected.pow(2).sum().backward()
@@ -73,14 +75,14 @@ def test_packed_and_padded(layout):
     packed = {"cu_seqlens": torch.tensor([0, 1, 8, 8, 13, N], dtype=torch.int32)}
     run(check_layer, 3, LAYERS["defaults"], layout, packed)
     at = torch.arange(N)
-    padded = {"key_padding_mask": torch.stack([at >= 5, at < 17])}
+    padded = {"attention_mask": torch.stack([at >= 5, at < 17])}
     run(check_layer, 3, LAYERS["defaults"], layout, padded)
 
 
 def test_packed_with_padding():
     at = torch.arange(N)
     packed = {"cu_seqlens": torch.tensor([0, 1, 8, 8, 13, N], dtype=torch.int32)}
-    packed["key_padding_mask"] = ((at != 1) & (at != 12) & (at != N - 1)).unsqueeze(0)
+    packed["attention_mask"] = ((at != 1) & (at != 12) & (at != N - 1)).unsqueeze(0)
     run(check_layer, 3, LAYERS["defaults"], LAYOUTS["parts of every kind"], packed)
 
 
@@ -272,12 +274,12 @@ def call_otherwise(case: str, differs: bool, mesh) -> None:
     real, cu_seqlens = torch.ones(1, 4, dtype=torch.bool), torch.tensor([0, 3, 8], dtype=torch.int32)
     if case == "batch":
         batch = 2 if differs else 1
-        layer(x.expand(batch, -1, -1), key_padding_mask=real.expand(batch, -1))
+        layer(x.expand(batch, -1, -1), attention_mask=real.expand(batch, -1))
     elif case == "sequences":  # in those of rank 1 alone there is padding between real tokens
         gap = torch.tensor([[True, True, True, False]]) if not differs else torch.tensor([[False, True, True, True]])
-        layer(x, key_padding_mask=gap, cu_seqlens=torch.tensor([0, 5, 8], dtype=torch.int32) if not differs else cu_seqlens)
+        layer(x, attention_mask=gap, cu_seqlens=torch.tensor([0, 5, 8], dtype=torch.int32) if not differs else cu_seqlens)
     elif case == "a mask":
-        layer(x, key_padding_mask=real if differs else None)
+        layer(x, attention_mask=real if differs else None)
     elif case == "state":
         layer(x, layer.init_state(1) if differs else None)
     elif case == "projection":
@@ -364,7 +366,7 @@ def check_exchanges(group, options, layout, is_padded):
     x = torch.randn(1, own_tokens(parallel.context, N).numel(), 32, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(x.shape[:2], dtype=torch.bool) if is_padded else None
     with mock.patch.object(agreement, "_exchange_of", wraps=agreement._exchange_of) as exchanges:
-        y = parallel(x, key_padding_mask=mask)
+        y = parallel(x, attention_mask=mask)
         of_forward = exchanges.call_count
         y.sum().backward()
         assert exchanges.call_count == of_forward
@@ -401,8 +403,8 @@ def check_refusals(group):
             lambda: ContextParallel(contiguous_layout([1, 1, 1]))._apply(make_layer({}), mesh),
             lambda: layer(x, layer.init_state(1)),
             lambda: layer.step_(x[:, :1], layer.init_state(1)),
-            lambda: layer(x, key_padding_mask=gap),
-            lambda: layer(x, cu_seqlens=cu_seqlens, key_padding_mask=gap),
+            lambda: layer(x, attention_mask=gap),
+            lambda: layer(x, cu_seqlens=cu_seqlens, attention_mask=gap),
             lambda: eager(x),
             lambda: fixed(x),
             lambda: zigzag(x[:, : 3 + 4 * group.rank()]),
@@ -423,8 +425,8 @@ def test_refuses_by_name():
         "layout must have the parts of the mesh's 2 ranks, got those of 3",
         "state is of sequences that one rank has as a whole",
         "state is of sequences that one rank has as a whole",
-        "key_padding_mask of a context parallel layer must leave the real tokens of each sequence together",
-        "key_padding_mask of a context parallel layer must leave the real tokens of each sequence together",
+        "attention_mask of a context parallel layer must leave the real tokens of each sequence together",
+        "attention_mask of a context parallel layer must leave the real tokens of each sequence together",
         "use_custom_gradient=False has no context parallel form",
         "x must have the ",
         "ranks must hold (5, 5) tokens in a zigzag layout of 10, got (3, 7)",

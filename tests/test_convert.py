@@ -264,7 +264,7 @@ def test_packed_and_padded_batches(swapped):
     expected = convert.attention_errors(model, teacher, [x])
     packed = {"tokens": x.reshape(1, N), "cu_seqlens": torch.tensor([0, N // 2, N], dtype=torch.int32)}
     assert convert.attention_errors(model, teacher, [packed]) == pytest.approx(expected, rel=1e-6)
-    padded = {"tokens": F.pad(x, (0, 5)), "key_padding_mask": (torch.arange(N // 2 + 5) < N // 2).expand(2, -1)}
+    padded = {"tokens": F.pad(x, (0, 5)), "attention_mask": (torch.arange(N // 2 + 5) < N // 2).expand(2, -1)}
     assert convert.attention_errors(model, teacher, [padded]) == pytest.approx(expected, rel=1e-6)
 
 
@@ -279,7 +279,7 @@ def test_transfer_of_one_layer_leaves_the_others(swapped):
 def test_transfer_refuses(swapped):
     model, teacher, new = swapped
     batches, before = [tokens()], snapshot(model)
-    masked = {"tokens": tokens(), "key_padding_mask": torch.zeros(2, N, dtype=torch.bool)}
+    masked = {"tokens": tokens(), "attention_mask": torch.zeros(2, N, dtype=torch.bool)}
     calls = [
         (dict(parameters=[]), ValueError, "parameters must name one or more"),
         (dict(parameters=["head"]), ValueError, "parameters must be names of the model's"),

@@ -35,13 +35,13 @@ from torch.autograd import gradgradcheck
 
 import fastmax
 from fastmax import fastmax_attention, flash_attention
-from fastmax.bounds import with_bounds
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Score
 from fastmax.eager.decay import Decay, Factor
 from fastmax.eager.exponential import exp_of_faded, exp_of_relative
 from fastmax.eager.workspace import Workspace
-from fastmax.reference import naive_softmax_attention
-from fastmax.score import Score
+from fastmax.prepare.bounds import with_bounds
+from fastmax.testing.reference import naive_softmax_attention
 
 SMALL = Case("small", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
 TINY = Case("tiny", n=5, m=6, b=1, h=2, hk=1, d=3, dv=2)
@@ -173,7 +173,7 @@ def test_queries_without_keys(custom, device):
     reference = partial(definition, causal=True, return_lse=True)
     for algorithm in ("quadratic", "linear"):
         attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
-        actual = assert_equals_definition(attention, reference, inputs, grads, key_padding_mask=mask)
+        actual = assert_equals_definition(attention, reference, inputs, grads, attention_mask=mask)
         assert actual["lse"][0].isneginf().all() and not actual["o"][0].any() and not actual["grad log_decay"][0].any()
 
 
@@ -202,7 +202,7 @@ def test_flash_in_float64(custom, decay, device):
     attention = partial(flash_with_lse, use_custom_gradient=custom)
     assert_equals_definition(attention, partial(naive_softmax_attention, causal=True), inputs, grads)
     assert_equals_definition(
-        attention, partial(naive_softmax_attention, causal=True), inputs, grads, key_padding_mask=mask, scale=0.7
+        attention, partial(naive_softmax_attention, causal=True), inputs, grads, attention_mask=mask, scale=0.7
     )
 
 
@@ -357,7 +357,7 @@ def test_any_float_dtype(attention, decay_dtype, custom, device):
 def test_three_dimensions(attention, custom, device):
     inputs, grads = make(SMALL, device=device)
     mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.2
-    attention = partial(attention, use_custom_gradient=custom, key_padding_mask=mask)
+    attention = partial(attention, use_custom_gradient=custom, attention_mask=mask)
     flat = run(attention, {name: x.flatten(0, 1) for name, x in inputs.items()}, tuple(x.flatten(0, 1) for x in grads))
     compare(flat, {name: x.flatten(0, 1) for name, x in run(attention, inputs, grads).items()})
 
@@ -548,7 +548,7 @@ def test_a_query_that_sees_faded_keys_alone(dtype, least, gone, algorithm, custo
     def outputs(last, **options):
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
         log_decay = torch.tensor([0.0, last], dtype=dtype).expand(1, 2, 2).clone().requires_grad_()
-        options |= {"key_padding_mask": mask, "log_decay": log_decay, "algorithm": algorithm, "use_custom_gradient": custom}
+        options |= {"attention_mask": mask, "log_decay": log_decay, "algorithm": algorithm, "use_custom_gradient": custom}
         o, lse = fastmax_attention(*leaves, causal=True, return_lse=True, **options)
         grads = torch.autograd.grad((65536.0 * o).sum(), [*leaves, log_decay])
         assert all(x.isfinite().all() for x in grads), last
@@ -585,7 +585,7 @@ def test_values_above_zero_and_nan(algorithm, window, option, custom):
     inputs["log_decay"] = make_odd_decay(1, 2, n)
     options = {"exact_window": window, "causal": True, "return_lse": True}
     if option == "key padding":
-        options["key_padding_mask"] = torch.rand(1, n) < 0.3
+        options["attention_mask"] = torch.rand(1, n) < 0.3
     if option == "packed":
         options["cu_seqlens"] = torch.tensor([0, 1, 50, 50, CHUNK + 3, n], dtype=torch.int32)
     expected = definition(**inputs, **options)
@@ -604,7 +604,7 @@ def test_values_above_zero_and_nan_in_flash_attention(window, custom):
     """A NaN that has left the window, with all keys before it, is of no effect."""
     inputs, _ = make(Case("", n=300, m=340, b=2, h=4, hk=2, d=4, dv=3), dtype=torch.float64)
     inputs["log_decay"] = make_odd_decay(2, 2, 340)
-    options = {"window": window, "key_padding_mask": torch.rand(2, 340) < 0.5, "causal": True}
+    options = {"window": window, "attention_mask": torch.rand(2, 340) < 0.5, "causal": True}
     expected = naive_softmax_attention(**inputs, **options)
     assert 0 < expected[0].isnan().sum() < expected[0].numel()
     for x, y in zip(flash_attention(**inputs, use_custom_gradient=custom, return_lse=True, **options), expected, strict=True):
@@ -669,21 +669,21 @@ def test_values_above_zero_and_nan_in_states(padding, window, fold_every, form):
     lengths = {"prefill": [n], "prefill in parts": [20, 1, 30, 19], "step_ and prefill": [1] * 12 + [21] + [1] * 37}.get(
         form, [1] * n
     )
-    state = fastmax.init_state(2, 2, 4, 3, dtype=torch.float64, exact_window=window, fold_every=fold_every)
+    state = fastmax.decoding.init_state(2, 2, 4, 3, dtype=torch.float64, exact_window=window, fold_every=fold_every)
     inputs["log_decay"].requires_grad_(form == "step, recorded")
     outputs, start = [], 0
     for length in lengths:
         token = [x[:, :, start : start + length] for x in inputs.values()]
         accompanying = {"log_decay": token.pop()}
         if padding:
-            accompanying["key_padding_mask"] = mask[:, start : start + length]
+            accompanying["attention_mask"] = mask[:, start : start + length]
         start += length
         if length == 1 and form.startswith("step_"):
-            o = fastmax.step_(*token, state, **accompanying)
+            o = fastmax.decoding.step_(*token, state, **accompanying)
         elif length == 1 and form.startswith("step"):
-            o, state = fastmax.step(*token, state, **accompanying)
+            o, state = fastmax.decoding.step(*token, state, **accompanying)
         else:
-            o, state = fastmax.prefill(*token, state, **accompanying)
+            o, state = fastmax.decoding.prefill(*token, state, **accompanying)
         outputs.append(o)
     o = torch.cat(outputs, dim=2)
     assert_same_but_for_nan(o.detach().where(mask[:, None, :, None], 0.0), expected.detach())
@@ -698,24 +698,29 @@ def test_nan_stays_in_its_packed_sequence_of_prefill(window):
     inputs["log_decay"] = make_odd_decay(1, 2, 200)
     cu_seqlens = torch.tensor([0, 20, 20, 150, 200], dtype=torch.int32)
     expected = definition(**inputs, causal=True, exact_window=window, cu_seqlens=cu_seqlens)
-    state = fastmax.init_state(4, 2, 4, 3, dtype=torch.float64, exact_window=window)
-    o, _ = fastmax.prefill(*list(inputs.values())[:3], state, log_decay=inputs["log_decay"], cu_seqlens=cu_seqlens)
+    state = fastmax.decoding.init_state(4, 2, 4, 3, dtype=torch.float64, exact_window=window)
+    o, _ = fastmax.decoding.prefill(*list(inputs.values())[:3], state, log_decay=inputs["log_decay"], cu_seqlens=cu_seqlens)
     assert_same_but_for_nan(o, expected)
 
 
-@pytest.mark.parametrize("form", [fastmax.step, fastmax.prefill])
+@pytest.mark.parametrize("form", [fastmax.decoding.step, fastmax.decoding.prefill])
 def test_a_state_of_nan_is_forgotten(form):
     """-inf behind a NaN forgets it with the keys before it."""
     inputs, _ = make(Case("", n=4, h=2, hk=2, d=4, dv=3), dtype=torch.float64)
     inputs["log_decay"] = torch.tensor([-0.1, math.nan, -math.inf, -0.1], dtype=torch.float64).expand(1, 2, 4)
     expected = definition(**inputs, causal=True)
     q, k, v, log_decay = inputs.values()
-    _, state = fastmax.prefill(
-        q[:, :, :2], k[:, :, :2], v[:, :, :2], fastmax.init_state(1, 2, 4, 3, dtype=torch.float64), log_decay=log_decay[..., :2]
+    _, state = fastmax.decoding.prefill(
+        q[:, :, :2],
+        k[:, :, :2],
+        v[:, :, :2],
+        fastmax.decoding.init_state(1, 2, 4, 3, dtype=torch.float64),
+        log_decay=log_decay[..., :2],
     )
     assert state.values.isnan().all() and state.weights.isnan().all()
     o, state = form(q[:, :, 2:3], k[:, :, 2:3], v[:, :, 2:3], state, log_decay=log_decay[..., 2:3])
     torch.testing.assert_close(o, expected[:, :, 2:3])
     torch.testing.assert_close(
-        fastmax.prefill(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], state, log_decay=log_decay[..., 3:])[0], expected[:, :, 3:]
+        fastmax.decoding.prefill(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], state, log_decay=log_decay[..., 3:])[0],
+        expected[:, :, 3:],
     )

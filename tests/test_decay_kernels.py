@@ -15,7 +15,8 @@ from test_kernels import DEVICE, HEAD_DIMS, MODES, WHY_NOT, by_mode, by_order, p
 from test_packed_kernels import bounds
 
 import fastmax
-from fastmax import fastmax_attention, verify
+from fastmax import fastmax_attention
+from fastmax.testing import verify
 
 pytestmark = [
     pytest.mark.cuda,
@@ -388,7 +389,7 @@ def test_values_above_zero_and_nan(algorithm, window, option, dtype):
     q, k, v = (torch.randn(1, heads, n, d, device=DEVICE, dtype=dtype) / 8 for heads in (h, hk, hk))
     log_decay = make_odd_decay(1, hk, n, dtype=torch.float32, device=DEVICE)
     options = {"causal": True, "exact_window": window, "algorithm": algorithm, "return_lse": True}
-    given = {"padding": {"key_padding_mask": torch.rand(1, n, device=DEVICE) < 0.3}}
+    given = {"padding": {"attention_mask": torch.rand(1, n, device=DEVICE) < 0.3}}
     given["packed"] = {"cu_seqlens": torch.tensor([0, 1, 60, 60, 400, n], dtype=torch.int32, device=DEVICE)}
     options |= given.get(option, {})
     log_decay.requires_grad_()
@@ -444,7 +445,7 @@ def test_values_above_zero_and_nan_in_states(padding, window, form, p, dtype):
         options = {"causal": True, "log_decay": decays, "exact_window": window, "p": p} | ({"a0": 20.0} if p == 1 else {})
         exact[entry : entry + 1, :, real] = fastmax_attention(*alone, **options)
     fold_every = {"step_, folding": 8, "step_, folding 40": 40}.get(form, 1)
-    state = fastmax.init_state(
+    state = fastmax.decoding.init_state(
         b,
         hk,
         d,
@@ -461,11 +462,13 @@ def test_values_above_zero_and_nan_in_states(padding, window, form, p, dtype):
         part = slice(start, start + length)
         start += length
         token = (q[:, :, part], k[:, :, part], v[:, :, part], state)
-        accompanying = {"log_decay": log_decay[..., part], "key_padding_mask": None if mask is None else mask[:, part]}
+        accompanying = {"log_decay": log_decay[..., part], "attention_mask": None if mask is None else mask[:, part]}
         if form.startswith("step_"):
-            outputs.append(fastmax.step_(*token, **accompanying))
+            outputs.append(fastmax.decoding.step_(*token, **accompanying))
         else:
-            o, state = (fastmax.prefill if form.startswith("prefill") else fastmax.step)(*token, **accompanying)
+            o, state = (fastmax.decoding.prefill if form.startswith("prefill") else fastmax.decoding.step)(
+                *token, **accompanying
+            )
             outputs.append(o)
     o = torch.cat(outputs, dim=2).cpu().double().where(taken[:, None, :, None], 0.0)
     is_nan = exact.isnan()

@@ -25,9 +25,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fastmax
 from fastmax import eager, fastmax_attention
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Score
+from fastmax.decoding import init_state
 from fastmax.eager import features
-from fastmax.score import Score
 
 CASE = Case("", n=12, b=2, h=4, hk=2, d=5, dv=7)
 OPTIONS = {
@@ -47,7 +48,7 @@ by_decode_option = pytest.mark.parametrize("option", OPTIONS)
 
 
 def new_state(case, device="cpu", dtype=torch.float64, **options):
-    return fastmax.init_state(case.b, case.hk, case.d, case.dv, dtype=dtype, device=device, **options)
+    return fastmax.decoding.init_state(case.b, case.hk, case.d, case.dv, dtype=dtype, device=device, **options)
 
 
 def pieces(inputs, sizes=1):
@@ -89,9 +90,9 @@ def advance(inputs, sizes, state, mask=None, in_place=False):
         n = piece[0].shape[2]
         part = None if mask is None else mask[:, start : start + n]
         if n == 1 and in_place:
-            o = fastmax.step_(*piece, state, key_padding_mask=part)
+            o = fastmax.decoding.step_(*piece, state, attention_mask=part)
         else:
-            o, state = (fastmax.step if n == 1 else fastmax.prefill)(*piece, state, key_padding_mask=part)
+            o, state = (fastmax.decoding.step if n == 1 else fastmax.decoding.prefill)(*piece, state, attention_mask=part)
         outputs.append(o)
     with torch.autocast(o.device.type, enabled=False):
         return torch.cat(outputs, dim=2), state
@@ -115,7 +116,7 @@ def test_steps_equal_the_parallel_form(option, device):
 @by_decode_option
 def test_prefill_equals_the_parallel_form_and_the_steps(option, device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
-    o, state = fastmax.prefill(*inputs.values(), new_state(CASE, device, **OPTIONS[option]))
+    o, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device, **OPTIONS[option]))
     torch.testing.assert_close(o, definition(**inputs, causal=True, **OPTIONS[option]), rtol=1e-10, atol=1e-10)
     _, stepped = advance(inputs, [1] * CASE.n, new_state(CASE, device, **OPTIONS[option]))
     assert_states_close(state, stepped)
@@ -125,7 +126,7 @@ def test_prefill_equals_the_parallel_form_and_the_steps(option, device):
 @pytest.mark.parametrize("sizes", [(CHUNK + 7, 1, 1), (1, CHUNK - 1, 2), (3, 2 * CHUNK + 1)], ids=str)
 def test_prefill_across_chunks(sizes, p, device):
     inputs, _ = make_inputs(Case("", n=sum(sizes), h=2, hk=1, d=17, dv=4), torch.float64, device)
-    state = fastmax.init_state(1, 1, 17, 4, dtype=torch.float64, device=device, p=p)
+    state = fastmax.decoding.init_state(1, 1, 17, 4, dtype=torch.float64, device=device, p=p)
     o, _ = advance(inputs, sizes, state)
     torch.testing.assert_close(o, definition(**inputs, causal=True, p=p), rtol=1e-9, atol=1e-10)
 
@@ -143,7 +144,7 @@ def test_splitting_and_resuming_equals_one_call(sizes, option, padded, in_place)
     inputs = {name: x[:, :, : sum(sizes)] for name, x in inputs.items()}
     mask = torch.rand(2, sum(sizes)) > 0.4 if padded else None
     options = OPTIONS[option]
-    whole, state = fastmax.prefill(*inputs.values(), new_state(case, **options), key_padding_mask=mask)
+    whole, state = fastmax.decoding.prefill(*inputs.values(), new_state(case, **options), attention_mask=mask)
     o, resumed = advance(inputs, sizes, new_state(case, **options), mask, in_place)
     expected = each_alone(definition, inputs, mask, **options)
     for x in (o, whole):
@@ -163,10 +164,10 @@ def test_numerical_contract(prompt, dtype, device):
 
 def test_output_shape_dtype_and_layout(device):
     inputs, _ = make_inputs(CASE, torch.bfloat16, device, "token-major")
-    o, state = fastmax.prefill(*inputs.values(), new_state(CASE, device, torch.bfloat16))
+    o, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device, torch.bfloat16))
     assert o.shape == (CASE.b, CASE.h, CASE.n, CASE.dv) and o.dtype == torch.bfloat16
     assert o.transpose(1, 2).is_contiguous()
-    o, _ = fastmax.step(*(x[:, :, :1] for x in inputs.values()), state)
+    o, _ = fastmax.decoding.step(*(x[:, :, :1] for x in inputs.values()), state)
     assert o.shape == (CASE.b, CASE.h, 1, CASE.dv) and o.dtype == torch.bfloat16
 
 
@@ -175,9 +176,9 @@ def test_state_has_constant_symmetric_size(p, device):
     """dv + 1 numbers for each of 1 + d + d (d + 1) / 2 features (1 + d for p = 1), however many tokens were seen."""
     inputs, _ = make_inputs(Case("", n=300, b=2, h=4, hk=2, d=5, dv=7), torch.float32, device)
     features = 1 + 5 + (15 if p == 2 else 0)
-    start = fastmax.init_state(2, 2, 5, 7, device=device, p=p)
-    _, state = fastmax.prefill(*inputs.values(), start)
-    _, state = fastmax.step(*first_token(inputs), state)
+    start = fastmax.decoding.init_state(2, 2, 5, 7, device=device, p=p)
+    _, state = fastmax.decoding.prefill(*inputs.values(), start)
+    _, state = fastmax.decoding.step(*first_token(inputs), state)
     for x in (start, state):
         tensors = [y for y in vars(x).values() if isinstance(y, torch.Tensor)]
         assert sum(y.numel() for y in tensors) == 2 * 2 * features * (7 + 1)
@@ -187,12 +188,12 @@ def test_state_has_constant_symmetric_size(p, device):
 def test_a_state_passed_in_is_not_modified(device):
     """So a prompt's state may be continued in several ways."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
-    _, state = fastmax.prefill(*inputs.values(), new_state(CASE, device))
+    _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device))
     before = copy.deepcopy(state)
     token = first_token(inputs)
-    first, _ = fastmax.step(*token, state)
-    fastmax.prefill(*inputs.values(), state)
-    again, _ = fastmax.step(*token, state)
+    first, _ = fastmax.decoding.step(*token, state)
+    fastmax.decoding.prefill(*inputs.values(), state)
+    again, _ = fastmax.decoding.step(*token, state)
     assert torch.equal(first, again)
     assert torch.equal(state.values, before.values) and torch.equal(state.weights, before.weights)
     assert state.tokens == before.tokens
@@ -204,7 +205,7 @@ def test_padding(device):
     mask = torch.ones(2, CASE.n, dtype=torch.bool, device=device)
     mask[0, :5] = False
     mask[1, 3] = False
-    expected = definition(**inputs, causal=True, key_padding_mask=mask)
+    expected = definition(**inputs, causal=True, attention_mask=mask)
     for sizes in ([CASE.n], [1] * CASE.n):
         o, _ = advance(inputs, sizes, new_state(CASE, device), mask)
         torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-10)
@@ -236,8 +237,8 @@ def test_step_in_place_equals_step(dtype, option, device):
     addresses = [x.data_ptr() for x in state.tensors().values()]
     expected = start
     for token in pieces(inputs):
-        o = fastmax.step_(*token, state, key_padding_mask=mask)
-        expected_o, expected = fastmax.step(*token, expected, key_padding_mask=mask)
+        o = fastmax.decoding.step_(*token, state, attention_mask=mask)
+        expected_o, expected = fastmax.decoding.step(*token, expected, attention_mask=mask)
         assert torch.equal(o, expected_o)
         assert_same_states(state, expected)
     assert [x.data_ptr() for x in state.tensors().values()] == addresses
@@ -271,11 +272,11 @@ def test_decay_in_any_split_equals_one_call(sizes, padded, in_place, p, device):
     for size in sizes:
         part = slice(start, start + size)
         tokens = [x[:, :, part] for x in inputs.values()]
-        options = {"key_padding_mask": None if mask is None else mask[:, part], "log_decay": log_decay[:, :, part]}
+        options = {"attention_mask": None if mask is None else mask[:, part], "log_decay": log_decay[:, :, part]}
         if size == 1 and in_place:
-            outputs.append(fastmax.step_(*tokens, state, **options))
+            outputs.append(fastmax.decoding.step_(*tokens, state, **options))
         else:
-            o, state = (fastmax.step if size == 1 else fastmax.prefill)(*tokens, state, **options)
+            o, state = (fastmax.decoding.step if size == 1 else fastmax.decoding.prefill)(*tokens, state, **options)
             outputs.append(o)
         start += size
     expected = each_alone(fastmax_attention, inputs, mask, log_decay, p=p)
@@ -290,7 +291,7 @@ def test_gradients_of_decays_flow_through_the_state(device):
     def split(q, k, v, log_decay):
         state, outputs = new_state(CASE, device), []
         for tokens in zip(*(x.split((7, 1, 4), dim=2) for x in (q, k, v, log_decay)), strict=True):
-            function = fastmax.step if tokens[0].shape[2] == 1 else fastmax.prefill
+            function = fastmax.decoding.step if tokens[0].shape[2] == 1 else fastmax.decoding.prefill
             o, state = function(*tokens[:3], state, log_decay=tokens[3])
             outputs.append(o)
         return torch.cat(outputs, dim=2)
@@ -308,13 +309,13 @@ def test_a_prefill_records_what_it_is_given(what, device):
     """Each alone: what has kernels and writes in place is for calls of which nothing is recorded."""
     inputs, grad_o = make_inputs(CASE, torch.float64, device)
     given = inputs | {"log_decay": decays(CASE, device).clamp(min=-3.0)}
-    _, start = fastmax.prefill(*inputs.values(), new_state(CASE, device))
+    _, start = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device))
     given |= {"values": start.values, "weights": start.weights}
     x = given[what].clone()
 
     def loss(x):
         q, k, v, log_decay, values, weights = (given | {what: x}).values()
-        o, state = fastmax.prefill(q, k, v, replace(start, values=values, weights=weights), log_decay=log_decay)
+        o, state = fastmax.decoding.prefill(q, k, v, replace(start, values=values, weights=weights), log_decay=log_decay)
         return (o * grad_o).sum() + 1e-3 * state.values.square().sum() + 1e-3 * state.weights.square().sum()
 
     (grad,) = torch.autograd.grad(loss(x.requires_grad_()), x)
@@ -328,11 +329,11 @@ def test_step_in_place_refuses_to_record_a_decay(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     log_decay = decays(CASE, device)[:, :, :1].requires_grad_()
     state = new_state(CASE, device)
-    with pytest.raises(RuntimeError, match="use fastmax.step"):
-        fastmax.step_(*first_token(inputs), state, log_decay=log_decay)
+    with pytest.raises(RuntimeError, match="use fastmax.decoding.step"):
+        fastmax.decoding.step_(*first_token(inputs), state, log_decay=log_decay)
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_], ids=["step", "step_"])
+@pytest.mark.parametrize("function", [fastmax.decoding.step, fastmax.decoding.step_], ids=["step", "step_"])
 def test_a_state_that_is_forgotten_leaves_nothing(function, device):
     """Not even what is no number."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
@@ -340,12 +341,14 @@ def test_a_state_that_is_forgotten_leaves_nothing(function, device):
     state = new_state(CASE, device).map(lambda x: torch.full_like(x, torch.nan))
     o = function(*token, state, log_decay=decay)
     o, after = o if isinstance(o, tuple) else (o, state)
-    expected_o, expected = fastmax.step(*token, new_state(CASE, device))
+    expected_o, expected = fastmax.decoding.step(*token, new_state(CASE, device))
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(after.tensors(), expected.tensors())
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=["step", "step_", "prefill"])
+@pytest.mark.parametrize(
+    "function", [fastmax.decoding.step, fastmax.decoding.step_, fastmax.decoding.prefill], ids=["step", "step_", "prefill"]
+)
 def test_bad_decays(function):
     inputs, _ = make_inputs(CASE, torch.float64)
     with pytest.raises(ValueError, match=r"log_decay must have shape \(2, 2, 1\)"):
@@ -357,20 +360,20 @@ def shifted(x):
     return torch.cat((x.new_zeros(1), x.flatten()))[1:].view(x.shape)
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_], ids=["step", "step_"])
+@pytest.mark.parametrize("function", [fastmax.decoding.step, fastmax.decoding.step_], ids=["step", "step_"])
 def test_a_mask_of_any_stride_and_a_state_at_any_address(function, device):
     """Kernels read masks by the byte and, where they may, states by vectors."""
     inputs, _ = make_inputs(Case("", n=2, b=3, h=4, hk=2, d=16, dv=8), torch.float32, device)
     first, second = pieces(inputs)
-    _, state = fastmax.step(*first, fastmax.init_state(3, 2, 16, 8, dtype=torch.float32, device=device))
+    _, state = fastmax.decoding.step(*first, fastmax.decoding.init_state(3, 2, 16, 8, dtype=torch.float32, device=device))
     columns = torch.tensor([[True, False, False], [True, True, False], [False, False, True]], device=device)
     results = []
     for mask, start in (
         (columns[:, 1:2], replace(state, values=shifted(state.values), weights=shifted(state.weights))),
         (columns[:, 1:2].clone(memory_format=torch.contiguous_format), state.clone()),
     ):
-        out = function(*second, start, key_padding_mask=mask)
-        o, after = (out, start) if function is fastmax.step_ else out
+        out = function(*second, start, attention_mask=mask)
+        o, after = (out, start) if function is fastmax.decoding.step_ else out
         results.append((o, after.values, after.weights))
     torch.testing.assert_close(*results)
 
@@ -379,8 +382,8 @@ def test_the_state_after_no_tokens_has_memory_of_its_own(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, device)
     before = copy.deepcopy(state)
-    _, after = fastmax.prefill(*(x[:, :, :0] for x in inputs.values()), state)
-    fastmax.step_(*first_token(inputs), after)
+    _, after = fastmax.decoding.prefill(*(x[:, :, :0] for x in inputs.values()), state)
+    fastmax.decoding.step_(*first_token(inputs), after)
     assert_same_states(state, before)
 
 
@@ -389,7 +392,7 @@ def recorded(what, token, state):
         return [token[0].requires_grad_(), *token[1:]], state
     if what == "values":
         return token, replace(state, values=state.values.requires_grad_())
-    return token, fastmax.step(token[0], token[1].clone().requires_grad_(), token[2], state)[1]
+    return token, fastmax.decoding.step(token[0], token[1].clone().requires_grad_(), token[2], state)[1]
 
 
 @pytest.mark.parametrize("what", ["a token", "values", "a state with a graph"])
@@ -398,13 +401,13 @@ def test_step_in_place_refuses_to_record(what, device):
     token, state = recorded(what, first_token(inputs), new_state(CASE, device))
     before = [x.detach().clone() for x in state.tensors().values()]
     with pytest.raises(RuntimeError, match=r"fastmax\.step_ .*gradient.*fastmax\.step"):
-        fastmax.step_(*token, state)
+        fastmax.decoding.step_(*token, state)
     with pytest.raises(RuntimeError, match="gradient"):
         torch.ops.fastmax.decode_step_(*token, state.values, state.weights, None, None, *state.score)
     assert all(torch.equal(x, y) for x, y in zip(state.tensors().values(), before, strict=True)) and state.tokens <= 1
-    expected, _ = fastmax.step(*token, state)
+    expected, _ = fastmax.decoding.step(*token, state)
     with torch.no_grad():
-        assert torch.equal(fastmax.step_(*token, state), expected)
+        assert torch.equal(fastmax.decoding.step_(*token, state), expected)
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad], ids=["vmap", "grad"])
@@ -413,16 +416,16 @@ def test_step_in_place_refuses_transforms(transform):
     q, k, v = first_token(inputs)
     state = new_state(CASE)
     with pytest.raises(RuntimeError, match=r"fastmax\.step"):
-        transform(lambda x: fastmax.step_(x, k, v, state).sum())(q.unsqueeze(0) if transform is torch.func.vmap else q)
+        transform(lambda x: fastmax.decoding.step_(x, k, v, state).sum())(q.unsqueeze(0) if transform is torch.func.vmap else q)
 
 
 def test_autograd_notices_a_state_that_was_written_over(device):
     """A recorded step keeps the state that it read."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     q, k, v = first_token(inputs)
-    o, state = fastmax.step(q.requires_grad_(), k, v, new_state(CASE, device))
+    o, state = fastmax.decoding.step(q.requires_grad_(), k, v, new_state(CASE, device))
     with torch.no_grad():
-        fastmax.step_(q, k, v, state)
+        fastmax.decoding.step_(q, k, v, state)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
 
@@ -451,11 +454,11 @@ def test_step_in_place_refuses_shared_memory(what, device):
     arguments = dict(zip("qkv", first_token(inputs), strict=True)) | {"state": state} | changes
     before = copy.deepcopy(arguments["state"])
     with pytest.raises(ValueError, match=message):
-        fastmax.step_(**arguments)
+        fastmax.decoding.step_(**arguments)
     assert_same_states(arguments["state"], before)
-    expected, _ = fastmax.step(**arguments)
+    expected, _ = fastmax.decoding.step(**arguments)
     arguments["state"] = arguments["state"].clone()  # as the message says
-    torch.testing.assert_close(fastmax.step_(**arguments), expected)
+    torch.testing.assert_close(fastmax.decoding.step_(**arguments), expected)
 
 
 def test_a_state_may_lie_in_one_buffer(device):
@@ -466,7 +469,7 @@ def test_a_state_may_lie_in_one_buffer(device):
     values, weights = torch.zeros(sum(sizes), dtype=torch.float64, device=device).split(sizes)
     joined = replace(state, values=values.view_as(state.values), weights=weights.view_as(state.weights))
     for token in pieces(inputs):
-        torch.testing.assert_close(fastmax.step_(*token, joined), fastmax.step_(*token, state))
+        torch.testing.assert_close(fastmax.decoding.step_(*token, joined), fastmax.decoding.step_(*token, state))
     torch.testing.assert_close(joined.tensors(), state.tensors())
 
 
@@ -488,7 +491,7 @@ OPERATOR_CALLS = {
 
 def operator_arguments(device, b=2, dv=7, dtype=torch.float32, mask=False, decay=False, p=2):
     q, k, v = (torch.randn(b, *shape, device=device).to(dtype) for shape in ((4, 1, 5), (2, 1, 5), (2, 1, dv)))
-    state = fastmax.init_state(b, 2, 5, dv, dtype=dtype, device=device, p=p)
+    state = fastmax.decoding.init_state(b, 2, 5, dv, dtype=dtype, device=device, p=p)
     mask = torch.arange(b, device=device).view(b, 1) > 0 if mask else None
     log_decay = -torch.rand(b, 2, 1, dtype=state.values.dtype, device=device) if decay else None
     return q, k, v, state.values.normal_(), state.weights.uniform_(1, 2), mask, log_decay, *state.score
@@ -526,7 +529,7 @@ def prefill_arguments(
 ):
     case = Case("", n=n, b=b, h=4, hk=2, d=d, dv=dv)
     inputs, _ = make_inputs(case, dtype, device, layout)
-    state = fastmax.init_state(b, 2, d, dv, dtype=dtype, device=device, p=p, temperature=2.0)
+    state = fastmax.decoding.init_state(b, 2, d, dv, dtype=dtype, device=device, p=p, temperature=2.0)
     mask = torch.rand(b, n, device=device) > 0.3 if mask else None
     log_decay = -torch.rand(b, 2, n, dtype=state.values.dtype, device=device) if decay else None
     position = torch.arange(n, device=device)
@@ -587,7 +590,7 @@ def prefill_gradients(function, arguments, seed=0):
 
 
 def recorded_prefill(q, k, v, mask, log_decay, first, values, weights, *options):
-    call = Call(Score(*options[:5]), causal=True, key_padding_mask=mask, log_decay=log_decay, first_key=first)
+    call = Call(Score(*options[:5]), causal=True, attention_mask=mask, log_decay=log_decay, first_key=first)
     return eager.forward_from_state(q, k, v, call, values, weights)
 
 
@@ -631,7 +634,7 @@ def test_a_direct_prefill_records(index, device):
 def test_prefill_has_no_second_derivative(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     q = inputs["q"].requires_grad_()
-    o, _ = fastmax.prefill(*inputs.values(), new_state(CASE, device))
+    o, _ = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, device))
     (grad,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=r"no second derivative; fastmax\.step"):
         grad.sum().backward()
@@ -643,7 +646,7 @@ def test_prefill_under_torch_func_and_forward_mode(device):
     q, k, v = inputs.values()
 
     def loss(q):
-        o, state = fastmax.prefill(q, k, v, new_state(CASE, device))
+        o, state = fastmax.decoding.prefill(q, k, v, new_state(CASE, device))
         return (o * grad_o).sum() + state.values.sum()
 
     (expected,) = torch.autograd.grad(loss(leaf := q.clone().requires_grad_()), leaf)
@@ -665,7 +668,7 @@ def test_gradients_of_any_split_are_those_of_one_call(p, device):
     def gradients(*sizes):
         state, outputs = new_state(case, device, p=p, temperature=20.0), []
         for q, k, v, decay, keep in zip(*(x.split(sizes, dim=2) for x in leaves), mask.split(sizes, dim=1), strict=True):
-            o, state = fastmax.prefill(q, k, v, state, log_decay=decay, key_padding_mask=keep)
+            o, state = fastmax.decoding.prefill(q, k, v, state, log_decay=decay, attention_mask=keep)
             outputs.append(o)
         loss = (torch.cat(outputs, dim=2) * grad_o).sum() + state.values.square().sum() + state.weights.square().sum()
         return torch.autograd.grad(loss, leaves)
@@ -707,14 +710,14 @@ def test_compiled_steps(operator, device, fresh_dynamo):
     inputs, _ = make_inputs(CASE, device=device)
     state = new_state(CASE, device, torch.float32, **OPTIONS[option])
     expected = state.clone()
-    function = {"decode_step": fastmax.step, "decode_step_": fastmax.step_}[operator]
+    function = {"decode_step": fastmax.decoding.step, "decode_step_": fastmax.decoding.step_}[operator]
     calls = Calls()
     compiled = torch.compile(function, fullgraph=True, backend=calls)
     with torch.no_grad():
         for token in list(pieces(inputs))[:5]:
             o = compiled(*token, state)
             o, state = o if isinstance(o, tuple) else (o, state)
-            torch.testing.assert_close(o, fastmax.step_(*token, expected))
+            torch.testing.assert_close(o, fastmax.decoding.step_(*token, expected))
             torch.testing.assert_close(state.tensors(), expected.tensors())
             assert state.tokens == expected.tokens
     assert f"fastmax.{operator}.default" in calls.operators
@@ -727,10 +730,10 @@ def test_compiled_step_in_place_inductor(device, fresh_dynamo):
     inputs, _ = make_inputs(CASE, device=device)
     state = new_state(CASE, device, torch.float32)
     expected = state.clone()
-    compiled = torch.compile(fastmax.step_, fullgraph=True)
+    compiled = torch.compile(fastmax.decoding.step_, fullgraph=True)
     with torch.no_grad():
         for token in list(pieces(inputs))[:3]:
-            torch.testing.assert_close(compiled(*token, state), fastmax.step_(*token, expected))
+            torch.testing.assert_close(compiled(*token, state), fastmax.decoding.step_(*token, expected))
             torch.testing.assert_close(state.tensors(), expected.tensors())
 
 
@@ -741,17 +744,17 @@ def test_compiled_prefill(device, fresh_dynamo):
     state = new_state(CASE, device, torch.float32)
     log_decay = decays(CASE, device, torch.float32)
     calls = Calls()
-    compiled = torch.compile(fastmax.prefill, fullgraph=True, backend=calls)
+    compiled = torch.compile(fastmax.decoding.prefill, fullgraph=True, backend=calls)
     with torch.no_grad():
         o, after = compiled(*inputs.values(), state, log_decay=log_decay)
     assert "fastmax.prefill.default" in calls.operators
-    expected_o, expected = fastmax.prefill(*inputs.values(), state, log_decay=log_decay)
+    expected_o, expected = fastmax.decoding.prefill(*inputs.values(), state, log_decay=log_decay)
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(after.tensors(), expected.tensors())
     leaves = [x.requires_grad_() for x in (*inputs.values(), log_decay, state.values, state.weights)]
     calls.operators.clear()
     grads = []
-    for function in (compiled, fastmax.prefill):
+    for function in (compiled, fastmax.decoding.prefill):
         o, after = function(*inputs.values(), state, log_decay=log_decay)
         torch.testing.assert_close(o, expected_o)
         loss = o.square().sum() + 1e-3 * after.values.square().sum() + 1e-3 * after.weights.square().sum()
@@ -808,7 +811,9 @@ def test_autocast_casts_to_the_dtype_of_the_state(dtype, recorded, device):
     assert actual[0].dtype == dtype
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [fastmax.decoding.step, fastmax.decoding.step_, fastmax.decoding.prefill], ids=lambda f: f.__name__
+)
 def test_autocast_leaves_float64(function, device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     wide = first_token(inputs)
@@ -823,7 +828,12 @@ def test_autocast_leaves_float64(function, device):
 
 
 def test_options_are_keywords():
-    for function, positional in ((fastmax.init_state, 4), (fastmax.step, 4), (fastmax.step_, 4), (fastmax.prefill, 4)):
+    for function, positional in (
+        (fastmax.decoding.init_state, 4),
+        (fastmax.decoding.step, 4),
+        (fastmax.decoding.step_, 4),
+        (fastmax.decoding.prefill, 4),
+    ):
         kinds = [x.kind for x in inspect.signature(function).parameters.values()]
         assert kinds[:positional] == [inspect.Parameter.POSITIONAL_OR_KEYWORD] * positional
         assert set(kinds[positional:]) == {inspect.Parameter.KEYWORD_ONLY}
@@ -849,7 +859,7 @@ BAD_STATES = {
 def test_bad_states(name):
     changes, exception, message = BAD_STATES[name]
     with pytest.raises(exception, match=message):
-        fastmax.init_state(**({"batch": 2, "kv_heads": 2, "head_dim": 5} | changes))
+        fastmax.decoding.init_state(**({"batch": 2, "kv_heads": 2, "head_dim": 5} | changes))
 
 
 BAD_TOKENS = {
@@ -862,41 +872,45 @@ BAD_TOKENS = {
     "another value_dim": ({"v": torch.zeros(2, 2, 1, 6)}, ValueError, "value_dim"),
     "another dtype": ({name: torch.zeros(2, 2, 1, 5).double() for name in "qkv"}, TypeError, "float32.*float64"),
     "keys without queries": ({name: torch.zeros(2, 2, 3, 5) for name in "kv"}, ValueError, "token"),
-    "a mask for all": ({"key_padding_mask": torch.ones(2, 9, dtype=torch.bool)}, ValueError, "key_padding_mask"),
-    "a mask of floats": ({"key_padding_mask": torch.ones(2, 1)}, TypeError, "key_padding_mask"),
-    "another device": ({"state": fastmax.init_state(2, 2, 5, device="meta")}, ValueError, "state's device meta, got cpu"),
+    "a mask for all": ({"attention_mask": torch.ones(2, 9, dtype=torch.bool)}, ValueError, "attention_mask"),
+    "a mask of floats": ({"attention_mask": torch.ones(2, 1)}, TypeError, "attention_mask"),
+    "another device": ({"state": init_state(2, 2, 5, device="meta")}, ValueError, "state's device meta, got cpu"),
     "another order": (
-        {"state": replace(fastmax.init_state(2, 2, 5), score=fastmax.init_state(2, 2, 5, p=1).score)},
+        {"state": replace(fastmax.decoding.init_state(2, 2, 5), score=fastmax.decoding.init_state(2, 2, 5, p=1).score)},
         ValueError, r"state must have values \(2, 2, 6, 5\)",
     ),
     "one row": (
-        {"state": fastmax.init_state(2, 2, 5).map(lambda x: x[:, :, :1])},
+        {"state": fastmax.decoding.init_state(2, 2, 5).map(lambda x: x[:, :, :1])},
         ValueError, r"state must have values \(2, 2, 21, 5\)",
     ),
     "weights of another batch": (
-        {"state": replace(fastmax.init_state(2, 2, 5), weights=torch.zeros(1, 2, 21))}, ValueError, r"weights \(2, 2, 21\)",
+        {"state": replace(init_state(2, 2, 5), weights=torch.zeros(1, 2, 21))}, ValueError, r"weights \(2, 2, 21\)",
     ),
-    "sums in half": ({"state": fastmax.init_state(2, 2, 5).map(torch.Tensor.half)}, ValueError, "of torch.float32"),
+    "sums in half": ({"state": fastmax.decoding.init_state(2, 2, 5).map(torch.Tensor.half)}, ValueError, "of torch.float32"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [fastmax.decoding.step, fastmax.decoding.step_, fastmax.decoding.prefill], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("name", BAD_TOKENS)
 def test_bad_tokens(name, function):
     changes, exception, message = BAD_TOKENS[name]
-    good = {name: torch.zeros(2, 2, 1, 5) for name in "qkv"} | {"state": fastmax.init_state(2, 2, 5)}
+    good = {name: torch.zeros(2, 2, 1, 5) for name in "qkv"} | {"state": fastmax.decoding.init_state(2, 2, 5)}
     with pytest.raises(exception, match=message):
         function(**(good | changes))
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [fastmax.decoding.step, fastmax.decoding.step_], ids=lambda f: f.__name__)
 def test_step_takes_one_token(function):
     x = torch.zeros(2, 2, 3, 5)
     with pytest.raises(ValueError, match=r"one token.*prefill"):
-        function(x, x, x, fastmax.init_state(2, 2, 5))
+        function(x, x, x, fastmax.decoding.init_state(2, 2, 5))
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [fastmax.decoding.step, fastmax.decoding.step_, fastmax.decoding.prefill], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("option", ["defaults", "everything", "exact window"])
 def test_meta_tensors(option, function):
     """Shapes alone, for whoever plans memory."""
@@ -922,7 +936,7 @@ def test_launch_limits(b, hk, group, d, dv):
     case = Case("", n=3, b=b, h=hk * group, hk=hk, d=d, dv=dv)
     inputs, _ = make_inputs(case, torch.float32, "cuda")
     options = {"temperature": d**0.5}
-    start = fastmax.init_state(b, hk, d, dv, device="cuda", **options)
+    start = fastmax.decoding.init_state(b, hk, d, dv, device="cuda", **options)
     exact = definition(**{name: exactly(x) for name, x in inputs.items()}, causal=True, **options)
     for in_place in (False, True):
         o, _ = advance(inputs, [1] * 3, start.clone(), in_place=in_place)
@@ -941,12 +955,12 @@ def test_in_place_kernels_give_the_same_bits(dtype, states, group, p):
     inputs, _ = make_inputs(case, dtype, "cuda")
     mask = torch.arange(states, device="cuda").view(-1, 1) % 2 == 0
     log_decay = torch.where(torch.rand(states, 1, 5, device="cuda") < 0.2, -torch.inf, -0.1)
-    state = fastmax.init_state(states, 1, 64, 128, dtype=dtype, device="cuda", p=p, temperature=8.0)
+    state = fastmax.decoding.init_state(states, 1, 64, 128, dtype=dtype, device="cuda", p=p, temperature=8.0)
     expected = state.clone()
     for i, token in enumerate(pieces(inputs)):
-        options = {"key_padding_mask": mask, "log_decay": log_decay[..., i : i + 1] if i > 1 else None}
-        expected_o, expected = fastmax.step(*token, expected, **options)
-        assert torch.equal(fastmax.step_(*token, state, **options), expected_o)
+        options = {"attention_mask": mask, "log_decay": log_decay[..., i : i + 1] if i > 1 else None}
+        expected_o, expected = fastmax.decoding.step(*token, expected, **options)
+        assert torch.equal(fastmax.decoding.step_(*token, state, **options), expected_o)
         assert_same_states(state, expected)
 
 
@@ -978,7 +992,7 @@ def check_replays(inputs, state, log_decay=None):
     expected, decays = state.clone(), () if log_decay is None else (log_decay.unsqueeze(-1),)
 
     def step_(state, q, k, v, decay=None):
-        return fastmax.step_(q, k, v, state, log_decay=None if decay is None else decay.squeeze(-1))
+        return fastmax.decoding.step_(q, k, v, state, log_decay=None if decay is None else decay.squeeze(-1))
 
     tokens = list(zip(*(x.split(1, dim=2) for x in (*inputs.values(), *decays)), strict=True))
     static = [x.clone() for x in tokens[0]]

@@ -25,16 +25,19 @@ from test_decode import (
 from test_decode_window import accompany, advance, check_within_contract
 
 import fastmax
-from fastmax import eager, fastmax_attention, verify
-from fastmax.decode_gathered import folded
-from fastmax.score import Score
+from fastmax import eager, fastmax_attention
+from fastmax.core.score import Score
+from fastmax.decoding.buffered import folded
+from fastmax.testing import verify
 
 CASE = Case("", n=16, b=2, h=4, hk=2, d=5, dv=7)
 
 
 def new_state(case, window, fold_every, device="cpu", dtype=torch.float64, **options):
     sizes = case.b, case.hk, case.d, case.dv
-    return fastmax.init_state(*sizes, dtype=dtype, device=device, exact_window=window, fold_every=fold_every, **options)
+    return fastmax.decoding.init_state(
+        *sizes, dtype=dtype, device=device, exact_window=window, fold_every=fold_every, **options
+    )
 
 
 # ---- against one call
@@ -136,7 +139,7 @@ def test_the_sums_are_written_at_every_fourth_token():
     state, written, counts = new_state(CASE, 2, 4), [], []
     for token in pieces(inputs):
         before = state.values.clone()
-        fastmax.step_(*token, state)
+        fastmax.decoding.step_(*token, state)
         written.append(not torch.equal(state.values, before))
         counts.append(state.gathered.unique().tolist())
     # The fourth to leave the window is gathered; the step after it takes all four in. Two of the first have no token in them.
@@ -149,8 +152,8 @@ def test_a_step_leaves_the_given_state_as_it_was(device):
     _, state = advance(inputs, [1] * 7, new_state(CASE, 2, 4, device), True)
     before = copy.deepcopy(state)
     for token in pieces(inputs):
-        fastmax.step(*token, state)
-    fastmax.prefill(*inputs.values(), state)
+        fastmax.decoding.step(*token, state)
+    fastmax.decoding.prefill(*inputs.values(), state)
     assert_same_states(state, before)
 
 
@@ -175,7 +178,7 @@ def test_step_in_place_refuses_to_record():
     inputs, _ = make_inputs(CASE, torch.float64)
     q, k, v = first_token(inputs)
     with pytest.raises(RuntimeError, match="torch.no_grad"):
-        fastmax.step_(q, k, v.requires_grad_(), new_state(CASE, 2, 4))
+        fastmax.decoding.step_(q, k, v.requires_grad_(), new_state(CASE, 2, 4))
 
 
 # ---- between tokens
@@ -233,8 +236,8 @@ def test_packed_prefill_continues(device):
     state, rest = some_steps(device)
     cu_seqlens = torch.tensor([0, 3, 4], dtype=torch.int32, device=device)
     packed = {name: torch.cat([x[:1, :, :3], x[1:, :, :1]], dim=2) for name, x in rest.items()}
-    o, after = fastmax.prefill(*packed.values(), state, cu_seqlens=cu_seqlens)
-    first = fastmax.prefill(*(x[:1, :, :3] for x in rest.values()), state.select([0]))[0]
+    o, after = fastmax.decoding.prefill(*packed.values(), state, cu_seqlens=cu_seqlens)
+    first = fastmax.decoding.prefill(*(x[:1, :, :3] for x in rest.values()), state.select([0]))[0]
     torch.testing.assert_close(o[:, :, :3], first)
     assert after.fold_every == 4 and after.gathered.eq(0).all()
 
@@ -256,7 +259,9 @@ BAD_STATES = {
 }
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [fastmax.decoding.step, fastmax.decoding.step_, fastmax.decoding.prefill], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("name", BAD_STATES)
 def test_bad_states(name, function):
     change, message = BAD_STATES[name]
@@ -269,10 +274,10 @@ def test_compiled_step(device, fresh_dynamo):
     inputs, _ = make_inputs(CASE, torch.float32, device)
     state, calls = new_state(CASE, 2, 4, device, torch.float32), Calls()
     expected = state.clone()
-    compiled = torch.compile(fastmax.step_, fullgraph=True, backend=calls)
+    compiled = torch.compile(fastmax.decoding.step_, fullgraph=True, backend=calls)
     with torch.no_grad():
         for token in list(pieces(inputs))[:7]:
-            torch.testing.assert_close(compiled(*token, state), fastmax.step_(*token, expected))
+            torch.testing.assert_close(compiled(*token, state), fastmax.decoding.step_(*token, expected))
             torch.testing.assert_close(state.tensors(), expected.tensors())
     assert "fastmax.gathered_step_.default" in calls.operators and calls.frame_count <= 2
 
@@ -292,8 +297,8 @@ def gathered_state(window, fold_every, gathered, hk, d, dv, dtype):
     """Tensors of `ops.gathered_step_`, filled: finite junk in places that no token has."""
     generator = torch.Generator("cuda").manual_seed(window + fold_every + gathered)
     k, v = (torch.randn(3, hk, 40, x, generator=generator, device="cuda", dtype=torch.float64) for x in (d, dv))
-    state = fastmax.init_state(3, hk, d, dv, dtype=torch.float64, device="cuda", temperature=d**0.5)
-    _, state = fastmax.prefill(k, k, v, state)
+    state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device="cuda", temperature=d**0.5)
+    _, state = fastmax.decoding.prefill(k, k, v, state)
     wide, places = eager.compute_dtype(dtype), (3, hk, window + fold_every)
     near = (torch.randn(*places, x, generator=generator, device="cuda").to(dtype) for x in (d, dv))
     mask = torch.rand(places, generator=generator, device="cuda") > 0.2

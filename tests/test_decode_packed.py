@@ -11,7 +11,7 @@ from test_decode import OPTIONS, assert_same_states, at_real, by_decode_option
 from torch.utils import _pytree as pytree
 
 import fastmax
-from fastmax.decode_packed import blocks_of
+from fastmax.decoding.varlen import blocks_of
 
 # Lengths of the sequences in one call after the other. Blocks have 64 tokens, or as many as a sequence has on average.
 CALLS = {
@@ -27,7 +27,7 @@ HEADS, KV_HEADS, D, DV = 4, 2, 5, 3
 
 
 def new_state(sequences, device="cpu", dtype=torch.float64, **options):
-    return fastmax.init_state(sequences, KV_HEADS, D, DV, dtype=dtype, device=device, **options)
+    return fastmax.decoding.init_state(sequences, KV_HEADS, D, DV, dtype=dtype, device=device, **options)
 
 
 def bounds(lengths, device="cpu"):
@@ -39,7 +39,7 @@ def tokens_of(lengths, device="cpu", dtype=torch.float64, accompanied=True):
     n = sum(lengths)
     inputs, _ = make_inputs(Case("", n=n, h=HEADS, hk=KV_HEADS, d=D, dv=DV), dtype, device)
     if accompanied:
-        inputs["key_padding_mask"] = torch.rand(1, n, device=device) > 0.3
+        inputs["attention_mask"] = torch.rand(1, n, device=device) > 0.3
         inputs["log_decay"] = make_decay("-inf at places", 1, KV_HEADS, n, device=device, dtype=torch.float64)
     return inputs
 
@@ -47,8 +47,8 @@ def tokens_of(lengths, device="cpu", dtype=torch.float64, accompanied=True):
 def one_by_one(arguments, lengths, states):
     outputs, after = [], []
     for state, (begin, end) in zip(states, pairwise(accumulate(lengths, initial=0)), strict=True):
-        part = {name: x[:, begin:end] if name == "key_padding_mask" else x[:, :, begin:end] for name, x in arguments.items()}
-        o, state = fastmax.prefill(**part, state=state)
+        part = {name: x[:, begin:end] if name == "attention_mask" else x[:, :, begin:end] for name, x in arguments.items()}
+        o, state = fastmax.decoding.prefill(**part, state=state)
         outputs.append(o)
         after.append(state)
     return torch.cat(outputs, dim=2), after
@@ -71,9 +71,9 @@ def test_equals_one_by_one(option, accompanied, calls, device):
     states = [new_state(1, device, **OPTIONS[option]) for _ in calls[0]]
     for lengths in calls:
         arguments = tokens_of(lengths, device, accompanied=accompanied)
-        o, state = fastmax.prefill(**arguments, state=state, cu_seqlens=bounds(lengths, device))
+        o, state = fastmax.decoding.prefill(**arguments, state=state, cu_seqlens=bounds(lengths, device))
         expected, states = one_by_one(arguments, lengths, states)
-        o, expected = (at_real(x, arguments.get("key_padding_mask")) for x in (o, expected))
+        o, expected = (at_real(x, arguments.get("attention_mask")) for x in (o, expected))
         torch.testing.assert_close(o, expected, rtol=1e-10, atol=1e-10)
         assert_states_close(state, states)
     assert state.tokens == sum(map(sum, calls))
@@ -86,10 +86,10 @@ def test_a_batch_goes_on(option, device):
     prompts = tokens_of(lengths, device, accompanied=False)
     following, _ = make_inputs(Case("", n=steps, b=len(lengths), h=HEADS, hk=KV_HEADS, d=D, dv=DV), torch.float64, device)
     state = new_state(len(lengths), device, **OPTIONS[option])
-    _, state = fastmax.prefill(**prompts, state=state, cu_seqlens=bounds(lengths, device))
+    _, state = fastmax.decoding.prefill(**prompts, state=state, cu_seqlens=bounds(lengths, device))
     outputs = []
     for token in zip(*(x.split(1, dim=2) for x in following.values()), strict=True):
-        outputs.append(fastmax.step_(*token, state))
+        outputs.append(fastmax.decoding.step_(*token, state))
     for i, (begin, end) in enumerate(pairwise(accumulate(lengths, initial=0))):
         whole = {name: torch.cat((x[:, :, begin:end], following[name][i : i + 1]), dim=2) for name, x in prompts.items()}
         expected = definition(**whole, causal=True, **OPTIONS[option])[:, :, -steps:]
@@ -105,7 +105,7 @@ def test_gradients_through_the_states(option, device):
     def packed():
         state, outputs = new_state(4, device, **OPTIONS[option]), []
         for lengths, given in zip(calls, arguments, strict=True):
-            o, state = fastmax.prefill(**given, state=state, cu_seqlens=bounds(lengths, device))
+            o, state = fastmax.decoding.prefill(**given, state=state, cu_seqlens=bounds(lengths, device))
             outputs.append(o)
         return real(outputs)
 
@@ -117,7 +117,7 @@ def test_gradients_through_the_states(option, device):
         return real(outputs)
 
     def real(outputs):
-        masks = [given["key_padding_mask"] for given in arguments]
+        masks = [given["attention_mask"] for given in arguments]
         return at_real(torch.cat(outputs, dim=2), torch.cat(masks, dim=1))
 
     grad_o = torch.randn(1, HEADS, sum(map(sum, calls)), DV, dtype=torch.float64).to(device)
@@ -139,7 +139,7 @@ def test_poison_does_not_travel(poisoned, option, device):
     bad[begin:end] = True
 
     def run():
-        o, state = fastmax.prefill(**leaves, state=new_state(3, device, **OPTIONS[option]), cu_seqlens=cu_seqlens)
+        o, state = fastmax.decoding.prefill(**leaves, state=new_state(3, device, **OPTIONS[option]), cu_seqlens=cu_seqlens)
         others = [i for i in range(3) if i != poisoned]
         loss = o[:, :, ~bad].sum() + state.select(others).values.sum()
         grads = torch.autograd.grad(loss, list(leaves.values()))
@@ -159,8 +159,8 @@ def test_a_state_passed_in_is_not_modified(device):
     before = pytree.tree_map(torch.clone, pytree.tree_leaves(state))
     for lengths in ((3, 4, 0), (0, 0, 0)):
         arguments = tokens_of(lengths, device)
-        _, after = fastmax.prefill(**arguments, state=state, cu_seqlens=bounds(lengths, device))
-        fastmax.step_(*(x.new_ones(3, *x.shape[1:2], 1, x.shape[3]) for x in list(arguments.values())[:3]), after)
+        _, after = fastmax.decoding.prefill(**arguments, state=state, cu_seqlens=bounds(lengths, device))
+        fastmax.decoding.step_(*(x.new_ones(3, *x.shape[1:2], 1, x.shape[3]) for x in list(arguments.values())[:3]), after)
     assert all(map(torch.equal, pytree.tree_leaves(state)[: len(before)], before))
 
 
@@ -203,17 +203,17 @@ BAD = {
 def test_bad_arguments(name):
     change, message = BAD[name]
     with pytest.raises(ValueError, match=message):
-        fastmax.prefill(**(tokens_of((6,), accompanied=False) | {"state": new_state(2)} | change()))
+        fastmax.decoding.prefill(**(tokens_of((6,), accompanied=False) | {"state": new_state(2)} | change()))
 
 
 def test_compiled(device, fresh_dynamo):
     lengths = (3, 70, 0)
     arguments = tokens_of(lengths, device, torch.float32, accompanied=False)
     state, cu_seqlens = new_state(3, device, torch.float32), bounds(lengths, device)
-    compiled = torch.compile(fastmax.prefill, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(fastmax.decoding.prefill, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         o, after = compiled(**arguments, state=state, cu_seqlens=cu_seqlens)
-        expected_o, expected = fastmax.prefill(**arguments, state=state, cu_seqlens=cu_seqlens)
+        expected_o, expected = fastmax.decoding.prefill(**arguments, state=state, cu_seqlens=cu_seqlens)
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(after.tensors(), expected.tensors())
 
@@ -224,12 +224,12 @@ def test_nothing_is_copied_to_the_host(option):
     lengths = (3, 0, 300, 40)
     arguments = tokens_of(lengths, "cuda", torch.float32)
     state, cu_seqlens = new_state(4, "cuda", torch.float32, **OPTIONS[option]), bounds(lengths, "cuda")
-    expected_o, expected = fastmax.prefill(**arguments, state=state, cu_seqlens=cu_seqlens)
+    expected_o, expected = fastmax.decoding.prefill(**arguments, state=state, cu_seqlens=cu_seqlens)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the mode is a prototype
         try:
             torch.cuda.set_sync_debug_mode("error")
-            o, after = fastmax.prefill(**arguments, state=state, cu_seqlens=cu_seqlens)
+            o, after = fastmax.decoding.prefill(**arguments, state=state, cu_seqlens=cu_seqlens)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(o, expected_o)

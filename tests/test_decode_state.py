@@ -20,7 +20,7 @@ def a_state(device="cpu", dtype=torch.float64, option="everything"):
     """After a prefill of four tokens, and the two that follow."""
     inputs, _ = make_inputs(CASE, dtype, device)
     state = new_state(CASE, device, dtype, **OPTIONS[option])
-    _, state = fastmax.prefill(*(x[:, :, :4] for x in inputs.values()), state)
+    _, state = fastmax.decoding.prefill(*(x[:, :, :4] for x in inputs.values()), state)
     return state, {name: x[:, :, 4:] for name, x in inputs.items()}
 
 
@@ -66,7 +66,7 @@ def test_a_file_of_another_version_is_refused(change, message):
     saved = a_state()[0].__getstate__() | change
     saved = {name: value for name, value in saved.items() if value is not None or name not in change}
     with pytest.raises(TypeError, match=message):
-        fastmax.DecodeState.__new__(fastmax.DecodeState).__setstate__(saved)
+        fastmax.decoding.DecodeState.__new__(fastmax.decoding.DecodeState).__setstate__(saved)
 
 
 # ---- moving
@@ -137,8 +137,8 @@ def test_repeat_interleave(option, device):
     for x in inputs.values():
         x[1::2, :, :4] = x[0::2, :, :4]
     options = OPTIONS[option]
-    state = fastmax.init_state(2, 2, 5, 3, dtype=torch.float64, device=device, **options)
-    _, state = fastmax.prefill(*(x[::2, :, :4] for x in inputs.values()), state)
+    state = fastmax.decoding.init_state(2, 2, 5, 3, dtype=torch.float64, device=device, **options)
+    _, state = fastmax.decoding.prefill(*(x[::2, :, :4] for x in inputs.values()), state)
     o = proceed(state.repeat_interleave(2), {name: x[:, :, 4:] for name, x in inputs.items()})
     torch.testing.assert_close(o, definition(**inputs, causal=True, **options)[:, :, 4:], rtol=1e-10, atol=1e-10)
 
@@ -147,16 +147,16 @@ def test_selected_entries_have_memory_of_their_own():
     state, rest = a_state()
     before = copy.deepcopy(state)
     token = next(pieces(rest))
-    fastmax.step_(*token, state.select([0, 1, 2]))
-    fastmax.step_(*(x[:0] for x in token), state.select([]))
+    fastmax.decoding.step_(*token, state.select([0, 1, 2]))
+    fastmax.decoding.step_(*(x[:0] for x in token), state.select([]))
     assert_same_states(state, before)
 
 
 def test_gradients_through_selected_entries():
     inputs, _ = make_inputs(CASE, torch.float64)
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
-    _, state = fastmax.prefill(*(x[:, :, :5] for x in leaves.values()), new_state(CASE))
-    o, _ = fastmax.step(*(x[[1, 1], :, 5:] for x in leaves.values()), state.select([1, 1]))
+    _, state = fastmax.decoding.prefill(*(x[:, :, :5] for x in leaves.values()), new_state(CASE))
+    o, _ = fastmax.decoding.step(*(x[[1, 1], :, 5:] for x in leaves.values()), state.select([1, 1]))
     expected = definition(**leaves, causal=True)[1, :, 5:]
     torch.testing.assert_close(o, expected.expand(2, -1, -1, -1), rtol=1e-10, atol=1e-10)
     grads = torch.autograd.grad(o.sum(), list(leaves.values()))
@@ -203,7 +203,7 @@ def test_every_tensor_is_mapped():
 def test_clone_and_detach():
     state, rest = a_state()
     token = next(pieces(rest))
-    _, state = fastmax.step(token[0], token[1].requires_grad_(), token[2], state)
+    _, state = fastmax.decoding.step(token[0], token[1].requires_grad_(), token[2], state)
     assert all(x.requires_grad for x in state.clone().tensors().values() if x.is_floating_point())
     cut = state.detach()
     assert not any(x.requires_grad for x in cut.tensors().values())
@@ -256,9 +256,9 @@ def test_vmap_over_states(option):
     other = other.select([2, 1, 0])
     layers = pytree.tree_map(lambda *x: torch.stack(x), one, other)
     token = next(pieces(rest))
-    o, after = torch.func.vmap(fastmax.step, in_dims=(None, None, None, 0))(*token, layers)
+    o, after = torch.func.vmap(fastmax.decoding.step, in_dims=(None, None, None, 0))(*token, layers)
     for i, state in enumerate((one, other)):
-        expected_o, expected = fastmax.step(*token, state)
+        expected_o, expected = fastmax.decoding.step(*token, state)
         torch.testing.assert_close(o[i], expected_o, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(after.map(lambda x, i=i: x[i]).tensors(), expected.tensors(), rtol=1e-12, atol=1e-12)
 
@@ -266,7 +266,7 @@ def test_vmap_over_states(option):
 def test_gradient_by_torch_func():
     state, rest = a_state(option="normalize=token")
     token = next(pieces(rest))
-    grad = torch.func.grad(lambda state: fastmax.step(*token, state)[0].sum())(state)
+    grad = torch.func.grad(lambda state: fastmax.decoding.step(*token, state)[0].sum())(state)
     leaf = replace(state, values=state.values.clone().requires_grad_())
-    (expected,) = torch.autograd.grad(fastmax.step(*token, leaf)[0].sum(), leaf.values)
+    (expected,) = torch.autograd.grad(fastmax.decoding.step(*token, leaf)[0].sum(), leaf.values)
     torch.testing.assert_close(grad.values, expected)

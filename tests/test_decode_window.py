@@ -31,7 +31,9 @@ CASE = Case("", n=16, b=2, h=4, hk=2, d=5, dv=7)
 
 
 def new_state(case, window, device="cpu", dtype=torch.float64, **options):
-    return fastmax.init_state(case.b, case.hk, case.d, case.dv, dtype=dtype, device=device, exact_window=window, **options)
+    return fastmax.decoding.init_state(
+        case.b, case.hk, case.d, case.dv, dtype=dtype, device=device, exact_window=window, **options
+    )
 
 
 def advance(inputs, sizes, state, in_place=False, mask=None, log_decay=None):
@@ -41,13 +43,13 @@ def advance(inputs, sizes, state, in_place=False, mask=None, log_decay=None):
         part = slice(start, start + size)
         tokens = [x[:, :, part] for x in inputs.values()]
         options = {
-            "key_padding_mask": None if mask is None else mask[:, part],
+            "attention_mask": None if mask is None else mask[:, part],
             "log_decay": None if log_decay is None else log_decay[:, :, part],
         }
         if size == 1 and in_place:
-            o = fastmax.step_(*tokens, state, **options)
+            o = fastmax.decoding.step_(*tokens, state, **options)
         else:
-            o, state = (fastmax.step if size == 1 else fastmax.prefill)(*tokens, state, **options)
+            o, state = (fastmax.decoding.step if size == 1 else fastmax.decoding.prefill)(*tokens, state, **options)
         outputs.append(o)
         start += size
     return torch.cat(outputs, dim=2), state
@@ -124,7 +126,7 @@ def test_a_window_over_everything_is_softmax(device):
 def test_a_state_without_a_window_keeps_its_bits(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     for sizes in ((16,), (9, 1, 6)):
-        plain = fastmax.init_state(CASE.b, CASE.hk, CASE.d, CASE.dv, dtype=torch.float64, device=device)
+        plain = fastmax.decoding.init_state(CASE.b, CASE.hk, CASE.d, CASE.dv, dtype=torch.float64, device=device)
         (o, state), (expected_o, expected) = (advance(inputs, sizes, x) for x in (new_state(CASE, 0, device), plain))
         assert torch.equal(o, expected_o)
         assert_same_states(state, expected)
@@ -166,8 +168,8 @@ def test_constant_size(device):
     inputs, _ = make_inputs(Case("", n=300, b=2, h=4, hk=2, d=5, dv=7), torch.bfloat16, device)
     start = new_state(CASE, 6, device, torch.bfloat16)
     shapes = {"near_keys": (2, 2, 6, 5), "near_values": (2, 2, 6, 7), "near_mask": (2, 6), "near_decays": (2, 2, 6)}
-    _, state = fastmax.prefill(*inputs.values(), start)
-    _, after = fastmax.step(*first_token(inputs), state)
+    _, state = fastmax.decoding.prefill(*inputs.values(), start)
+    _, after = fastmax.decoding.step(*first_token(inputs), state)
     for x in (start, state, after):
         assert {name: tuple(tensor.shape) for name, tensor in x.tensors().items() if "near" in name} == shapes
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in x.tensors().values()), "nothing beside it"
@@ -176,12 +178,12 @@ def test_constant_size(device):
 
 def test_a_state_passed_in_is_not_modified(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
-    _, state = fastmax.prefill(*inputs.values(), new_state(CASE, 4, device))
+    _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, 4, device))
     before = copy.deepcopy(state)
-    fastmax.step(*first_token(inputs), state)
-    fastmax.prefill(*inputs.values(), state)
-    _, after = fastmax.prefill(*(x[:, :, :0] for x in inputs.values()), state)
-    fastmax.step_(*first_token(inputs), after)
+    fastmax.decoding.step(*first_token(inputs), state)
+    fastmax.decoding.prefill(*inputs.values(), state)
+    _, after = fastmax.decoding.prefill(*(x[:, :, :0] for x in inputs.values()), state)
+    fastmax.decoding.step_(*first_token(inputs), after)
     assert_same_states(state, before)
 
 
@@ -204,20 +206,20 @@ def test_step_in_place_refuses_to_record_kept_keys(device):
     state = new_state(CASE, 4, device)
     state = replace(state, near_keys=state.near_keys.requires_grad_())
     with pytest.raises(RuntimeError, match=r"use fastmax\.step"):
-        fastmax.step_(*first_token(inputs), state)
+        fastmax.decoding.step_(*first_token(inputs), state)
 
 
 def test_to_dtype(device):
     """Kept keys have the dtype of the tokens, decays that of the sums."""
     inputs, _ = make_inputs(CASE, torch.float32, device)
-    _, state = fastmax.prefill(*inputs.values(), new_state(CASE, 4, device, torch.float32))
+    _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, 4, device, torch.float32))
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         other = state.to(dtype)
         assert other.near_keys.dtype == other.near_values.dtype == dtype
         assert other.near_decays.dtype == other.values.dtype == wide and other.near_mask.dtype == torch.bool
         token = [x.to(dtype) for x in first_token(inputs)]
-        expected, _ = fastmax.step(*first_token(inputs), state)
-        torch.testing.assert_close(fastmax.step(*token, other)[0].float(), expected, rtol=0.03, atol=0.03)
+        expected, _ = fastmax.decoding.step(*first_token(inputs), state)
+        torch.testing.assert_close(fastmax.decoding.step(*token, other)[0].float(), expected, rtol=0.03, atol=0.03)
 
 
 def test_repr_names_the_window():
@@ -246,7 +248,9 @@ BAD_STATES = {
 }
 
 
-@pytest.mark.parametrize("function", [fastmax.step, fastmax.step_, fastmax.prefill], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "function", [fastmax.decoding.step, fastmax.decoding.step_, fastmax.decoding.prefill], ids=lambda f: f.__name__
+)
 @pytest.mark.parametrize("name", BAD_STATES)
 def test_bad_states(name, function):
     change, message = BAD_STATES[name]
@@ -260,20 +264,20 @@ def test_a_state_of_inference_mode_is_not_written_outside(window, options):
     """A refusal leaves it as it was."""
     inputs, _ = make_inputs(CASE, torch.float64)
     with torch.inference_mode():
-        _, state = fastmax.prefill(*inputs.values(), new_state(CASE, window, **options))
+        _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, window, **options))
         before = state.clone()
     token = first_token(inputs)
     with pytest.raises(RuntimeError, match="state was made in inference mode.*state.clone"):
-        fastmax.step_(*token, state)
+        fastmax.decoding.step_(*token, state)
     assert_same_states(state, before)
-    expected, _ = fastmax.step(*token, state)
-    assert torch.equal(fastmax.step_(*token, state.clone()), expected)
+    expected, _ = fastmax.decoding.step(*token, state)
+    assert torch.equal(fastmax.decoding.step_(*token, state.clone()), expected)
 
 
 # ---- compilers
 
 
-OPERATORS = {fastmax.step: "decode_step", fastmax.step_: "decode_step_"}
+OPERATORS = {fastmax.decoding.step: "decode_step", fastmax.decoding.step_: "decode_step_"}
 
 
 @pytest.mark.parametrize("function", OPERATORS, ids=lambda f: f.__name__)
@@ -287,7 +291,7 @@ def test_compiled_steps(function, device, fresh_dynamo):
         for token in list(pieces(inputs))[:7]:
             o = compiled(*token, state)
             o, state = o if isinstance(o, tuple) else (o, state)
-            torch.testing.assert_close(o, fastmax.step_(*token, expected))
+            torch.testing.assert_close(o, fastmax.decoding.step_(*token, expected))
             torch.testing.assert_close(state.tensors(), expected.tensors())
     assert f"fastmax.{OPERATORS[function]}.default" in calls.operators
     assert calls.frame_count <= 2, "no graph for each count of tokens"
@@ -299,10 +303,10 @@ def test_compiled_prefill(device, fresh_dynamo):
     inputs, _ = make_inputs(CASE, torch.float32, device)
     state = new_state(CASE, 4, device, torch.float32)
     log_decay = make_decay("-inf at places", CASE.b, CASE.hk, CASE.n, device=device)
-    compiled = torch.compile(fastmax.prefill, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(fastmax.decoding.prefill, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         o, after = compiled(*inputs.values(), state, log_decay=log_decay)
-        expected_o, expected = fastmax.prefill(*inputs.values(), state, log_decay=log_decay)
+        expected_o, expected = fastmax.decoding.prefill(*inputs.values(), state, log_decay=log_decay)
     torch.testing.assert_close(o, expected_o)
     torch.testing.assert_close(after.tensors(), expected.tensors())
 

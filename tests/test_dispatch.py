@@ -73,7 +73,7 @@ void run(const Algorithm& algorithm, const FwdParams& fwd, const BwdParams& bwd)
 
 // A newer architecture: the forward without a mask.
 bool covers_some(const AttentionParams& p, Direction direction) {
-  return p.sm_arch >= 90 && direction == Direction::kForward && p.key_padding_mask == nullptr;
+  return p.sm_arch >= 90 && direction == Direction::kForward && p.attention_mask == nullptr;
 }
 bool covers_none(const AttentionParams&, Direction) { return false; }
 constexpr Kernels kTwo[] = {{"new", covers_some}, {"old", [](const AttentionParams&, Direction) { return true; }}};
@@ -127,7 +127,7 @@ int main() {
   const uint8_t mask = 1;
   for (const int arch : {80, 90}) {
     for (const uint8_t* pointer : {static_cast<const uint8_t*>(nullptr), &mask}) {
-      fwd.sm_arch = arch, fwd.key_padding_mask = pointer;
+      fwd.sm_arch = arch, fwd.attention_mask = pointer;
       std::printf("sm_%d%s: %s %s\\n", arch, pointer == nullptr ? "" : " mask", select(kTwoRows, fwd, Direction::kForward).name,
                   select(kTwoRows, fwd, Direction::kBackward).name);
     }

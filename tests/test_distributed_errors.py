@@ -63,7 +63,7 @@ DIFFERENT = {
     "temperature": ({}, {"temperature": 2.0}, "score must be the same on all ranks"),
     "algorithm": ({}, {"algorithm": "quadratic"}, "algorithm .* got linear on rank 0 and quadratic on rank 1"),
     "window": ({"exact_window": 3}, {}, "exact_window .* got 3 on rank 0 and 0 on rank 1"),
-    "mask": ({}, {"key_padding_mask": torch.ones(1, 6, dtype=torch.bool)}, "giving a key_padding_mask .* got False on rank 0"),
+    "mask": ({}, {"attention_mask": torch.ones(1, 6, dtype=torch.bool)}, "giving a attention_mask .* got False on rank 0"),
     "decay": ({"log_decay": torch.zeros(1, 2, 6)}, {}, "log_decay .* got given on rank 0 and None on rank 1"),
     "dropout": ({"dropout": 0.5}, {"dropout": 0.25}, "dropout must be the same on all ranks, got 0.5 on rank 0 and 0.25"),
     "sequences": (

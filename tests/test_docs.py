@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
 from benchmarks import tables
-from fastmax.swap import SwappedMultiheadAttention
+from fastmax.integrations.mha import SwappedMultiheadAttention
 
 ROOT = Path(__file__).resolve().parents[1]
 CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/learn/*.csv")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from common import bounded, load_build, make_decay, relative
 
-from fastmax.bounds import sequence_of_token
+from fastmax.prepare.bounds import sequence_of_token
 
 MULTIPROCESSORS = 2  # blocks that take the items of a persistent kernel
 # In order; two adversaries, of which everything asynchronous is late; at random.
@@ -147,7 +147,7 @@ class Call:
         rows = (case.b, case.hk, case.m)
         options = {}
         if case.padding:
-            options["key_padding_mask"] = torch.rand(case.b, case.m) > 0.3
+            options["attention_mask"] = torch.rand(case.b, case.m) > 0.3
         if case.dropout > 0:
             options["noise"] = torch.randn(case.b, case.h, case.n, case.d).to(case.dtype)
         if case.decay is not None:
@@ -167,7 +167,7 @@ class Call:
     def _in_float64(self):
         case, operators = self.case, torch.ops.fastmax
         given = {name: x.double() if x.is_floating_point() else x for name, x in self.options.items()}
-        mask, noise, *per_head = map(given.get, ("key_padding_mask", "noise", "log_decay", "first_key", "end_key"))
+        mask, noise, *per_head = map(given.get, ("attention_mask", "noise", "log_decay", "first_key", "end_key"))
         if case.is_softmax:
             forward, backward = operators.flash_forward, operators.flash_backward
             options = (mask, *per_head, SCALE, case.causal, case.left, case.right, False)
@@ -250,7 +250,7 @@ def test_decays_of_nan(library, case):
     log_decay[..., [0, 100, 120]] = torch.nan
     log_decay[:, 0, [case.m - 60, case.m - 30]] = torch.nan
     if case.padding:  # the last two NaN alone are behind a key
-        call.options["key_padding_mask"][:, : case.m - 200] = False
+        call.options["attention_mask"][:, : case.m - 200] = False
     call.exact = call._in_float64()
     results = call.run(library, 1)
     for name, x in results.items():
@@ -275,8 +275,8 @@ def test_fused_with_rows_that_see_no_key(library, d, softmax):
     """One batch entry has no keys, the other none for its first queries."""
     algorithm = "flash" if softmax else "quadratic"
     call = Call(Case(algorithm, f"{algorithm}_sm90", 130, 1200, d, b=2, hk=1, padding=True, fused=True))
-    call.options["key_padding_mask"][0] = False
-    call.options["key_padding_mask"][1, :1150] = False
+    call.options["attention_mask"][0] = False
+    call.options["attention_mask"][1, :1150] = False
     call.exact = call._in_float64()
     assert call.exact["grad_q"][1, :, :80].abs().max() == 0 < call.exact["grad_q"][1, :, 80:].abs().max()
     results = call.run(library, 1)

@@ -105,7 +105,7 @@ def test_queries_without_near_or_far_or_any_keys(algorithm, custom, causal, devi
     mask[1, 8:] = False  # later queries have no near key
     mask[2, :30] = False  # causal: the first queries have no key
     attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
-    options = {"causal": causal, "exact_window": 6, "key_padding_mask": mask}
+    options = {"causal": causal, "exact_window": 6, "attention_mask": mask}
     actual = assert_equals_definition(attention, reference, inputs, grads, **options)
     assert actual["lse"][0].isneginf().all() and actual["lse"][1].isfinite().any()
 
@@ -212,7 +212,7 @@ def test_first_queries_of_a_far_part_that_see_none_of_it(algorithm, custom, devi
     inputs["q"] = torch.tensor([1.0, 0.01], device=device).expand_as(inputs["q"]).contiguous()
     inputs["k"][..., 0] = torch.where(torch.arange(40, device=device) < 30, -300.0, 1.0)
     mask = torch.arange(40, device=device)[None] >= 12
-    options = {"causal": True, "exact_window": 8, "key_padding_mask": mask}
+    options = {"causal": True, "exact_window": 8, "attention_mask": mask}
     wide = {name: x.double() for name, x in inputs.items()}, tuple(x.double() for x in grads)
     exact = run(reference, *wide, **options)
     actual = run(partial(with_lse, use_custom_gradient=custom, algorithm=algorithm), inputs, grads, **options)
@@ -236,7 +236,7 @@ def test_a_decay_across_the_window(algorithm, custom, hidden, decay, device):
     token = torch.arange(43, device=device)
     inputs["log_decay"] = torch.where(token == 24, decay, -0.05).double().expand(1, 1, 43)
     hides = {"none": token < 0, "near": (token >= 9) & (token < 40), "far": token <= 26}
-    options = {"causal": True, "exact_window": 8, "key_padding_mask": ~hides[hidden][None]}
+    options = {"causal": True, "exact_window": 8, "attention_mask": ~hides[hidden][None]}
     attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
     assert_equals_definition(attention, reference, inputs, grads, **options)
 
@@ -260,7 +260,7 @@ def test_float32_loses_no_digits_to_a_long_decay(device):
     grads[0][:, :, :40], grads[1][..., :40] = 0.0, 0.0
     token = torch.arange(50, device=device)
     inputs["log_decay"] = torch.where(token == 20, -4000.0, -0.01).expand(1, 1, 50)
-    options = {"causal": True, "exact_window": 30, "key_padding_mask": token[None] < 10}
+    options = {"causal": True, "exact_window": 30, "attention_mask": token[None] < 10}
     wide = {name: x.double() for name, x in inputs.items()}, tuple(x.double() for x in grads)
     exact = run(reference, *wide, **options)
     actual = run(partial(with_lse, algorithm="linear"), inputs, grads, **options)
@@ -444,7 +444,7 @@ class Operators(TorchDispatchMode):
 def test_three_dimensions(custom, causal, device):
     inputs, grads = make(SMALL, device=device)
     mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.2
-    attention = partial(with_lse, causal=causal, exact_window=6, key_padding_mask=mask, use_custom_gradient=custom)
+    attention = partial(with_lse, causal=causal, exact_window=6, attention_mask=mask, use_custom_gradient=custom)
     flat = run(attention, {name: x.flatten(0, 1) for name, x in inputs.items()}, tuple(x.flatten(0, 1) for x in grads))
     compare(flat, {name: x.flatten(0, 1) for name, x in run(attention, inputs, grads).items()})
 

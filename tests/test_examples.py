@@ -1,4 +1,4 @@
-"""Every example in a tiny setting, as a user runs it; `fastmax.verify` and `fastmax.info`."""
+"""Every example in a tiny setting, as a user runs it; `fastmax.testing.verify` and `fastmax.info`."""
 
 import contextlib
 import csv
@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastmax import info, verify
+from fastmax import info
+from fastmax.testing import verify
 
 ROOT = Path(__file__).parents[1]
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 50

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from fastmax import extension
+from fastmax.ops import extension
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ import torch
 from common import CHUNK, DTYPES, dtype_id, relative
 from torch.testing import assert_close
 
-from fastmax import eager, verify
+from fastmax import eager
 from fastmax.eager import compute_dtype
+from fastmax.testing import verify
 
 far_forward_ = torch.ops.fastmax.far_forward_.default
 far_backward_ = torch.ops.fastmax.far_backward_.default

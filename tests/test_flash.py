@@ -50,7 +50,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from fastmax import eager, flash_attention, verify
+from fastmax import eager, flash_attention
+from fastmax.testing import verify
 
 SMALL = Case("small", n=30, m=35, b=2, h=4, hk=2, d=8, dv=6)
 TILES = Case("a tile and more", n=ROWS + 13, m=COLS + 20, b=2, h=2, hk=1, d=8, dv=6)
@@ -61,15 +62,15 @@ with_lse = partial(flash_attention, return_lse=True)
 by_padding = pytest.mark.parametrize("padding", [False, True], ids=["no mask", "mask"])
 
 
-def softmax_definition(q, k, v, *, causal=False, scale=None, key_padding_mask=None, hold_denominator=False):
+def softmax_definition(q, k, v, *, causal=False, scale=None, attention_mask=None, hold_denominator=False):
     """Output and log-sum-exp from the definition, every weight spelled out, in the dtype of q; 4-d or 3-d."""
     if q.dim() == 3:
-        batch = 1 if key_padding_mask is None else key_padding_mask.shape[0]
+        batch = 1 if attention_mask is None else attention_mask.shape[0]
         q, k, v = (x.unflatten(0, (batch, -1)) for x in (q, k, v))
-        options = {"causal": causal, "scale": scale, "key_padding_mask": key_padding_mask, "hold_denominator": hold_denominator}
+        options = {"causal": causal, "scale": scale, "attention_mask": attention_mask, "hold_denominator": hold_denominator}
         return tuple(x.flatten(0, 1) for x in softmax_definition(q, k, v, **options))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    visible = visible_pairs(q, k, causal, key_padding_mask)
+    visible = visible_pairs(q, k, causal, attention_mask)
     seen = visible.any(-1, keepdim=True)
     s = (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale) * (q @ k.mT)
     s = torch.where(visible, s, -torch.inf)
@@ -99,7 +100,7 @@ def make(case, dtype=torch.float32, device=CPU, layout="contiguous", padding=Fal
         mask[-1, : case.m // 3] = False  # causal: the first queries see no key
         if case.b > 1:
             mask[0] = False
-        options["key_padding_mask"] = mask.to(device)
+        options["attention_mask"] = mask.to(device)
     return inputs, (grad_o, grad_lse), options
 
 
@@ -128,7 +129,7 @@ def spread(size):
 def test_definition_equals_pytorch():
     inputs, _, options = make(SMALL, torch.float64, padding=True)
     inputs |= {name: inputs[name].repeat_interleave(2, dim=1) for name in "kv"}
-    visible = visible_pairs(inputs["q"], inputs["k"], True, options["key_padding_mask"])
+    visible = visible_pairs(inputs["q"], inputs["k"], True, options["attention_mask"])
     seen = visible.any(-1)
     assert 0 < seen.sum() < seen.numel()
     o, lse = softmax_definition(**inputs, causal=True, scale=0.7, **options)
@@ -304,7 +305,7 @@ def test_no_keys(custom, device):
 @by_layout
 def test_inputs_are_never_written(layout, custom, device):
     inputs, grads, options = make(SQUARE, device=device, layout=layout, padding=True)
-    tensors = [*inputs.values(), *grads, options["key_padding_mask"]]
+    tensors = [*inputs.values(), *grads, options["attention_mask"]]
     before, versions = [x.clone() for x in tensors], [x._version for x in tensors]
     run(partial(with_lse, use_custom_gradient=custom), inputs, grads, causal=True, **options)
     assert [x._version for x in tensors] == versions
@@ -322,7 +323,7 @@ def test_hidden_keys_leave_no_trace(causal, custom, device):
     inputs, grads, options = make(TILES, device=device, padding=True)
     attention = partial(with_lse, use_custom_gradient=custom, causal=causal, **options)
     before = run(attention, inputs, grads)
-    hidden = ~options["key_padding_mask"][:, None, :, None]
+    hidden = ~options["attention_mask"][:, None, :, None]
     for name in "kv":
         inputs[name].masked_fill_(hidden, 1e6)  # in place: equal bits need equal addresses
     after = run(attention, inputs, grads)
@@ -335,7 +336,7 @@ def test_hidden_keys_leave_no_trace(causal, custom, device):
 def test_queries_without_keys(causal, custom, device):
     """Output 0, lse -inf and gradient 0, whatever the gradient of their lse is; no NaN, and no trace elsewhere."""
     inputs, (grad_o, grad_lse), options = make(TILES, device=device, padding=True)
-    visible = visible_pairs(inputs["q"], inputs["k"], causal, options["key_padding_mask"]).any(-1)
+    visible = visible_pairs(inputs["q"], inputs["k"], causal, options["attention_mask"]).any(-1)
     assert not visible[0].any() and visible[1].any() and visible[1].all() != causal
     attention = partial(with_lse, use_custom_gradient=custom, causal=causal, **options)
     out = run(attention, inputs, (grad_o, grad_lse))
@@ -369,7 +370,7 @@ def finite_lse(*leaves, **options):
 def test_gradcheck(padding, causal, custom, device):
     mask = torch.tensor([[False, False, True, True]], device=device) if padding else None
     assert gradcheck(
-        partial(finite_lse, causal=causal, scale=0.8, key_padding_mask=mask, use_custom_gradient=custom), tiny_leaves(device)
+        partial(finite_lse, causal=causal, scale=0.8, attention_mask=mask, use_custom_gradient=custom), tiny_leaves(device)
     )
 
 
@@ -440,7 +441,7 @@ def operator_arguments(case, device, dtype=torch.float32, layout="contiguous", *
     """Arguments of torch.ops.fastmax.flash_forward, and the gradients of its outputs."""
     inputs, grads, options = make(case, dtype, device, layout, padding)
     tensors = [x.detach().requires_grad_(leaves) for x in inputs.values()]
-    return (*tensors, options.get("key_padding_mask"), None, None, None, 0.5, causal, -1, -1, False), grads
+    return (*tensors, options.get("attention_mask"), None, None, None, 0.5, causal, -1, -1, False), grads
 
 
 OPERATOR_CALLS = {
@@ -624,7 +625,7 @@ def test_memory_is_linear_in_tokens(custom):
 
 # ---- errors
 
-PARAMETERS = {"q", "k", "v", "causal", "key_padding_mask"}
+PARAMETERS = {"q", "k", "v", "causal", "attention_mask"}
 BAD_CALLS = {name: bad for name, bad in BAD.items() if set(bad[0]) <= PARAMETERS} | {
     f"scale {value}": ({"scale": value}, error, ["scale must", str(value)])
     for value, error in ((0.0, ValueError), (-1.0, ValueError), (torch.inf, ValueError), (torch.nan, ValueError),
@@ -689,7 +690,7 @@ def on_kernels(case, mode, seed=0):
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=tensors["q"].dtype)
     grad_lse = torch.randn(tensors["q"].shape[:3], device=DEVICE)
     scale = case.options["scale"] or case.head_dim**-0.5
-    options = tensors.get("key_padding_mask"), None, None, None, scale, case.options["causal"], -1, -1, mode == "tf32"
+    options = tensors.get("attention_mask"), None, None, None, scale, case.options["causal"], -1, -1, mode == "tf32"
     return (tensors["q"], tensors["k"], tensors["v"], *options), (grad_o, grad_lse)
 
 
@@ -731,7 +732,7 @@ class TestKernels:
             arguments, _ = on_kernels(case, mode)
             _, lse = torch.ops.fastmax.flash_forward(*arguments)
             q, k, v, mask, *_, scale, causal, _, _, _ = widened(arguments)
-            _, exact = softmax_definition(q, k, v, key_padding_mask=mask, scale=scale, causal=causal)
+            _, exact = softmax_definition(q, k, v, attention_mask=mask, scale=scale, causal=causal)
             seen = exact.isfinite()
             assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == exact.shape
             assert torch.equal(lse == -torch.inf, ~seen), "-inf exactly where a query sees no key"
@@ -748,7 +749,7 @@ class TestKernels:
         assert (lse.isfinite() | (lse == -torch.inf)).all()
         if mode != "tf32":  # whose scores are right to tens here
             q, k, v, mask, *_, scale, causal, _, _, _ = widened(arguments)
-            exact, _ = softmax_definition(q, k, v, key_padding_mask=mask, scale=scale, causal=causal)
+            exact, _ = softmax_definition(q, k, v, attention_mask=mask, scale=scale, causal=causal)
             assert relative(o, exact) <= 1e-2
 
     @by_mode

@@ -10,7 +10,7 @@ import torch
 from common import relative
 from test_kernels import DEVICE, HEAD_DIMS, MODES, WHY_NOT, by_mode, precision  # noqa: F401
 
-from fastmax import verify
+from fastmax.testing import verify
 
 pytestmark = [
     pytest.mark.cuda,
@@ -79,7 +79,7 @@ def operands(case, mode, seed=0):
     options = (case.d**-0.5, case.causal, case.left, case.right, mode == "tf32")
     grad_o = torch.randn(2, case.h, case.n, case.dv, device=DEVICE).to(dtype)
     grad_lse = torch.randn(2, case.h, case.n, device=DEVICE)
-    return (q, k, v, tensors.get("key_padding_mask"), None, None, None, *options), (grad_o, grad_lse)
+    return (q, k, v, tensors.get("attention_mask"), None, None, None, *options), (grad_o, grad_lse)
 
 
 def both(arguments, grads):

@@ -9,9 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import fastmax
-from fastmax import fastmax_attention, flash_attention, flops, ops, reference
-from fastmax.call import Call
-from fastmax.score import Score
+from fastmax import fastmax_attention, flash_attention, ops
+from fastmax.core.call import Call
+from fastmax.core.score import Score
+from fastmax.ops import flops
+from fastmax.testing import reference
 
 
 def tensors(n, m=0, b=1, h=2, hk=0, d=3, dv=5):
@@ -140,15 +142,15 @@ def test_rpe_matrix():
 
 
 def test_decoding():
-    state = fastmax.init_state(3, 2, 4, 5)
+    state = fastmax.decoding.init_state(3, 2, 4, 5)
     q, k, v = torch.randn(3, 6, 1, 4), torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 5)
     expected = 2 * 3 * (2 + 6) * (4 + 10) * 5  # every state is added to, every query reads one
-    assert count(lambda: fastmax.step(q, k, v, state)) == expected
-    assert count(lambda: fastmax.step_(q, k, v, state)) == expected
+    assert count(lambda: fastmax.decoding.step(q, k, v, state)) == expected
+    assert count(lambda: fastmax.decoding.step_(q, k, v, state)) == expected
     n = 600  # chunks of 256, 256 and 88 tokens, each of which has pairs of its own
     q, k, v = torch.randn(3, 6, n, 4), torch.randn(3, 2, n, 4), torch.randn(3, 2, n, 5)
     pairs = 3 * 6 * (2 * 256 * 257 + 88 * 89) // 2
-    assert count(lambda: fastmax.prefill(q, k, v, state)) == n * expected + 2 * (4 + 5) * pairs
+    assert count(lambda: fastmax.decoding.prefill(q, k, v, state)) == n * expected + 2 * (4 + 5) * pairs
     call = Call(Score(1.0, 1.0, 1.0, 0.5, 2), causal=True)
     o, z = torch.randn(3, 6, n, 5), torch.ones(3, 6, n)
     assert count(lambda: ops.state_of_keys(k, v, call)) == 2 * 3 * 2 * n * (4 + 10) * 5
@@ -162,7 +164,7 @@ def test_decoding():
     assert of_queries == n * expected + 2 * (2 * 4 + 5) * pairs and of_queries + of_keys == backward
     # Keys are added and read for grad_k and grad_v, queries read for grad_q and are added; five products a pair.
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    counted = both(lambda *tokens: fastmax.prefill(*tokens, state)[0], inputs)[1]
+    counted = both(lambda *tokens: fastmax.decoding.prefill(*tokens, state)[0], inputs)[1]
     assert counted == backward
 
 

@@ -8,7 +8,7 @@ from test_kernels import DEVICE, WHY_NOT, by_mode, precision  # noqa: F401
 from test_prefill_kernels import CASES, Case, arguments, compare, in_float64, operator, output_grads, rounding
 from test_state_operators import pairs_of
 
-from fastmax import verify
+from fastmax.testing import verify
 
 pytestmark = [
     pytest.mark.cuda,

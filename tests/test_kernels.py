@@ -13,9 +13,11 @@ import torch
 from common import assert_replayed, capture, relative, torch_warns
 
 import fastmax
-from fastmax import eager, extension, fastmax_attention, verify
-from fastmax.score import Score
-from fastmax.verify import Case
+from fastmax import eager, fastmax_attention
+from fastmax.core.score import Score
+from fastmax.ops import extension
+from fastmax.testing import verify
+from fastmax.testing.verify import Case
 
 DEVICE = torch.device("cuda")
 
@@ -205,7 +207,7 @@ def operands(case, mode, algorithm, seed=0):
     tensors = verify.random_tensors(case, DEVICE, seed)
     x = {"a0": 1.0, "a1": 1.0, "a2": 0.5, "dropout": 0.0} | case.options
     score = Score(1.0 / x["temperature"], x["a0"], x["a1"], x["a2"], x["p"])
-    optional = tensors.get("key_padding_mask"), tensors.get("drop_noise"), *(None,) * 4
+    optional = tensors.get("attention_mask"), tensors.get("drop_noise"), *(None,) * 4
     options = (*score, x["causal"], x["dropout"], algorithm, mode == "tf32")
     grad_o = torch.randn(*tensors["q"].shape[:3], case.value_dim, device=DEVICE, dtype=case.dtype)
     return (tensors["q"], tensors["k"], tensors["v"], *optional, *options), grad_o
@@ -409,7 +411,7 @@ UNSAFE = {
     "dtypes": (lambda x: x | {"k": x["k"].float()}, "dtype"),
     "head dims": (lambda x: x | {"k": x["k"][..., :32]}, "k must have shape"),
     "heads": (lambda x: x | {"q": x["q"][:, :3]}, "heads must be a multiple"),
-    "mask": (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "key_padding_mask"),
+    "mask": (lambda x: x | {"mask": torch.ones(2, 49, dtype=torch.bool, device=DEVICE)}, "attention_mask"),
     "n > m": (lambda x: x | {"causal": True, "q": torch.cat([x["q"]] * 2, dim=2)}, "n <= m"),
 }
 UNSAFE_FASTMAX = UNSAFE | {
@@ -664,17 +666,17 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
         assert not calls, (mode, algorithm, d)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         token = torch.randn(2, 4, 1, 64, device=DEVICE, dtype=dtype)
-        for step in (fastmax.step, fastmax.step_):
-            step(token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
-        fastmax.step_(
-            token, token, token, fastmax.init_state(2, 4, 64, dtype=dtype, device=DEVICE, exact_window=2, fold_every=4)
+        for step in (fastmax.decoding.step, fastmax.decoding.step_):
+            step(token, token, token, fastmax.decoding.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
+        fastmax.decoding.step_(
+            token, token, token, fastmax.decoding.init_state(2, 4, 64, dtype=dtype, device=DEVICE, exact_window=2, fold_every=4)
         )
         assert not calls, dtype
     both(*operands(size("", 50, d=300), "fp32", "auto"))
     assert len(calls) == 2, "and the rest does"
     token = token.double()
-    for step in (fastmax.step, fastmax.step_):
-        step(token, token, token, fastmax.init_state(2, 4, 64, dtype=torch.float64, device=DEVICE))
+    for step in (fastmax.decoding.step, fastmax.decoding.step_):
+        step(token, token, token, fastmax.decoding.init_state(2, 4, 64, dtype=torch.float64, device=DEVICE))
     assert len(calls) == 4
 
 
@@ -749,8 +751,8 @@ def a_state(d, dv, hk, p, dtype):
     """The state after 40 tokens, float32 (float64 for float64 tokens)."""
     generator = torch.Generator(DEVICE).manual_seed(3)
     k, v = (torch.randn(3, hk, 40, x, generator=generator, device=DEVICE, dtype=torch.float64) for x in (d, dv))
-    state = fastmax.init_state(3, hk, d, dv, dtype=torch.float64, device=DEVICE, p=p, temperature=d**0.5)
-    _, state = fastmax.prefill(k, k, v, state)
+    state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device=DEVICE, p=p, temperature=d**0.5)
+    _, state = fastmax.decoding.prefill(k, k, v, state)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return state.values.to(wide), state.weights.to(wide)
 
@@ -797,10 +799,10 @@ def test_generating_equals_the_parallel_form(p, dtype):
     case = size("", 40, h=4, hk=2, p=p)._replace(dtype=dtype)
     tensors = verify.random_tensors(case, DEVICE)
     exact = verify.definition(**{name: x.double() for name, x in tensors.items()}, **case.options)
-    state = fastmax.init_state(2, 2, 64, dtype=dtype, device=DEVICE, p=p, temperature=case.options["temperature"])
+    state = fastmax.decoding.init_state(2, 2, 64, dtype=dtype, device=DEVICE, p=p, temperature=case.options["temperature"])
     outputs = []
     for tokens in zip(*(x.split(1, dim=2) for x in tensors.values()), strict=True):
-        o, state = fastmax.step(*tokens, state)
+        o, state = fastmax.decoding.step(*tokens, state)
         outputs.append(o)
     assert relative(torch.cat(outputs, dim=2), exact) <= (5e-6 if dtype == torch.float32 else verify.ROUNDING["bfloat16"])
 

@@ -82,8 +82,8 @@ int main() {
     b.q_stride = b.k_stride = b.v_stride = b.o_stride = b.grad_o_stride = {1, 1, 64};
     b.o = &b;
     if (expanded) b.grad_o_stride.token = 0;
-    if (mask) b.key_padding_mask = &kept;
-    else b.key_padding_mask = nullptr;
+    if (mask) b.attention_mask = &kept;
+    else b.attention_mask = nullptr;
     FwdParams f{};
     static_cast<AttentionParams&>(f) = b;
     f.z = reinterpret_cast<float*>(&f);

@@ -122,7 +122,7 @@ def test_queries_without_keys(algorithm, custom, device):
     mask[0] = False
     mask[1, :20] = False
     attention = partial(with_lse, use_custom_gradient=custom, algorithm=algorithm)
-    actual = assert_equals_definition(attention, reference, inputs, grads, causal=True, key_padding_mask=mask)
+    actual = assert_equals_definition(attention, reference, inputs, grads, causal=True, attention_mask=mask)
     blind = actual["lse"].isneginf()
     assert blind[0].all() and blind[1].any() and not blind[1].all() and not actual["o"][blind].any()
 
@@ -210,7 +210,7 @@ def test_disjoint_masks_under_a_causal_mask(custom, attention, decay, parts, dev
     part_of_key = torch.randint(0, parts, (SMALL.b, SMALL.m), device=device)
 
     def merged(**tensors):
-        results = [attention(**tensors, key_padding_mask=part_of_key == part) for part in range(parts)]
+        results = [attention(**tensors, attention_mask=part_of_key == part) for part in range(parts)]
         return merge_attention(*zip(*results, strict=True))
 
     assert_equals_definition(merged, attention, inputs, grads, tolerance=1e-11)
@@ -223,13 +223,13 @@ def test_queries_without_keys_in_any_part(device):
     mask[0] = False
     mask[1, :30] = False
 
-    def merged(causal, key_padding_mask, **tensors):
+    def merged(causal, attention_mask, **tensors):
         even = torch.arange(SMALL.m, device=device) % 2 == 0
-        masks = key_padding_mask & even, key_padding_mask & ~even
-        results = [with_lse(**tensors, causal=causal, key_padding_mask=half) for half in masks]
+        masks = attention_mask & even, attention_mask & ~even
+        results = [with_lse(**tensors, causal=causal, attention_mask=half) for half in masks]
         return merge_attention(*zip(*results, strict=True))
 
-    actual = assert_equals_definition(merged, reference, inputs, grads, causal=True, key_padding_mask=mask, tolerance=1e-11)
+    actual = assert_equals_definition(merged, reference, inputs, grads, causal=True, attention_mask=mask, tolerance=1e-11)
     assert actual["lse"][0].isneginf().all() and not any(x.isnan().any() for x in actual.values())
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from common import DTYPES, dtype_id, relative
 
-from fastmax import eager, verify
+from fastmax import eager
+from fastmax.testing import verify
 
 merge_ = torch.ops.fastmax.merge_.default
 

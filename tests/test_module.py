@@ -112,7 +112,7 @@ def test_eval_mode_adds_no_noise(custom, device):
     assert not torch.equal(module(**inputs, drop_noise=noise), quiet)
 
 
-def test_key_padding_mask_and_algorithm_are_keywords(device):
+def test_attention_mask_and_algorithm_are_keywords(device):
     inputs, _ = make_inputs(CASE, device=device)
     options = make_options("key padding", CASE, device=device) | {"algorithm": "linear"}
     assert torch.equal(FASTMultiHeadAttention()(**inputs, **options), fastmax_attention(**inputs, **options))
@@ -138,9 +138,9 @@ def test_a_mask_in_the_place_of_rpe_matrix_is_a_type_error():
         FASTMultiHeadAttention()(*inputs.values(), None, True)
 
 
-def test_a_tensor_in_the_place_of_mask_points_to_key_padding_mask():
+def test_a_tensor_in_the_place_of_mask_points_to_attention_mask():
     inputs, _ = make_inputs(CASE)
-    with pytest.raises(TypeError, match=r"mask.*key_padding_mask"):
+    with pytest.raises(TypeError, match=r"mask.*attention_mask"):
         FASTMultiHeadAttention()(*inputs.values(), None, None, torch.ones(CASE.n, CASE.n, dtype=torch.bool))
 
 
@@ -232,7 +232,7 @@ def test_noise_is_checked(training, device):
 def test_a_mask_in_the_place_of_drop_noise_points_to_where_masks_go(shape, training):
     inputs, _ = make_inputs(CASE)
     mask = True if shape is None else torch.ones(shape, dtype=torch.bool)
-    with pytest.raises(TypeError, match=r"drop_noise must .*(bool).*key_padding_mask, .*\(batch, keys\).*mask=True"):
+    with pytest.raises(TypeError, match=r"drop_noise must .*(bool).*attention_mask, .*\(batch, keys\).*mask=True"):
         FASTMultiHeadAttention().train(training)(*inputs.values(), mask)
 
 

@@ -5,7 +5,7 @@ import torch
 from common import by_dtype, by_gradient, normalized, relative, torch_warns
 from torch.autograd import gradcheck
 
-from fastmax.normalization import normalize_queries_and_keys
+from fastmax.prepare.normalization import normalize_queries_and_keys
 
 by_kind = pytest.mark.parametrize("kind", ["sequence", "token"])
 # Half types: 1.2 times what rounding the result alone comes to (2.1e-4 and 1.7e-3); norms in half would add as much again.

@@ -13,7 +13,8 @@ import torch
 from common import assert_replayed, capture, normalized
 from test_kernels import DEVICE, WHY_NOT
 
-from fastmax import eager, fastmax_attention, verify
+from fastmax import eager, fastmax_attention
+from fastmax.testing import verify
 
 pytestmark = [
     pytest.mark.cuda,
@@ -232,7 +233,7 @@ def test_attention_trains_as_with_pytorch_operations(dtype, p):
         4 * torch.randn(2, n, h, 64, device=DEVICE, dtype=dtype).transpose(1, 2) for n, h in ((300, 4), (317, 2), (317, 2))
     )
     options = {"causal": True, "p": p, "normalize": "token", "lim": 2.0, "temperature": 5.0}
-    options["key_padding_mask"] = torch.rand(2, 317, device=DEVICE) < 0.9
+    options["attention_mask"] = torch.rand(2, 317, device=DEVICE) < 0.9
     exact = verify.run(fastmax_attention, {"q": q, "k": k, "v": v}, options | {"use_custom_gradient": False}, torch.float64)
     actual = verify.run(fastmax_attention, {"q": q, "k": k, "v": v}, options)
     for name, x in exact.items():

@@ -32,10 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import FASTMultiHeadAttention, eager, fastmax_attention, ops
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Score
 from fastmax.eager.planner import LinearPlan
-from fastmax.reference import naive_attention
-from fastmax.score import Score
+from fastmax.testing.reference import naive_attention
 
 CASE = Case("", n=24, m=30, b=2, h=4, hk=2, d=8, dv=6)
 SQUARE = Case("", n=24, b=2, h=2, d=8)
@@ -517,7 +517,7 @@ def test_saved_for_backward(causal, algorithm, device):
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         o = fastmax_attention(**inputs, causal=causal, algorithm=algorithm, **options)
-    known = [*inputs.values(), o, options["key_padding_mask"], options["drop_noise"]]
+    known = [*inputs.values(), o, options["attention_mask"], options["drop_noise"]]
     known = {x.untyped_storage().data_ptr() for x in known}
     rest = [x for x in saved if x.untyped_storage().data_ptr() not in known]
     assert [tuple(x.shape) for x in rest] == [(CASE.b, CASE.h, CASE.n)]

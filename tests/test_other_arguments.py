@@ -9,7 +9,9 @@ import pytest
 import torch
 
 import fastmax
-from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention, other_arguments, spread
+from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention
+from fastmax.core import other_arguments
+from fastmax.prepare import spread
 
 Q = torch.ones(2, 4, 5, 8)
 PARAMETERS = Path(__file__).parents[1] / "docs" / "parameters.md"
@@ -28,9 +30,14 @@ FUNCTIONS = {
 CASES = {
     "is_causal": (True, "causal=True", "causal=True", "mask=True"),
     "causal": (True, None, None, "mask=True"),
-    "mask": (torch.ones(5, 5, dtype=torch.bool), "causal=True", "key_padding_mask", None),
-    "attn_mask": (torch.ones(5, 5, dtype=torch.bool), "key_padding_mask", "causal=True", "mask=True"),
-    "attention_mask": (torch.ones(2, 5), "key_padding_mask", "key_padding_mask", "key_padding_mask"),
+    "mask": (torch.ones(5, 5, dtype=torch.bool), "causal=True", "attention_mask", None),
+    "attn_mask": (torch.ones(5, 5, dtype=torch.bool), "attention_mask", "causal=True", "mask=True"),
+    "key_padding_mask": (
+        torch.ones(2, 5),
+        "attention_mask, .*opposite",
+        "attention_mask, .*opposite",
+        "attention_mask, .*opposite",
+    ),
     "scale": (0.5, "temperature, its inverse", None, "temperature"),
     "softmax_scale": (0.5, "temperature, its inverse", "pass scale", "temperature"),
     "dropout_p": (0.1, "dropout", "not supported", "dropout"),
@@ -60,7 +67,7 @@ def test_refused_with_what_takes_their_place(name, function):
         FUNCTIONS[function](Q, Q, Q, **{name: value})
 
 
-@pytest.mark.parametrize("name", ["key_padding_mask", "drop_noise", "log_decay", "cu_seqlens", "return_lse"])
+@pytest.mark.parametrize("name", ["attention_mask", "drop_noise", "log_decay", "cu_seqlens", "return_lse"])
 def test_arguments_of_forward_in_the_constructor(name):
     with pytest.raises(TypeError, match=f"{name} is not an argument of FASTMultiHeadAttention, got .*argument of forward"):
         FASTMultiHeadAttention(**{name: None})
@@ -102,22 +109,22 @@ def test_the_documentation_s_table_is_covered():
 SIZES = {
     "exact_window": lambda size: fastmax_attention(Q, Q, Q, exact_window=size),
     "exact_window of a module": lambda size: FASTMultiHeadAttention(exact_window=size),
-    "exact_window of a state": lambda size: fastmax.init_state(1, 1, 4, exact_window=size),
+    "exact_window of a state": lambda size: fastmax.decoding.init_state(1, 1, 4, exact_window=size),
     "exact_window of a layer": lambda size: fastmax.FastmaxSelfAttention(8, 2, exact_window=size),
     "exact_window of hbm_traffic": lambda size: fastmax.hbm_traffic(8, 64, algorithm="linear", exact_window=size),
     "window": lambda size: flash_attention(Q, Q, Q, window=size),
     "window on the left": lambda size: flash_attention(Q, Q, Q, window=(size, 0)),
     "window on the right": lambda size: flash_attention(Q, Q, Q, window=(0, size)),
     "window of a layer": lambda size: fastmax.FastmaxSelfAttention(8, 2, attention="softmax", window=size),
-    "batch": lambda size: fastmax.init_state(size, 1, 4),
-    "kv_heads": lambda size: fastmax.init_state(1, size, 4),
-    "head_dim": lambda size: fastmax.init_state(1, 1, size),
-    "value_dim": lambda size: fastmax.init_state(1, 1, 4, size),
-    "fold_every": lambda size: fastmax.init_state(1, 1, 4, fold_every=size),
+    "batch": lambda size: fastmax.decoding.init_state(size, 1, 4),
+    "kv_heads": lambda size: fastmax.decoding.init_state(1, size, 4),
+    "head_dim": lambda size: fastmax.decoding.init_state(1, 1, size),
+    "value_dim": lambda size: fastmax.decoding.init_state(1, 1, 4, size),
+    "fold_every": lambda size: fastmax.decoding.init_state(1, 1, 4, fold_every=size),
     "batch of a layer": lambda size: fastmax.FastmaxSelfAttention(8, 2).init_state(size),
     "embed_dim": lambda size: fastmax.FastmaxSelfAttention(size, 1),
     "conv": lambda size: fastmax.FastmaxSelfAttention(8, 2, conv=size),
-    "repeats": lambda size: fastmax.init_state(1, 1, 4).repeat_interleave(size),
+    "repeats": lambda size: fastmax.decoding.init_state(1, 1, 4).repeat_interleave(size),
     "block_size": lambda size: fastmax.softmax.online_softmax(Q, block_size=size),
     "n": lambda size: fastmax.rpe_matrix_creator(size, 4),
     "d": lambda size: fastmax.rpe_matrix_creator(4, size),
@@ -145,15 +152,21 @@ def test_a_window_of_the_limit_is_all_keys():
 
 
 def test_state_shapes_have_no_quotes():
-    state, k = fastmax.init_state(2, 4, 8), torch.ones(3, 4, 1, 8)
+    state, k = fastmax.decoding.init_state(2, 4, 8), torch.ones(3, 4, 1, 8)
     with pytest.raises(ValueError, match=r"k must have the state's shape \(2, 4, tokens, 8\), got \(3, 4, 1, 8\)"):
-        fastmax.step(k, k, k, state)
+        fastmax.decoding.step(k, k, k, state)
 
 
 WRONG = {
-    "dtype of a state": (lambda: fastmax.init_state(1, 1, 4, dtype="float32"), r"dtype must be float64.*'float32' \(str\)"),
-    "dtype that is an array": (lambda: fastmax.init_state(1, 1, 4, dtype=Q.numpy()), "dtype must be float64.*ndarray"),
-    "rpe_matrix of a state": (lambda: fastmax.init_state(1, 1, 4, rpe_matrix=Q), "rpe_matrix must be None .*a tensor of shape"),
+    "dtype of a state": (
+        lambda: fastmax.decoding.init_state(1, 1, 4, dtype="float32"),
+        r"dtype must be float64.*'float32' \(str\)",
+    ),
+    "dtype that is an array": (lambda: fastmax.decoding.init_state(1, 1, 4, dtype=Q.numpy()), "dtype must be float64.*ndarray"),
+    "rpe_matrix of a state": (
+        lambda: fastmax.decoding.init_state(1, 1, 4, rpe_matrix=Q),
+        "rpe_matrix must be None .*a tensor of shape",
+    ),
     "structured": (lambda: fastmax.rpe_matrix_creator(4, 4, structured=Q), "structured must be a bool.*a tensor of shape"),
     "is_zero": (lambda: fastmax.rpe_matrix_creator(4, 4, is_zero=0), r"is_zero must be a bool, got 0 \(int\)"),
     "num_heads": (lambda: fastmax.FastmaxSelfAttention(8, None), "num_heads must be an int, got None"),
@@ -167,14 +180,14 @@ WRONG = {
         lambda: fastmax.FastmaxSelfAttention(8, 2, attention="softmax").init_state(1, fold_every=Q),
         "fold_every must be an int, got a tensor of shape",
     ),
-    "indices": (lambda: fastmax.init_state(1, 1, 4).select(None), "indices must be a tensor or sequence.*None"),
+    "indices": (lambda: fastmax.decoding.init_state(1, 1, 4).select(None), "indices must be a tensor or sequence.*None"),
     "cu_seqlens of hbm_traffic": (
         lambda: fastmax.hbm_traffic(8, 64, cu_seqlens=8),
         r"cu_seqlens must hold ints, got 8 \(int\)",
     ),
     "p of hbm_traffic": (lambda: fastmax.hbm_traffic(8, 64, p=Q), "p must be 1 or 2, got a tensor of shape"),
     "algorithm of hbm_traffic": (lambda: fastmax.hbm_traffic(8, 64, algorithm=Q), "algorithm must be one of .*a tensor of"),
-    "float mask": (lambda: fastmax_attention(Q, Q, Q, key_padding_mask=Q[:, 0, :, 0]), "key_padding_mask must be.*mask == 0"),
+    "float mask": (lambda: fastmax_attention(Q, Q, Q, attention_mask=Q[:, 0, :, 0]), "attention_mask must be.*mask == 0"),
 }
 
 

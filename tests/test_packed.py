@@ -29,7 +29,7 @@ from common import (
 )
 
 from fastmax import fastmax_attention, flash_attention
-from fastmax.reference import naive_softmax_attention
+from fastmax.testing.reference import naive_softmax_attention
 
 with_lse = partial(fastmax_attention, return_lse=True)
 flash_with_lse = partial(flash_attention, return_lse=True)
@@ -81,7 +81,7 @@ def one_by_one(attention, inputs, grads, lengths, **by_token):
         if begin == end:
             continue
         part = {name: x[:, :, begin:end] for name, x in inputs.items()}
-        options = {name: x[:, begin:end] if name == "key_padding_mask" else x[:, :, begin:end] for name, x in by_token.items()}
+        options = {name: x[:, begin:end] if name == "attention_mask" else x[:, :, begin:end] for name, x in by_token.items()}
         results.append(run(attention, part, tuple(x[:, :, begin:end] for x in grads), **options))
     return {name: torch.cat([x[name] for x in results], dim=2) for name in results[0]}
 
@@ -123,7 +123,7 @@ def test_with_decay(custom, way, device):
 def test_with_padding_and_noise(custom, way, device):
     inputs, grads = make(SHORT, torch.float64, device)
     n = sum(SHORT)
-    options = {"key_padding_mask": torch.rand(1, n, device=device) > 0.3}
+    options = {"attention_mask": torch.rand(1, n, device=device) > 0.3}
     if "flash" not in way:
         options["drop_noise"] = torch.randn(1, 2, n, 5, dtype=torch.float64, device=device)
     attention = partial(WAYS[way], use_custom_gradient=custom, **({} if "flash" in way else {"dropout": 0.3}))
@@ -151,8 +151,8 @@ def test_normalize_of_each_sequence_leaves_out_its_masked_keys(custom, causal, d
     mask = torch.rand(1, sum(SHORT), device=device) > 0.3
     inputs["k"] = torch.where(mask[:, None, :, None], inputs["k"], 100.0)
     attention = partial(with_lse, causal=causal, normalize="sequence", use_custom_gradient=custom)
-    actual = run(attention, inputs, grads, cu_seqlens=bounds(SHORT, device), key_padding_mask=mask)
-    assert_close_in_float64(actual, one_by_one(attention, inputs, grads, SHORT, key_padding_mask=mask))
+    actual = run(attention, inputs, grads, cu_seqlens=bounds(SHORT, device), attention_mask=mask)
+    assert_close_in_float64(actual, one_by_one(attention, inputs, grads, SHORT, attention_mask=mask))
 
 
 def test_a_sequence_that_begins_late(device):

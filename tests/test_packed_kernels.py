@@ -13,7 +13,7 @@ import torch
 from common import relative
 from test_kernels import DEVICE, HEAD_DIMS, NOTHING, WHY_NOT, by_mode, by_order, precision  # noqa: F401
 
-from fastmax import verify
+from fastmax.testing import verify
 
 pytestmark = [
     pytest.mark.cuda,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from test_kernels import DEVICE, HEAD_DIMS, WHY_NOT, by_mode, in_mode, precision  # noqa: F401 (precision: a fixture)
 
-from fastmax import verify
-from fastmax.verify import Case
+from fastmax.testing import verify
+from fastmax.testing.verify import Case
 
 pytestmark = [
     pytest.mark.cuda,
@@ -52,7 +52,7 @@ def case_and_tensors(n, m, d, mode, softmax, causal, seed=0):
 def results(case, tensors, mask):
     """Output, log-sum-exp and gradients of the kernels, on poisoned memory."""
     options = {**case.options, "use_custom_gradient": True}
-    tensors = tensors if mask is None else tensors | {"key_padding_mask": mask}
+    tensors = tensors if mask is None else tensors | {"attention_mask": mask}
     return verify.run(verify.implementation(case.softmax), tensors, options, poison=True)
 
 
@@ -74,7 +74,7 @@ def test_every_pattern_against_float64(n, m, d, mode, causal, softmax, precision
     # Where few keys are seen, the terms of softmax's gradient by a score all but cancel (autograd: 5e-6 in fp32).
     rounding = verify.ROUNDING[case.mode] * (8 if softmax else 1)
     for entry, mask in enumerate(masks):
-        alone = {name: x[entry : entry + 1] for name, x in tensors.items()} | {"key_padding_mask": mask[None]}
+        alone = {name: x[entry : entry + 1] for name, x in tensors.items()} | {"attention_mask": mask[None]}
         wrong = [row for row in verify.measure(alone, case.options, rounding, softmax) if not row.passed]
         assert not wrong, (entry, wrong)
         for name, x in got.items():

@@ -7,7 +7,7 @@ import torch
 from common import DTYPES, Case, by_causal, by_gradient, dtype_id, make_inputs, run, sinusoidal_rows
 
 from fastmax import fastmax_attention, rpe_matrix_creator
-from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
 
 
 @pytest.mark.parametrize("n", [1, 2, 17])

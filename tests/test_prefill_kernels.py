@@ -13,9 +13,10 @@ from common import capture, make_decay, relative, torch_warns
 from test_kernels import DEVICE, MODES, WHY_NOT, by_mode, precision  # noqa: F401
 
 import fastmax
-from fastmax import eager, verify
-from fastmax.call import Call
-from fastmax.score import Score
+from fastmax import eager
+from fastmax.core.call import Call
+from fastmax.core.score import Score
+from fastmax.testing import verify
 
 pytestmark = [
     pytest.mark.cuda,
@@ -108,7 +109,7 @@ def in_float64(given):
     q, k, v, mask, log_decay, first, values, weights = (
         x.double() if x is not None and x.is_floating_point() else x for x in given[:8]
     )
-    call = Call(Score(*given[8:13]), causal=True, key_padding_mask=mask, log_decay=log_decay, first_key=first)
+    call = Call(Score(*given[8:13]), causal=True, attention_mask=mask, log_decay=log_decay, first_key=first)
     return eager.forward_from_state(q, k, v, call, values, weights)
 
 
@@ -200,16 +201,16 @@ def test_any_split_equals_one_call(sizes, decay, mode, precision):  # noqa: F811
     dtype = MODES[mode][0]
     q, k, v, mask = arguments(case, mode)[:4]
     log_decay = None if decay is None else make_decay(decay, case.b, case.hk, case.n, device=DEVICE)
-    state = fastmax.init_state(case.b, case.hk, case.d, dtype=dtype, device=DEVICE, temperature=8.0)
+    state = fastmax.decoding.init_state(case.b, case.hk, case.d, dtype=dtype, device=DEVICE, temperature=8.0)
     outputs, start = [], 0
     for size in sizes:
         part = slice(start, start + size)
-        options = {"key_padding_mask": mask[:, part], "log_decay": None if decay is None else log_decay[..., part]}
-        function = fastmax.step if size == 1 else fastmax.prefill
+        options = {"attention_mask": mask[:, part], "log_decay": None if decay is None else log_decay[..., part]}
+        function = fastmax.decoding.step if size == 1 else fastmax.decoding.prefill
         o, state = function(*(x[:, :, part] for x in (q, k, v)), state, **options)
         outputs.append(o)
         start += size
-    options = {"causal": True, "temperature": 8.0, "key_padding_mask": mask}
+    options = {"causal": True, "temperature": 8.0, "attention_mask": mask}
     exact_decay = None if decay is None else torch.where(mask[:, None], log_decay, 0.0).double()
     exact = fastmax.fastmax_attention(*(x.double() for x in (q, k, v)), **options, log_decay=exact_decay)
     assert relative(torch.cat(outputs, dim=2), exact) <= rounding(mode)
@@ -219,8 +220,8 @@ def test_any_split_equals_one_call(sizes, decay, mode, precision):  # noqa: F811
 @by_mode
 def test_an_empty_state_is_the_parallel_form(mode, precision):  # noqa: F811
     q, k, v, *_ = arguments(Case(3000), mode)
-    state = fastmax.init_state(2, 2, 64, dtype=q.dtype, device=DEVICE, temperature=8.0)
-    o, _ = fastmax.prefill(q, k, v, state)
+    state = fastmax.decoding.init_state(2, 2, 64, dtype=q.dtype, device=DEVICE, temperature=8.0)
+    o, _ = fastmax.decoding.prefill(q, k, v, state)
     expected = fastmax.fastmax_attention(q, k, v, causal=True, algorithm="linear", temperature=8.0)
     assert relative(o, expected.double()) <= rounding(mode)
     assert not state.values.any() and not state.weights.any()
@@ -258,7 +259,9 @@ def test_what_is_covered(monkeypatch):
     def prefill(d=64, dtype=torch.bfloat16, **options):
         x = torch.randn(2, 4, 50, d, device=DEVICE).to(dtype).requires_grad_()
         calls.clear()
-        o, _ = fastmax.prefill(x, x, x, fastmax.init_state(2, 4, d, dtype=dtype, device=DEVICE, temperature=d, **options))
+        o, _ = fastmax.decoding.prefill(
+            x, x, x, fastmax.decoding.init_state(2, 4, d, dtype=dtype, device=DEVICE, temperature=d, **options)
+        )
         o.sum().backward()
         return calls
 
@@ -284,12 +287,12 @@ def test_a_captured_graph():
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiled(fresh_dynamo):
     """Static and dynamic shapes; the compiled code calls the kernels."""
-    compiled = torch.compile(fastmax.prefill, fullgraph=True)
+    compiled = torch.compile(fastmax.decoding.prefill, fullgraph=True)
     for n in (40, 70, 300):
         q, k, v, *_ = arguments(Case(n), "bf16")
-        state = fastmax.init_state(2, 2, 64, dtype=torch.bfloat16, device=DEVICE, temperature=8.0)
+        state = fastmax.decoding.init_state(2, 2, 64, dtype=torch.bfloat16, device=DEVICE, temperature=8.0)
         with torch.no_grad():
-            (o, after), (expected, expected_after) = (f(q, k, v, state) for f in (compiled, fastmax.prefill))
+            (o, after), (expected, expected_after) = (f(q, k, v, state) for f in (compiled, fastmax.decoding.prefill))
         torch.testing.assert_close(o, expected)
         torch.testing.assert_close(after.tensors(), expected_after.tensors())
 
@@ -408,9 +411,9 @@ def test_gradients_of_any_split_are_those_of_one_call(sizes, decay, mode, precis
         return [x.detach().clone().requires_grad_() for x in tensors if x is not None]
 
     ours, exact = leaves(q, k, v, log_decay), leaves(*(x if x is None else x.double() for x in (q, k, v, log_decay)))
-    state, outputs = fastmax.init_state(case.b, case.hk, case.d, dtype=q.dtype, device=DEVICE, temperature=8.0), []
+    state, outputs = fastmax.decoding.init_state(case.b, case.hk, case.d, dtype=q.dtype, device=DEVICE, temperature=8.0), []
     for part in zip(*(x.split(sizes, dim=2) for x in ours), strict=True):
-        o, state = fastmax.prefill(*part[:3], state, log_decay=part[3] if decay else None)
+        o, state = fastmax.decoding.prefill(*part[:3], state, log_decay=part[3] if decay else None)
         outputs.append(o)
     actual = torch.autograd.grad(torch.cat(outputs, dim=2), ours, grad_o)
     o = fastmax.fastmax_attention(*exact[:3], causal=True, temperature=8.0, log_decay=exact[3] if decay else None)
@@ -473,13 +476,13 @@ def test_a_captured_gradient():
 @torch_warns
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 def test_compiled_gradients(fresh_dynamo):
-    compiled = torch.compile(fastmax.prefill, fullgraph=True)
+    compiled = torch.compile(fastmax.decoding.prefill, fullgraph=True)
     for n in (40, 300):
         q, k, v, _, log_decay, *_ = arguments(Case(n, decay="ordinary"), "bf16")
         leaves = [x.requires_grad_() for x in (q, k, v, log_decay)]
-        state = fastmax.init_state(2, 2, 64, dtype=torch.bfloat16, device=DEVICE, temperature=8.0)
+        state = fastmax.decoding.init_state(2, 2, 64, dtype=torch.bfloat16, device=DEVICE, temperature=8.0)
         results = []
-        for function in (compiled, fastmax.prefill):
+        for function in (compiled, fastmax.decoding.prefill):
             o, after = function(q, k, v, state, log_decay=log_decay)
             loss = o.float().square().sum() + 1e-3 * after.values.sum() + 1e-3 * after.weights.sum()
             results.append(torch.autograd.grad(loss, leaves))

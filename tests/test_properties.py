@@ -40,7 +40,7 @@ def calls(draw, causal=(False, True), normalize=(False, "sequence", "token")):
         inputs |= {name: inputs[name].abs() for name in "qk"}
         options |= {"a1": draw(st.floats(3.5, 5.0)), "a2": draw(st.sampled_from([0.0, -0.5, 0.5, 1.0]))}
     if draw(st.booleans()):
-        options["key_padding_mask"] = torch.rand(case.b, m) > 0.4
+        options["attention_mask"] = torch.rand(case.b, m) > 0.4
     if not real_roots and draw(st.booleans()):
         options["rpe_matrix"] = "sinusoidal"
         # |q.r| <= sqrt(d / 2): keep f positive, as a relative comparison needs.
@@ -72,8 +72,8 @@ def test_permuting_keys_changes_nothing(call, algorithm):
     order = torch.randperm(inputs["k"].shape[2])
     shuffled = dict(inputs, k=inputs["k"][:, :, order], v=inputs["v"][:, :, order])
     out = run(fastmax_attention, inputs, grad_o, algorithm=algorithm, **options)
-    if "key_padding_mask" in options:
-        options["key_padding_mask"] = options["key_padding_mask"][:, order]
+    if "attention_mask" in options:
+        options["attention_mask"] = options["attention_mask"][:, order]
     again = run(fastmax_attention, shuffled, grad_o, algorithm=algorithm, **options)
     for name in ("grad k", "grad v"):
         out[name] = out[name][:, :, order]
@@ -90,8 +90,8 @@ def test_permuting_heads_and_batch_permutes_the_output(call, algorithm, data):
         return x.unflatten(1, (hk, -1))[:, heads].flatten(1, 2)[batch]
 
     out = run(fastmax_attention, inputs, grad_o, algorithm=algorithm, **options)
-    if "key_padding_mask" in options:
-        options["key_padding_mask"] = options["key_padding_mask"][batch]
+    if "attention_mask" in options:
+        options["attention_mask"] = options["attention_mask"][batch]
     moved = {name: permute(x) for name, x in inputs.items()}
     again = run(fastmax_attention, moved, permute(grad_o), algorithm=algorithm, **options)
     assert_all_close(again, {name: permute(x) for name, x in out.items()})
@@ -127,8 +127,8 @@ def test_splitting_queries_equals_one_call(call, algorithm, data):
     first = {"q": inputs["q"][:, :, :cut]} | {name: inputs[name][:, :, : cut + m - n] for name in "kv"}
     second = dict(inputs, q=inputs["q"][:, :, cut:])
     first_options = dict(options)
-    if "key_padding_mask" in options:
-        first_options["key_padding_mask"] = options["key_padding_mask"][:, : cut + m - n]
+    if "attention_mask" in options:
+        first_options["attention_mask"] = options["attention_mask"][:, : cut + m - n]
     parts = [
         fastmax_attention(**first, algorithm=algorithm, **first_options),
         fastmax_attention(**second, algorithm=algorithm, **options),

@@ -131,7 +131,7 @@ def in_pieces(layer, x, sizes, state=None, mask=None):
     outputs, start = [], 0
     for size in sizes:
         part = slice(start, start + size)
-        y, state = layer(x[:, part], state, key_padding_mask=None if mask is None else mask[:, part])
+        y, state = layer(x[:, part], state, attention_mask=None if mask is None else mask[:, part])
         outputs.append(y)
         start += size
     return torch.cat(outputs, dim=1), state
@@ -160,11 +160,11 @@ def test_window_matters_beyond_its_tokens():
 @pytest.mark.parametrize("conv", [0, 4])
 def test_padding(conv, options):
     layer, x, mask = make(num_kv_heads=2, conv=conv, **options), tokens(), torch.rand(2, N) > 0.4
-    y = layer(x, key_padding_mask=mask)
+    y = layer(x, attention_mask=mask)
     torch.testing.assert_close(y[mask], each_alone(layer, x, mask)[mask], rtol=1e-8, atol=1e-9)
     for held in (100.0, torch.nan, torch.inf):
         x[~mask] = held  # in place: equal bits need equal addresses
-        torch.testing.assert_close(layer(x, key_padding_mask=mask)[mask], y[mask], rtol=0, atol=0)
+        torch.testing.assert_close(layer(x, attention_mask=mask)[mask], y[mask], rtol=0, atol=0)
         in_turn, _ = in_pieces(layer, x, [3, 1, 5, 1, 3], mask=mask)
         torch.testing.assert_close(in_turn[mask], y[mask], rtol=1e-8, atol=1e-9)
 
@@ -174,7 +174,7 @@ def test_padding_on_the_left_is_not_there(options):
     layer, x = make(**options), tokens()
     padded = torch.cat([torch.randn(2, 5, C, dtype=x.dtype), x], dim=1)
     mask = torch.arange(N + 5).expand(2, -1) >= 5
-    torch.testing.assert_close(layer(padded, key_padding_mask=mask)[:, 5:], layer(x), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(layer(padded, attention_mask=mask)[:, 5:], layer(x), rtol=1e-9, atol=1e-10)
 
 
 @by_attention
@@ -193,9 +193,9 @@ def test_packed_sequences_are_those_one_by_one(options, padded):
     layer, x, lengths = make(num_kv_heads=2, **options), tokens(1, 15).requires_grad_(), [6, 0, 1, 2, 6]
     mask = torch.arange(15).expand(1, -1) % 4 != 1 if padded else None
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    packed = layer(x, cu_seqlens=cu_seqlens, key_padding_mask=mask)
+    packed = layer(x, cu_seqlens=cu_seqlens, attention_mask=mask)
     masks = [None] * len(lengths) if mask is None else mask.split(lengths, dim=1)
-    alone = torch.cat([layer(part, key_padding_mask=m) for part, m in zip(x.split(lengths, dim=1), masks, strict=True)], dim=1)
+    alone = torch.cat([layer(part, attention_mask=m) for part, m in zip(x.split(lengths, dim=1), masks, strict=True)], dim=1)
     assert_same((packed, gradients(packed, x, layer)), (alone, gradients(alone, x, layer)))
 
 
@@ -225,7 +225,7 @@ def test_pieces_with_padding(options):
     layer, x, mask = make(**options), tokens(), torch.rand(2, N) > 0.4
     mask[:, 0] = True
     y, state = in_pieces(layer, x, [3, 1, 5, 1, 3], mask=mask)
-    torch.testing.assert_close(y[mask], layer(x, key_padding_mask=mask)[mask], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(y[mask], layer(x, attention_mask=mask)[mask], rtol=1e-8, atol=1e-9)
     assert state.positions.tolist() == mask.sum(1).tolist()
 
 
@@ -558,8 +558,8 @@ def test_calls_that_are_refused():
         ((x[..., 1:],), {}, ValueError, "x must be a tensor of shape"),
         ((x.float(),), {}, TypeError, "x must have the dtype of the weights torch.float64"),
         ((x.to("meta"),), {}, ValueError, "x must be on the device of the weights"),
-        ((x,), {"key_padding_mask": torch.ones(2, N)}, TypeError, "key_padding_mask must be bool"),
-        ((x,), {"key_padding_mask": torch.ones(2, 3, dtype=torch.bool)}, ValueError, "key_padding_mask must have shape"),
+        ((x,), {"attention_mask": torch.ones(2, N)}, TypeError, "attention_mask must be bool"),
+        ((x,), {"attention_mask": torch.ones(2, 3, dtype=torch.bool)}, ValueError, "attention_mask must have shape"),
         ((x,), {"cu_seqlens": cu_seqlens}, ValueError, "cu_seqlens takes a batch of one"),
         ((x[:1],), {"cu_seqlens": cu_seqlens - 1}, ValueError, "cu_seqlens must go from 0"),
         (

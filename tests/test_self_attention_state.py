@@ -13,8 +13,9 @@ from test_self_attention import FASTMAX, SOFTMAX, C, gradients, make
 from torch.utils import _pytree as pytree
 
 import fastmax
-from fastmax import DecodeState, FastmaxSelfAttention, SelfAttentionState
-from fastmax.key_value_cache import KeyValueCache, Memory
+from fastmax import FastmaxSelfAttention, SelfAttentionState
+from fastmax.decoding import DecodeState
+from fastmax.nn.key_value_cache import KeyValueCache, Memory
 
 LAYERS = {
     "fastmax": FASTMAX | {"num_kv_heads": 2},
@@ -86,9 +87,9 @@ def test_padded_sequences_continue_as_each_alone(steps, side, options):
         mask = mask_of(counts, n, side)
         x = torch.randn(4, n, C, dtype=torch.float64).masked_fill(~mask.unsqueeze(-1), torch.nan)
         if n == 1 and steps != "step":
-            y = layer.step_(x, state, key_padding_mask=mask)
+            y = layer.step_(x, state, attention_mask=mask)
         else:
-            y, state = layer(x, state, key_padding_mask=mask)
+            y, state = layer(x, state, attention_mask=mask)
         sequences.add_rows(x, y, mask)
     sequences.check(layer, state)
 
@@ -101,7 +102,7 @@ def test_right_padded_prompts_of_60_tokens(options):
     state, sequences = layer.init_state(3), Sequences(3)
     mask = mask_of((5, 37, 60), 60, "right")
     x = torch.randn(3, 60, C)
-    y, state = layer(x, state, key_padding_mask=mask)
+    y, state = layer(x, state, attention_mask=mask)
     sequences.add_rows(x, y, mask)
     for _ in range(3):
         x = torch.randn(3, 1, C)
@@ -116,7 +117,7 @@ def test_a_masked_token_leaves_the_state(options):
     layer, real = make(**options), torch.tensor([[True], [False]])
     _, state = layer(torch.randn(2, 9, C, dtype=torch.float64), layer.init_state(2))
     x = torch.randn(2, 5, C, dtype=torch.float64)
-    _, after = layer(x[:, :1], state, key_padding_mask=real)
+    _, after = layer(x[:, :1], state, attention_mask=real)
     assert after.positions.tolist() == [10, 9]
     close(layer(x[1:, 1:], after.select([1]))[0], layer(x[1:, 1:], state.select([1]))[0])
     if "attention" not in options:
@@ -132,7 +133,7 @@ def test_gradients_through_padded_calls(side, options):
     x = torch.randn(3, 14, C, dtype=torch.float64, requires_grad=True)
     mask, state, outputs = torch.cat(masks, dim=1), layer.init_state(3), []
     for part, real in zip(x.split((9, 5), dim=1), masks, strict=True):
-        y, state = layer(part, state, key_padding_mask=real)
+        y, state = layer(part, state, attention_mask=real)
         outputs.append(y)
     y = torch.where(mask.unsqueeze(-1), torch.cat(outputs, dim=1), 0)
     alone = [torch.zeros_like(row).index_put((real,), layer(row[None, real])[0]) for row, real in zip(x, mask, strict=True)]
@@ -148,7 +149,7 @@ def test_gradients_through_padded_calls(side, options):
 @pytest.mark.parametrize("side", SIDES)
 def test_without_a_state_the_rule_is_the_same(side, options):
     layer, mask, x = make(**options), mask_of((5, 13, 1), 13, side), torch.randn(3, 13, C, dtype=torch.float64)
-    y = layer(x, key_padding_mask=mask)
+    y = layer(x, attention_mask=mask)
     for i, real in enumerate(mask):
         close(y[i, real], layer(x[i : i + 1, real])[0])
 
@@ -161,7 +162,7 @@ def test_what_padding_holds_does_not_reach_gradients(given, bad, side, options):
     """Those of the weights and of x are the bits of a call with zeros there."""
     layer, b = make(bias=True, **options), 1 if "packed" in given else 3
     mask, x = mask_of((7, 3, 9)[:b], 9, side), torch.randn(b, 9, C, dtype=torch.float64)
-    rest = {"key_padding_mask": mask}
+    rest = {"attention_mask": mask}
     if b == 1:
         rest["cu_seqlens"] = torch.tensor([0, 4, 9], dtype=torch.int32)
     actual, expected = {}, {}
@@ -182,7 +183,7 @@ def test_padded_calls_compile(options, fresh_dynamo):
     layer, mask = make(**options), mask_of((5, 9), 9, "right")
     x, state = torch.randn(2, 9, C, dtype=torch.float64), layer.init_state(2)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    for actual, expected in zip(*(f(x, state, key_padding_mask=mask) for f in (compiled, layer)), strict=True):
+    for actual, expected in zip(*(f(x, state, attention_mask=mask) for f in (compiled, layer)), strict=True):
         if isinstance(actual, torch.Tensor):
             close(actual[mask], expected[mask])
         else:
@@ -202,7 +203,7 @@ def test_packed_sequences_continue(padded, options):
         cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         x = torch.randn(1, sum(lengths), C, dtype=torch.float64)
         mask = torch.rand(1, sum(lengths)) > 0.4 if padded else torch.ones(1, sum(lengths), dtype=torch.bool)
-        y, state = layer(x, state, cu_seqlens=cu_seqlens, key_padding_mask=mask if padded else None)
+        y, state = layer(x, state, cu_seqlens=cu_seqlens, attention_mask=mask if padded else None)
         for i, (own, out, real) in enumerate(zip(*(z[0].split(lengths) for z in (x, y, mask)), strict=True)):
             sequences.add(i, own[real], out[real])
     for n in (1, 4):
@@ -267,8 +268,8 @@ def test_prompts_that_were_read_apart_go_on_together(fold_every, options):
 def test_cat_of_decode_states():
     def after(n, batch=1, **options):
         q, k, v = (torch.randn(batch, 2, n, 4, dtype=torch.float64) for _ in range(3))
-        state = fastmax.init_state(batch, 2, 4, dtype=torch.float64, **({"exact_window": 3} | options))
-        return fastmax.prefill(q, k, v, state)[1]
+        state = fastmax.decoding.init_state(batch, 2, 4, dtype=torch.float64, **({"exact_window": 3} | options))
+        return fastmax.decoding.prefill(q, k, v, state)[1]
 
     states = [after(5), after(2, 2)]
     state = DecodeState.cat(states)
@@ -338,7 +339,7 @@ def test_a_state_of_another_window_is_refused(made, then, grad):
     mask = mask_of((15, 9), 15, "middle")
     with torch.set_grad_enabled(grad):
         states = [layer.init_state(2), layer(x[:, :15], layer.init_state(2))[1]]
-        states += [layer(x[:, :15], layer.init_state(2), key_padding_mask=mask)[1]]
+        states += [layer(x[:, :15], layer.init_state(2), attention_mask=mask)[1]]
         cu_seqlens = torch.tensor([0, 5, 15], dtype=torch.int32)
         states += [layer(x[:1, :15], layer.init_state(2), cu_seqlens=cu_seqlens)[1]]
         states += [layer(x[:, 15:16], states[1])[1]]
@@ -546,9 +547,9 @@ def test_padded_sequences_on_the_kernels(side, options):
         mask = mask_of(counts, n, side).cuda()
         x = torch.randn(4, n, 64, device="cuda")
         if n == 1 and not softmax:
-            y = layer.step_(x, state, key_padding_mask=mask)
+            y = layer.step_(x, state, attention_mask=mask)
         else:
-            y, state = layer(x, state, key_padding_mask=mask)
+            y, state = layer(x, state, attention_mask=mask)
         sequences.add_rows(x, y, mask)
     for x, y in zip(sequences.x, sequences.y, strict=True):
         assert relative(torch.cat(y), layer(torch.cat(x).unsqueeze(0))[0]) < 1e-2
@@ -563,10 +564,10 @@ def test_packed_prompts_wait_for_no_device(padded):
     x, state = torch.randn(1, 300, 64, device="cuda"), layer.init_state(3)
     cu_seqlens = torch.tensor([0, 70, 70, 300], dtype=torch.int32, device="cuda")
     mask = torch.rand(1, 300, device="cuda") > 0.3 if padded else None
-    layer(x, state, cu_seqlens=cu_seqlens, key_padding_mask=mask)
+    layer(x, state, cu_seqlens=cu_seqlens, attention_mask=mask)
     try:
         torch.cuda.set_sync_debug_mode("error")
-        y, state = layer(x, state, cu_seqlens=cu_seqlens, key_padding_mask=mask)
+        y, state = layer(x, state, cu_seqlens=cu_seqlens, attention_mask=mask)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for i, (begin, end) in enumerate([(0, 70), (70, 300)]):

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 import fastmax.distributed.sharding  # noqa: F401, registers
-from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention, init_state, prefill, step, step_
+from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention
+from fastmax.decoding import init_state, prefill, step, step_
 
 EXACT = {"rtol": 1e-10, "atol": 1e-10}
 REPLICATED, BATCH, HEADS, TOKENS = (), (0,), (1,), (2,)  # the dimensions of q, k and v that are divided
@@ -71,12 +72,12 @@ def check_function(group, name, tensors, options, dims, lies, shape=None):
 
 CALLS = {
     "defaults": ("fastmax", {}, ()),
-    "causal": ("fastmax", {"causal": True, "normalize": "token", "return_lse": True}, ("log_decay", "key_padding_mask")),
+    "causal": ("fastmax", {"causal": True, "normalize": "token", "return_lse": True}, ("log_decay", "attention_mask")),
     "autograd": ("fastmax", {"causal": True, "algorithm": "linear", "use_custom_gradient": False}, ("log_decay",)),
-    "exact window": ("fastmax", {"exact_window": 3, "return_lse": True}, ("key_padding_mask",)),
+    "exact window": ("fastmax", {"exact_window": 3, "return_lse": True}, ("attention_mask",)),
     "rpe": ("fastmax", {"dropout": 0.2}, ("rpe_matrix", "drop_noise")),
-    "sequence": ("module", {"normalize": "sequence", "rpe_matrix": "sinusoidal"}, ("key_padding_mask",)),
-    "flash": ("flash", {"causal": True, "window": 5, "return_lse": True}, ("log_decay", "key_padding_mask")),
+    "sequence": ("module", {"normalize": "sequence", "rpe_matrix": "sinusoidal"}, ("attention_mask",)),
+    "flash": ("flash", {"causal": True, "window": 5, "return_lse": True}, ("log_decay", "attention_mask")),
 }
 
 
@@ -87,7 +88,7 @@ def test_functions(name, dims):
     for kv_heads in (4, 1):
         accompanying = {
             "log_decay": decay(kv_heads),
-            "key_padding_mask": torch.rand(B, N) > 0.3,
+            "attention_mask": torch.rand(B, N) > 0.3,
             "rpe_matrix": torch.randn(2 * N - 1, D, dtype=torch.float64),
             "drop_noise": torch.randn(B, H, N, DV, dtype=torch.float64),
         }
@@ -107,7 +108,7 @@ def test_functions(name, dims):
     ],
 )
 def test_a_mesh_of_two_dimensions(dims, lies):
-    tensors = operands(4, log_decay=decay(4), key_padding_mask=torch.rand(B, N) > 0.3)
+    tensors = operands(4, log_decay=decay(4), attention_mask=torch.rand(B, N) > 0.3)
     run(check_function, 4, "fastmax", tensors, {"causal": True}, dims, lies, (2, 2))
 
 
@@ -118,7 +119,7 @@ def test_what_does_not_divide_evenly_is_replicated(ranks, kv_heads, dims):
 
 
 def test_three_dimensional_and_packed():
-    tensors = operands(4, key_padding_mask=torch.rand(B, N) > 0.3)
+    tensors = operands(4, attention_mask=torch.rand(B, N) > 0.3)
     flat = {name: x.flatten(0, 1) if name in "qkv" else x for name, x in tensors.items()}
     run(check_function, 2, "fastmax", flat, {"return_lse": True}, BATCH, (Shard(0),))
     run(check_function, 3, "flash", flat, {}, BATCH, (Replicate(),))
@@ -151,7 +152,7 @@ def recorded(kv_heads: int) -> list[tuple]:
     rpe = torch.randn(2 * N - 1, D, dtype=torch.float64, requires_grad=True)
     with Recorder() as recorder:
         for options in (
-            {"causal": True, "log_decay": log_decay, "key_padding_mask": mask},
+            {"causal": True, "log_decay": log_decay, "attention_mask": mask},
             {"rpe_matrix": rpe, "dropout": 0.1},
             {"causal": True, "exact_window": 3, "algorithm": "linear", "log_decay": log_decay},
             {"exact_window": 3, "algorithm": "linear"},
@@ -199,7 +200,7 @@ def recorded(kv_heads: int) -> list[tuple]:
 
 
 def is_divided(name: str, x: Tensor, dim: int) -> bool:
-    return x.dim() > 2 or name == "gathered" or (dim == 0 and name == "key_padding_mask")
+    return x.dim() > 2 or name == "gathered" or (dim == 0 and name == "attention_mask")
 
 
 def check_operators(group, kv_heads, dim):
@@ -259,9 +260,9 @@ def check_refusals(group):
         [
             lambda: fastmax_attention(q, k.full_tensor(), v),
             lambda: fastmax_attention(q.full_tensor(), k, v),
-            lambda: flash_attention(q, k, v, key_padding_mask=mask),
+            lambda: flash_attention(q, k, v, attention_mask=mask),
             lambda: fastmax_attention(q, k, v, dropout=0.1),
-            lambda: fastmax_attention(q, k, v, key_padding_mask=distributed(mask[:3], mesh, ())),
+            lambda: fastmax_attention(q, k, v, attention_mask=distributed(mask[:3], mesh, ())),
             lambda: operator(q, k, v.full_tensor(), None, None, None, None, 0.5, True, -1, -1, False),
             lambda: step(*(distributed(x, mesh, HEADS) for x in token), state),
             lambda: torch.ops.fastmax.decode_step_(
@@ -277,9 +278,9 @@ def test_refuses_by_name():
         check_refusals,
         "k must be a DTensor, as q is, got a torch.Tensor",
         "q must be a DTensor, as k is, got a torch.Tensor",
-        "key_padding_mask must be a DTensor, as q is, got a torch.Tensor",
+        "attention_mask must be a DTensor, as q is, got a torch.Tensor",
         "dropout of DTensors needs drop_noise",
-        "key_padding_mask must have shape (4, 9), got (3, 9)",
+        "attention_mask must have shape (4, 9), got (3, 9)",
         "v must be a DTensor, as others of fastmax::flash_forward are",
         "q must be a torch.Tensor here, got a DTensor: decoding",
         "values, which is written over, must lie as (Replicate(),)",

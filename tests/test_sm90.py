@@ -20,7 +20,8 @@ from common import assert_replayed
 from test_kernels import DEVICE, WHY_NOT, capture, operands, size
 
 import fastmax
-from fastmax import extension, verify
+from fastmax.ops import extension
+from fastmax.testing import verify
 
 ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "quadratic_sm90" in extension.build_info()
 pytestmark = [
@@ -212,7 +213,7 @@ def test_small_weights_in_fp16(d, taken):
 
 @pytest.mark.parametrize("seed", [0, 1000, 2000, 3000])
 def test_random_configurations(seed, capsys):
-    """On these kernels and those of the linear algorithm. `python -m fastmax.verify --hopper --random 2000` has more."""
+    """On these kernels and those of the linear algorithm. `fastmax.testing.verify --hopper --random 2000` has more."""
     indices = verify.hopper_indices(50, seed, "cuda")
     assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
     counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))

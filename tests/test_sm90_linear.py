@@ -28,7 +28,8 @@ from test_packed_kernels import bounds
 from test_sm90 import row_id, taken  # noqa: F401
 
 import fastmax
-from fastmax import extension, verify
+from fastmax.ops import extension
+from fastmax.testing import verify
 
 ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "linear2_sm90" in extension.build_info()
 pytestmark = [
@@ -626,5 +627,9 @@ def test_what_is_not_covered(taken):  # noqa: F811
     fastmax.fastmax_attention(q, q, q, causal=True, algorithm="linear", p=1, a0=2.0)
     assert taken() == ["forward: linear1_sm90"]
     for name in ("fp16", "head dim 96", "expanded keys"):
-        calls[name](lambda *x: fastmax.prefill(*x, fastmax.init_state(1, 4, x[1].shape[3], dtype=x[1].dtype, device=DEVICE)))
+        calls[name](
+            lambda *x: fastmax.decoding.prefill(
+                *x, fastmax.decoding.init_state(1, 4, x[1].shape[3], dtype=x[1].dtype, device=DEVICE)
+            )
+        )
         assert taken() == ["prefill: linear2_sm80"], name

@@ -13,7 +13,8 @@ from test_sm90 import row_id, taken  # noqa: F401
 from test_sm90_linear import check_replayed
 
 import fastmax
-from fastmax import extension, verify
+from fastmax.ops import extension
+from fastmax.testing import verify
 
 ON_HOPPER = WHY_NOT is None and torch.cuda.get_device_capability() == (9, 0) and "linear1_sm90" in extension.build_info()
 pytestmark = [
@@ -125,7 +126,7 @@ def test_what_is_not_covered(taken):  # noqa: F811
         "head dim 96": lambda f: f(*(torch.cat((q, q[..., :32]), -1),) * 3),
         "expanded keys": lambda f: f(q, q[:, :1].expand(1, 4, 200, 64), q),
         "not causal": lambda f: f(q, q, q, causal=False),
-        "masked keys": lambda f: f(q, q, q, key_padding_mask=mask),
+        "masked keys": lambda f: f(q, q, q, attention_mask=mask),
     }
     for name, call in calls.items():
         call(

@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fastmax
-from fastmax import eager, extension, ops, verify
+from fastmax import eager, ops
+from fastmax.ops import extension
 from fastmax.softmax import RunningStates, naive_softmax, online_softmax, safe_softmax
+from fastmax.testing import verify
 
 INF = math.inf
 FUNCTIONS = {

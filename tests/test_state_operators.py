@@ -6,8 +6,8 @@ import torch
 from common import by_order, relative
 
 from fastmax import ops
-from fastmax.call import Call
-from fastmax.score import Score
+from fastmax.core.call import Call
+from fastmax.core.score import Score
 
 CASES = {
     "one token": {"n": 1},
@@ -38,7 +38,7 @@ def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, forgets
         first = last.cummax(-1).values.to(torch.int32)
     padding = torch.rand(b, n, device=device) > 0.3 if mask else None
     score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 0.7, 0.5, p)
-    return q, k, v, Call(score, causal=True, key_padding_mask=padding, log_decay=log_decay, first_key=first)
+    return q, k, v, Call(score, causal=True, attention_mask=padding, log_decay=log_decay, first_key=first)
 
 
 @by_order
@@ -83,7 +83,7 @@ def test_what_they_keep_is_enough_to_go_on(device, case, p, carries):
         q, k, v, call = given(device, dtype, p, **case)
         _, earlier, of_earlier, _ = given(device, dtype, p, **case)
         *_, kept = ops.state_of_keys(k, v, call, keep=True)
-        state = ops.state_of_keys(earlier, of_earlier, call._replace(key_padding_mask=None, first_key=None))[:2]
+        state = ops.state_of_keys(earlier, of_earlier, call._replace(attention_mask=None, first_key=None))[:2]
         state, given_state = (state, state) if carries else (tuple(map(torch.zeros_like, state)), (None, None))
         is_kept = device.type == "cuda" and dtype != torch.float64 and p == 2
         assert kept.dtype == torch.uint8 and kept.shape[:2] == k.shape[:2] and (kept.numel() > 0) == is_kept

@@ -47,11 +47,11 @@ def train(x, options, algorithm):
 
 def prefill(x, options, _):
     """Two pieces from nothing: outputs and the state that is left."""
-    state = fastmax.init_state(1, 2, 64, dtype=torch.bfloat16, device=DEVICE)
+    state = fastmax.decoding.init_state(1, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     outputs = []
     for piece in (slice(0, 300), slice(300, TOKENS)):
         decay = {"log_decay": x["log_decay"][:, :, piece]} if "log_decay" in options else {}
-        o, state = fastmax.prefill(*(x[name][:, :, piece] for name in "qkv"), state, **decay)
+        o, state = fastmax.decoding.prefill(*(x[name][:, :, piece] for name in "qkv"), state, **decay)
         outputs.append(o)
     return *outputs, state.values, state.weights
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmax.swap import SwappedMultiheadAttention, swap_attention
+from fastmax.integrations.mha import SwappedMultiheadAttention, swap_attention
 
 E, HEADS = 12, 3
 DTYPE = torch.float64
@@ -115,7 +115,7 @@ def test_equals_definition(options, masks, batch_first):
 def test_self_attention_shares_one_projection():
     mha = make_mha(batch_first=True)
     x = torch.randn(2, 5, E, dtype=DTYPE)
-    with mock.patch("fastmax.swap.F.linear", wraps=F.linear) as linear:
+    with mock.patch("fastmax.integrations.mha.F.linear", wraps=F.linear) as linear:
         o, _ = swapped(mha)(x, x, x)
     assert linear.call_count == 2  # this one, and out_proj
     torch.testing.assert_close(o, polynomial_mha(mha, x, x, x))

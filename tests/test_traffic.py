@@ -6,7 +6,8 @@ import pytest
 import torch
 from common import compile_probe
 
-from fastmax import hbm_traffic, reference
+from fastmax import hbm_traffic
+from fastmax.testing import reference
 from fastmax.traffic import chunk_length, tile_rows
 
 BF16 = {"dtype": torch.bfloat16}

@@ -86,7 +86,7 @@ def test_one_layer_by_hand():
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
     )
     q, k = apply_rotary_pos_emb(q, k, *seen["position_embeddings"])
-    o = fastmax_attention(q, k, v, causal=True, temperature=math.sqrt(6), key_padding_mask=padding_mask("right").bool())
+    o = fastmax_attention(q, k, v, causal=True, temperature=math.sqrt(6), attention_mask=padding_mask("right").bool())
     torch.testing.assert_close(seen["output"], attention.o_proj(o.transpose(1, 2).flatten(2)))
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from fastmax import validation
+from fastmax.core import validation
 
 transformers = pytest.importorskip("transformers")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fastmax import FastmaxSelfAttention, fastmax_attention
-from fastmax.reference import naive_attention
+from fastmax.testing.reference import naive_attention
 
 transformers = pytest.importorskip("transformers")
 
@@ -71,12 +71,12 @@ def test_constant_decays_equal_the_definition(family):
 
     seen = []
 
-    def reference(q, k, v, *, key_padding_mask, log_decay, **options):
+    def reference(q, k, v, *, attention_mask, log_decay, **options):
         seen.append(log_decay)
         options.pop("dropout", None)
         rows = torch.tensor(model.config.fastmax["log_decay"], dtype=torch.float64)[:, None]
-        log_decay = torch.where(key_padding_mask[:, None], rows, 0)  # from the option, not as handed over
-        return naive_attention(q, k, v, key_padding_mask=key_padding_mask, log_decay=log_decay, **options)
+        log_decay = torch.where(attention_mask[:, None], rows, 0)  # from the option, not as handed over
+        return naive_attention(q, k, v, attention_mask=attention_mask, log_decay=log_decay, **options)
 
     ours = logits_and_gradients()
     with mock.patch.object(integration.forward, "fastmax_attention", side_effect=reference):
@@ -104,7 +104,7 @@ def test_gate_by_hand():
     q, k = apply_rotary_pos_emb(q, k, *seen["position_embeddings"])
     gate = attention.fastmax_decay
     log_decay = torch.nn.functional.logsigmoid(x @ gate.weight.T + gate.bias).mT
-    options = {"causal": True, "temperature": 6**0.5, "key_padding_mask": mask.bool()}
+    options = {"causal": True, "temperature": 6**0.5, "attention_mask": mask.bool()}
     o = fastmax_attention(q, k, v, log_decay=torch.where(mask.bool()[:, None], log_decay, 0), **options)
     torch.testing.assert_close(seen["output"], attention.o_proj(o.transpose(1, 2).flatten(2)))
     assert not torch.allclose(o, fastmax_attention(q, k, v, **options))

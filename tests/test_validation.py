@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fastmax
-from fastmax import fastmax_attention, validation
+from fastmax import fastmax_attention
+from fastmax.core import validation
 
 B, H, HK, N, M, D, DV = 2, 4, 2, 5, 7, 8, 6
 
@@ -85,7 +86,7 @@ BAD = {
     "causal is a tensor": (
         {"causal": torch.ones(N, M, dtype=torch.bool)},
         TypeError,
-        ["causal must be a bool", "key_padding_mask"],
+        ["causal must be a bool", "attention_mask"],
     ),
     "causal is an int": ({"causal": 1}, TypeError, ["causal must be a bool", "1"]),
     "causal is None": ({"causal": None}, TypeError, ["causal must be a bool", "None"]),
@@ -158,27 +159,27 @@ BAD = {
         ValueError,
         ["rpe_matrix", "linear", "quadratic", "sinusoidal"],
     ),
-    "key_padding_mask is no tensor": ({"key_padding_mask": True}, TypeError, ["key_padding_mask must", "bool tensor", "True"]),
-    "key_padding_mask of floats": ({"key_padding_mask": tensor(B, M)}, TypeError, ["key_padding_mask must", "bool", "float32"]),
-    "key_padding_mask of another length": (
-        {"key_padding_mask": tensor(B, N, dtype=torch.bool)},
+    "attention_mask is no tensor": ({"attention_mask": True}, TypeError, ["attention_mask must", "bool tensor", "True"]),
+    "attention_mask of floats": ({"attention_mask": tensor(B, M)}, TypeError, ["attention_mask must", "bool", "float32"]),
+    "attention_mask of another length": (
+        {"attention_mask": tensor(B, N, dtype=torch.bool)},
         ValueError,
-        ["key_padding_mask must", "(2, 7)", "(2, 5)"],
+        ["attention_mask must", "(2, 7)", "(2, 5)"],
     ),
-    "key_padding_mask to be broadcast": (
-        {"key_padding_mask": tensor(1, M, dtype=torch.bool)},
+    "attention_mask to be broadcast": (
+        {"attention_mask": tensor(1, M, dtype=torch.bool)},
         ValueError,
-        ["key_padding_mask must", "(2, 7)", "(1, 7)"],
+        ["attention_mask must", "(2, 7)", "(1, 7)"],
     ),
-    "key_padding_mask of rank 4": (
-        {"key_padding_mask": tensor(B, 1, 1, M, dtype=torch.bool)},
+    "attention_mask of rank 4": (
+        {"attention_mask": tensor(B, 1, 1, M, dtype=torch.bool)},
         ValueError,
-        ["key_padding_mask must", "(2, 7)", "(2, 1, 1, 7)"],
+        ["attention_mask must", "(2, 7)", "(2, 1, 1, 7)"],
     ),
-    "key_padding_mask on another device": (
-        {"key_padding_mask": tensor(B, M, dtype=torch.bool, device="meta")},
+    "attention_mask on another device": (
+        {"attention_mask": tensor(B, M, dtype=torch.bool, device="meta")},
         ValueError,
-        ["key_padding_mask must", "cpu", "meta"],
+        ["attention_mask must", "cpu", "meta"],
     ),
     "unknown algorithm": ({"algorithm": "fast"}, ValueError, ["algorithm must", "auto", "quadratic", "linear", "fast"]),
     "algorithm is None": ({"algorithm": None}, ValueError, ["algorithm must", "auto", "None"]),
@@ -191,14 +192,14 @@ for _dtype in (torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch calls some of these kinds prototypes
     NOT_DENSE = {
-        "nested": (torch.nested.as_nested_tensor([torch.ones(3, 4)]), ["nested", "to_padded_tensor", "key_padding_mask"]),
+        "nested": (torch.nested.as_nested_tensor([torch.ones(3, 4)]), ["nested", "to_padded_tensor", "attention_mask"]),
         "jagged": (torch.nested.nested_tensor([torch.ones(3, 4)], layout=torch.jagged), ["nested", "to_padded_tensor"]),
         "sparse COO": (tensor(3, 4).to_sparse(), ["torch.sparse_coo", ".to_dense()"]),
         "sparse CSR": (tensor(3, 4).to_sparse_csr(), ["torch.sparse_csr", ".to_dense()"]),
         "quantized": (torch.quantize_per_tensor(tensor(3, 4), 0.1, 0, torch.qint8), ["quantized", "qint8", ".dequantize()"]),
     }
 for _kind, (_tensor, _parts) in NOT_DENSE.items():
-    for _name in ("q", "k", "v", "drop_noise", "rpe_matrix", "key_padding_mask"):
+    for _name in ("q", "k", "v", "drop_noise", "rpe_matrix", "attention_mask"):
         _change = {_name: _tensor} | ({"dropout": 0.1} if _name == "drop_noise" else {})
         BAD[f"{_kind} {_name}"] = (_change, TypeError, [f"{_name} must be a dense tensor", *_parts])
 for _name in ("temperature", "a0", "a1", "a2", "lim", "dropout"):
@@ -225,7 +226,7 @@ def test_bad_input(name, custom):
 THREE_D = {
     "ranks differ": ({"k": tensor(B, HK, M, D)}, ValueError, ["k must"]),
     "heads do not divide": ({"k": tensor(3, M, D), "v": tensor(3, M, DV)}, ValueError, ["heads", "8", "3"]),
-    "mask does not divide": ({"key_padding_mask": tensor(3, M, dtype=torch.bool)}, ValueError, ["key_padding_mask", "(3, 7)"]),
+    "mask does not divide": ({"attention_mask": tensor(3, M, dtype=torch.bool)}, ValueError, ["attention_mask", "(3, 7)"]),
     "noise of rank 4": ({"drop_noise": tensor(B, H, N, DV), "dropout": 0.1}, ValueError, ["drop_noise", "(8, 5, 6)"]),
 }
 
@@ -240,7 +241,7 @@ def test_mask_whose_batch_divides_the_heads_of_q_alone():
     """8 heads of q and 4 of k: 8 sequences would be two of q for every head of k."""
     three_d = {name: x.flatten(0, 1) for name, x in good().items()}
     mask = tensor(8, M, dtype=torch.bool)
-    assert_refused(fastmax_attention, three_d | {"key_padding_mask": mask}, ValueError, ["key_padding_mask", "4", "(8, 7)"])
+    assert_refused(fastmax_attention, three_d | {"attention_mask": mask}, ValueError, ["attention_mask", "4", "(8, 7)"])
 
 
 def test_the_rpe_error_is_about_this_function():
@@ -249,7 +250,7 @@ def test_the_rpe_error_is_about_this_function():
     assert "'alibi'" in str(error.value) and "mask" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["q", "key_padding_mask", "temperature", "rpe_matrix"])
+@pytest.mark.parametrize("name", ["q", "attention_mask", "temperature", "rpe_matrix"])
 def test_messages_are_short(name):
     long = [[[float(i) for i in range(100)]] * 100] * 10
     for value in (long, np.zeros((100, 100)), "x" * 100_000):
@@ -269,7 +270,7 @@ def test_the_toggle_is_a_bool(value, attention):
 def test_flash_attention_refuses_too():
     refused = [
         ({"return_lse": 1}, ["return_lse must be a bool", "1"]),
-        ({"causal": tensor(N, M)}, ["causal must be a bool", "key_padding_mask"]),
+        ({"causal": tensor(N, M)}, ["causal must be a bool", "attention_mask"]),
         ({"v": tensor(B, HK, M, DV).to_sparse()}, ["v must be a dense tensor"]),
         ({"scale": "1"}, ["scale must", "'1'"]),
     ]
@@ -278,14 +279,14 @@ def test_flash_attention_refuses_too():
 
 
 def test_the_state_s_device():
-    state = fastmax.init_state(B, HK, D, DV, device="meta")
+    state = fastmax.decoding.init_state(B, HK, D, DV, device="meta")
     arguments = {"q": tensor(B, H, 1, D), "k": tensor(B, HK, 1, D), "v": tensor(B, HK, 1, DV), "state": state}
-    assert_refused(fastmax.step, arguments, ValueError, ["device", "meta", "cpu"])
+    assert_refused(fastmax.decoding.step, arguments, ValueError, ["device", "meta", "cpu"])
 
 
 def test_a_state_s_lim_without_normalize():
     with pytest.raises(ValueError, match=r"lim has no effect without normalize, got lim = 0\.5"):
-        fastmax.init_state(B, HK, D, lim=0.5)
+        fastmax.decoding.init_state(B, HK, D, lim=0.5)
 
 
 def test_numbers_of_other_kinds():
@@ -439,7 +440,7 @@ CALLS = {
     "function": (lambda: fastmax_attention(**good(), p=1), 0),
     "leak": (lambda: fastmax_attention(**good(), causal=True, normalize=True), 0),
     "module": (lambda: fastmax.FASTMultiHeadAttention(p=1)(**good()), 0),
-    "state": (lambda: fastmax.init_state(1, 1, 4, p=1), 0),
+    "state": (lambda: fastmax.decoding.init_state(1, 1, 4, p=1), 0),
     "layer": (swapped, 3),
     "checkpoint": (checkpointed, 2),
 }

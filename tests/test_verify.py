@@ -1,4 +1,4 @@
-"""`python -m fastmax.verify`: random configurations, what they cover, and that a wrong operator does not get through."""
+"""`python -m fastmax.testing.verify`: random configurations, what they cover, and wrong operators that must be found."""
 
 import math
 import os
@@ -11,7 +11,8 @@ from collections import Counter
 import pytest
 import torch
 
-from fastmax import validation, verify
+from fastmax.core import validation
+from fastmax.testing import verify
 
 # Eight small configurations that have all operators, dtypes, decays, windows and packed sequences, and one of them.
 SEED, INDEX = 1520, 5
@@ -59,7 +60,7 @@ def test_a_wrong_operator_is_caught_and_can_be_repeated(wrong, custom, monkeypat
     printed = capsys.readouterr().out
     case = verify.random_case(INDEX, SEED, "cpu")
     assert f"FAILED {case}" in printed, "the whole configuration"
-    assert f"python -m fastmax.verify {' '.join(ONE)}" in printed
+    assert f"python -m fastmax.testing.verify {' '.join(ONE)}" in printed
     assert re.search(r"\n0 of 8 random configurations", printed)
 
     assert verify.main(ONE) == 1
@@ -140,7 +141,7 @@ def test_bad_arguments(arguments, capsys):
 def test_processes_print_what_one_does(capsys):
     arguments = ["--device", "cpu", "--seed", str(SEED), "--random", "2"]
     assert verify.main(arguments) == 0
-    command = [sys.executable, "-m", "fastmax.verify", *arguments, "--processes", "2"]
+    command = [sys.executable, "-m", "fastmax.testing.verify", *arguments, "--processes", "2"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == capsys.readouterr().out and "2 of 2 random configurations within the limit" in printed
 
@@ -319,7 +320,7 @@ def test_layouts_are_what_they_are_called(keys):
 
 
 def test_padding_hides_all_keys_of_the_first_sequence():
-    mask = verify.random_tensors(verify.Case("", {}, padding=True), "cpu")["key_padding_mask"]
+    mask = verify.random_tensors(verify.Case("", {}, padding=True), "cpu")["attention_mask"]
     assert mask.shape == (2, 300) and not mask[0].any() and not mask[1, :100].any() and 0.5 < mask[1, 100:].float().mean() < 0.9
 
 
@@ -399,7 +400,7 @@ def test_the_rounding_of_log_sums_is_allowed(softmax, monkeypatch):
 def test_nothing_is_lost_to_log_sums_where_there_are_none():
     tensors, _ = scores_of_200(softmax=True)
     assert verify.largest_log_sum(tensors, {"causal": True}, softmax=False) == 0.0
-    tensors["key_padding_mask"] = torch.zeros(1, 40, dtype=torch.bool)
+    tensors["attention_mask"] = torch.zeros(1, 40, dtype=torch.bool)
     assert verify.largest_log_sum(tensors, {"exact_window": 3}, softmax=False) == 0.0
 
 

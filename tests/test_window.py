@@ -26,7 +26,7 @@ from test_flash import ExpectedFlash
 from test_validation import good
 
 from fastmax import flash_attention
-from fastmax.reference import naive_softmax_attention
+from fastmax.testing.reference import naive_softmax_attention
 
 SMALL = Case("small", n=30, m=35, b=2, h=4, hk=2, d=8, dv=6)
 TILES = Case("a tile and more", n=ROWS + 13, m=COLS + 30, b=1, h=2, hk=1, d=4)
@@ -56,7 +56,7 @@ class ExpectedWindow(ExpectedFlash):
 def test_every_window_in_float64(custom, causal, window, device):
     attention = partial(with_lse, use_custom_gradient=custom)
     mask = torch.rand(SMALL.b, SMALL.m, device=device) > 0.3
-    for options in ({}, {"key_padding_mask": mask, "scale": 0.7}):
+    for options in ({}, {"attention_mask": mask, "scale": 0.7}):
         inputs, grads = make(SMALL, torch.float64, device)
         assert_equals_definition(attention, naive_softmax_attention, inputs, grads, causal=causal, window=window, **options)
 

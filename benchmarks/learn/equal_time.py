@@ -11,7 +11,7 @@ from benchmarks.learn import equal_steps, language
 from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import VARIANTS
-from fastmax import extension
+from fastmax.ops import extension
 
 SECONDS = 60.0
 LONG = replace(

@@ -144,8 +144,8 @@ class SDPASelfAttention(fastmax.FastmaxSelfAttention):
         if self.attention != "softmax" or self.decay_proj is not None or self.window is not None:
             raise ValueError("scaled_dot_product_attention is softmax over all keys: it has no decay and no window")
 
-    def forward(self, x: Tensor, state: None = None, *, cu_seqlens: None = None, key_padding_mask: None = None) -> Tensor:
-        if any(given is not None for given in (state, cu_seqlens, key_padding_mask)):
+    def forward(self, x: Tensor, state: None = None, *, cu_seqlens: None = None, attention_mask: None = None) -> Tensor:
+        if any(given is not None for given in (state, cu_seqlens, attention_mask)):
             raise ValueError("this layer takes whole sequences alone")
         q, k, v, _, _ = self._heads(x, None, None, None)
         return self._output(F.scaled_dot_product_attention(q, k, v, is_causal=True), x)

@@ -1,5 +1,5 @@
 // fastmax::forward and fastmax::backward for CUDA tensors: checks, params, algorithm. The schemas are declared in Python
-// (fastmax/ops.py). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
+// (fastmax/ops/__init__.py). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
 //
 // fastmax::far_forward_ and far_backward_: the same of a causal call whose keys are the far ones of an exact window, joined to what there
 // is of the near ones. Where the kernels do not join, fastmax::eager_far_forward_ and _backward_ take a call without it and do that.
@@ -72,23 +72,23 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
   p.q_stride = stride_of(x.q), p.k_stride = stride_of(x.k), p.v_stride = stride_of(x.v);
   p.first_key = Operands::bounds(x.first_key), p.end_key = Operands::bounds(x.end_key);
   p.log_decay = x.log_decay.has_value() ? static_cast<const float*>(x.log_decay->data_ptr()) : nullptr;
-  p.key_padding_mask = x.key_padding_mask.has_value() ? static_cast<const uint8_t*>(x.key_padding_mask->data_ptr()) : nullptr;
+  p.attention_mask = x.attention_mask.has_value() ? static_cast<const uint8_t*>(x.attention_mask->data_ptr()) : nullptr;
   return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& key_padding_mask,
+std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
                                    const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
                                    const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key,
                                    double scale, double a0, double a1, double a2, int64_t order, bool causal, double dropout,
                                    const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   const Algorithm& chosen = choose(algorithm, inputs, causal, order);
   if (!has_attention_kernels(inputs, chosen, causal)) {
     const auto [o, z] =
-        call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, key_padding_mask, drop_noise, rpe_matrix, log_decay, first_key,
+        call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, attention_mask, drop_noise, rpe_matrix, log_decay, first_key,
                          end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
     return {o, z};
   }
@@ -112,11 +112,11 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
-    const Tensor& z, const OptionalTensor& key_padding_mask, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
+    const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
     const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, double a0, double a1,
     double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, rpe_matrix, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
@@ -124,7 +124,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Algorithm& chosen = choose(algorithm, inputs, causal, order);
   if (!has_attention_kernels(inputs, chosen, causal)) {
     const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
-        call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, key_padding_mask, drop_noise,
+        call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, attention_mask, drop_noise,
                          rpe_matrix, log_decay, first_key, end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
     return {grad_q, grad_k, grad_v, grad_rpe, grad_log_decay};
   }
@@ -173,10 +173,10 @@ bool is_writable(const Tensor& x) {
 }
 
 Tensor far_forward(const Tensor& o, const Tensor& near_lse, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
+                   const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
                    double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
   check_far(inputs, scale, order, algorithm);
   check_device("o", o, q);
   check_shape("o", o, {q.size(0), q.size(1), q.size(2), v.size(3)});
@@ -199,16 +199,16 @@ Tensor far_forward(const Tensor& o, const Tensor& near_lse, const Tensor& q, con
       return z;
     }
   }
-  return call_operator<1>("fastmax::eager_far_forward_", o, near_lse, q, k, v, key_padding_mask, log_decay, first_key, scale, a0, a1, a2,
+  return call_operator<1>("fastmax::eager_far_forward_", o, near_lse, q, k, v, attention_mask, log_decay, first_key, scale, a0, a1, a2,
                           order, algorithm, allow_tf32)[0];
 }
 
 Tensor far_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_o, const OptionalTensor& grad_z,
                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& z,
-                    const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
+                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
                     double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, key_padding_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
   check_far(inputs, scale, order, algorithm);
   check_results(q, v, o, grad_o, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q);
@@ -232,7 +232,7 @@ Tensor far_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& gr
       return gradients.grad_log_decay;
     }
   }
-  return call_operator<1>("fastmax::eager_far_backward_", grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, key_padding_mask,
+  return call_operator<1>("fastmax::eager_far_backward_", grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, attention_mask,
                           log_decay, first_key, scale, a0, a1, a2, order, algorithm, allow_tf32)[0];
 }
 

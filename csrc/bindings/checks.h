@@ -29,7 +29,7 @@ std::string shape_text(const Sizes& sizes) {
 // What an attention operator is asked about, but for options, results and their gradients.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
-  const OptionalTensor &key_padding_mask, &rpe_matrix, &log_decay, &first_key, &end_key;
+  const OptionalTensor &attention_mask, &rpe_matrix, &log_decay, &first_key, &end_key;
 };
 
 // For those of them that an operator does not take.
@@ -53,7 +53,7 @@ inline void check_shape(const char* name, const Tensor& x, std::initializer_list
 }
 
 // q, k, v, mask, scale and visibility of an attention operator, for the kernels and for the PyTorch implementation behind it.
-inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& key_padding_mask, double scale,
+inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& attention_mask, double scale,
                             bool causal) {
   FASTMAX_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v must be 4-dimensional, got ", q.dim(), ", ",
                 k.dim(), " and ", v.dim(), " dimensions");
@@ -70,10 +70,10 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
   FASTMAX_CHECK(n <= INT_MAX / 2 && m <= INT_MAX / 2, "too many tokens: ", n, " queries, ", m, " keys");
   FASTMAX_CHECK(!causal || n <= m, "causal attention needs n <= m, got ", n, " queries and ", m, " keys");
   FASTMAX_CHECK(std::isfinite(scale) && scale > 0, "scale must be finite and > 0, got ", scale);
-  if (key_padding_mask.has_value()) {
-    check_device("key_padding_mask", *key_padding_mask, q);
-    check_shape("key_padding_mask", *key_padding_mask, {b, m});
-    FASTMAX_CHECK(key_padding_mask->scalar_type() == ScalarType::Bool, "key_padding_mask must be bool");
+  if (attention_mask.has_value()) {
+    check_device("attention_mask", *attention_mask, q);
+    check_shape("attention_mask", *attention_mask, {b, m});
+    FASTMAX_CHECK(attention_mask->scalar_type() == ScalarType::Bool, "attention_mask must be bool");
   }
 }
 
@@ -89,7 +89,7 @@ inline void check_per_token(const char* name, const OptionalTensor& x, ScalarTyp
 // All of the inputs. The values of decays and bounds stay on the device. The caller must see to it that decays are finite and <= 0, or
 // NaN; results are not specified where bounds fall.
 inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
-  check_attention(x.q, x.k, x.v, x.key_padding_mask, scale, causal);
+  check_attention(x.q, x.k, x.v, x.attention_mask, scale, causal);
   if (x.rpe_matrix.has_value()) check_device("rpe_matrix", *x.rpe_matrix, x.q);
   const int64_t hk = x.k.size(1), n = x.q.size(2), m = x.k.size(2);
   const bool wide = x.q.scalar_type() == ScalarType::Double;

@@ -24,8 +24,8 @@ namespace {
 TokenStride token_stride(const Tensor& x) { return {x.stride(0), x.stride(1), x.stride(3)}; }
 
 void check_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-                const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, double scale, int64_t order) {
-  check_inputs({q, k, v, key_padding_mask, kNotGiven, log_decay, kNotGiven, kNotGiven}, scale, /*causal=*/true);
+                const OptionalTensor& attention_mask, const OptionalTensor& log_decay, double scale, int64_t order) {
+  check_inputs({q, k, v, attention_mask, kNotGiven, log_decay, kNotGiven, kNotGiven}, scale, /*causal=*/true);
   FASTMAX_CHECK(q.size(2) == 1 && k.size(2) == 1, "q, k and v must hold one token, got ", q.size(2), " queries and ",
                   k.size(2), " keys");
   check_state(q, k, v, values, weights, order);
@@ -42,10 +42,10 @@ Tensor empty_output(const Tensor& q, const Tensor& v) {
 }
 
 DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-                       const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask,
+                       const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& attention_mask,
                        const OptionalTensor& log_decay, const Tensor& o, double scale, double a0, double a1, double a2, int64_t order) {
   const int64_t b = q.size(0), h = q.size(1), hk = k.size(1), d = q.size(3), dv = v.size(3);
-  const bool has_mask = key_padding_mask.has_value(), has_decay = log_decay.has_value();
+  const bool has_mask = attention_mask.has_value(), has_decay = log_decay.has_value();
   DecodeParams p{};
   p.b = static_cast<int>(b), p.h = static_cast<int>(h), p.hk = static_cast<int>(hk);
   p.d = static_cast<int>(d), p.dv = static_cast<int>(dv), p.order = static_cast<int>(order);
@@ -55,8 +55,8 @@ DecodeParams params_of(const Tensor& q, const Tensor& k, const Tensor& v, const 
   p.q = q.data_ptr(), p.q_stride = token_stride(q);
   p.k = k.data_ptr(), p.k_stride = token_stride(k);
   p.v = v.data_ptr(), p.v_stride = token_stride(v);
-  p.key_padding_mask = has_mask ? static_cast<const uint8_t*>(key_padding_mask->data_ptr()) : nullptr;
-  p.mask_stride = has_mask ? key_padding_mask->stride(0) : 0;
+  p.attention_mask = has_mask ? static_cast<const uint8_t*>(attention_mask->data_ptr()) : nullptr;
+  p.mask_stride = has_mask ? attention_mask->stride(0) : 0;
   p.log_decay = has_decay ? static_cast<const float*>(log_decay->data_ptr()) : nullptr;
   p.decay_batch_stride = has_decay ? log_decay->stride(0) : 0, p.decay_head_stride = has_decay ? log_decay->stride(1) : 0;
   p.values = static_cast<const float*>(values.data_ptr()), p.new_values = static_cast<float*>(new_values.data_ptr());
@@ -72,38 +72,38 @@ void print_kernel(const char* name, const DecodeParams& p) {
 
 // The state is written to new_values and new_weights, which may be values and weights themselves; returns o.
 Tensor advance(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-               const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& key_padding_mask,
+               const Tensor& new_values, const Tensor& new_weights, const OptionalTensor& attention_mask,
                const OptionalTensor& log_decay, double scale, double a0, double a1, double a2, int64_t order) {
   const Tensor o = empty_output(q, v);
   const DecodeParams p =
-      params_of(q, k, v, values, weights, new_values, new_weights, key_padding_mask, log_decay, o, scale, a0, a1, a2, order);
+      params_of(q, k, v, values, weights, new_values, new_weights, attention_mask, log_decay, o, scale, a0, a1, a2, order);
   print_kernel("decode_step: decode_sm80", p);
   if (p.b > 0) launch_decode(p, current_stream(q.get_device_index()));
   return o;
 }
 
 std::tuple<Tensor, Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values_in,
-                                               const Tensor& weights_in, const OptionalTensor& key_padding_mask,
+                                               const Tensor& weights_in, const OptionalTensor& attention_mask,
                                                const OptionalTensor& log_decay, double scale, double a0, double a1, double a2,
                                                int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, values_in, weights_in, key_padding_mask, log_decay, scale, order);
+  check_step(q, k, v, values_in, weights_in, attention_mask, log_decay, scale, order);
   if (!is_covered(q, v)) {
     const auto [o, new_values, new_weights] = call_operator<3>("fastmax::eager_decode_step", q, k, v, values_in, weights_in,
-                                                               key_padding_mask, log_decay, scale, a0, a1, a2, order);
+                                                               attention_mask, log_decay, scale, a0, a1, a2, order);
     return {o, new_values, new_weights};
   }
   const Tensor values = dense(values_in), weights = dense(weights_in);
   const Tensor new_values = torch::stable::empty_like(values), new_weights = torch::stable::empty_like(weights);
-  const Tensor o = advance(q, k, v, values, weights, new_values, new_weights, key_padding_mask, log_decay, scale, a0, a1, a2, order);
+  const Tensor o = advance(q, k, v, values, weights, new_values, new_weights, attention_mask, log_decay, scale, a0, a1, a2, order);
   return {o, new_values, new_weights};
 }
 
 Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-                            const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay, double scale, double a0,
+                            const OptionalTensor& attention_mask, const OptionalTensor& log_decay, double scale, double a0,
                             double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, values, weights, key_padding_mask, log_decay, scale, order);
+  check_step(q, k, v, values, weights, attention_mask, log_decay, scale, order);
   FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
                   "values and weights must be contiguous to be written in place");
   FASTMAX_CHECK(!overlap(values, weights), "values and weights must not overlap to be written in place");
@@ -114,10 +114,10 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
   FASTMAX_CHECK(!log_decay.has_value() || (!overlap(values, *log_decay) && !overlap(weights, *log_decay)),
                   "log_decay must not overlap values and weights, which are written in place");
   if (!is_covered(q, v)) {
-    return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, key_padding_mask, log_decay, scale, a0, a1, a2,
+    return call_operator<1>("fastmax::eager_decode_step_", q, k, v, values, weights, attention_mask, log_decay, scale, a0, a1, a2,
                             order)[0];
   }
-  return advance(q, k, v, values, weights, values, weights, key_padding_mask, log_decay, scale, a0, a1, a2, order);
+  return advance(q, k, v, values, weights, values, weights, attention_mask, log_decay, scale, a0, a1, a2, order);
 }
 
 // What a state keeps beside its sums.
@@ -151,15 +151,15 @@ void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor
 
 Tensor gathered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                               const Tensor& near_keys, const Tensor& near_values, const Tensor& near_mask, const Tensor& near_decays,
-                              const Tensor& gathered, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+                              const Tensor& gathered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  check_step(q, k, v, values, weights, key_padding_mask, log_decay, scale, order);
+  check_step(q, k, v, values, weights, attention_mask, log_decay, scale, order);
   check_kept({near_keys, near_values, near_mask, near_decays, gathered}, q, k, v, exact_window);
   FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
                   "values and weights must be contiguous to be written in place");
   const Tensor* const written[] = {&values, &weights, &near_keys, &near_values, &near_mask, &near_decays, &gathered};
-  const Tensor* const read[] = {&q, &k, &v, key_padding_mask.has_value() ? &*key_padding_mask : nullptr,
+  const Tensor* const read[] = {&q, &k, &v, attention_mask.has_value() ? &*attention_mask : nullptr,
                                 log_decay.has_value() ? &*log_decay : nullptr};
   for (const Tensor* const* x = std::begin(written); x != std::end(written); ++x) {
     for (const Tensor* const* y = x + 1; y != std::end(written); ++y) {
@@ -172,12 +172,12 @@ Tensor gathered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
   const int64_t places = near_keys.size(2);
   if (!is_covered(q, v) || places > kMaxGatheredPlaces) {
     return call_operator<1>("fastmax::eager_gathered_step_", q, k, v, values, weights, near_keys, near_values, near_mask, near_decays,
-                            gathered, key_padding_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
+                            gathered, attention_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
   }
   const int device = q.get_device_index();
   const Tensor o = empty_output(q, v);
   GatheredParams p{};
-  p.step = params_of(q, k, v, values, weights, values, weights, key_padding_mask, log_decay, o, scale, a0, a1, a2, order);
+  p.step = params_of(q, k, v, values, weights, values, weights, attention_mask, log_decay, o, scale, a0, a1, a2, order);
   p.exact_window = static_cast<int>(exact_window), p.fold_every = static_cast<int>(places - exact_window);
   p.near_keys = near_keys.data_ptr(), p.near_values = near_values.data_ptr();
   p.near_mask = static_cast<uint8_t*>(near_mask.data_ptr()), p.near_decays = static_cast<float*>(near_decays.data_ptr());

@@ -26,15 +26,15 @@ void check_window(int64_t left, int64_t right) {
 }
 
 std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-                                         const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+                                         const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
                                          const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal,
                                          int64_t left, int64_t right, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
   if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
-    const auto [o, lse] = call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, key_padding_mask, log_decay, first_key,
+    const auto [o, lse] = call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, attention_mask, log_decay, first_key,
                                            end_key, scale, causal, left, right, allow_tf32);
     return {o, lse};
   }
@@ -55,18 +55,18 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_lse, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
-    const Tensor& o_in, const Tensor& lse, const OptionalTensor& key_padding_mask, const OptionalTensor& log_decay,
+    const Tensor& o_in, const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
     const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal, int64_t left, int64_t right,
     bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, key_padding_mask, kNotGiven, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, end_key};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
   check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);
   if (grad_lse.has_value()) check_per_query("grad_lse", *grad_lse, q_in);
   if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
     const auto [grad_q, grad_k, grad_v, grad_log_decay] =
-        call_operator<4>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in, lse, key_padding_mask, log_decay,
+        call_operator<4>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in, lse, attention_mask, log_decay,
                          first_key, end_key, scale, causal, left, right, allow_tf32);
     return {grad_q, grad_k, grad_v, grad_log_decay};
   }

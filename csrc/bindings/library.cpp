@@ -1,4 +1,4 @@
-// What fastmax/extension.py asks the library itself, through ctypes.
+// What fastmax/ops/extension.py asks the library itself, through ctypes.
 
 #include <cuda_runtime.h>
 
@@ -27,7 +27,7 @@ std::string build_info() {
 
 #define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
 
-// SCHEMA_VERSION in fastmax/extension.py: the schemas that the bindings are written for.
+// SCHEMA_VERSION in fastmax/ops/extension.py: the schemas that the bindings are written for.
 FASTMAX_EXPORT int fastmax_schema_version() { return 19; }
 
 // Why kernels do not run on a device, or null when they do.

@@ -56,7 +56,7 @@ struct Operands {
       : q(readable(x.q)),
         k(readable(x.k)),
         v(readable(x.v)),
-        mask(x.key_padding_mask),
+        mask(x.attention_mask),
         first_key(x.first_key),
         end_key(x.end_key),
         log_decay(x.log_decay) {
@@ -73,7 +73,7 @@ struct Operands {
     p.q = q.data_ptr(), p.q_stride = stride_of(q);
     p.k = k.data_ptr(), p.k_stride = stride_of(k);
     p.v = v.data_ptr(), p.v_stride = stride_of(v);
-    p.key_padding_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
+    p.attention_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
     p.mask_batch_stride = mask.has_value() ? mask->stride(0) : 0;
     p.first_key = bounds(first_key), p.end_key = bounds(end_key);
     p.log_decay = log_decay.has_value() ? static_cast<const float*>(log_decay->data_ptr()) : nullptr;

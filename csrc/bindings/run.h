@@ -17,7 +17,7 @@ inline void print_kernels(const char* operation, const Algorithm& algorithm, con
                kModes[static_cast<int>(p.math)], p.order, p.causal ? ", causal" : "", p.window ? ", window" : "",
                p.first_key.data != nullptr || p.end_key.data != nullptr ? ", bounds of keys" : "",
                p.log_decay != nullptr ? ", decay" : "",
-               p.key_padding_mask != nullptr ? ", mask" : "", p.noise != nullptr ? ", noise" : "", p.sm_arch);
+               p.attention_mask != nullptr ? ", mask" : "", p.noise != nullptr ? ", noise" : "", p.sm_arch);
 }
 
 // operation: the operator's name.

@@ -48,7 +48,7 @@ inline std::string failure() {
   return what == nullptr ? "" : what;
 }
 
-// Calls an operator of fastmax that returns Outputs tensors. Its errors are RuntimeErrors here; fastmax.extension.call raises the
+// Calls an operator of fastmax that returns Outputs tensors. Its errors are RuntimeErrors here; fastmax.ops.extension.call raises the
 // ones that the PyTorch implementation raised.
 template <size_t Outputs, class... Args>
 std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args) {
@@ -62,7 +62,7 @@ std::array<Tensor, Outputs> call_operator(const char* name, const Args&... args)
   return outputs;
 }
 
-// Where memory ran out, the message says "out of memory", by which fastmax.extension.call knows to raise torch.OutOfMemoryError.
+// Where memory ran out, the message says "out of memory", by which fastmax.ops.extension.call knows to raise torch.OutOfMemoryError.
 inline Tensor empty_strided(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType dtype, int device_index) {
   AtenTensorHandle handle = nullptr;
   const int32_t dtype_code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

@@ -64,7 +64,7 @@ struct AttentionParams : Problem {
 
   // what accompanies the tokens, null where it is absent. A per-token input (decay) is added here and in Operands of
   // bindings/operands.h.
-  const uint8_t* key_padding_mask;  // (b, m), nonzero = the key takes part; null: all do
+  const uint8_t* attention_mask;  // (b, m), nonzero = the key takes part; null: all do
   int64_t mask_batch_stride;
   const void* noise;  // (b, h, n, dv) in q's dtype, or null
   Stride noise_stride;

@@ -160,9 +160,9 @@ struct KeptKeys {
 
   __device__ __forceinline__ KeptKeys(const Params& p, unsigned blocks_per_batch) : p(p), blocks_per_batch(blocks_per_batch) {}
 
-  __device__ __forceinline__ bool keeps_all() const { return p.key_padding_mask == nullptr; }
+  __device__ __forceinline__ bool keeps_all() const { return p.attention_mask == nullptr; }
   __device__ __forceinline__ const uint8_t* mask() const {
-    return p.key_padding_mask + blockIdx.x / ptx::keep_in_register(blocks_per_batch) * p.mask_batch_stride;
+    return p.attention_mask + blockIdx.x / ptx::keep_in_register(blocks_per_batch) * p.mask_batch_stride;
   }
 
   // How many of keys [begin, begin + kKeys) are kept; those behind the last key are not. Called by whole warps.

@@ -37,8 +37,8 @@ struct Head {
   // The last key before `nan` that takes part; -1, for a state that the call continues from, where there is none.
   __device__ int key_before(int nan) const {
     int key = nan - 1;
-    if (p.key_padding_mask != nullptr) {
-      while (key >= 0 && p.key_padding_mask[batch * p.mask_batch_stride + key] == 0) --key;
+    if (p.attention_mask != nullptr) {
+      while (key >= 0 && p.attention_mask[batch * p.mask_batch_stride + key] == 0) --key;
     }
     return key;
   }

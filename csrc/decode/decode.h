@@ -33,7 +33,7 @@ struct DecodeParams {
   const void* k;  // (b, hk, d)
   const void* v;  // (b, hk, dv)
   TokenStride q_stride, k_stride, v_stride;
-  const uint8_t* key_padding_mask;  // (b), zero = the token does not join the state; null: all do
+  const uint8_t* attention_mask;  // (b), zero = the token does not join the state; null: all do
   int64_t mask_stride;
   const float* log_decay;  // (b, hk), the state's decay before the token joins: <= 0, -inf or NaN, > 0 counts as 0; null: 0
   int64_t decay_batch_stride, decay_head_stride;

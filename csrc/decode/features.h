@@ -48,7 +48,7 @@ struct Feature {
 };
 
 __device__ __forceinline__ bool joins_state(const DecodeParams& p, int batch) {
-  return p.key_padding_mask == nullptr || p.key_padding_mask[batch * p.mask_stride] != 0;
+  return p.attention_mask == nullptr || p.attention_mask[batch * p.mask_stride] != 0;
 }
 
 // NaN stays NaN.

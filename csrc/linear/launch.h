@@ -54,7 +54,7 @@ struct WidenedInputs {
 
   template <class Params>
   Inputs fill(const Params& p, cudaStream_t stream) const {
-    const RowMask key_mask{p.key_padding_mask, p.mask_batch_stride, 1};
+    const RowMask key_mask{p.attention_mask, p.mask_batch_stride, 1};
     const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride), key_mask};
     if (q == nullptr) return in;
     linear_widen<Fp16>(in.q, q, p.b, p.h, p.n, p.d, stream);
@@ -70,7 +70,7 @@ struct ZeroedInputs {
   int32_t* counts = nullptr;
 
   ZeroedInputs(const AttentionParams& p, bool wanted, Workspace& w) {
-    if (!wanted || p.key_padding_mask == nullptr) return;
+    if (!wanted || p.attention_mask == nullptr) return;
     const int64_t rows = int64_t{p.b} * p.hk * p.m;
     k = w.take<char>(rows * p.d * 2), v = w.take<char>(rows * p.dv * 2);
     counts = w.take<int32_t>(int64_t{p.b} * p.m);

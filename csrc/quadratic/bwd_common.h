@@ -66,12 +66,12 @@ __device__ __forceinline__ void load_key_stage(const Loader& loader, uint32_t ri
 
 // For store_rows. A padded key has no weight in any row.
 struct PaddedKeysAreZero {
-  const uint8_t* key_padding_mask;
+  const uint8_t* attention_mask;
   int64_t batch_stride;
   int batch;
 
   __device__ __forceinline__ auto operator()(int, int, int key) const {
-    const bool zero = key_padding_mask != nullptr && key_padding_mask[batch * batch_stride + key] == 0;
+    const bool zero = attention_mask != nullptr && attention_mask[batch * batch_stride + key] == 0;
     return [zero](int, float2 x) { return zero ? make_float2(0.f, 0.f) : x; };
   }
 };

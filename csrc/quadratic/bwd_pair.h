@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
 
   // Computed again, so that the main loop need not keep it in registers.
   const KvPosition out = kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x) / Tile::kColumnParts, row_blocks);
-  const PaddedKeysAreZero finish{p.key_padding_mask, p.mask_batch_stride, out.batch};
+  const PaddedKeysAreZero finish{p.attention_mask, p.mask_batch_stride, out.batch};
   const Stride& stride = sums_v ? p.grad_v_stride : p.grad_k_stride;
   Element* dst =
       static_cast<Element*>(sums_v ? p.grad_v : p.grad_k) + out.batch * stride.batch + out.kv_head * stride.head + first_col;

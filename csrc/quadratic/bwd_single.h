@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
 
   // Computed again, so that the main loop need not keep it in registers.
   const KvPosition out = kv_position<Tile::kRows>(p, ptx::keep_in_register(blockIdx.x), row_blocks);
-  const PaddedKeysAreZero finish{p.key_padding_mask, p.mask_batch_stride, out.batch};
+  const PaddedKeysAreZero finish{p.attention_mask, p.mask_batch_stride, out.batch};
   Element* dst_k = head_of<Element>(p.grad_k, p.grad_k_stride, out.batch, out.kv_head);
   Element* dst_v = head_of<Element>(p.grad_v, p.grad_v_stride, out.batch, out.kv_head);
   store_rows(grad_k, dst_k, p.grad_k_stride.token, warp_row, p.m, p.d, finish);

@@ -357,7 +357,7 @@ __device__ __forceinline__ void store_sums_by_key(const BwdParams& p, const Pair
                                                   int kv_head, int warp_row) {
   if (sums.by_key == nullptr) return;
   const float scale = Score(p).flow_scale();
-  const uint8_t* mask = p.key_padding_mask == nullptr ? nullptr : p.key_padding_mask + batch * p.mask_batch_stride;
+  const uint8_t* mask = p.attention_mask == nullptr ? nullptr : p.attention_mask + batch * p.mask_batch_stride;
   scratch.store_sums(sums.by_key + (static_cast<int64_t>(batch) * p.hk + kv_head) * p.m, warp_row, p.m,
                      [scale, mask](int key, float x) { return mask != nullptr && mask[key] == 0 ? 0.f : x * scale; });
 }

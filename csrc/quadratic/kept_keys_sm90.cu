@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(kThreads) kept_words_kernel(const uint8_t* mas
 }  // namespace
 
 size_t kept_words_bytes(const AttentionParams& p) {
-  return p.key_padding_mask == nullptr ? 0 : (word_bytes(p) + p.b * sizeof(Range) + 255) / 256 * 256;
+  return p.attention_mask == nullptr ? 0 : (word_bytes(p) + p.b * sizeof(Range) + 255) / 256 * 256;
 }
 
 KeptWords fill_kept_words(const AttentionParams& p, void* workspace, cudaStream_t stream) {
-  if (p.key_padding_mask == nullptr) return {nullptr, nullptr, 0};
+  if (p.attention_mask == nullptr) return {nullptr, nullptr, 0};
   uint32_t* words = static_cast<uint32_t*>(workspace);
   Range* ranges = reinterpret_cast<Range*>(static_cast<char*>(workspace) + word_bytes(p));
-  launch_kernel("kept_words", kept_words_kernel, grid_1d(p.b), kThreads, 0, stream, p.key_padding_mask, p.mask_batch_stride, p.m,
+  launch_kernel("kept_words", kept_words_kernel, grid_1d(p.b), kThreads, 0, stream, p.attention_mask, p.mask_batch_stride, p.m,
                 blocks_of(p) * (KeptWords::kKeysPerBlock / 32), words, ranges);
   return {reinterpret_cast<const uint4*>(words), ranges, blocks_of(p)};
 }

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fastmax import validation
+from fastmax.core import validation
 
 Batch = Tensor | Mapping[str, object] | Sequence[object]
 

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmax import validation
 from fastmax.convert.batches import Batch, call, first, fresh_casts
 from fastmax.convert.layers import check_module
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
+from fastmax.core import validation
 
 
 @fresh_casts()

@@ -9,10 +9,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
-from fastmax import validation
 from fastmax.convert.batches import Batch, arguments_of, call, padding_of
 from fastmax.convert.masks import MaskOfTeacher
-from fastmax.self_attention import FastmaxSelfAttention
+from fastmax.core import validation
+from fastmax.nn.self_attention import FastmaxSelfAttention
 
 Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the teacher's
 
@@ -70,7 +70,7 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
     Args:
         compare: is given the layer's name, `attend`, which returns the output of the model's layer for the same input, and the
             teacher's output: rows (tokens, embed_dim) in float32 or float64, without tokens that the batch's
-            argument `attention_mask` (b, n), or the layer's `key_padding_mask`, leaves out.
+            argument `attention_mask` (b, n), or the layer's `attention_mask`, leaves out.
     """
     real = padding_of(arguments_of(teacher, batch))
     masks, called = MaskOfTeacher(real), set()
@@ -80,7 +80,7 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
             called.add(name)
             takes_part = real
             if isinstance(layer, FastmaxSelfAttention):
-                takes_part = keywords.get("key_padding_mask", real)
+                takes_part = keywords.get("attention_mask", real)
             else:
                 keywords = keywords | {"attention_mask": masks.of(layer, own, args, keywords)}
             compare(name, lambda: _rows(layer(*args, **keywords), takes_part), _rows(output, takes_part))

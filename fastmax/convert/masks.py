@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from fastmax import validation
+from fastmax.core import validation
 
 if TYPE_CHECKING:
     from fastmax.integrations.transformers import FastmaxMask

@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fastmax import validation
 from fastmax.convert.batches import Batch, check_batches, fresh_casts
 from fastmax.convert.layers import Pairs, is_of_transformers, pairs_of, visit
-from fastmax.self_attention import EXPANSION_OF_EXP
+from fastmax.core import validation
+from fastmax.nn.self_attention import EXPANSION_OF_EXP
 
 DIFFERENCE = 0.05  # of a number of the polynomial, for slopes: far above the rounding of bf16, and nearly linear
 LONGEST_STEP = 1.0  # of one of the numbers in a round

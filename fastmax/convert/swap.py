@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from fastmax import validation
 from fastmax.convert.layers import check_module, is_of_transformers
-from fastmax.decay_gate import biases_of_half_lives
-from fastmax.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
+from fastmax.core import validation
+from fastmax.nn.decay_gate import biases_of_half_lives
+from fastmax.nn.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

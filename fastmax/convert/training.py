@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fastmax import validation
+from fastmax.core import validation
 
 
 def named(model: nn.Module, parameters: Iterable[str]) -> dict[str, nn.Parameter]:

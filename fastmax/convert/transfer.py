@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from fastmax import validation
 from fastmax.convert.batches import Batch, check_batches, first, fresh_casts
 from fastmax.convert.layers import Pairs, pairs_of, visit
 from fastmax.convert.training import finite, named, requiring_grad, warmup_and_cosine
+from fastmax.core import validation
 
 
 @fresh_casts()
@@ -33,7 +33,7 @@ def transfer(
     Args:
         model: after `swap`. Of its parameters only those named change.
         teacher: the model before the swap, a copy of it. Runs in eval mode; is not changed.
-        batches: `steps` of them or more. Tokens that the model's argument `attention_mask` (b, n), or the `key_padding_mask` of
+        batches: `steps` of them or more. Tokens that the model's argument `attention_mask` (b, n), or the `attention_mask` of
             its layers, leaves out do not count. Packed documents are taken as both models take them (`cu_seqlens`;
             `position_ids` that start again, and `cu_seq_lens_q` beside them).
         parameters: names of the parameters to train, in layers that were exchanged: what `swap` returned, or for instance

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch import distributed as dist
 
-from fastmax import validation
+from fastmax.core import validation
 
 _SHORT = 16  # values of cu_seqlens that a message shows
 

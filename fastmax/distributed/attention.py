@@ -12,9 +12,10 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fastmax import eager, ops, validation
-from fastmax.bounds import sequence_at
-from fastmax.call import Call
+from fastmax import eager, ops
+from fastmax.core import validation
+from fastmax.core.call import Call
+from fastmax.core.score import Score, Softmax, log_of_sums
 from fastmax.distributed import ring, states
 from fastmax.distributed.agreement import agree, described, digest, telling
 from fastmax.distributed.carries import Carries
@@ -22,11 +23,11 @@ from fastmax.distributed.halo import around, halo
 from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
 from fastmax.eager.planner import choose_algorithm
 from fastmax.functional import autocast_qkv, fastmax_attention, flash_attention
-from fastmax.merge import merge_attention
-from fastmax.normalization import normalize_queries_and_keys
-from fastmax.positional import append_sinusoidal_key, append_sinusoidal_query
-from fastmax.score import Score, Softmax, log_of_sums
-from fastmax.spread import outside_of_compiled_code
+from fastmax.ops.merge import merge_attention
+from fastmax.prepare.bounds import sequence_at
+from fastmax.prepare.normalization import normalize_queries_and_keys
+from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.prepare.spread import outside_of_compiled_code
 
 Group = dist.ProcessGroup | DeviceMesh | None
 
@@ -50,7 +51,7 @@ def context_parallel_attention(
     a2: float = 0.5,
     lim: float = 1.0,
     p: int = 2,
-    key_padding_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     algorithm: str = "auto",
     log_decay: Tensor | None = None,
     exact_window: int = 0,
@@ -72,7 +73,7 @@ def context_parallel_attention(
         layout: which tokens each rank holds, the same on all ranks: a `Layout`, or for each rank its stretches (start, stop) of
             global tokens, such as `zigzag_layout` gives. None: rank r holds the r-th stretch, of as many tokens as it passes;
             ranks exchange these numbers in every call.
-        key_padding_mask: bool (b, n), of this rank's tokens, on all ranks or none.
+        attention_mask: bool (b, n), of this rank's tokens, on all ranks or none.
         drop_noise: of this rank's output. When None it is drawn from the rank's own generator.
         rpe_matrix: None or "sinusoidal".
         normalize: False or "token".
@@ -105,12 +106,12 @@ def context_parallel_attention(
         validation.check_bool("return_lse", return_lse)
         options = {"function": "context_parallel_attention", "score": score, "normalize": kind, "lim": float(lim)}
         options |= {"dropout": dropout, "rpe_matrix": rpe_matrix, "algorithm": algorithm, "exact_window": exact_window}
-        asked = _checked(q, k, causal, key_padding_mask, log_decay, cu_seqlens)
+        asked = _checked(q, k, causal, attention_mask, log_decay, cu_seqlens)
         layout = _check_layout(layout, group, q.shape[2])
     if group.size() == 1:
         return fastmax_attention(
             q, k, v, causal=causal, drop_noise=drop_noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
-            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, key_padding_mask=key_padding_mask, algorithm=algorithm,
+            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask, algorithm=algorithm,
             log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
         )  # fmt: skip
     layout = _agreed(group, layout, q, k, v, asked, options)
@@ -134,14 +135,14 @@ def context_parallel_flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    *,
     causal: bool = False,
     scale: float | None = None,
-    key_padding_mask: Tensor | None = None,
+    attention_mask: Tensor | None = None,
     return_lse: bool = False,
     log_decay: Tensor | None = None,
     window: int | tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
-    *,
     group: Group = None,
     layout: Layout | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -153,7 +154,7 @@ def context_parallel_flash_attention(
     Args:
         q, k, v: (b, h, n, d), (b, hk, n, d), (b, hk, n, dv), the n tokens of this rank.
         window: bounded on both sides, or on the left when causal: then the tokens around each part are all that is sent.
-        key_padding_mask, log_decay, cu_seqlens, group, layout: as in `context_parallel_attention`.
+        attention_mask, log_decay, cu_seqlens, group, layout: as in `context_parallel_attention`.
         causal, scale, return_lse: as in `flash_attention`.
 
     Returns:
@@ -176,11 +177,20 @@ def context_parallel_flash_attention(
         right = 0 if causal else right
         if (left < 0) != (right < 0) and not (causal and left < 0):
             raise ValueError(f"window must be bounded on both sides or on none, got {window!r}")
-        asked = _checked(q, k, causal, key_padding_mask, log_decay, cu_seqlens)
+        asked = _checked(q, k, causal, attention_mask, log_decay, cu_seqlens)
         layout = _check_layout(layout, group, q.shape[2])
     if group.size() == 1:
         return flash_attention(
-            q, k, v, causal, scale, key_padding_mask, return_lse, log_decay=log_decay, window=window, cu_seqlens=cu_seqlens
+            q,
+            k,
+            v,
+            causal=causal,
+            scale=scale,
+            attention_mask=attention_mask,
+            return_lse=return_lse,
+            log_decay=log_decay,
+            window=window,
+            cu_seqlens=cu_seqlens,
         )
     options = {"function": "context_parallel_flash_attention", "score": score, "window": (left, right)}
     layout = _agreed(group, layout, q, k, v, asked, options)
@@ -306,7 +316,7 @@ def _check_tokens(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
 def _checked(
     q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None
 ) -> _Asked:
-    validation.check_key_padding_mask(mask, q, k)
+    validation.check_attention_mask(mask, q, k)
     validation.check_log_decay(log_decay, q, k, causal)
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {validation.describe(cu_seqlens)}")
@@ -333,7 +343,7 @@ def _agreed(
     options = options | {
         "causal": bool(asked.causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
-        "head_dim of v": v.shape[3], "giving a key_padding_mask": asked.mask is not None,
+        "head_dim of v": v.shape[3], "giving a attention_mask": asked.mask is not None,
         "log_decay": None if asked.log_decay is None else "given",
         "cu_seqlens": None if asked.cu_seqlens is None else described(asked.cu_seqlens),
     }  # fmt: skip
@@ -470,7 +480,7 @@ def _in_window(
     for x, part in zip(surrounded.parts, spread.parts, strict=True):
         of_part, m = q[:, :, part.local], x.k.shape[2]
         # Operators count from the last key: from there the window ends where the query stands, or before.
-        call = Call(score, causal=right == 0, left=left + right, right=-1 if right == 0 else 0, key_padding_mask=x.mask)
+        call = Call(score, causal=right == 0, left=left + right, right=-1 if right == 0 else 0, attention_mask=x.mask)
         first = end = None
         if x.log_decay is not None:
             decay, first = ops.finite_decay(x.log_decay, False, eager.compute_dtype(q.dtype))

@@ -22,8 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
-from fastmax import spread, validation
-from fastmax.bounds import sequence_at
+from fastmax.core import validation
 from fastmax.distributed.agreement import agree, described, digest, of_all_ranks, telling
 from fastmax.distributed.attention import (
     context_parallel_attention,
@@ -32,10 +31,12 @@ from fastmax.distributed.attention import (
 )
 from fastmax.distributed.communication import gather
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
-from fastmax.module import FASTMultiHeadAttention
-from fastmax.self_attention import FastmaxSelfAttention
-from fastmax.short_convolution import ShortConvolution
-from fastmax.spread import outside_of_compiled_code
+from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
+from fastmax.nn.self_attention import FastmaxSelfAttention
+from fastmax.nn.short_convolution import ShortConvolution
+from fastmax.prepare import spread
+from fastmax.prepare.bounds import sequence_at
+from fastmax.prepare.spread import outside_of_compiled_code
 
 _KINDS = ("contiguous", "zigzag")
 _OF_RANKS = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
@@ -133,7 +134,7 @@ class Context:
         layout = self.layout_of(mask.shape[1])
         if layout.world > 1:
             # Whatever the sizes of messages and the verdict on gaps depend on.
-            options = {"function": "a layer with key_padding_mask", "layout": digest(layout.stretches)}
+            options = {"function": "a layer with attention_mask", "layout": digest(layout.stretches)}
             options |= {"batch of x": str(mask.shape[0]), "device of x": mask.device.type}
             options |= {"cu_seqlens": "None" if cu_seqlens is None else described(cu_seqlens)}
             agree(self.group, options, mask.shape[1])
@@ -155,7 +156,7 @@ class Context:
             runs = torch.zeros(cu_seqlens.shape[0], dtype=torch.int64, device=mask.device)
             runs = runs.scatter_add(0, sequence, begins[0].long())
         message = (
-            "key_padding_mask of a context parallel layer must leave the real tokens of each sequence together, padding on the "
+            "attention_mask of a context parallel layer must leave the real tokens of each sequence together, padding on the "
             "left or on the right of them; it has padding between them"
         )
         if mask.is_cuda:
@@ -238,7 +239,7 @@ class ContextParallel(ParallelStyle):
 
     Each rank passes the tokens that it has of each sequence, x (b, n of the rank, embed_dim), and gets theirs. Positions,
     convolution, decays, windows and `cu_seqlens`, which is of the whole sequence and the same on all ranks, reach over ranks;
-    `key_padding_mask` is of the rank's tokens. It may mark padding on the left and on the right of a sequence; padding between
+    `attention_mask` is of the rank's tokens. It may mark padding on the left and on the right of a sequence; padding between
     real tokens is refused. Softmax layers send keys and values around the ring. Every rank has to run each forward and
     backward, in one order. There is no state with it: generation is a matter of one rank.
 

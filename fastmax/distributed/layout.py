@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import distributed as dist
 
-from fastmax import validation
+from fastmax.core import validation
 
 
 class Part(NamedTuple):

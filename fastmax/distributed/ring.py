@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastmax import eager, ops
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Score, Softmax, quotient
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Pending, all_to_all, pass_on
 from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Part, Spread
-from fastmax.score import Score, Softmax, quotient
 
 _ALIGNED = 16  # bytes: where kernels want tensors to begin
 
@@ -152,7 +152,7 @@ def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
 
 def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Keys, causal: bool) -> Block:
     x = held.of(_span(keys))
-    return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", key_padding_mask=x.mask))
+    return Block(queries, keys, x.k, x.v, Call(job.score, causal=causal, algorithm="quadratic", attention_mask=x.mask))
 
 
 def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
@@ -197,7 +197,7 @@ def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     call = block.call._replace(
         causal=True,
         log_decay=torch.cat([held.log_decay, decay], dim=2),
-        key_padding_mask=F.pad(mask, (0, queries.tokens)),
+        attention_mask=F.pad(mask, (0, queries.tokens)),
     )
     return block._replace(k=k, v=v, call=call)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
-from fastmax.exact_window import Forward
+from fastmax.ops.exact_window import Forward
 
 
 class Axes(NamedTuple):
@@ -41,7 +41,7 @@ _AXES = {
     ),
     **dict.fromkeys(("near_mask", "near_decays", "gathered", "kept", "log_decay", "finite", "shift"), _KEYS),
     **dict.fromkeys(("first_key", "end_key", "pairs_of_states"), _KEYS),
-    "key_padding_mask": _MASK,
+    "attention_mask": _MASK,
     **dict.fromkeys(("rpe_matrix", "cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }
 _OF_TOKENS = ("grad_q", "grad_k", "grad_v")
@@ -125,7 +125,7 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
     queries = next((tensors[name] for name in ("q", "o", "log_decay", "positions") if name in tensors), first)
     keys = next((tensors[name] for name in ("k", "shift") if name in tensors), queries)
     if "q" in tensors and queries.dim() == 3:  # batch and heads are one dimension
-        batch, heads, kv_heads = tensors.get("key_padding_mask", keys).shape[0], 0, 0
+        batch, heads, kv_heads = tensors.get("attention_mask", keys).shape[0], 0, 0
     elif queries.dim() >= 3:
         batch, heads, kv_heads = queries.shape[0], queries.shape[1], keys.shape[1]
     else:

@@ -22,12 +22,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastmax import eager, ops
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Score
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.communication import Earlier, Pending, all_to_all, gather, room
 from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part, Spread
-from fastmax.score import Score
 
 # Rows of k, of head dims above 32, from which on kernels cut a call in several pieces (csrc/linear/order2/plan.h: 832 MiB of
 # states at a time).
@@ -140,7 +140,7 @@ class Job(NamedTuple):
         mask = None if self.mask is None else self.mask[:, local]
         decay = None if log_decay is None else log_decay[..., local]
         first = None if self.first_keys is None else self.first_keys[i]
-        return Call(self.score, causal=True, key_padding_mask=mask, log_decay=decay, first_key=first)
+        return Call(self.score, causal=True, attention_mask=mask, log_decay=decay, first_key=first)
 
 
 def begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> Callable[[], tuple[Tensor, Tensor]]:
@@ -369,7 +369,7 @@ class _Finish(torch.autograd.Function):
 class _FromTotal(torch.autograd.Function):
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor):
-        call = Call(job.score, causal=True, key_padding_mask=job.mask)
+        call = Call(job.score, causal=True, attention_mask=job.mask)
         values, weights, _ = ops.state_of_keys(k, v, call)
         total = _total(_pack((values, weights)), job, "states")
         o, z, *_ = ops.prefill(q, k, v, _reading(call, k), *_unpack(total, v))
@@ -382,7 +382,7 @@ class _FromTotal(torch.autograd.Function):
     @without_second_derivative
     def backward(ctx, grad_o: Tensor | None, grad_z: Tensor | None):
         q, k, v, o, z, total = ctx.saved_tensors
-        call = Call(ctx.job.score, causal=True, key_padding_mask=ctx.job.mask)
+        call = Call(ctx.job.score, causal=True, attention_mask=ctx.job.mask)
         grad_o = torch.zeros_like(o) if grad_o is None else grad_o
         grads, results = (grad_o, grad_z, None, None), (o, z, None, None)
         grad_q, _, _, _, *own = ops.prefill_backward(grads, q, k, v, results, _reading(call, k), *_unpack(total, v))
@@ -401,4 +401,4 @@ def _total(own: Tensor, job: Job, what: str) -> Tensor:
 
 def _reading(call: Call, k: Tensor) -> Call:
     """The call in which no key joins the state."""
-    return call._replace(key_padding_mask=torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device))
+    return call._replace(attention_mask=torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from fastmax.self_attention import FastmaxSelfAttention
+from fastmax.nn.self_attention import FastmaxSelfAttention
 
 
 class TensorParallel(ParallelStyle):

@@ -38,7 +38,7 @@ def exchanged_bytes(
     p: int = 2,
     exact_window: int = 0,
     log_decay: bool = False,
-    key_padding_mask: bool = False,
+    attention_mask: bool = False,
     cu_seqlens: bool = False,
 ) -> Bytes:
     """Bytes that a rank receives from the others in one call of `context_parallel_attention`, or of
@@ -59,7 +59,7 @@ def exchanged_bytes(
         kv_heads, head_dim, value_dim, batch, dtype: of k and v; with a sinusoidal rpe_matrix head_dim is twice that, if even.
         algorithm: "linear", "quadratic" or "softmax".
         causal, p, exact_window: of the call.
-        log_decay, key_padding_mask, cu_seqlens: whether the call has them.
+        log_decay, attention_mask, cu_seqlens: whether the call has them.
     """
     if layout.world == 1:
         return Bytes(0, 0)
@@ -69,11 +69,11 @@ def exchanged_bytes(
     v, decay = like.new_empty(batch, kv_heads, 0, value_dim), like.new_empty(batch, kv_heads, 0, dtype=wide)
     mask = like.new_empty(batch, 0, dtype=torch.bool)
     # Around a window every part has a mask, of the tokens that are there.
-    masked = key_padding_mask or exact_window > 0
+    masked = attention_mask or exact_window > 0
     keys = ring.Keys(like, v, decay if log_decay else None, mask if masked else None)
     if exact_window == 0:
         return _far(layout, rank, keys, algorithm, causal, p, log_decay or cu_seqlens)
-    total = _halo(layout, rank, keys, exact_window, 0 if causal else exact_window, key_padding_mask)
+    total = _halo(layout, rank, keys, exact_window, 0 if causal else exact_window, attention_mask)
     total += _far(layout, rank, keys, algorithm, True, p, log_decay or cu_seqlens)
     return total if causal else total + _far(layout.mirrored(), rank, keys, algorithm, True, p, cu_seqlens)
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fastmax.call import PER_HEAD, Call
+from fastmax.core.call import PER_HEAD, Call
+from fastmax.core.score import Score, Softmax
 from fastmax.eager import exact, flash, linear, quadratic, tiles
 from fastmax.eager.blocks import (
     Gradients,
@@ -39,7 +40,6 @@ from fastmax.eager.normalization import (
 from fastmax.eager.planner import choose_algorithm, plan_linear, plan_quadratic
 from fastmax.eager.recurrent import coefficients, decode_step, decode_step_, softmax_step, sums_of_weights
 from fastmax.eager.workspace import Workspace
-from fastmax.score import Score, Softmax
 
 __all__ = [
     "algorithm_of",
@@ -134,14 +134,14 @@ def _operands(
     state: Tensor | None = None,
 ) -> Operands:
     """Those of a group of heads; `state` (b, hk) as `Decay` takes it."""
-    mask = call.key_padding_mask
+    mask = call.attention_mask
     per_head = {name: getattr(call, name) for name in PER_HEAD}
     per_head = {name: None if x is None else x[batch, heads] for name, x in per_head.items()}
-    call = call._replace(key_padding_mask=None if mask is None else mask[batch], **per_head)
+    call = call._replace(attention_mask=None if mask is None else mask[batch], **per_head)
     decay = None
     if any(x is not None for x in per_head.values()):
         dtype, left = compute_dtype(q.dtype), None if call.left < 0 else call.left
-        accompanying = {"mask": call.key_padding_mask, "left": left, "state": state}
+        accompanying = {"mask": call.attention_mask, "left": left, "state": state}
         decay = Decay(**per_head, shift=k.shape[2] - q.shape[2], dtype=dtype, **accompanying)
     return Operands(*(_five(x, k.shape[1])[batch, heads] for x in (q, k, v)), call, _tiles(call), decay)
 
@@ -178,7 +178,7 @@ def forward_from_state(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Causal attention of n tokens that continue from a state, by the linear algorithm: output, denominators, values, weights.
 
-    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.DecodeState`.
+    `values` (b, hk, features, dv) and `weights` (b, hk, features) as in `fastmax.decoding.DecodeState`.
     """
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:

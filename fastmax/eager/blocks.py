@@ -17,9 +17,9 @@ from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Score, Softmax
 from fastmax.eager.decay import Decay, DecayGradient
-from fastmax.score import Score, Softmax
 
 
 class Span(NamedTuple):
@@ -152,7 +152,7 @@ class Operands:
 
     def key_weights(self, span: Span) -> Tensor | None:
         """The key padding mask as a factor, (blocks, span.length, 1)."""
-        mask = self.call.key_padding_mask
+        mask = self.call.attention_mask
         if mask is None:
             return None
         mask = mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)

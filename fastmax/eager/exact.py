@@ -11,11 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmax.core.score import Score
 from fastmax.eager import flash, tiles
 from fastmax.eager.exponential import exp_of_relative
 from fastmax.eager.flash import NO_KEYS, finish, row_terms, start
 from fastmax.eager.workspace import Workspace
-from fastmax.score import Score
 
 __all__ = ["NO_KEYS", "backward", "finish", "forward", "near_keys", "row_terms", "start"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Softmax, reciprocal
 from fastmax.eager import tiles
 from fastmax.eager.exponential import exp_of_relative
 from fastmax.eager.workspace import Workspace, buffer
-from fastmax.score import Softmax, reciprocal
 
 NO_KEYS = float("-inf")  # the maximum and the log-sum-exp of no scores
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastmax.core.score import Score, reciprocal
 from fastmax.eager.decay import is_at_hand, not_above_zero, sum_of_decays
 from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import distinct_features, fading_to_last, query_features, softmax_of
-from fastmax.score import Score, reciprocal
 
 
 def gathered_step_(
@@ -29,7 +29,7 @@ def gathered_step_(
 ) -> Tensor:
     """The output (b, h, 1, dv) in q's dtype of a step that writes over the tensors of a state, `values` to `gathered`.
 
-    q, k, v, mask and log_decay of `decode_step`; the state's tensors of `fastmax.DecodeState` with W = exact_window and
+    q, k, v, mask and log_decay of `decode_step`; the tensors of `fastmax.decoding.DecodeState` with W = exact_window and
     T = fold_every. Where T tokens are gathered already, the oldest T join the sums first.
     """
     b, heads = k.shape[:2]

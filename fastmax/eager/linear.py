@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastmax.core.score import Score
 from fastmax.eager import tiles
 from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
 from fastmax.eager.decay import Factor, Factors
@@ -33,7 +34,6 @@ from fastmax.eager.features import (
 )
 from fastmax.eager.planner import LinearPlan
 from fastmax.eager.workspace import Workspace
-from fastmax.score import Score
 
 
 class State(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastmax.score import reciprocal
+from fastmax.core.score import reciprocal
 
 
 def merge_(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor | None) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from fastmax.eager.features import feature_count, padded_head_dim
 
 MIN_CHUNK = 128  # tokens; shorter products lose more than the smaller causal tile saves
-ALGORITHMS = ("auto", "quadratic", "linear")
 
 
 class Budget(NamedTuple):

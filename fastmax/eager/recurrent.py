@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fastmax.core.score import Score, log_of_sums, quotient, reciprocal
 from fastmax.eager.decay import is_at_hand, may_hold_nan, not_above_zero
-from fastmax.score import Score, log_of_sums, quotient, reciprocal
 
 
 def decode_step(
@@ -22,7 +22,7 @@ def decode_step(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output (b, h, 1, dv) in q's dtype, and the new values (b, hk, features, dv) and weights (b, hk, features), contiguous.
 
-    q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `fastmax.DecodeState`; mask bool (b, 1); log_decay
+    q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `DecodeState`; mask bool (b, 1); log_decay
     (b, hk, 1), by which the state fades before the token joins, whether or not it does.
     """
     key, v = _joining(k, v, mask, values.dtype, score)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fastmax.call import Call
+from fastmax.core.call import Call
+from fastmax.core.score import Score, quotient, reciprocal
 from fastmax.eager.exponential import exp_of_faded
 from fastmax.eager.workspace import Workspace, buffer
-from fastmax.score import Score, quotient, reciprocal
 
 NO_KEYS = 0.0  # the denominator of a query without keys
 

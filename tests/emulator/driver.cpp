@@ -67,8 +67,8 @@ void fill(AttentionParams& p) {
   p.window = p.left < p.m - 1 || (!p.causal && p.right < p.n - 1);
   p.sm_arch = 90, p.sm_count = integer("sm_count", 2);
   take("q", p.q, p.q_stride), take("k", p.k, p.k_stride), take("v", p.v, p.v_stride);
-  take("key_padding_mask", p.key_padding_mask);
-  p.mask_batch_stride = has("key_padding_mask") ? tensor("key_padding_mask").strides[0] : 0;
+  take("attention_mask", p.attention_mask);
+  p.mask_batch_stride = has("attention_mask") ? tensor("attention_mask").strides[0] : 0;
   take("noise", p.noise, p.noise_stride);
   take("first_key", p.first_key), take("end_key", p.end_key);
   take("log_decay", p.log_decay, p.log_decay_stride);

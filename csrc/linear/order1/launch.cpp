@@ -99,7 +99,7 @@ struct BwdPlan {
     if (e_pad > 0) {
       check_cuda(cudaMemset2DAsync(e, e_head * sizeof(float), 0, e_pad * sizeof(float), 2 * int64_t{p.b} * p.h, stream), "linear1");
     }
-    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride), {p.key_padding_mask, p.mask_batch_stride, 1}};
+    const Inputs in{view(p.q, p.q_stride), view(p.k, p.k_stride), view(p.v, p.v_stride), {p.attention_mask, p.mask_batch_stride, 1}};
     return {in, view(p.grad_o, p.grad_o_stride), {e + e_pad, e_head, 1}};
   }
   void divide(const BwdParams& p, Linear1WalkArgs& a) const {

@@ -13,9 +13,10 @@ from torch.utils import _pytree as pytree
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin
 
-from fastmax import ops, validation
-from fastmax.decode import init_state, prefill, step, step_
-from fastmax.decode_state import DecodeState
+from fastmax import ops
+from fastmax.core import validation
+from fastmax.decoding.functional import init_state, prefill, step, step_
+from fastmax.decoding.state import DecodeState
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
 from fastmax.integrations.transformers.options import GLOBAL, NAME, all_options, check_values, fastmax_layers
 from fastmax.integrations.transformers.unreadable import Unreadable
@@ -120,10 +121,10 @@ class FastmaxLayer(CacheLayerMixin):
         if self.state is None:
             self._start(query, key, value, options)
         if n == 1 and _can_overwrite(self.state):
-            o = step_(query, key, value, self.state, key_padding_mask=padding, log_decay=log_decay)
+            o = step_(query, key, value, self.state, attention_mask=padding, log_decay=log_decay)
         else:
             attend = step if n == 1 else prefill
-            o, self.state = attend(query, key, value, self.state, key_padding_mask=padding, log_decay=log_decay)
+            o, self.state = attend(query, key, value, self.state, attention_mask=padding, log_decay=log_decay)
         self.pending = None
         if self.offloads:
             self._move(torch.device("cpu"))

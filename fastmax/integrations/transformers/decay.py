@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
-from fastmax import validation
-from fastmax.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
+from fastmax.core import validation
 from fastmax.integrations.transformers.layers import (
     attention_layers,
     implementation,
@@ -22,6 +21,7 @@ from fastmax.integrations.transformers.layers import (
     runs_fastmax,
 )
 from fastmax.integrations.transformers.options import NAME, check_model, configurations, options_of
+from fastmax.nn.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
 
 GATE = "fastmax_decay"  # the submodule of a layer, and the entry of the configuration
 ARGUMENT = "log_decay"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from fastmax import validation
+from fastmax.core import validation
 from fastmax.functional import fastmax_attention
 from fastmax.integrations.transformers.cache import NewTokens, refuse_sequence
 from fastmax.integrations.transformers.decay import refuse_missing
@@ -104,7 +104,7 @@ def fastmax_attention_forward(
         o = rows_again(fastmax_attention(*rows, causal=True, cu_seqlens=cu_seqlens, **options), query.shape[0])
     else:
         options["log_decay"] = log_decay
-        o = fastmax_attention(query, key, value, causal=mask.causal, key_padding_mask=padding, **options)
+        o = fastmax_attention(query, key, value, causal=mask.causal, attention_mask=padding, **options)
     return o.transpose(1, 2).contiguous(), None
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
-from fastmax import validation
+from fastmax.core import validation
 from fastmax.integrations.transformers.options import GLOBAL, NAME
 from fastmax.integrations.transformers.packing import ONLY, bounds, first_tokens, is_packed
 from fastmax.integrations.transformers.unreadable import Unreadable

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fastmax import validation
+from fastmax.core import validation
 
 NAME = "fastmax"
 GLOBAL = "global"

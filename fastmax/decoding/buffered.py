@@ -1,0 +1,78 @@
+"""States that gather new tokens beside their sums: with every token in its place, and back.
+
+`ops.gathered_step_` alone leaves tokens beside the sums that belong in them. Whatever else continues from such a state takes
+them in first, and leaves a state in which nothing is gathered yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastmax import ops
+from fastmax.core.call import Call
+from fastmax.decoding.state import DecodeState, width_of_keys
+from fastmax.prepare.bounds import with_bounds
+
+
+def folded(state: DecodeState) -> DecodeState:
+    """The state with `fold_every` 1: gathered tokens are in its sums, and the last W alone beside them. Differentiable."""
+    if state.fold_every == 1:
+        return state
+    count, window = state.fold_every, state.exact_window
+    keys, tokens, mask, decays = _kept(state)
+    there = mask.unsqueeze(-1)  # products with what masked tokens hold would leave a trace
+    near = torch.where(there, keys, 0), torch.where(there, tokens, 0), mask, decays
+    place = torch.arange(count, device=state.device)
+    is_gathered = place < state.gathered.unsqueeze(-1)  # (b, hk, T)
+    keys, tokens, mask, decays = (x[:, :, :count] for x in near)
+    mask, decays = mask & is_gathered, torch.where(is_gathered, decays, 0.0)
+    # Each head as a batch entry of its own, as each has a mask of its own; keys in the place of queries.
+    keys, tokens, decays, values, weights = (
+        x.flatten(0, 1).unsqueeze(1) for x in (keys, tokens, decays, state.values, state.weights)
+    )
+    call = with_bounds(Call(state.score, causal=True, attention_mask=mask.flatten(0, 1)), keys, keys, decays, continues=True)
+    _, _, values, weights = ops.prefill(keys, keys, tokens, call, values, weights)
+    changes = {
+        "values": values.view_as(state.values),
+        "weights": weights.view_as(state.weights),
+        "fold_every": 1,
+        "gathered": None,
+    }
+    if window == 0:
+        return replace(state, **changes, **dict.fromkeys(_KEPT))
+    place = state.gathered.unsqueeze(-1) + torch.arange(window, device=state.device)  # (b, hk, W)
+    near = [x.gather(2, place.view(*place.shape, *(1,) * (x.dim() - 3)).expand(-1, -1, -1, *x.shape[3:])) for x in near]
+    near[_KEPT.index("near_mask")] = near[_KEPT.index("near_mask")][:, 0]  # of every head the same
+    return replace(state, **changes, **dict(zip(_KEPT, near, strict=True)))
+
+
+def gathering(state: DecodeState, fold_every: int) -> DecodeState:
+    """A `folded` state with places for so many tokens, none of them taken."""
+    if fold_every == 1:
+        return state
+    b, heads, window = *state.weights.shape[:2], state.exact_window
+    near = _kept(state)
+    if window == 0:
+        like, width = state.values, width_of_keys(state.head_dim, state.positions is not None)
+        near = (
+            like.new_zeros(b, heads, 0, width, dtype=state.dtype),
+            like.new_zeros(b, heads, 0, like.shape[3], dtype=state.dtype),
+            like.new_zeros(b, 0, dtype=torch.bool),
+            like.new_zeros(b, heads, 0),
+        )
+    keys, values, mask, decays = near
+    near = keys, values, mask.unsqueeze(1).expand(-1, heads, -1), decays
+    near = (F.pad(x, (*(0, 0) * (x.dim() - 3), 0, fold_every)) for x in near)
+    gathered = torch.zeros(b, heads, dtype=torch.int32, device=state.device)
+    return replace(state, fold_every=fold_every, gathered=gathered, **dict(zip(_KEPT, near, strict=True)))
+
+
+_KEPT = ("near_keys", "near_values", "near_mask", "near_decays")
+
+
+def _kept(state: DecodeState) -> tuple[Tensor | None, ...]:
+    return tuple(getattr(state, name) for name in _KEPT)

@@ -1,0 +1,156 @@
+"""The state of recurrent attention: sums over the tokens seen so far, and the options that they were made with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fastmax import eager
+from fastmax.core.score import Score
+from fastmax.decoding.batch_state import BatchState
+
+
+def width_of_keys(head_dim: int, sinusoidal: bool) -> int:
+    """Channels of q and k with those that a sinusoidal rpe_matrix appends."""
+    return head_dim + 2 * ((head_dim + 1) // 2) if sinusoidal else head_dim
+
+
+@dataclass(eq=False, repr=False)
+class DecodeState(BatchState):
+    """Sums over the tokens seen so far, and the options they were made with; from `fastmax.decoding.init_state`.
+
+    `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
+    `1`, `k_a` and `k_a k_b` for `a <= b`, in that order (`1 + d` of them for p = 1). With a sinusoidal rpe_matrix d counts the
+    appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was passed, padding too,
+    in packed sequences of all of them together; of states that `cat` joins it is the largest.
+
+    With an exact window of W tokens the sums hold the tokens before the last W, and `near_keys` (b, hk, W, d), `near_values`
+    (b, hk, W, dv), `near_mask` (b, W) and `near_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
+    q, k and v, whether each takes part (False in places that no token has yet), and its log_decay, in the dtype of the sums.
+
+    With `fold_every` = T above 1, `step_` puts a token behind those W and takes the oldest T of them into the sums together,
+    once T are gathered: the `near_` tensors have W + T places, `near_mask` one for each head (b, hk, W + T), and `gathered`
+    (b, hk) int32 counts the tokens beyond the W, 0 to T, which are weighed as those in the sums. What lies behind them means
+    nothing.
+
+    `torch.save`, `torch.load` (with its default `weights_only=True`), `copy.deepcopy` and `torch.utils._pytree` know it; two
+    states are equal only where they are the same object.
+    """
+
+    values: Tensor
+    weights: Tensor
+    tokens: int
+    dtype: torch.dtype  # of q, k and v
+    head_dim: int  # of q and k as the caller passes them
+    score: Score
+    normalize: str | None
+    lim: float
+    positions: Tensor | None = None  # None without a sinusoidal rpe_matrix
+    exact_window: int = 0
+    near_keys: Tensor | None = None  # None without an exact window, as are the following
+    near_values: Tensor | None = None
+    near_mask: Tensor | None = None
+    near_decays: Tensor | None = None
+    fold_every: int = 1
+    gathered: Tensor | None = None  # None where fold_every is 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name. The first dimension of each is the batch."""
+        return {name: x for name in _TENSORS if (x := getattr(self, name)) is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> DecodeState:
+        """The state with `function` of each of its tensors."""
+        return replace(self, **{name: function(x) for name, x in self.tensors().items()})
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors."""
+        return self.values.device
+
+    @classmethod
+    def _cat(cls, states: Sequence[DecodeState]) -> DecodeState:
+        tensors = {name: torch.cat([getattr(state, name) for state in states]) for name in states[0].tensors()}
+        return replace(states[0], tokens=max(state.tokens for state in states), **tensors)
+
+    def options(self) -> dict:
+        """The options that states of one batch share."""
+        tensors = self.tensors()
+        options = {name: x for name, x in vars(self).items() if name not in tensors and name != "tokens"}
+        return options | {f"shape of {name}": tuple(x.shape[1:]) for name, x in tensors.items()}
+
+    def to(
+        self,
+        device: torch.device | str | int | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> DecodeState:
+        """The state on another device, or for tokens of another dtype; what is there already is shared, not copied.
+
+        Args:
+            device: where to; as `Tensor.to`, it may be the dtype.
+            dtype: of the q, k and v to come. The sums are float32 for float32, float16 and bfloat16, so between these none of
+                them is rounded; they become float64 for float64 and are rounded on the way back. The keys and values of an
+                exact window, and those that are gathered, are rounded to the dtype.
+            non_blocking: as in `Tensor.to`.
+        """
+        device, dtype = self._device_and_dtype(device, dtype)
+        wide = eager.compute_dtype(dtype)
+
+        def move(name: str, x: Tensor) -> Tensor:
+            floating = dtype if name in _TOKENS else wide
+            return x.to(device=device, dtype=floating if x.is_floating_point() else x.dtype, non_blocking=non_blocking)
+
+        return replace(self, dtype=dtype, **{name: move(name, x) for name, x in self.tensors().items()})
+
+    def __repr__(self) -> str:
+        options = {name: f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.tensors().items()}
+        if isinstance(self.values, Tensor):
+            options["device"] = self.device
+        options |= {"tokens": self.tokens, "dtype": self.dtype, "head_dim": self.head_dim, "p": self.score.order}
+        options |= {"temperature": f"{1.0 / self.score.scale:g}"}
+        if self.exact_window > 0:
+            options |= {"exact_window": self.exact_window}
+        if self.fold_every > 1:
+            options |= {"fold_every": self.fold_every}
+        options |= {name: f"{getattr(self.score, name):g}" for name in ("a0", "a1", "a2")}
+        if self.normalize is not None:
+            options |= {"normalize": repr(self.normalize), "lim": f"{self.lim:g}"}
+        return f"DecodeState({', '.join(f'{name}={value}' for name, value in options.items())})"
+
+    def __getstate__(self) -> dict:
+        """Values of plain types alone, so that a file does not depend on the package's inner classes."""
+        return vars(self) | {"score": tuple(self.score)}
+
+    def __setstate__(self, saved: dict) -> None:
+        # Through __init__: a name that this version does not know, of a later version's file, is an error.
+        self.__init__(**(saved | {"score": Score(*saved["score"])}))
+
+
+_TOKENS = ("near_keys", "near_values")  # in the dtype of q, k and v
+_TENSORS = tuple(field.name for field in fields(DecodeState) if field.type.startswith("Tensor"))
+
+torch.serialization.add_safe_globals([DecodeState])
+
+
+def _flatten(state: DecodeState) -> tuple[list[Tensor], tuple]:
+    tensors = state.tensors()
+    options = tuple((name, value) for name, value in vars(state).items() if name not in tensors)
+    return list(tensors.values()), (tuple(tensors), options)
+
+
+def _flatten_with_keys(state: DecodeState) -> tuple[list[tuple], tuple]:
+    tensors, context = _flatten(state)
+    return [(pytree.GetAttrKey(name), x) for name, x in zip(context[0], tensors, strict=True)], context
+
+
+def _unflatten(tensors: Sequence, context: tuple) -> DecodeState:
+    names, options = context
+    return DecodeState(**dict(zip(names, tensors, strict=True)), **dict(options))
+
+
+pytree.register_pytree_node(DecodeState, _flatten, _unflatten, flatten_with_keys_fn=_flatten_with_keys)

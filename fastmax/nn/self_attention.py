@@ -1,0 +1,680 @@
+"""`FastmaxSelfAttention`: causal self-attention with all that was found to matter, as a layer."""
+
+from __future__ import annotations
+
+import math
+import sys
+from numbers import Real
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fastmax import ops
+from fastmax.core import validation
+from fastmax.decoding import functional as decode
+from fastmax.decoding.state import DecodeState
+from fastmax.functional import fastmax_attention, flash_attention
+from fastmax.nn import key_value_cache
+from fastmax.nn.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
+from fastmax.nn.key_value_cache import KeyValueCache
+from fastmax.nn.rotary import Rotation, rotate
+from fastmax.nn.self_attention_state import SelfAttentionState
+from fastmax.nn.short_convolution import ShortConvolution
+from fastmax.prepare import spread
+from fastmax.prepare.bounds import sequence_at
+from fastmax.prepare.padding import PackedPlaces, RealFirst
+
+if TYPE_CHECKING:
+    from fastmax.distributed.context import Context
+
+DEFAULT_EXACT_WINDOW = 128
+EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
+_PARTS = ("qkv_proj", "out_proj", "gate_proj", "decay_proj", "conv", "q_norm", "k_norm", "output_norm")
+_SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
+_MADE_BY = {  # arguments of the constructor that are no attributes, and what they make
+    "qk_norm": "q_norm and k_norm, which are None without",
+    "rope": "rope_dim, which is 0 without",
+    "decay": "decay_proj, which is None without",
+    "output_gate": "gate_proj, which is None without",
+    "bias": "the biases of qkv_proj, gate_proj and out_proj",
+    "norm_eps": "the eps of q_norm, k_norm and output_norm",
+}
+
+
+class _Option:
+    """An option of fastmax attention as an attribute of the layer: an entry of its `options`, checked when it is set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, layer: FastmaxSelfAttention | None, owner: type) -> object:
+        if layer is None:
+            return self
+        if layer.attention == "softmax":
+            raise AttributeError(self.name)  # the message is that of nn.Module.__getattr__, which Python calls then
+        return layer.options[self.name]
+
+    def __set__(self, layer: FastmaxSelfAttention, value: object) -> None:
+        if layer.attention == "softmax":
+            raise ValueError(f'{self.name} has no effect with attention="softmax", got {validation.describe(value)}')
+        options = layer.options | {self.name: value}
+        coefficients = tuple(options.pop(name) for name in ("a0", "a1", "a2"))
+        layer.options = options_of_fastmax(layer.head_dim, coefficients=coefficients, **options)
+
+
+class FastmaxSelfAttention(nn.Module):
+    """Causal self-attention from x (b, n, embed_dim) to y of the same shape: projections, attention and what makes it learn.
+
+        q, k, v = conv(x W_qkv)                          RMS-normalised and rotated: q and k
+        o = attention(q, k, v, logsigmoid(x W_decay + b_decay))
+        y = (norm(o) * silu(x W_gate)) W_out
+
+    Every part is switched by a keyword of its own; docs/layer.md has what each was measured to add. With
+    `attention="softmax"` the same layer has `flash_attention` in the place of `fastmax_attention`, to compare with and for
+    layers between: the parts, the names and shapes of the weights and the numbers they start from are the same.
+
+    Args:
+        embed_dim: of x and y.
+        num_heads: of q.
+        num_kv_heads: of k and v, a divisor of num_heads; num_heads when None.
+        head_dim: of q, k and v; embed_dim / num_heads when None.
+        attention: "fastmax" or "softmax".
+        qk_norm: RMS normalisation of each head's q and k with a learned scale for each channel (Zhang and Sennrich, 2019,
+            arXiv:1910.07467), before the rotation.
+        rope: rotary positions (Su et al., 2021, arXiv:2104.09864).
+        rope_dim: channels of each head that they turn, the first, an even number; None: half of them. The others match keys
+            whatever their distance.
+        rope_base: of their wavelengths, up to `2 pi rope_base` tokens.
+        decay: a gate for each key/value head, by which older keys fade (Lin et al., 2025, arXiv:2503.02130).
+        longest_half_life: tokens after which a key of the slowest head weighs half when training begins; the context's length
+            is a good value, at least 4. Those of the heads are spread geometrically from 4 tokens up to it.
+        exact_window: tokens whose keys are weighed by exp(s), as in `fastmax_attention`; None: 128. 0 for softmax or None.
+        window: of softmax attention alone: each token sees itself and the `window - 1` before it.
+        output_norm: RMS normalisation of each head's output, as of q and k.
+        conv: width of a causal convolution of each channel of q, k and v over the last tokens; 0 or 1: none.
+        output_gate: the output is multiplied by silu(x W_gate).
+        p, a0, a1, a2, algorithm: of `fastmax_attention`.
+        temperature: of `fastmax_attention`; None: `sqrt(head_dim)` with an exact window, softmax's own, so that near keys weigh
+            what they weigh there; 1 without, since a polynomial looks sharply at large scores only; 1.1 for p = 1.
+        normalize: of `fastmax_attention`, False or "token"; None: False for p = 2, "token" for p = 1, which keeps 1 + s
+            positive.
+        use_custom_gradient: of both attentions.
+        bias: biases in the projections of q, k, v, of the gate and of the output.
+        norm_eps: what the RMS normalisations add to mean squares.
+        device, dtype: of the weights.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it was and what is accepted; also an option of the other attention, and
+            a rope_dim without rope.
+
+    `q_norm`, `k_norm`, `decay_proj`, `output_norm`, `conv` and `gate_proj` are None where they are switched off.
+
+    The options of the attention, `exact_window` to `a2` and for softmax `window`, `rope_dim`, `rope_base` and
+    `use_custom_gradient` are attributes. One that is set later is checked as in the constructor, holds from the next call on
+    and changes no other; `temperature` and `normalize` set to None take the default for the other options.
+    """
+
+    exact_window, p, temperature, normalize, algorithm = _Option(), _Option(), _Option(), _Option(), _Option()
+    a0, a1, a2 = _Option(), _Option(), _Option()
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        attention: str = "fastmax",
+        qk_norm: bool = True,
+        rope: bool = True,
+        rope_dim: int | None = None,
+        rope_base: float = 10000.0,
+        decay: bool = True,
+        longest_half_life: float = 1024.0,
+        exact_window: int | None = None,
+        window: int | None = None,
+        output_norm: bool = True,
+        conv: int = 4,
+        output_gate: bool = True,
+        p: int = 2,
+        temperature: float | None = None,
+        normalize: bool | str | None = None,
+        algorithm: str = "auto",
+        a0: float = 1.0,
+        a1: float = 1.0,
+        a2: float = 0.5,
+        use_custom_gradient: bool = True,
+        bias: bool = False,
+        norm_eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if size is not None or name in ("embed_dim", "num_heads"):
+                validation.check_count(name, size)
+        if head_dim is None:
+            if embed_dim % num_heads != 0:
+                raise ValueError(
+                    f"embed_dim must be a multiple of num_heads without a head_dim, got {embed_dim} and {num_heads}"
+                )
+            head_dim = embed_dim // num_heads
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % num_kv_heads != 0:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        _check_attention(attention)
+        switches = {"qk_norm": qk_norm, "rope": rope, "decay": decay, "output_norm": output_norm, "output_gate": output_gate}
+        for name, switch in (switches | {"use_custom_gradient": use_custom_gradient, "bias": bias}).items():
+            validation.check_bool(name, switch)
+        validation.check_positive("rope_base", rope_base)
+        _check_half_life(longest_half_life)
+        validation.check_positive("norm_eps", norm_eps)
+        rope_dim = rotary_channels(head_dim, rope, rope_dim)
+        validation.check_count("conv", conv, least=0)
+
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, head_dim
+        self.attention, self.use_custom_gradient = attention, use_custom_gradient
+        self.rope_dim, self.rope_base = rope_dim, float(rope_base)
+        self.longest_half_life = float(longest_half_life)
+        self.window = window
+        self.context = None  # where the tokens of x are parts of sequences: see `fastmax.distributed.ContextParallel`
+        of_fastmax = {
+            "exact_window": exact_window,
+            "p": p,
+            "temperature": temperature,
+            "normalize": normalize,
+            "algorithm": algorithm,
+            "coefficients": (a0, a1, a2),
+        }
+        if attention == "softmax":
+            _refuse_options_of_fastmax(**of_fastmax)
+            if window is not None:
+                validation.check_count("window", window)
+            self.options = {}
+        else:
+            if window is not None:
+                got = validation.describe(window)
+                raise ValueError(f'window is of attention="softmax", got {got} for "fastmax"; it has exact_window')
+            self.options = options_of_fastmax(head_dim, **of_fastmax)
+
+        if dtype is not None:
+            validation.check_dtype("dtype", dtype)
+        made = {"device": device, "dtype": dtype}
+        heads, kv_heads = num_heads * head_dim, num_kv_heads * head_dim
+        self.qkv_proj = nn.Linear(embed_dim, heads + 2 * kv_heads, bias, **made)
+        self.out_proj = nn.Linear(heads, embed_dim, bias, **made)
+        self.gate_proj = nn.Linear(embed_dim, heads, bias, **made) if output_gate else None
+        self.decay_proj = nn.Linear(embed_dim, num_kv_heads, **made) if decay else None
+        self.conv = ShortConvolution(heads + 2 * kv_heads, conv, **made) if conv > 1 else None
+        self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, norm_eps, **made) if qk_norm else None for _ in range(2))
+        self.output_norm = nn.RMSNorm(head_dim, norm_eps, **made) if output_norm else None
+        self.reset_parameters()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _MADE_BY:
+            raise AttributeError(f"{name} makes parts of a new layer, got {validation.describe(value)}: set {_MADE_BY[name]}")
+        if name in vars(self) or name in _PARTS:
+            self._check_attribute(name, value)
+        if name in ("rope_base", "longest_half_life"):
+            value = float(value)
+        if isinstance(getattr(type(self), name, None), _Option):
+            object.__setattr__(self, name, value)  # nn.Module would register a parameter before the option is checked
+        else:
+            super().__setattr__(name, value)
+
+    def _check_attribute(self, name: str, value: object) -> None:
+        """Checks an attribute that is set on a made layer; `_Option` checks the options of fastmax."""
+        if name in _SIZES:
+            got = validation.describe(value)
+            raise AttributeError(
+                f"{name} cannot be set, got {got}: the weights are those of {vars(self)[name]}; make a new layer"
+            )
+        if name == "context" and value is not None and not _is_context(value):
+            raise TypeError(
+                f"context must be None or that of fastmax.distributed.ContextParallel, got {validation.describe(value)}"
+            )
+        if name in _PARTS and value is not None and not isinstance(value, nn.Module):
+            raise TypeError(f"{name} must be a module or None, got {validation.describe(value)}")
+        if name == "window" and value is not None:
+            if self.attention != "softmax":
+                got = validation.describe(value)
+                raise ValueError(f'window is of attention="softmax", got {got} for "fastmax"; it has exact_window')
+            validation.check_count("window", value)
+        if name == "attention":
+            _check_attention(value)
+            if value == "fastmax" and not self.options:
+                raise ValueError('attention must stay "softmax" in a layer made for it, got "fastmax": fastmax.convert.swap')
+            if value == "fastmax" and self.window is not None:
+                raise ValueError(f'window must be None where attention is set to "fastmax", got {self.window}')
+        if name == "rope_dim":
+            validation.check_count("rope_dim", value, least=0)
+            if value > 0:
+                rotary_channels(self.head_dim, True, value)
+        if name == "rope_base":
+            validation.check_positive(name, value)
+        if name == "longest_half_life":
+            _check_half_life(value)
+        if name == "use_custom_gradient":
+            validation.check_bool(name, value)
+
+    def reset_parameters(self) -> None:
+        """Projections: normal of standard deviation 0.02, as GPT-2's, biases 0. Convolution: the identity. Norms: 1.
+
+        Decay gates do not depend on x at first (weights 0); their biases give half-lives from 4 tokens to `longest_half_life`,
+        spread geometrically over the key/value heads, or `longest_half_life` to a single one.
+        """
+        for proj in (self.qkv_proj, self.out_proj, self.gate_proj):
+            if proj is not None:
+                nn.init.normal_(proj.weight, std=0.02)
+                if proj.bias is not None:
+                    nn.init.zeros_(proj.bias)
+        for part in (self.conv, self.q_norm, self.k_norm, self.output_norm):
+            if part is not None:
+                part.reset_parameters()
+        if self.decay_proj is not None:
+            nn.init.zeros_(self.decay_proj.weight)
+            with torch.no_grad():
+                self.decay_proj.bias.copy_(biases_of_half_lives(self.num_kv_heads, self.longest_half_life))
+
+    def init_state(
+        self,
+        batch: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        fold_every: int = 1,
+    ) -> SelfAttentionState:
+        """The state before any token.
+
+        Args:
+            batch: sequences that are generated together.
+            dtype: of q, k and v; None: that of the weights. Under autocast they are cast to it.
+            device: None: that of the weights.
+            fold_every: as in `fastmax.decoding.init_state`: above 1, `step_` gathers so many tokens before it writes the state.
+        """
+        weight = self.qkv_proj.weight
+        dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
+        validation.check_dtype("dtype", dtype)
+        validation.check_count("batch", batch, least=0)
+        if self.attention == "softmax":
+            validation.check_count("fold_every", fold_every)
+            if fold_every != 1:
+                raise ValueError(f'fold_every is of attention="fastmax", got {fold_every} for "softmax"')
+            state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device, self.window)
+        else:
+            options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"fold_every": fold_every}
+            state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
+        recent = None
+        if self.conv is not None:
+            recent = torch.zeros(batch, self.conv.width - 1, self._channels, dtype=dtype, device=device)
+        return SelfAttentionState(state, recent, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, SelfAttentionState]:
+        """
+        Args:
+            x: (b, n, embed_dim), in the dtype of the weights, or any under autocast.
+            state: from `init_state` or `forward`; x continues from it: in any pieces, of one token or many, the outputs are
+                those of one call. It is not modified.
+            cu_seqlens: int32 (s + 1,), from 0 to n: the n tokens of a batch of one are s sequences end to end, apart from each
+                other in attention, convolution and positions, which count from 0 in each. With a state of s batch entries
+                sequence i continues from entry i. (A softmax layer without a window then waits for the device, to learn how
+                long the longest sequence is.)
+            attention_mask: bool (b, n), True = the token takes part. The others, wherever they stand, leave no trace: each
+                sequence gives what it gives without them. Positions, windows and the convolution count real tokens alone, and
+                outputs of the others mean nothing.
+
+        Returns:
+            y (b, n, embed_dim); with a state also the state after x. Differentiable.
+
+        Raises:
+            TypeError, ValueError: naming the argument, what it was and what is accepted.
+        """
+        context = self._context()
+        check = self._check if context is None else context.telling(self._check)
+        check(x, state, cu_seqlens, attention_mask, context)
+        if attention_mask is None:
+            return self._attend(x, state, cu_seqlens, None, context)
+        x = _without_padding(x, attention_mask)
+        if context is not None:
+            context.refuse_gaps(attention_mask, cu_seqlens)
+            return self._attend(x, None, cu_seqlens, attention_mask, context)
+        order = RealFirst.of(attention_mask, cu_seqlens)
+        out = self._attend(order.first(x), state, cu_seqlens, order.mask, None, order)
+        return order.back(out) if state is None else (order.back(out[0]), out[1])
+
+    def _attend(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        context: Context | None,
+        order: RealFirst | None = None,
+    ) -> Tensor | tuple[Tensor, SelfAttentionState]:
+        """`forward` of checked arguments; the tokens are in `order` where there is one."""
+        packed = None
+        if cu_seqlens is not None and state is not None:
+            packed = PackedPlaces.of(cu_seqlens, x.shape[1], None if order is None else order.count)
+        count = None if order is None else order.count
+        q, k, v, log_decay, recent = self._heads(x, state, cu_seqlens, mask, context, packed, count)
+        options = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
+        if state is None:
+            fastmax, flash = (fastmax_attention, flash_attention) if context is None else context.attentions
+            options |= {"causal": True, "use_custom_gradient": self.use_custom_gradient, "attention_mask": mask}
+            if self.attention == "softmax":
+                o = flash(q, k, v, window=self.window, **options)
+            else:
+                o = fastmax(q, k, v, **self.options, **options)
+            return self._output(o, x)
+        if self.attention == "softmax":
+            options = {"log_decay": log_decay, "use_custom_gradient": self.use_custom_gradient}
+            if packed is None:
+                o, attention = key_value_cache.attend(q, k, v, state.attention, count=count, **options)
+            else:
+                o, attention = key_value_cache.attend_packed(q, k, v, state.attention, packed, **options)
+        elif x.shape[1] == 1 and cu_seqlens is None:
+            o, attention = decode.step(q, k, v, state.attention, log_decay=log_decay, attention_mask=mask)
+        elif order is None:
+            o, attention = decode.prefill(q, k, v, state.attention, **options)
+        else:
+            o, attention = decode.prefill_real_first(q, k, v, state.attention, order, **options)
+        if packed is not None:
+            count = packed.count
+        positions = state.positions + (x.shape[1] if count is None else count)
+        return self._output(o, x), SelfAttentionState(attention, recent, positions)
+
+    def step_(self, x: Tensor, state: SelfAttentionState, *, attention_mask: Tensor | None = None) -> Tensor:
+        """`forward` of one token in place: the state itself takes it, at the addresses it has, as CUDA graphs want it.
+
+        Args:
+            x: (b, 1, embed_dim).
+            state: of fastmax attention; a softmax layer's grows. Its tensors as `fastmax.decoding.step_` wants them.
+            attention_mask: bool (b, 1), as in `forward`.
+
+        Returns:
+            y (b, 1, embed_dim).
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+            RuntimeError: autograd records x, the weights or the state: use `torch.no_grad()`, or `forward`.
+        """
+        context = self._context()
+        if context is not None:
+            context.telling(_refuse_state)()
+        if self.attention == "softmax":
+            raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
+        if state is None:
+            raise TypeError("state must come from this layer's init_state, got None")
+        spread.refuse("of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight)
+        self._check(x, state, None, attention_mask)
+        if x.shape[1] != 1:
+            raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
+        state.refuse_outside_inference_mode()
+        count = None
+        if attention_mask is not None:
+            x, count = _without_padding(x, attention_mask), attention_mask.sum(1)
+        q, k, v, log_decay, recent = self._heads(x, state, None, attention_mask, count=count)
+        o = decode.step_(q, k, v, state.attention, log_decay=log_decay, attention_mask=attention_mask)
+        if recent is not None:
+            state.recent.copy_(recent)
+        state.positions.add_(1 if count is None else count)
+        return self._output(o, x)
+
+    @property
+    def _channels(self) -> int:
+        """Of q, k and v together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    def _context(self) -> Context | None:
+        context = spread.current() if self.context is None else self.context
+        if context is None:
+            return None
+        # The options that are no arguments of the attention and the convolution, which compare theirs.
+        options = {name: getattr(self, name) for name in ("attention", "window", "rope_dim", "rope_base")}
+        return context.of_one_forward(options)
+
+    def _heads(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        context: Context | None = None,
+        packed: PackedPlaces | None = None,
+        count: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """q (b, h, n, d), k and v (b, hk, n, d), the decays (b, hk, n), and the last inputs of the convolution. With a `count`,
+        (b,), only so many tokens of a row are there, the first ones; `packed` is of `cu_seqlens` with a state."""
+        qkv = self.qkv_proj(x)
+        check = self._check_projected if context is None else context.telling(self._check_projected)
+        check(x, qkv)
+        recent = places = None
+        if context is not None:
+            positions = context.positions(x.shape[1], x.device)
+        elif state is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        else:
+            qkv, recent = qkv.to(state.dtype), state.recent
+            if packed is not None:
+                positions = state.positions[packed.sequence] + packed.place
+            else:
+                positions = state.positions.unsqueeze(-1)
+                if x.shape[1] != 1:
+                    positions = positions + torch.arange(x.shape[1], device=x.device)
+        if cu_seqlens is not None and packed is None:
+            positions = places = positions - cu_seqlens[sequence_at(cu_seqlens, positions)]
+        if mask is not None:
+            qkv = torch.where(mask.unsqueeze(-1), qkv, 0)
+        if self.conv is not None:
+            if context is not None:
+                qkv = context.convolve(self.conv, qkv, places)
+            elif packed is None:
+                qkv, recent = self.conv(qkv, recent, places, None if state is None else count)
+            elif x.shape[1] == 0:
+                recent = recent.clone()
+            else:
+                qkv, recent = self.conv.continue_packed(qkv, recent, packed)
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        q, k, v = qkv.unflatten(-1, (sum(heads), self.head_dim)).split(heads, dim=-2)
+        q, k = _normalized(q, self.q_norm), _normalized(k, self.k_norm)
+        if self.rope_dim:
+            rotation = Rotation.at(positions, self.rope_dim, self.rope_base, q.dtype)
+            q, k = rotate(q, rotation), rotate(k, rotation)
+        q, k, v = (rows.to(qkv.dtype).transpose(1, 2) for rows in (q, k, v))
+        return q, k, v, self._log_decay(x, mask), recent
+
+    def _log_decay(self, x: Tensor, mask: Tensor | None) -> Tensor | None:
+        if self.decay_proj is None:
+            return None
+        log_decay = log_decay_of(x, self.decay_proj.weight, self.decay_proj.bias)
+        if mask is not None:
+            log_decay = torch.where(mask.unsqueeze(-1), log_decay, 0)
+        return log_decay.transpose(1, 2)
+
+    def _output(self, o: Tensor, x: Tensor) -> Tensor:
+        o = _normalized(o.transpose(1, 2), self.output_norm).flatten(2)
+        if self.gate_proj is not None:
+            o = o * F.silu(self.gate_proj(x))
+        return self.out_proj(o)
+
+    def _check_projected(self, x: Tensor, qkv: Tensor) -> None:
+        spread.refuse("heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv)
+        if qkv.shape[-1] != self._channels:
+            raise ValueError(
+                f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "
+                "divided among ranks by fastmax.distributed.TensorParallel"
+            )
+
+    def _check(
+        self,
+        x: Tensor,
+        state: SelfAttentionState | None,
+        cu_seqlens: Tensor | None,
+        mask: Tensor | None,
+        context: Context | None = None,
+    ) -> None:
+        if context is not None and state is not None:
+            _refuse_state()
+        accepted = f"a tensor of shape (batch, tokens, {self.embed_dim})"
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x must be {accepted}, got {validation.describe(x)}")
+        validation.check_dense("x", x)
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            raise ValueError(f"x must be {accepted}, got shape {tuple(x.shape)}")
+        weight = self.qkv_proj.weight
+        validation.check_dtype("x", x.dtype)
+        if x.dtype != weight.dtype and not ops.in_autocast(x):
+            raise TypeError(f"x must have the dtype of the weights {weight.dtype}, got {x.dtype}")
+        if x.device != weight.device:
+            raise ValueError(f"x must be on the device of the weights {weight.device}, got {x.device}")
+        one_head = x.unsqueeze(1)
+        validation.check_attention_mask(mask, one_head, one_head)
+        tokens = None if context is None or cu_seqlens is None else context.layout_of(x.shape[1]).tokens
+        validation.check_cu_seqlens(cu_seqlens, one_head, one_head, tokens)
+        if state is not None:
+            self._check_state(state, x, cu_seqlens)
+
+    def _check_state(self, state: SelfAttentionState, x: Tensor, cu_seqlens: Tensor | None) -> None:
+        if not isinstance(state, SelfAttentionState):
+            raise TypeError(f"state must come from this layer's init_state, got {validation.describe(state)}")
+        expected = DecodeState if self.attention == "fastmax" else KeyValueCache
+        if not isinstance(state.attention, expected):
+            raise TypeError(
+                f'state must come from a layer of attention="{self.attention}", got one of {type(state.attention).__name__}'
+            )
+        batch, whose = x.shape[0], "x's batch {}"
+        if cu_seqlens is not None:
+            batch, whose = cu_seqlens.shape[0] - 1, "a batch entry for each of the {} sequences of cu_seqlens"
+        if state.positions.shape != (batch,):
+            raise ValueError(f"state must have {whose.format(batch)}, got {state.positions.shape[0]}")
+        if state.device != x.device:
+            raise ValueError(f"state must be on x's device {x.device}, got {state.device}")
+        if state.dtype != x.dtype and not ops.in_autocast(x):
+            raise TypeError(f"state must be for x's dtype {x.dtype}, got {state.dtype}")
+        recent = None if self.conv is None else (batch, self.conv.width - 1, self._channels)
+        got = None if state.recent is None else tuple(state.recent.shape)
+        if got != recent:
+            raise ValueError(f"state must have a recent of shape {recent}, as this layer's convolution keeps, got {got}")
+        if self.attention == "softmax":
+            heads, kept = (self.num_kv_heads, self.head_dim), (state.attention.keys.shape[1], state.attention.keys.shape[3])
+            if heads != kept:
+                raise ValueError(f"state must have key/value heads of this layer's {heads}, heads and head_dim, got {kept}")
+            if state.attention.window != self.window:
+                raise ValueError(f"state must have this layer's window {self.window!r}, got {state.attention.window!r}")
+            return
+        made = {name: getattr(state.attention, name) for name in ("score", "normalize", "exact_window")}
+        score = validation.check_score(*(self.options[name] for name in ("temperature", "a0", "a1", "a2", "p")))
+        normalize = self.options["normalize"] or None
+        for name, option in zip(made, (score, normalize, self.options["exact_window"]), strict=True):
+            if made[name] != option:
+                raise ValueError(f"state must have this layer's {name} {option!r}, got {made[name]!r}")
+
+    def extra_repr(self) -> str:
+        options = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "head_dim": self.head_dim}
+        options |= {"attention": self.attention, "rope_dim": self.rope_dim, "rope_base": self.rope_base}
+        options |= {"window": self.window} if self.attention == "softmax" else self.options
+        return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _without_padding(x: Tensor, mask: Tensor) -> Tensor:
+    """x with 0 at masked tokens: a gradient of 0 times a NaN there would make the gradients of the weights NaN."""
+    return torch.where(mask.unsqueeze(-1), x, 0)
+
+
+def _is_context(value: object) -> bool:
+    """Without importing what defines it: whoever has a context has imported it."""
+    module = sys.modules.get("fastmax.distributed.context")
+    return module is not None and isinstance(value, module.Context)
+
+
+def _check_half_life(longest: object) -> None:
+    validation.check_positive("longest_half_life", longest)
+    if longest < SHORTEST_HALF_LIFE:
+        raise ValueError(f"longest_half_life must be at least {SHORTEST_HALF_LIFE:g} tokens, got {longest}")
+
+
+def _refuse_state() -> NoReturn:
+    raise ValueError("state is of sequences that one rank has as a whole: it has no place in a context parallel layer")
+
+
+def _check_attention(attention: object) -> None:
+    if not isinstance(attention, str) or attention not in ("fastmax", "softmax"):
+        raise ValueError(f'attention must be "fastmax" or "softmax", got {validation.describe(attention)}')
+
+
+def rotary_channels(head_dim: int, rope: bool, rope_dim: int | None) -> int:
+    """How many channels of a head turn; 0 without rotary positions."""
+    if not rope:
+        if rope_dim is not None:
+            raise ValueError(f"rope_dim is of rotary positions, got {rope_dim!r} with rope=False")
+        return 0
+    if head_dim == 1:
+        raise ValueError("head_dim must be at least 2 for rope, which turns pairs of channels, got 1; or rope=False")
+    if rope_dim is None:
+        # Of 64 channels at 25 M parameters: all 0.771, half 0.760, a quarter 0.767 nats (docs/layer.md).
+        return 2 * math.ceil(head_dim / 4)
+    validation.check_count("rope_dim", rope_dim)
+    if rope_dim % 2 != 0 or rope_dim > head_dim:
+        raise ValueError(f"rope_dim must be even and at most head_dim {head_dim}, got {rope_dim}")
+    return rope_dim
+
+
+def options_of_fastmax(
+    head_dim: int,
+    exact_window: int | None,
+    p: int = 2,
+    temperature: float | None = None,
+    normalize: bool | str | None = None,
+    algorithm: str = "auto",
+    coefficients: tuple[float, float, float] = EXPANSION_OF_EXP,
+) -> dict:
+    """Checked, with the defaults that go together with p and the exact window."""
+    exact_window = DEFAULT_EXACT_WINDOW if exact_window is None else exact_window
+    validation.check_exact_window(exact_window)
+    validation.check_degree(p)
+    if temperature is None:
+        # Of p = 2 with a window, measured at 25 M parameters: sqrt(64) 0.749, 2.83 0.793, 1 0.840 nats (docs/layer.md).
+        temperature = 1.1 if p == 1 else math.sqrt(head_dim) if exact_window else 1.0
+    if normalize is None:
+        normalize = "token" if p == 1 else False
+    if validation.check_normalize(normalize, validation.DEFAULT_LIM) == "sequence":
+        raise ValueError(f'normalize must be False or "token" in a causal layer, got {normalize!r}: it looks at later tokens')
+    p = validation.check_score(temperature, *coefficients, p).order
+    validation.check_algorithm(algorithm, None)
+    options = {"exact_window": exact_window, "p": p, "temperature": temperature, "normalize": normalize, "algorithm": algorithm}
+    return options | dict(zip(("a0", "a1", "a2"), map(float, coefficients), strict=True))
+
+
+def _refuse_options_of_fastmax(
+    exact_window: int | None,
+    p: int,
+    temperature: float | None,
+    normalize: bool | str | None,
+    algorithm: str,
+    coefficients: tuple[float, float, float],
+) -> None:
+    given = {"temperature": temperature, "normalize": normalize, "algorithm": algorithm, "exact_window": exact_window, "p": p}
+    given |= zip(("a0", "a1", "a2"), coefficients, strict=True)
+    defaults = {"algorithm": ("auto",), "exact_window": (None, 0), "p": (2,)}
+    defaults |= {name: (x,) for name, x in zip(("a0", "a1", "a2"), EXPANSION_OF_EXP, strict=True)}
+    for name, value in given.items():
+        if not isinstance(value, (Real, str, type(None))) or value not in defaults.get(name, (None,)):
+            why = ": all of its keys are weighed by exp" if name == "exact_window" else ""
+            raise ValueError(f'{name} has no effect with attention="softmax"{why}, got {validation.describe(value)}')
+
+
+def _normalized(rows: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+    """Of the rows' dtype, whatever that of the weights is."""
+    if norm is None:
+        return rows
+    return F.rms_norm(rows, norm.normalized_shape, norm.weight.to(rows.dtype), norm.eps)

@@ -1,0 +1,83 @@
+"""What `FastmaxSelfAttention` keeps between tokens: the state of its attention, the last tokens, and where the next one is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from fastmax.decoding.batch_state import BatchState
+from fastmax.decoding.state import DecodeState
+from fastmax.nn.key_value_cache import KeyValueCache
+
+
+@dataclass(eq=False)
+class SelfAttentionState(BatchState):
+    """The state of a `FastmaxSelfAttention` between tokens; from its `init_state`.
+
+    `attention` is a `DecodeState`, whose size does not depend on the number of tokens, or for softmax attention the
+    keys and values of the tokens seen, which grow. `recent` (b, width - 1, channels) are the last inputs of the short
+    convolution, None without one; `positions` (b,) int64 is where the next token stands.
+    """
+
+    attention: DecodeState | KeyValueCache
+    recent: Tensor | None
+    positions: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of q, k and v."""
+        return self.attention.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensors."""
+        return self.positions.device
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name. The first dimension of each is the batch."""
+        own = {"recent": self.recent, "positions": self.positions}
+        return self.attention.tensors() | {name: x for name, x in own.items() if x is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> SelfAttentionState:
+        """The state with `function` of each of its tensors."""
+        recent = None if self.recent is None else function(self.recent)
+        return SelfAttentionState(self.attention.map(function), recent, function(self.positions))
+
+    @classmethod
+    def _cat(cls, states: Sequence[SelfAttentionState]) -> SelfAttentionState:
+        first = states[0]
+        attention = type(first.attention).cat([state.attention for state in states])
+        recent = None if first.recent is None else torch.cat([state.recent for state in states])
+        return cls(attention, recent, torch.cat([state.positions for state in states]))
+
+    def options(self) -> dict:
+        """The options that states of one batch share."""
+        shape = None if self.recent is None else tuple(self.recent.shape[1:])
+        return {"kind of attention": type(self.attention).__name__, "shape of recent": shape} | self.attention.options()
+
+    def to(
+        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
+    ) -> SelfAttentionState:
+        """The state on another device, or for q, k and v of another dtype, as `DecodeState.to`."""
+        device, dtype = self._device_and_dtype(device, dtype)
+        recent = None if self.recent is None else self.recent.to(device=device, dtype=dtype)
+        return SelfAttentionState(self.attention.to(device, dtype), recent, self.positions.to(device=device))
+
+
+torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])
+
+
+pytree.register_pytree_node(
+    KeyValueCache,
+    lambda cache: (list(cache.tensors().values()), cache.window),
+    lambda tensors, window: KeyValueCache(*tensors, window=window),
+)
+pytree.register_pytree_node(
+    SelfAttentionState,
+    lambda state: (list(vars(state).values()), None),
+    lambda children, _: SelfAttentionState(*children),
+)

@@ -1,0 +1,84 @@
+"""A short causal convolution, each channel by itself, that continues from the last tokens of what came before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fastmax.prepare.padding import PackedPlaces, taken
+
+
+class ShortConvolution(nn.Module):
+    """`y_i = sum_t w_t x_(i-t)` over the last `width` tokens, with weights of its own for each channel.
+
+    `weight` (channels, 1, width) is that of the `nn.Conv1d(channels, channels, width, groups=channels)` that computes the same
+    of tokens with `width - 1` zeros before them. It starts as the identity: y = x.
+    """
+
+    def __init__(self, channels: int, width: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    @property
+    def width(self) -> int:
+        return self.weight.shape[-1]
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.ones_(self.weight[..., -1])
+
+    def forward(
+        self, x: Tensor, recent: Tensor | None = None, places: Tensor | None = None, count: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            x: (b, n, channels).
+            recent: (b, width - 1, channels), the tokens before x; None: zeros.
+            places: int (n,), where each token stands in its sequence, from 0; None: all are of one sequence.
+            count: int (b,), tokens of each row that are there, the first ones; None: all.
+
+        Returns:
+            y like x, and the last `width - 1` tokens, in memory of their own.
+        """
+        n, before = x.shape[1], self.width - 1
+        if recent is None:
+            recent = x.new_zeros(x.shape[0], before, x.shape[2])
+        tokens = torch.cat([recent, x], dim=1)
+        weight = self.weight[:, 0].to(x.dtype)
+        y = x * weight[:, before]
+        for t in range(1, self.width):  # elementwise, so that tokens in pieces give the same bits as together
+            earlier = tokens.narrow(1, before - t, n)
+            if places is not None:
+                earlier = torch.where((places >= t).unsqueeze(-1), earlier, 0)
+            y = torch.addcmul(y, earlier, weight[:, before - t])
+        if count is not None:
+            return y, taken(tokens, count, before, 1)
+        return y, tokens.narrow(1, n, before).clone(memory_format=torch.contiguous_format)
+
+    def continue_packed(self, x: Tensor, recent: Tensor, packed: PackedPlaces) -> tuple[Tensor, Tensor]:
+        """`forward` of packed sequences, each behind tokens of its own.
+
+        Args:
+            x: (1, n, channels), n >= 1.
+            recent: (s, width - 1, channels), the tokens before each sequence.
+            packed: of its tokens.
+
+        Returns:
+            y like x, and the last `width - 1` tokens of each sequence.
+        """
+        n, before = x.shape[1], self.width - 1
+        tokens, weight = nn.functional.pad(x, (0, 0, before, 0)), self.weight[:, 0].to(x.dtype)
+        y = x * weight[:, before]
+        for t in range(1, self.width):
+            place = packed.place - t
+            earlier = recent[packed.sequence, (place + before).clamp(0, before - 1)]
+            earlier = torch.where((place >= 0).unsqueeze(-1), tokens.narrow(1, before - t, n), earlier)
+            y = torch.addcmul(y, earlier, weight[:, before - t])
+        place = packed.count.unsqueeze(-1) + torch.arange(-before, 0, device=x.device)  # (s, width - 1), of the last tokens
+        new = x[0, (packed.begin.unsqueeze(-1) + place).clamp(0, n - 1)]
+        old = recent.gather(1, (place + before).clamp(0, before - 1).unsqueeze(-1).expand_as(recent))
+        return y, torch.where((place >= 0).unsqueeze(-1), new, old)
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[0]}, width={self.width}"

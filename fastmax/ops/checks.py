@@ -1,0 +1,191 @@
+"""What a direct call of an operator of `torch.ops.fastmax` must hold to, for the PyTorch implementation.
+
+`csrc/bindings/checks.h` holds CUDA calls to the same. Calls through `fastmax.functional` were checked before.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fastmax.core import validation
+from fastmax.core.call import Call
+from fastmax.core.score import Softmax
+from fastmax.eager import States, compute_dtype, state_rows, sums_dtype
+from fastmax.ops.exact_window import Forward, far_queries
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """Of a forward and a backward."""
+    if q.dim() != 4:
+        raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
+    validation.check_qkv(q, k, v, call.causal)
+    validation.check_attention_mask(call.attention_mask, q, k)
+    if not 0.0 < call.score.scale < math.inf:
+        raise ValueError(f"scale must be finite and > 0, got {call.score.scale}")
+    _check_tensor("log_decay", call.log_decay, k.shape[:3], compute_dtype(q.dtype), q)
+    if call.log_decay is not None and not call.causal:
+        raise ValueError("log_decay needs causal = True")
+    for name in ("first_key", "end_key"):
+        _check_tensor(name, getattr(call, name), (*k.shape[:2], q.shape[2]), torch.int32, q)
+    for name in ("left", "right"):
+        if getattr(call, name) < -1:
+            raise ValueError(f"{name} must be at least -1 (no bound), got {getattr(call, name)}")
+    if isinstance(call.score, Softmax):
+        return
+    if call.score.order not in (1, 2):
+        raise ValueError(f"p must be 1 or 2, got {call.score.order}")
+    validation.check_drop_noise(call.drop_noise, call.dropout, q, v.shape[-1])
+    validation.check_rpe(call.rpe_matrix, q, k)
+    validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
+
+
+def _check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor, like: str = "q") -> None:
+    """`like`: the name of q."""
+    if x is None:
+        return
+    if tuple(x.shape) != tuple(shape):
+        raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on {like}'s device {q.device}, got {x.device}")
+
+
+def check_exact_window(q: Tensor, k: Tensor, call: Call) -> None:
+    if call.exact_window < 1:
+        raise ValueError(f"exact_window must be at least 1, got {call.exact_window}")
+    validation.check_exact_window_of(call.exact_window, q, k, None)
+
+
+def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -> None:
+    """What a backward takes of the forward with an exact window beside o and lse."""
+    (b, h, n, _), dv, dtype = q.shape, v.shape[3], compute_dtype(q.dtype)
+    before, behind = far_queries(n, k.shape[2], call.exact_window, call.causal)
+    _check_tensor("z_before", results.z_before, (b, h, before), dtype, q)
+    _check_tensor("z_behind", results.z_behind, (b, h, behind), dtype, q)
+    if call.log_decay is not None:
+        _check_tensor("o_far", results.o_far, (b, h, before, dv), q.dtype, q)
+        _check_tensor("z_far", results.z_far, (b, h, before), dtype, q)
+
+
+def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
+    """What a call writes over, with its shape."""
+    for name, (x, shape) in written.items():
+        _check_tensor(name, x, tuple(shape), q.dtype, q)
+
+
+def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor | None) -> None:
+    if o.dim() != 4:
+        raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
+    dtype = compute_dtype(o.dtype)
+    _check_tensor("lse", lse, o.shape[:3], dtype, o, "o")
+    _check_tensor("o_far", o_far, o.shape, o.dtype, o, "o")
+    _check_tensor("z_far", z_far, o.shape[:3], dtype, o, "o")
+    for name, x, written, read in (("o_far", "o", o, o_far), ("z_far", "lse", lse, z_far)):
+        if written.untyped_storage().data_ptr() == read.untyped_storage().data_ptr() and read.numel() > 0:
+            raise ValueError(f"{name} must not share memory with {x}, which is written over")
+    if shift is not None:
+        heads = shift.shape[1] if shift.dim() == 3 else 1
+        _check_tensor("shift", shift, (o.shape[0], heads, o.shape[2]), dtype, o, "o")
+        if o.shape[1] % heads if heads else o.shape[1]:
+            raise ValueError(f"shift must have a number of heads that divides o's {o.shape[1]}, got {heads}")
+
+
+def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:
+    if q.dim() != 4:
+        raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
+    if q.dtype not in validation.DTYPES:
+        raise TypeError(f"q must be float64, float32, float16 or bfloat16, got {q.dtype}")
+    shape = (q.shape[0], *k.shape[1:3], q.shape[3]) if k.dim() == 4 else q.shape
+    _check_tensor("k", k, shape, q.dtype, q)
+    if not 0.0 < lim < math.inf:
+        raise ValueError(f"lim must be finite and > 0, got {lim}")
+
+
+def check_normalized(name: str, x: Tensor, grad: Tensor | None, factor: Tensor) -> None:
+    """What the gradient of a normalisation takes beside its results, which were checked."""
+    _check_tensor(f"grad_{name}", grad, x.shape, x.dtype, x, name)
+    _check_tensor(f"{name}_factor", factor, x.shape[:3], compute_dtype(x.dtype), x, name)
+
+
+def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
+    """Of a call that continues from a state or ends in one, whose q, k and v were checked."""
+    if q.shape[1] == 0:
+        raise ValueError("q must have at least one head")
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
+
+
+def check_state(q: Tensor, k: Tensor, v: Tensor, order: int, **state: Tensor) -> None:
+    """Values and weights, by their names, of a prefill whose q, k and v were checked."""
+    check_tokens_of_state(q, k)
+    b, hk, _, d = k.shape
+    rows = state_rows(d, order)
+    for (name, x), shape in zip(state.items(), ((b, hk, rows, v.shape[3]), (b, hk, rows)), strict=True):
+        _check_tensor(name, x, shape, compute_dtype(q.dtype), q)
+
+
+def check_together(first_name: str, second_name: str, first: Tensor | None, second: Tensor | None) -> None:
+    if (first is None) != (second is None):
+        raise ValueError(f"{first_name} and {second_name} must be given together")
+
+
+def check_output(o: Tensor) -> None:
+    """Where it stands for q."""
+    if o.dim() != 4:
+        raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
+    if o.dtype not in validation.DTYPES:
+        raise TypeError(f"o must be float64, float32, float16 or bfloat16, got {o.dtype}")
+
+
+def check_gradients_of_sums(q: Tensor, v: Tensor, g: Tensor, e: Tensor) -> None:
+    """Of a call whose q and v were checked."""
+    _check_tensor("g", g, (*q.shape[:3], v.shape[3]), sums_dtype(q.dtype), q)
+    _check_tensor("e", e, q.shape[:3], compute_dtype(q.dtype), q)
+
+
+def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | None, pairs_of_states: Tensor | None) -> None:
+    """What a gradient of log_decay takes from that of q, and of states."""
+    if log_decay is None:
+        return
+    if pairs is None or pairs_of_states is None:
+        raise ValueError("the gradient of log_decay needs pairs and pairs_of_states")
+    _check_tensor("pairs", pairs, q.shape[:3], compute_dtype(q.dtype), q)
+    _check_tensor("pairs_of_states", pairs_of_states, (*k.shape[:2], 2), torch.float64, q)
+
+
+def check_kept(k: Tensor, kept: Tensor) -> None:
+    """Where PyTorch operations continue, which keep nothing."""
+    if kept.dtype != torch.uint8 or kept.dim() != 3 or kept.shape[:2] != k.shape[:2]:
+        raise ValueError(f"kept must be contiguous uint8 (b, hk, bytes), got {kept.dtype} {tuple(kept.shape)}")
+    if kept.numel() > 0:
+        raise ValueError(
+            f"kept must be what state_of_keys or state_of_queries kept of the same tokens, 0 bytes, got {kept.numel()}"
+        )
+
+
+def check_states(q: Tensor, states: States, log_decay: Tensor | None) -> None:
+    """Of a prefill's gradient, whose given state was checked."""
+    for prefix, tensors in (("new_", states.new), ("grad_new_", states.grads)):
+        for name, x, given in zip(("values", "weights"), tensors, states.given, strict=True):
+            _check_tensor(prefix + name, x, given.shape, given.dtype, q)
+    if log_decay is not None and any(x is not None for x in states.grads) and any(x is None for x in states.new):
+        raise ValueError("the gradient of log_decay needs new_values and new_weights beside their gradients")
+
+
+def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:
+    """The forward's results and gradients of them: o and grad_o like the output, the others with a number per query."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        is_output = name in ("o", "grad_o")
+        shape = (*q.shape[:3], v.shape[3]) if is_output else q.shape[:3]
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+        if x.shape != shape:
+            raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(x.shape)}")
+        if is_output and x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")

@@ -1,0 +1,225 @@
+"""Fastmax whose near keys are weighed exactly: `exp(s)` for `|pos(i) - j| < window`, f(s) for the keys beyond.
+
+The near part is softmax with a window. The far part is Fastmax over keys `window` tokens earlier: those of the last queries
+without the last keys, which is causal attention again, and without `causal` the same of both sequences reversed. Each part has
+its own denominator, and merging makes them one.
+
+`fastmax.eager.exact` does both in one walk over tiles, for the quadratic algorithm in PyTorch operations.
+
+The backward merges nothing. Either operator takes no more of its denominator and output than `g_i = grad_o_i / z_i` and
+`e_i = -(grad_o_i . o_i) / z_i`: given o and z of all keys, it returns the gradients of its part of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fastmax import eager
+from fastmax.core.call import Call
+from fastmax.core.score import Softmax
+from fastmax.ops.merge import merge_attention
+
+# q, k, v, call -> output, and denominators or, for softmax, the log of the sums of weights
+Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
+# o, lse, q, k, v, call -> denominators; o and lse of near keys become those of these keys too
+AttendFar = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
+# grad_o, grad_z (or None), q, k, v, o, z, call -> gradients of q, k, v and of log_decay (no elements where there is none)
+Differentiate = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+# Gradients of q, k and v to add to, then as Differentiate -> the gradient of log_decay
+DifferentiateFar = Callable[..., Tensor]
+
+
+class FarKeys(NamedTuple):
+    """Queries and keys whose causal attention is that of queries over their far keys on one side."""
+
+    queries: int  # the last ones; reversed: the first
+    keys: int  # the first ones; reversed: the last
+    reversed: bool  # whether both are taken from the end
+    call: Call  # of these queries and keys
+
+    def queries_of(self, x: Tensor) -> Tensor:
+        """A view of (b, heads, n, ...), in its order."""
+        return x[:, :, : self.queries] if self.reversed else x[:, :, x.shape[2] - self.queries :]
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """A view of (b, heads, m, ...), in its order."""
+        return x[:, :, x.shape[2] - self.keys :] if self.reversed else x[:, :, : self.keys]
+
+    def turned(self, x: Tensor) -> Tensor:
+        """From the order of the sequence to that of the call, or back."""
+        return x.flip(2) if self.reversed else x
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.turned(self.queries_of(q)), self.turned(self.keys_of(k)), self.turned(self.keys_of(v))
+
+
+def near_call(call: Call) -> Call:
+    window = call.exact_window
+    right = -1 if call.causal else window - 1
+    return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right)
+
+
+def far_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
+    """How many queries have keys of another part before and behind them; of symbolic sizes without guards."""
+    if all(isinstance(size, int) for size in (n, m)):
+        return max(0, min(n, m - window)), 0 if causal else max(0, n - window)
+    before = torch.sym_max(0, torch.sym_min(n, m - window))
+    return before, 0 if causal else torch.sym_max(0, n - window)
+
+
+def far_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[FarKeys]:
+    """The parts, those before the queries first, that have any queries."""
+    n, m, window = q.shape[2], k.shape[2], call.exact_window
+    before, behind = far_queries(n, m, window, call.causal)
+    mask, decay, first, end = call.attention_mask, call.log_decay, call.first_key, call.end_key
+    far = call._replace(causal=True, exact_window=0, end_key=None)
+    if before > 0:
+        part = FarKeys(before, m - window, False, far)
+        yield part._replace(
+            call=far._replace(
+                attention_mask=None if mask is None else mask[:, : part.keys],
+                log_decay=None if decay is None else part.keys_of(decay),
+                first_key=None if first is None else part.queries_of(first),
+            )
+        )
+    if behind > 0:
+        part = FarKeys(behind, behind, True, far)
+        yield part._replace(
+            call=far._replace(
+                attention_mask=None if mask is None else mask[:, m - part.keys :].flip(1),
+                first_key=None if end is None else m - part.turned(part.queries_of(end)),
+            )
+        )
+
+
+def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
+    """Output and log of the sums of weights of 4-d tensors, n <= m, `call.exact_window` >= 1, with neither noise nor an rpe
+    matrix: in operations that autograd can record. `attend` returns the log of the sums for either score."""
+    n = q.shape[2]
+    parts = [attend(q, k, v, near_call(call))]
+    for far in far_keys(q, k, call):
+        o, lse = (far.turned(x) for x in attend(*far.operands(q, k, v), far.call))
+        if call.log_decay is not None:
+            between = _between(call, far).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            lse = torch.where(lse == -torch.inf, lse, lse + between)  # no far key: what is between is not looked at
+        ahead, behind = (0, n - far.queries) if far.reversed else (n - far.queries, 0)
+        parts.append((F.pad(o, (0, 0, ahead, behind)), F.pad(lse, (ahead, behind), value=-torch.inf)))
+    return merge_attention(*zip(*parts, strict=True))
+
+
+class Forward(NamedTuple):
+    """Results of `forward`; what the backward needs beside o and lse has no elements where there is no such part."""
+
+    o: Tensor  # (b, h, n, dv)
+    lse: Tensor  # (b, h, n)
+    # (b, h, queries of the part): denominators of the whole in units of the part's weights; 0 where the part has no key
+    z_before: Tensor
+    z_behind: Tensor
+    # With log_decay, what the part before the queries is by itself: (b, h, queries, dv) and (b, h, queries)
+    o_far: Tensor
+    z_far: Tensor
+
+
+def empty_results(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
+    """Uninitialised."""
+    (b, h, n, _), dv = q.shape, v.shape[3]
+    dtype = eager.compute_dtype(q.dtype)
+    before, behind = far_queries(n, k.shape[2], call.exact_window, call.causal)
+
+    def per_query(queries: int) -> Tensor:
+        return q.new_empty(b, h, queries, dtype=dtype)
+
+    if call.log_decay is None:
+        o_far, z_far = q.new_empty(0), q.new_empty(0, dtype=dtype)
+    else:
+        o_far, z_far = eager.empty_like_layout(q, dv, tokens=before), per_query(before)
+    return Forward(eager.empty_like_layout(q, dv), per_query(n), per_query(before), per_query(behind), o_far, z_far)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, attend_far_: AttendFar, merge: Callable[..., Tensor]
+) -> Forward:
+    """As `attention_with_exact_window`, recorded by nobody; `merge` is `fastmax.eager.merge_` or a kernel for it."""
+    o, lse = attend(q, k, v, near_call(call))
+    results = empty_results(q[:, :, :0], k, v, call)._replace(o=o, lse=lse)
+    for far in far_keys(q, k, call):
+        if call.log_decay is None and not far.reversed:
+            z = attend_far_(far.queries_of(o), far.queries_of(lse), *far.operands(q, k, v), far.call)
+            results = results._replace(z_before=z)
+            continue
+        o_far, z_far = attend(*far.operands(q, k, v), far.call)
+        shift = None if call.log_decay is None else _between(call, far).to(lse.dtype)
+        o_far, z_far = far.turned(o_far), far.turned(z_far)
+        z = merge(far.queries_of(o), far.queries_of(lse), o_far, z_far, shift)
+        if far.reversed:
+            _add_to_denominators(results.z_before, z_far, q.shape[2])
+            results = results._replace(z_behind=z)
+        else:
+            results = results._replace(z_before=z, o_far=o_far, z_far=z_far)
+    return results
+
+
+def _add_to_denominators(z: Tensor, z_far: Tensor, n: int) -> None:
+    """z of the last queries takes the sums over the keys behind the first ones, where it is not 0."""
+    both = max(0, z.shape[2] + z_far.shape[2] - n)
+    of_both = z[..., :both]
+    of_both.add_(torch.where(of_both == 0, 0.0, z_far[..., z_far.shape[2] - both :]))
+
+
+def backward(
+    grad_o: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    results: Forward,
+    call: Call,
+    differentiate: Differentiate,
+    differentiate_far_: DifferentiateFar,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v and of log_decay (of no elements without)."""
+    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, near_call(call))
+    for far in far_keys(q, k, call):
+        z = far.turned(results.z_behind if far.reversed else results.z_before)
+
+        def of_queries(x: Tensor, far=far) -> Tensor:
+            return far.turned(far.queries_of(x))
+
+        # Where z is 0 nothing reads what becomes of it; where it is infinite the part has no weight.
+        grad_z = None if grad_lse is None else of_queries(grad_lse) / z
+        arguments = (of_queries(grad_o), grad_z, *far.operands(q, k, v), of_queries(results.o), z, far.call)
+        into = (far.queries_of(grads[0]), far.keys_of(grads[1]), far.keys_of(grads[2]))
+        if far.reversed:
+            for whole, x in zip(into, differentiate(*arguments), strict=False):
+                whole.add_(far.turned(x))
+            continue
+        of_decay = differentiate_far_(into, *arguments)
+        if call.log_decay is not None:
+            far.keys_of(grads[3]).add_(of_decay)
+            grads[3].add_(_gradient_of_between(grad_o, grad_lse, results, far, call))
+    return grads
+
+
+def _between(call: Call, far: FarKeys) -> Tensor:
+    """(b, hk, queries), float64: sums of the log decays after a query's last far key, `window` of them."""
+    return eager.sums_in_window(call.log_decay, call.exact_window)[..., far.keys - far.queries :]
+
+
+def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, far: FarKeys, call: Call) -> Tensor:
+    """(b, hk, m): of log_decay through `_between`, that is for each token what the weights of the far keys of the `window`
+    queries from it on take together."""
+    (b, hk, m), window = call.log_decay.shape, call.exact_window
+    z, z_far = results.z_before, results.z_far
+    change = (results.o_far.to(z.dtype) - far.queries_of(results.o)).mul_(far.queries_of(grad_o)).sum(-1)
+    if grad_lse is not None:
+        change += far.queries_of(grad_lse)
+    flow = torch.where(z == 0, 0.0, change * (z_far / z))
+    flow = flow.double().unflatten(1, (hk, -1)).sum(2)
+    sums = F.pad(flow.cumsum(-1), (m - far.queries + 1, 0))  # over earlier tokens, m + 1 of them
+    until = torch.cat((sums[..., window:], sums[..., -1:].expand(b, hk, window - 1)), dim=-1)
+    return (until - sums[..., :m]).to(call.log_decay.dtype)

@@ -1,0 +1,152 @@
+"""The CUDA extension, a compiled library of kernels: where it is, loading it, and why it does not run where it does not.
+
+The library (built from `csrc/` by `setup.py`) registers kernels for the operators of `fastmax.ops` when it is loaded. It holds
+no Python symbols, so one file serves every Python and every PyTorch from 2.11 on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from pathlib import Path
+
+import torch
+
+from fastmax.core.warning import warn
+
+PATH = Path(__file__).parents[1] / "libfastmax.so"
+HOW_TO_BUILD = (
+    "install the CUDA toolkit (nvcc), then `pip install --no-build-isolation .` in fastmax's source tree "
+    "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
+)
+
+SCHEMA_VERSION = 19  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
+
+_problem: str | None = "it was not asked for yet"
+
+
+def load() -> None:
+    """Loads the library where PyTorch has CUDA; otherwise `problem()` says why not.
+
+    Raises:
+        ImportError: the library belongs to another version of this package.
+    """
+    global _problem
+    if torch.version.cuda is None:
+        _problem = f"this PyTorch ({torch.__version__}) was built without CUDA"
+    elif not PATH.exists():
+        _problem = f"the CUDA extension was not built: {HOW_TO_BUILD}"
+    else:
+        try:
+            torch.ops.load_library(str(PATH))
+        except OSError as error:
+            _problem = f"the CUDA extension {PATH} does not load ({error}): rebuild it for this PyTorch; {HOW_TO_BUILD}"
+            return
+        if (built := _schema_version()) != SCHEMA_VERSION:
+            raise ImportError(
+                f"{PATH} was built from another version of fastmax (operator schemas {built}, this package has "
+                f"{SCHEMA_VERSION}): remove it or rebuild it; {HOW_TO_BUILD}"
+            )
+        _problem = None
+
+
+def problem(device: torch.device | None = None) -> str | None:
+    """Why the kernels do not run (on this CUDA device, when one is given), in words; None when they do."""
+    if _problem is not None or device is None:
+        return _problem
+    return _device_problem(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@lru_cache
+def _symbol(name: str):
+    return getattr(ctypes.CDLL(str(PATH)), name)
+
+
+def _schema_version() -> int | None:
+    try:
+        return _symbol("fastmax_schema_version")()
+    except AttributeError:  # from before there was one
+        return None
+
+
+@lru_cache
+def _device_problem(index: int) -> str | None:
+    query = _symbol("fastmax_device_problem")
+    query.argtypes, query.restype = [ctypes.c_int], ctypes.c_char_p
+    answer = query(index)
+    return None if answer is None else answer.decode()
+
+
+def build_info() -> str:
+    """What the loaded library was built for: architectures, head dims, arithmetic."""
+    query = _symbol("fastmax_build_info")
+    query.argtypes, query.restype = [], ctypes.c_char_p
+    return query().decode()
+
+
+def set_debugging(on: bool) -> None:
+    """As FASTMAX_DEBUG in the environment, for calls from here on: a line on stderr with the kernels that a call takes."""
+    change = _symbol("fastmax_set_debugging")
+    change.argtypes, change.restype = [ctypes.c_int], None
+    change(on)
+
+
+class _Failures(threading.local):
+    raised: list[Exception] | None = None  # by the PyTorch implementation, inside `call`
+
+
+_failures = _Failures()
+
+
+def remembering(implementation: Callable) -> Callable:
+    """A PyTorch implementation as the library calls it: through an interface in C, which keeps no more of an exception than
+    that there was one. `call` raises it again."""
+
+    @wraps(implementation)
+    def run(*arguments):
+        try:
+            return implementation(*arguments)
+        except Exception as error:
+            if _failures.raised is not None:
+                _failures.raised.append(error)
+            raise
+
+    return run
+
+
+def call(operator: Callable, *arguments):
+    """`operator(*arguments)` for an operator that the library may compute.
+
+    Raises:
+        torch.OutOfMemoryError: where memory ran out in the library, which can raise no more than a RuntimeError.
+        Exception: what the PyTorch implementation raised, where the library handed the call on to it.
+    """
+    before, _failures.raised = _failures.raised, []
+    raised = _failures.raised
+    try:
+        return operator(*arguments)
+    except RuntimeError as error:
+        if type(error) is not RuntimeError:
+            raise
+        if raised:
+            raise raised.pop() from error
+        if "out of memory" in str(error):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
+    finally:
+        _failures.raised = before
+
+
+_checked: set[int | None] = set()
+
+
+def warn_if_unused(device: torch.device) -> None:
+    """Warns once for a CUDA device on which PyTorch operations do the work of the kernels."""
+    if device.index in _checked:
+        return
+    _checked.add(device.index)
+    reason = problem(device)
+    if reason is not None:
+        warn(f"fastmax runs its PyTorch implementation on {device}, which is slower than its CUDA kernels: {reason}.")

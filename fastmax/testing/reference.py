@@ -1,0 +1,173 @@
+"""The definition, written as plainly as possible: the whole (n, m) matrix in any dtype. For tests and for readers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def naive_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    drop_noise: Tensor | None = None,
+    rpe_matrix: Tensor | None = None,
+    dropout: float = 0.0,
+    temperature: float = 1.0,
+    a0: float = 1.0,
+    a1: float = 1.0,
+    a2: float = 0.5,
+    p: int = 2,
+    attention_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    exact_window: int = 0,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Fastmax attention by its definition, O(n m) time and memory.
+
+    q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv) -> (b, h, n, dv), and with `return_lse` the logarithms of the sums of
+    weights (b, h, n). The arguments mean what they mean in `fastmax.fastmax_attention`; normalisation is left to the caller
+    (`fastmax.prepare.normalization.normalize_rows`).
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = q @ k.mT
+    if rpe_matrix is not None:
+        n = q.shape[2]
+        i, j = _positions(q, k)
+        s = s + torch.einsum("bhid,ijd->bhij", q, rpe_matrix[j - i + n - 1])
+    s = s / temperature
+    f = a0 + a1 * s + (a2 * s * s if p == 2 else 0.0)
+    visible = visible_pairs(q, k, causal=causal, attention_mask=attention_mask, log_decay=log_decay, cu_seqlens=cu_seqlens)
+    w, shift = weights(
+        s, f, visible, near=in_window(q, k, exact_window) if exact_window else None, decay=decay_between(q, log_decay)
+    )
+    z = w.sum(-1, keepdim=True)
+    o = torch.where(z == 0, 0.0, (w @ v) / torch.where(z == 0, 1.0, z))
+    o = o if drop_noise is None else (1.0 + dropout * drop_noise) * o
+    return (o, log_of_sums(z, shift)) if return_lse else o
+
+
+def naive_softmax_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    attention_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention by its definition: output and log-sum-exp as `fastmax.flash_attention` returns them, 4-d."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    s = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.mT)
+    visible = visible_pairs(
+        q, k, causal=causal, attention_mask=attention_mask, log_decay=log_decay, cu_seqlens=cu_seqlens, window=window
+    )
+    if log_decay is not None:
+        s = s + decay_between(q, log_decay)
+    seen = visible.any(-1, keepdim=True)
+    s = torch.where(visible, s, float("-inf"))
+    w = torch.where(visible, torch.softmax(torch.where(seen, s, 0.0), dim=-1), 0.0)
+    lse = torch.where(seen, torch.where(seen, s, 0.0).logsumexp(-1, keepdim=True), float("-inf"))
+    return w.to(v.dtype) @ v, lse.squeeze(-1).to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def weights(
+    s: Tensor, f: Tensor, visible: Tensor, *, near: Tensor | None = None, decay: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Weights divided by exp(shift), and the shift (b, h, n, 1): f, or exp(s) where `near`, times exp(decay) where visible.
+
+    The shift is the largest logarithm of a weight in the row where there are exponentials, a constant to autograd, and 0
+    where there are none.
+    """
+    if near is None:
+        w = torch.where(visible, f, 0.0)
+        return w if decay is None else w * torch.where(visible, decay, 0.0).exp().to(w.dtype), torch.zeros_like(w[..., :1])
+    logarithm = torch.where(near, s, f.abs().log()).detach()
+    logarithm = logarithm if decay is None else logarithm + decay.detach()
+    shift = torch.where(visible, logarithm, float("-inf")).amax(-1, keepdim=True)
+    shift = torch.where(shift.isfinite(), shift, 0.0)
+    # What is not visible could overflow, and infinity times a gradient of 0 is NaN: it is left out before the exponential.
+    exponent = torch.where(near, s, 0.0) - shift + (0.0 if decay is None else decay)
+    factor = torch.where(visible, exponent, float("-inf")).exp().to(s.dtype)
+    return factor * torch.where(near, 1.0, f), shift
+
+
+def log_of_sums(z: Tensor, shift: Tensor) -> Tensor:
+    """Logarithms (b, h, n) of the sums z exp(shift), both (b, h, n, 1); -inf where z is 0. fp32, or fp64 for fp64."""
+    z, shift = (x if x.dtype == torch.float64 else x.float() for x in (z, shift))
+    return torch.where(z == 0, float("-inf"), shift + torch.where(z == 0, 1.0, z).log()).squeeze(-1)
+
+
+def decay_between(q: Tensor, log_decay: Tensor | None) -> Tensor | None:
+    """(b, hk, m) -> (b, h, n, m): the sum of the log decays of the tokens after key j up to query i's own.
+
+    -inf counts as 0 here (`visible_pairs` hides what it forgets), and so do values above 0, with gradient 0. With a NaN the sum
+    is NaN. Each is a sum of its own, so that none is the difference of two large ones.
+    """
+    if log_decay is None:
+        return None
+    (_, h, n, _), (_, hk, m) = q.shape, log_decay.shape
+    log_decay = torch.where(log_decay == float("-inf"), 0.0, log_decay.clamp(max=0.0))
+    log_decay = log_decay if log_decay.dtype == torch.float64 else log_decay.float()
+    token = torch.arange(m, device=q.device)
+    later = token[:, None] > token[None, :]
+    sums = torch.where(later, log_decay[..., :, None], 0.0).cumsum(-2)
+    return sums[:, :, m - n :].repeat_interleave(h // hk, dim=1)
+
+
+def visible_pairs(
+    q: Tensor,
+    k: Tensor,
+    *,
+    causal: bool = False,
+    attention_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    window: int | tuple[int, int] | None = None,
+) -> Tensor:
+    """True where query i sees key j, to be broadcast to (b, h, n, m)."""
+    i, j = _positions(q, k)
+    at = i + k.shape[2] - q.shape[2]
+    visible = (j <= at) if causal else torch.ones_like(j <= i)
+    if window is not None:
+        visible = visible & in_window(q, k, window)
+    if cu_seqlens is not None:
+        sequence = sequence_of_token(cu_seqlens, k.shape[2])
+        visible = visible & (sequence[:, None] == sequence[None, :])
+    if attention_mask is not None:
+        visible = visible & attention_mask[:, None, None, :]
+    if log_decay is not None:  # -inf: no token from here on sees those before
+        forgotten = (log_decay == float("-inf")).cumsum(-1)
+        forgotten = forgotten.repeat_interleave(q.shape[1] // log_decay.shape[1], dim=1)
+        visible = visible & (forgotten[:, :, k.shape[2] - q.shape[2] :, None] == forgotten[:, :, None, :])
+    return visible
+
+
+def in_window(q: Tensor, k: Tensor, window: int | tuple[int, int]) -> Tensor:
+    """(n, m), True where key j is at most (left, right) tokens before and after query i; an int w is (w - 1, w - 1)."""
+    left, right = (window - 1, window - 1) if isinstance(window, int) else window
+    i, j = _positions(q, k)
+    at = i + k.shape[2] - q.shape[2]
+    inside = torch.ones_like(j <= i)
+    if left >= 0:
+        inside = inside & (at - j <= left)
+    if right >= 0:
+        inside = inside & (j - at <= right)
+    return inside
+
+
+def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """(tokens,): the number of each token's packed sequence."""
+    token = torch.arange(tokens, device=cu_seqlens.device)
+    return (token[:, None] >= cu_seqlens[None, 1:]).sum(-1)
+
+
+def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """i (n, 1) and j (1, m)."""
+    return torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)[None, :]
