@@ -2,7 +2,7 @@
 
 Runs cases of `benchmarks.profile --bare` under Nsight Compute (`ncu` on the PATH, with the permission to read counters). Beside
 the time of each kernel stand the share of it that tensor cores, DRAM, the L2 cache and the slots that issue instructions are
-busy, and its floor: what benchmarks/kernels.py says that it has to do, products at the rate of a large matrix product or bytes
+busy, and its floor: what benchmarks/roofline.py says that it has to do, products at the rate of a large matrix product or bytes
 at that of a copy, whichever is longer. ncu runs a kernel several times, alone, with empty caches, at whatever clock it finds.
 """
 
@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import floors, kernels, report
-from benchmarks.registry import PROVIDERS, SUITES, Case
+from benchmarks import report, roofline
+from benchmarks.providers import PROVIDERS
+from benchmarks.registry import SUITES, Case
 
 SECONDS = "gpu__time_duration.sum"
 SHARES = {
@@ -126,10 +127,10 @@ def number(text: str) -> float:
 
 def floor_ms(name: str, case: Case, p: int | None) -> float | None:
     """Of the kernel's launches in a forward and backward; of those that run in both, both."""
-    work = kernels.work(name, case, p, "fwd+bwd")
+    work = roofline.work(name, case, p, "fwd+bwd")
     if work is None:
         return None
-    return 1e3 * max((work.flop or 0) / floors.MATMUL[case.dtype], (work.bytes or 0) / floors.COPY)
+    return 1e3 * max((work.flop or 0) / roofline.MATMUL[case.dtype], (work.bytes or 0) / roofline.COPY)
 
 
 def short(name: str) -> str:

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from benchmarks import report
-from benchmarks.alone import as_rank
-from benchmarks.received import Received
+from benchmarks.messages import Received, as_rank
 from benchmarks.registry import DTYPES
 from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol, Spread, device_ms, peak_bytes

@@ -1,9 +1,9 @@
 """Where the time of one case goes: `python -m benchmarks.profile SUITE [--only TEXT] [--provider NAME] [--trace FILE]`.
 
 Runs the first case of the suite whose label contains TEXT under torch.profiler and prints its kernels (on a CPU its operators)
-by time. `flop` and `bytes` are of a model (benchmarks/kernels.py) that knows this project's kernels and SDPA's by name: what
+by time. `flop` and `bytes` are of a model (benchmarks/roofline.py) that knows this project's kernels and SDPA's by name: what
 the algorithm asks for, each operand read and each result written once. They are blank for kernels that it does not know. The
-shares are of the rates measured on an H200 (benchmarks/floors.py), shown on an H200. docs/profiling.md says how to read the
+shares are of the rates measured on an H200 (benchmarks/roofline.py), shown on an H200. docs/profiling.md says how to read the
 table, and how to go on with Nsight.
 """
 
@@ -17,10 +17,13 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import floors, kernels, report, workloads
-from benchmarks.registry import PROVIDERS, SUITES, Case
+from benchmarks import report, roofline
+from benchmarks.providers import PROVIDERS
+from benchmarks.registry import SUITES, Case
 from benchmarks.timing import Call
-from benchmarks.training import LAYERS, Step
+from benchmarks.workloads.attention import attention_calls, inputs
+from benchmarks.workloads.common import has_floor, precision
+from benchmarks.workloads.train import LAYERS, Step
 
 WARMUP = 3
 
@@ -71,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     if absent := PROVIDERS[name].missing():
         parser.error(f"{name}: {absent}")
 
-    with workloads.precision(case.dtype):
+    with precision(case.dtype):
         call = prepare(case, name, mode, device)
         with call.context():
             repeat(call, WARMUP, device)
@@ -83,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(
         f"{name}, {mode}, {case.label()}: {sum(line.ms for line in lines):.4g} ms an iteration, {options.iterations} profiled"
     )
-    print("\n".join(table(lines[: options.rows], case, workloads.has_floor(device))))
+    print("\n".join(table(lines[: options.rows], case, has_floor(device))))
     if len(lines) > options.rows:
         rest = lines[options.rows :]
         print(f"{len(rest)} more: {sum(line.ms for line in rest):.4g} ms")
@@ -97,8 +100,8 @@ def prepare(case: Case, name: str, mode: str, device: torch.device) -> Call:
     provider = PROVIDERS[name]
     if mode == "train":
         return Call(Step(case, name, device), provider.context)
-    q, k, v, grad_o = workloads.inputs(case, device)
-    forward, forward_backward = workloads.attention_calls(case, q, k, v, grad_o)
+    q, k, v, grad_o = inputs(case, device)
+    forward, forward_backward = attention_calls(case, q, k, v, grad_o)
     return (forward if mode == "fwd" else forward_backward)(provider)
 
 
@@ -144,7 +147,7 @@ def profiled_lines(
     _, p = PROVIDERS[name].arithmetic(case) or (None, None)
     lines = []
     for kernel, (us, launches) in sorted(spent.items(), key=lambda item: -item[1][0]):
-        work = kernels.work(kernel, case, p, mode) if cuda else None
+        work = roofline.work(kernel, case, p, mode) if cuda else None
         flop, moved = (None, None) if work is None else (x and x * layers for x in work)
         lines.append(Line(kernel, launches / iterations, us / iterations / 1e3, us / total, flop, moved))
     return lines
@@ -159,8 +162,8 @@ def table(lines: list[Line], case: Case, with_shares: bool) -> list[str]:
 
     for line in lines:
         teraflops, terabytes = line.rates()
-        of_peak = teraflops * 1e12 / floors.MATMUL[case.dtype] if with_shares and teraflops else None
-        of_copy = terabytes * 1e12 / floors.COPY if with_shares and terabytes else None
+        of_peak = teraflops * 1e12 / roofline.MATMUL[case.dtype] if with_shares and teraflops else None
+        of_copy = terabytes * 1e12 / roofline.COPY if with_shares and terabytes else None
         rows.append(
             f"{line.launches:>9.4g}{line.ms:>10.4g}{line.share:>8.1%}"
             + cell(line.flop and line.flop / 1e9, 10, ".4g")

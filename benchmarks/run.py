@@ -4,7 +4,7 @@ All providers of a case run in one process on the same random inputs. Each one's
 definition in float64 first; what is wrong is not timed, and the exit status is 1. Then they take turns, the first rounds are
 dropped, and the median with the 20th and 80th percentile is shown. A mode that begins with "sustained" is the time per call of
 calls back to back, as in training. "of peer" is a provider's number over the peer's: below 1 is faster, or smaller, than the
-peer. "of floor" is time over what the arithmetic and the bytes alone would take on an H200 (benchmarks/floors.py). SDPA
+peer. "of floor" is time over what the arithmetic and the bytes alone would take on an H200 (benchmarks/roofline.py). SDPA
 computes softmax attention, another function: the comparison is of cost. Where a library of others computes yet another one, a
 note says which; one that is not installed, fails or would take too long is a note as well.
 
@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.registry import PROVIDERS, SUITES, Case, Suite
+from benchmarks.providers import PROVIDERS
+from benchmarks.registry import SUITES, Case, Suite
 from benchmarks.report import Row
 from benchmarks.timing import Protocol
 from benchmarks.workloads import WORKLOADS

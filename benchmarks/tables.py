@@ -28,11 +28,11 @@ import torch
 
 import fastmax
 from benchmarks import report
-from benchmarks.floors import COPY, MATMUL
 from benchmarks.learn import pages
 from benchmarks.learn.results import above, spread
 from benchmarks.registry import SUSTAINED
 from benchmarks.report import Row
+from benchmarks.roofline import COPY, MATMUL
 from fastmax.distributed import contiguous_layout, exchanged_bytes
 
 ROOT = Path(__file__).resolve().parent.parent

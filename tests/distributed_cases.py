@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.received import Received
+from benchmarks.messages import Received
 from fastmax import ops
 from fastmax.distributed import (
     Layout,

@@ -104,7 +104,7 @@ def _messages(backend: str) -> AbstractContextManager:
         return nullcontext()
     import late_messages
 
-    from benchmarks.carrier import carried_by
+    from benchmarks.messages import carried_by
 
     return carried_by(late_messages)
 

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 sys.path.append(str(Path(__file__).parents[1]))
 
 import fastmax
-from benchmarks import check, counters, decoding, floors, kernels, profile, report, run, timing, training, workloads
+from benchmarks import counters, profile, report, roofline, run, timing
 from benchmarks.learn import variants
-from benchmarks.registry import PROVIDERS, SUITES, AtMost, Case, Provider, Suite
+from benchmarks.providers import PROVIDERS, Provider
+from benchmarks.registry import SUITES, AtMost, Case, Suite
+from benchmarks.workloads import WORKLOADS, common, decode, softmax, train
 
 CASE = Case(1, 2, 48, 8, algorithm="linear", peer="sdpa")
 QUICK = ("--device", "cpu", "--rounds", "2", "--dropped", "1", "--seconds", "0", "--sustained", "0.01", "--commit", "abc")
@@ -211,7 +213,7 @@ def test_option_that_is_not_taken_is_refused(measure, monkeypatch, name):
         return o if log_decay is None else o + 0 * log_decay.sum()
 
     if case.title == "prefill":
-        monkeypatch.setattr(fastmax, "prefill", lambda q, k, v, state: (fastmax_attention_of_two(q, k, v), state))
+        monkeypatch.setattr(fastmax.decoding, "prefill", lambda q, k, v, state: (fastmax_attention_of_two(q, k, v), state))
     else:
         monkeypatch.setitem(PROVIDERS, ours.name, replace(ours, call=ignoring))
     status, rows = measure(case)
@@ -332,8 +334,8 @@ def test_softmax_of_rows(measure, monkeypatch):
     (case,) = run.SUITES["softmax"].cases["cpu"][:1]
     case = replace(case, batch=8, tokens=64, targets={"fwd": AtMost(1e9, of_peer=True)})
     for first, second, faults in ((within, within, 0), (naive, last_row_wrong, 2)):
-        monkeypatch.setitem(workloads.ROW_SOFTMAX, "softmax_online", first)
-        monkeypatch.setitem(workloads.ROW_SOFTMAX, "softmax_safe", second)
+        monkeypatch.setitem(softmax.ROW_SOFTMAX, "softmax_online", first)
+        monkeypatch.setitem(softmax.ROW_SOFTMAX, "softmax_safe", second)
         status, rows = measure(case, replace(case, dtype="bf16"), workload="softmax")
         assert status == (faults > 0) and [row["provider"] for row in rows] == list(case.providers) * 2
         assert rows[0]["case"] == "softmax fp32 8 x 64" and all(float(row["gb_per_s"]) > 0 for row in rows if row["median"])
@@ -343,8 +345,8 @@ def test_softmax_of_rows(measure, monkeypatch):
 
 @pytest.fixture
 def tiny_gpt(monkeypatch) -> Case:
-    monkeypatch.setattr(training, "LAYERS", 1)
-    monkeypatch.setattr(training, "VOCAB", 96)
+    monkeypatch.setattr(train, "LAYERS", 1)
+    monkeypatch.setattr(train, "VOCAB", 96)
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "examples")
     import model
 
@@ -388,7 +390,7 @@ def test_sustained_time_is_that_of_calls_back_to_back():
 
 def test_training_step_of_layers(measure, monkeypatch):
     """Each layer of the suite, in a smaller model."""
-    monkeypatch.setitem(training.SETTINGS, "25M", replace(training.SETTINGS["25M"], n_layer=4, window=4))
+    monkeypatch.setitem(train.SETTINGS, "25M", replace(train.SETTINGS["25M"], n_layer=4, window=4))
     (case,) = SUITES["layer"].cases["cpu"]
     case = replace(case, heads=2, tokens=16, head_dim=8, providers=SUITES["layer"].cases["cuda"][0].providers)
     status, rows = measure(case, workload="train")
@@ -397,8 +399,8 @@ def test_training_step_of_layers(measure, monkeypatch):
 
 
 def test_training_step_learns_and_is_refused_away_from_ln_vocabulary(monkeypatch, tiny_gpt):
-    step = training.Step(tiny_gpt, "sdpa", torch.device("cpu"))
-    first = training.check(step, tiny_gpt, PROVIDERS["sdpa"])
+    step = train.Step(tiny_gpt, "sdpa", torch.device("cpu"))
+    first = train.check(step, tiny_gpt, PROVIDERS["sdpa"])
     step.optimizer.zero_grad()
     assert abs(first - math.log(96)) < 0.3
     with torch.no_grad():
@@ -408,25 +410,25 @@ def test_training_step_learns_and_is_refused_away_from_ln_vocabulary(monkeypatch
     assert step.resident_bytes == 12 * sum(x.numel() for x in step.model.parameters())
     with torch.no_grad():
         step.model.head.weight.mul_(30)
-    with pytest.raises(check.WrongResult, match="first loss"):
-        training.check(step, tiny_gpt, PROVIDERS["sdpa"])
+    with pytest.raises(common.WrongResult, match="first loss"):
+        train.check(step, tiny_gpt, PROVIDERS["sdpa"])
     with torch.no_grad():
         step.model.head.weight.div_(30)
     step.model.norm.weight.register_hook(lambda grad: grad * math.nan)
-    with pytest.raises(check.WrongResult, match="gradient of norm.weight"):
-        training.check(step, tiny_gpt, PROVIDERS["sdpa"])
+    with pytest.raises(common.WrongResult, match="gradient of norm.weight"):
+        train.check(step, tiny_gpt, PROVIDERS["sdpa"])
 
 
 def test_decode(measure, monkeypatch):
     case = Case(1, 2, 1, 8, algorithm=None, modes=("step", "host"), providers=("fastmax", "copy"), peer="copy")
-    monkeypatch.setattr(workloads, "_cache_bytes", lambda device: 2**14)
+    monkeypatch.setattr(decode, "_cache_bytes", lambda device: 2**14)
     status, rows = measure(case, workload="decode")
     assert status == 0
     assert [(row["mode"], row["provider"]) for row in rows] == [("step", "fastmax"), ("step", "copy"), ("host", "fastmax")]
     assert float(rows[0]["gb_per_s"]) > 0 and 0 < float(rows[0]["error"]) < 1e-5
 
     honest = fastmax.decoding.step
-    monkeypatch.setattr(fastmax, "step", lambda *x: (honest(*x)[0], x[-1]))  # the state does not advance
+    monkeypatch.setattr(fastmax.decoding, "step", lambda *x: (honest(*x)[0], x[-1]))  # the state does not advance
     status, rows = measure(case, workload="decode")
     assert status == 1 and rows[0]["note"].startswith("refused") and rows[0]["median"] == "" and rows[1]["median"]
 
@@ -434,7 +436,7 @@ def test_decode(measure, monkeypatch):
 def test_decode_beside_a_cache(measure, monkeypatch):
     case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_gathered", "fastmax_in_place", "sdpa_flash"))
     case = replace(case, peer="sdpa_flash")
-    monkeypatch.setattr(workloads, "_cache_bytes", lambda device: 2**12)
+    monkeypatch.setattr(decode, "_cache_bytes", lambda device: 2**12)
     status, rows = measure(case, workload="decode")
     assert status == 0 and [row["provider"] for row in rows] == list(case.providers)
     assert all(float(row["of_peer"]) > 0 for row in rows) and 0 < float(rows[0]["error"]) < 1e-5
@@ -448,9 +450,9 @@ def test_a_pass_of_gathered_steps_has_its_share_of_folds(cache_bytes, monkeypatc
         folds.append((token_and_state[-1].gathered == 32).float().mean().item())
         return honest(*token_and_state)
 
-    monkeypatch.setattr(fastmax, "step_", step_)
+    monkeypatch.setattr(fastmax.decoding, "step_", step_)
     case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_gathered",))
-    made = decoding.make_pass("fastmax_gathered", case, torch.device("cpu"), cache_bytes, [])
+    made = decode.make_pass("fastmax_gathered", case, torch.device("cpu"), cache_bytes, [])
     for _ in range(2):
         made.function()
     assert len(folds) == 2 * made.steps and sum(folds[made.steps :]) * 32 == made.steps
@@ -582,14 +584,14 @@ def test_profile_and_training_on_a_device(monkeypatch, capsys, tiny_gpt):
     assert profile.main(["flash", "--iterations", "2", "--bare"]) == 0
 
     case = replace(tiny_gpt, head_dim=32, dtype="bf16", providers=("fastmax_p2", "fastmax_p1"), peer="")
-    rows = workloads.measure_train(case, torch.device("cuda"), run.Protocol(dropped=1, rounds=2, seconds=0.0), {})
+    rows = train.measure_train(case, torch.device("cuda"), run.Protocol(dropped=1, rounds=2, seconds=0.0), {})
     assert [row["mode"] for row in rows] == ["train", "train", "memory", "memory"]
     assert all(row["median"] > 0 for row in rows)
 
 
 def test_table_of_kernels():
     case = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
-    work = kernels.work("void fastmax::quadratic_fwd_kernel<Bf16, 64>", case, 2, "fwd")
+    work = roofline.work("void fastmax::quadratic_fwd_kernel<Bf16, 64>", case, 2, "fwd")
     known = profile.Line("quadratic_fwd_kernel", 1, 1.55, 0.75, *work)
     unknown = profile.Line("elementwise_kernel", 2, 0.5, 0.25)
     header, first, second = (line.split() for line in profile.table([known, unknown], case, with_shares=True))
@@ -604,56 +606,54 @@ def test_work_of_kernels():
     quadratic = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
 
     def total(case: Case, p: int | None, names: str, mode: str) -> float:
-        return sum(kernels.work(f"void fastmax::{name}_kernel<64>", case, p, mode).flop for name in names.split())
+        return sum(roofline.work(f"void fastmax::{name}_kernel<64>", case, p, mode).flop for name in names.split())
 
     product = quadratic.batch * 32 * 4096 * 4096 * 64
     assert total(quadratic, 2, "quadratic_fwd", "fwd") == 2 * product
     assert total(quadratic, 2, "quadratic_fwd quadratic_bwd_kv quadratic_bwd_q", "fwd+bwd") == 9 * product
     assert total(replace(quadratic, head_dim=128), 2, "quadratic_bwd_kv_pair", "fwd+bwd") == 8 * product
     assert total(replace(quadratic, causal=False), 2, "flash_fwd", "train") == 4 * product
-    assert (
-        kernels.work("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16", quadratic, 2, "fwd+bwd").flop == 5 * product
-    )
+    assert roofline.work("cudnn_native_sdpa_sm90_flash_bprop_wgmma_f16", quadratic, 2, "fwd+bwd").flop == 5 * product
 
     linear = Case(1, 32, 65536, 64, 2, "linear", "bf16")
-    expected = floors.attention_ms(linear, "linear", 2, "fwd") / 1e3 * floors.MATMUL["bf16"]
+    expected = roofline.attention_ms(linear, "linear", 2, "fwd") / 1e3 * roofline.MATMUL["bf16"]
     assert total(linear, 2, "linear_state linear_read", "fwd") == pytest.approx(expected, rel=0.15)  # blocks of 8 x 8 features
     backward = total(linear, 2, "linear_state linear_read linear_grad", "fwd+bwd") - total(
         linear, 2, "linear_state linear_read", "fwd"
     )
     assert backward == pytest.approx(2.5 * expected, rel=0.15)
     snapshots = 32 * 255 * (64 * 72 // 2 + 128) * 64 * 2
-    assert kernels.work("linear_state_kernel", linear, 2, "fwd").bytes == 2 * 32 * 255 * 256 * 64 * 2 + snapshots
+    assert roofline.work("linear_state_kernel", linear, 2, "fwd").bytes == 2 * 32 * 255 * 256 * 64 * 2 + snapshots
     one = replace(linear, p=1)
     assert total(one, 1, "linear1_walk", "fwd") == 4 * 32 * 65536 * 64 * 64
-    assert kernels.work("row_score_kernel", quadratic, 2, "fwd") is None, "it is a kernel of the backward"
+    assert roofline.work("row_score_kernel", quadratic, 2, "fwd") is None, "it is a kernel of the backward"
     for name, case, p in (
         ("elementwise_kernel", linear, 2),
         ("flash_fwd_kernel", linear, None),
         ("linear_state_kernel", one, 1),
     ):
-        assert kernels.work(name, case, p, "fwd") is None
-    assert kernels.work("linear_state_kernel", replace(linear, dtype="fp32"), 2, "fwd") is None
+        assert roofline.work(name, case, p, "fwd") is None
+    assert roofline.work("linear_state_kernel", replace(linear, dtype="fp32"), 2, "fwd") is None
     hopper = "void fastmax::quadratic_bwd_sm90_kernel<fastmax::PolynomialScore, fastmax::AllVisible, fastmax::Bf16, 64, "
-    flop = [kernels.work(f"{hopper}{own_keys}>", quadratic, 2, "fwd+bwd").flop for own_keys in ("true", "false", "(bool)0")]
+    flop = [roofline.work(f"{hopper}{own_keys}>", quadratic, 2, "fwd+bwd").flop for own_keys in ("true", "false", "(bool)0")]
     assert flop == [4 * product, 3 * product, 3 * product]
     hopper = "linear_grad_sm90_kernel<64, (fastmax::(anonymous namespace)::Grads)"
     for no, yes in (("false", "true"), ("(bool)0", "(bool)1")):
-        of_queries, of_keys, of_both = (kernels.work(f"{hopper}{i}, {no}>", linear, 2, "fwd+bwd").flop for i in range(3))
+        of_queries, of_keys, of_both = (roofline.work(f"{hopper}{i}, {no}>", linear, 2, "fwd+bwd").flop for i in range(3))
         assert 0 < of_queries == of_keys < of_both
         name = "linear_read_sm90_kernel<64, "
-        assert kernels.work(f"{name}{no}, {no}>", linear, 2, "fwd") == kernels.work("linear_read_kernel", linear, 2, "fwd")
-        assert kernels.work(f"{name}{yes}, {no}>", linear, 2, "fwd") is None, "it is a kernel of the backward"
+        assert roofline.work(f"{name}{no}, {no}>", linear, 2, "fwd") == roofline.work("linear_read_kernel", linear, 2, "fwd")
+        assert roofline.work(f"{name}{yes}, {no}>", linear, 2, "fwd") is None, "it is a kernel of the backward"
 
     sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").rglob("*.[ch]*"))
     ours = set(re.findall(r"__global__[^;{]*?(\w+_kernel)\(", sources))
     assert len(ours) > 15
-    for table in (kernels._QUADRATIC, kernels._LINEAR, kernels._LINEAR1):
+    for table in (roofline._QUADRATIC, roofline._LINEAR, roofline._LINEAR1):
         for pattern in table:
             assert any(re.fullmatch(pattern.split("<")[0], name) for name in ours) or "sdpa" in pattern, pattern
     for name in ours:
         if name.startswith("quadratic"):
-            assert kernels.work(name, quadratic, 2, "fwd+bwd") is not None, name
+            assert roofline.work(name, quadratic, 2, "fwd+bwd") is not None, name
 
 
 def test_counters_of_kernels():
@@ -673,8 +673,9 @@ def test_counters_of_kernels():
     assert first.shares == pytest.approx({"tensor": 0.25, "dram": 0.25, "l2": 0.35, "issue": 0.4})
     assert counters.short(first.name) == "linear_state_sm90_kernel<64, 0>"
     linear = Case(1, 32, 65536, 64, 2, "linear", "bf16")
-    work = kernels.work(first.name, linear, 2, "fwd+bwd")
-    assert counters.floor_ms(first.name, linear, 2) == 1e3 * max(work.flop / floors.MATMUL["bf16"], work.bytes / floors.COPY)
+    work = roofline.work(first.name, linear, 2, "fwd+bwd")
+    floor = max(work.flop / roofline.MATMUL["bf16"], work.bytes / roofline.COPY)
+    assert counters.floor_ms(first.name, linear, 2) == 1e3 * floor
     assert counters.floor_ms(second.name, linear, 2) is None
     with pytest.raises(RuntimeError, match="counted nothing"):
         counters.by_kernel("==ERROR== no permission")
@@ -685,24 +686,24 @@ def test_counters_of_kernels():
 def test_floors():
     quadratic = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
     forward = 8 * 32 * 4096 * 2 * 4096 * 64 / 780e9
-    assert floors.attention_ms(quadratic, "quadratic", 2, "fwd") == pytest.approx(forward)
-    assert floors.attention_ms(quadratic, "quadratic", 2, "fwd+bwd") == pytest.approx(3.5 * forward)
+    assert roofline.attention_ms(quadratic, "quadratic", 2, "fwd") == pytest.approx(forward)
+    assert roofline.attention_ms(quadratic, "quadratic", 2, "fwd+bwd") == pytest.approx(3.5 * forward)
     memory_bound = Case(1, 16, 65536, 128, 1, "linear", "bf16")
-    assert floors.attention_ms(memory_bound, "linear", 1, "fwd") == pytest.approx(16 * 65536 * 8 * 128 / 4.25e9)
+    assert roofline.attention_ms(memory_bound, "linear", 1, "fwd") == pytest.approx(16 * 65536 * 8 * 128 / 4.25e9)
     long = replace(quadratic, tokens=65536)
-    assert floors.attention_ms(long, "auto", 2, "fwd") == floors.attention_ms(long, "linear", 2, "fwd")
-    assert floors.attention_ms(quadratic, "auto", 2, "fwd") == floors.attention_ms(quadratic, "quadratic", 2, "fwd")
+    assert roofline.attention_ms(long, "auto", 2, "fwd") == roofline.attention_ms(long, "linear", 2, "fwd")
+    assert roofline.attention_ms(quadratic, "auto", 2, "fwd") == roofline.attention_ms(quadratic, "quadratic", 2, "fwd")
 
 
 def test_every_suite_names_what_exists():
     for suite in SUITES.values():
-        assert suite.workload in workloads.WORKLOADS
+        assert suite.workload in WORKLOADS
         assert not suite.report or suite.report in report.REPORTS
         assert not suite.figure or suite.figure in report.FIGURES
         for case in (case for cases in suite.cases.values() for case in cases):
             assert case.peer == "" or case.peer in case.providers
-            assert case.dtype in check.LIMITS
-            known = {"softmax": workloads.ROW_SOFTMAX, "decode": decoding.NAMES, "train": training.ATTENTION}
+            assert case.dtype in common.LIMITS
+            known = {"softmax": softmax.ROW_SOFTMAX, "decode": decode.NAMES, "train": train.ATTENTION}
             if case.title == "GPT 25M":
                 known["train"] = variants.VARIANTS
             assert all(name in known.get(suite.workload, PROVIDERS) for name in case.providers)

@@ -24,7 +24,7 @@ from distributed_cases import (
 from ranks import Ranks
 
 from benchmarks import distributed
-from benchmarks.alone import as_rank
+from benchmarks.messages import as_rank
 from benchmarks.timing import Protocol
 from fastmax import fastmax_attention, flash_attention
 from fastmax.distributed import Layout, contiguous_layout, states, zigzag_layout

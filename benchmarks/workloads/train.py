@@ -11,18 +11,22 @@ in its backward: 131072 x 50304 of them in fp32 would be 25 GiB, and their gradi
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 import fastmax
-from benchmarks.check import WrongResult
 from benchmarks.learn.equal_steps import SETTINGS
 from benchmarks.learn.examples import model
 from benchmarks.learn.language import compile_blocks
 from benchmarks.learn.variants import VARIANTS, SDPASelfAttention, make_gpt
-from benchmarks.registry import Case, Provider
+from benchmarks.providers import PROVIDERS, Provider
+from benchmarks.registry import Case
+from benchmarks.report import Row
+from benchmarks.timing import Call, Protocol
+from benchmarks.workloads.common import WrongResult, make_row, peak_mib, precision, prepare, times
 
 LAYERS = 12
 VOCAB = 50304  # GPT-2's 50257, padded to a multiple of 64
@@ -33,6 +37,27 @@ ATTENTION = {
     "fastmax_p1": {"attention": "fastmax", "p": 1},
     **{name: {"attention": "softmax"} for name in ("sdpa", "sdpa_cudnn", "sdpa_flash")},
 }
+
+
+def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
+    """Steps on one batch of random tokens."""
+    torch.compiler.reset()  # models of other cases count towards the compiler's limit of versions of a block
+    with precision(case.dtype):
+        steps, notes = prepare(case, skip, lambda name: checked(case, PROVIDERS[name], device))
+        calls = [Call(step, PROVIDERS[name].context) for name, step in steps.items()]
+        rows = []
+        for mode in case.modes:
+            if mode == "memory":
+                measured = [peak_mib(call, device, call.function.resident_bytes) for call in calls]
+            else:
+                measured = times(mode, calls, device, protocol)
+            results = dict(zip(steps, measured, strict=True))
+            for name in case.providers:
+                row = make_row(case, mode, name, results, notes[name], device)
+                if mode.endswith("train") and name in results:
+                    row["note"] = f"{case.batch * case.tokens / results[name].median * 1e3:.0f} tokens/s"
+                rows.append(row)
+        return rows
 
 
 def gpt_124m(case: Case, name: str, device: torch.device) -> nn.Module:

@@ -1,10 +1,10 @@
-"""One token of generation: what is timed, by provider, and its check against float64."""
+"""One step of generation: passes over many states or caches by provider, and the check against float64."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,8 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import fastmax
-from benchmarks.check import LIMITS, WrongResult
-from benchmarks.registry import DTYPES, PROVIDERS, Case, Pairs
+from benchmarks import timing
+from benchmarks.providers import PROVIDERS, Pairs
+from benchmarks.registry import DTYPES, Case
+from benchmarks.report import Row
+from benchmarks.timing import Call, Protocol, Spread
+from benchmarks.workloads.common import LIMITS, WrongResult, bandwidth, failure, make_row, precision, prepare
 
 Token = tuple[Tensor, Tensor, Tensor]
 State = fastmax.decoding.DecodeState
@@ -36,6 +40,56 @@ class Pass:
     bytes_of_step: float  # read and written, on average
     one: Callable[[], object] | None = None  # a single step, whose host time is measured
     context: Callable[[], AbstractContextManager] = nullcontext
+
+
+@torch.no_grad()
+def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
+    """A step, from states or caches that together exceed the device's cache.
+
+    On CUDA the steps of a pass are replayed as a graph, so that "step" excludes host time. "host" measures it.
+    """
+    with precision(case.dtype):
+        errors: dict[str, float] = {}
+        caches: list[tuple[Tensor, Tensor]] = []
+
+        def checked(name: str) -> Pass:
+            if name in FASTMAX:
+                errors[name] = check_pass(name, case, device)
+            return make_pass(name, case, device, _cache_bytes(device), caches)
+
+        passes, notes = prepare(case, skip, checked)
+        rows = []
+        for mode in case.modes:
+            results = _host_us(passes, device, protocol) if mode == "host" else _step_us(passes, notes, device, protocol)
+            for name in case.providers:
+                if mode == "host" and name == "copy":
+                    continue
+                row = make_row(case, mode, name, results, notes[name], device) | {"error": errors.get(name, "")}
+                if mode == "step" and name in results:
+                    row |= bandwidth(passes[name].bytes_of_step, results[name].median / 1e3, device)
+                rows.append(row)
+        return rows
+
+
+def _host_us(passes: Mapping[str, Pass], device: torch.device, protocol: Protocol) -> dict[str, Spread]:
+    calls = {name: Call(x.one, x.context) for name, x in passes.items() if x.one is not None}
+    return dict(zip(calls, timing.host_us(list(calls.values()), device, protocol), strict=True))
+
+
+def _step_us(passes: Mapping[str, Pass], notes: dict[str, str], device: torch.device, protocol: Protocol) -> dict[str, Spread]:
+    """Microseconds of a step. A pass that fails as a graph gets a note."""
+    calls = {}
+    for name, x in passes.items():
+        try:
+            with x.context():
+                calls[name] = Call(_replayed(x.function, device))
+        except RuntimeError as error:
+            notes[name] = failure(error)
+    results = {}
+    for name, x in zip(calls, timing.device_ms(list(calls.values()), device, protocol), strict=True):
+        each = 1e3 / passes[name].steps
+        results[name] = Spread(x.median * each, x.p20 * each, x.p80 * each, x.samples)
+    return results
 
 
 def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, caches: list[tuple[Tensor, Tensor]]) -> Pass:
@@ -131,3 +185,18 @@ def check_pass(name: str, case: Case, device: torch.device) -> float:
     if not error < LIMITS[case.dtype]:
         raise WrongResult(f"{name} is wrong on {case.label()}: relative error {error:.1e}")
     return error
+
+
+def _cache_bytes(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 2**25
+
+
+def _replayed(function: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    if device.type != "cuda":
+        return function
+    function()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay

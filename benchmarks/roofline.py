@@ -1,8 +1,8 @@
-"""What a kernel has to do, by its name: floating-point operations and bytes of one attention call.
+"""The least time that a call or a kernel can take: floating-point operations and bytes, over rates measured on an H200.
 
-A model, not a measurement. flop: of the matrix products, a multiply-add counted twice, the masked half of a causal product left
-out. bytes: every operand read once and every result written once; what a kernel reads again comes from a cache or costs more
-than is said here, and Nsight Compute's DRAM counters tell which. Products of this project's kernels are those of docs/cuda.md.
+This is a model, not a measurement. A multiply-add counts as two operations, and the masked half of a causal product is left
+out. Every operand is read once and every result is written once; Nsight Compute's DRAM counters show what is read again. The
+products of this project's kernels are those of docs/cuda.md.
 """
 
 from __future__ import annotations
@@ -11,12 +11,50 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from benchmarks.floors import CHUNK
+import torch
+
 from benchmarks.registry import DTYPES, Case
+from fastmax.traffic import chunk_length
+
+COPY = 4.25e12  # bytes/s, read plus written
+MATMUL = {"bf16": 780e12, "fp16": 780e12, "tf32": 400e12, "fp32": 400e12 / 3}  # flop/s; fp32 is three TF32 products
+BACKWARD = 2.5  # times the forward's flop: five products, or five passes over the features, instead of two
+
+# Queries per state of the linear kernels in bf16, p = 2: a longer chunk trades state traffic for flop.
+CHUNK = {d: chunk_length(d, torch.bfloat16) for d in (32, 64, 96, 128)}
+CHUNK_P1 = 128
+
+
+def attention_ms(case: Case, algorithm: str, p: int, mode: str) -> float:
+    """Floor of "fwd" or "fwd+bwd". For "auto" the smaller of both algorithms."""
+    if algorithm == "auto":
+        return min(attention_ms(case, choice, p, mode) for choice in ("quadratic", "linear"))
+    d, rows = case.head_dim, case.batch * case.heads * case.tokens
+    size = DTYPES[case.dtype].itemsize
+    snapshots = 0.0
+    if algorithm == "quadratic":
+        flop = (2 if case.causal else 4) * case.tokens * d
+    elif p == 2:
+        features, chunk = d * (d + 1) / 2, CHUNK.get(d, 256)
+        flop = 4 * features * d + (2 * chunk * d if case.causal else 0)
+        snapshots = 2 * size * features * d / chunk if case.causal else 0.0
+    else:
+        flop = 4 * d * d + (2 * CHUNK_P1 * d if case.causal else 0)
+
+    def ms(flop: float, tensors: int, states: int) -> float:
+        return 1e3 * rows * max(flop / MATMUL[case.dtype], (tensors * size * d + states * snapshots) / COPY)
+
+    forward = ms(flop, tensors=4, states=1)  # q, k, v, o
+    return forward if mode == "fwd" else forward + ms(BACKWARD * flop, tensors=8, states=2)  # those, and a gradient for each
+
+
+def copy_ms(moved: int) -> float:
+    """`moved` counts bytes read and bytes written."""
+    return 1e3 * moved / COPY
 
 
 class Sizes(NamedTuple):
-    """Of all heads together."""
+    """Sizes of one call, over all heads."""
 
     rows: int
     head_dim: int
@@ -129,8 +167,9 @@ _LINEAR1: dict[str, _Passes] = {
 
 
 def work(name: str, case: Case, p: int | None, mode: str) -> Work | None:
-    """Of all launches of a kernel in one call of mode "fwd", "fwd+bwd" or "train" (of one layer); None where it is not known:
-    other kernels, and the linear ones in dtypes and head dims whose states are laid out in another way.
+    """Work of all launches of a kernel in one call of mode "fwd", "fwd+bwd" or "train" (per layer).
+
+    None for unknown kernels, and for linear ones in dtypes and head dims whose states have another layout.
 
     Args:
         p: degree of the polynomial; 2 for softmax, None for the attention of other libraries.

@@ -1,0 +1,282 @@
+"""Providers: what computes attention of q, k and v in a benchmark, and the definition that it is checked against.
+
+The weight function of a provider defines its result. Output and gradients are compared with it before anything is timed. Calls
+into other libraries are in benchmarks/peers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fastmax
+from benchmarks import peers
+from benchmarks.learn.variants import VARIANTS, fastest_softmax
+from benchmarks.registry import LAYERS, Case
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Some queries of some heads with all keys: what a weight depends on beside the product q.k."""
+
+    case: Case
+    heads: Tensor  # (heads,), those of the first batch entry first
+    distance: Tensor  # (rows, n), i - j
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of `Provider.tensors`; floating ones in float64, (heads, n)
+
+
+@dataclass(frozen=True)
+class Provider:
+    name: str
+    call: Callable[..., Tensor]  # of q, k, v, the case, and `tensors` by their names
+    weight: Callable[[Tensor, Pairs], Tensor]  # unnormalised attention weight of a product q.k, in float64
+    arithmetic: Callable[[Case], tuple[str, int] | None]  # algorithm and p, for the floor; None: no floor is known
+    context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, outside of what is timed
+    normalized: bool = True  # the weights of a row are divided by their sum
+    rows: Callable[[Tensor, Case], Tensor] = lambda x, case: x  # what becomes of q and of k, in float64, before their product
+    # What accompanies q, k and v: (batch, heads, n) with a gradient, or of integers. The same at each call.
+    tensors: Callable[[Case, torch.device], dict[str, Tensor]] = lambda case, device: {}
+    missing: Callable[[], str] = str  # why it cannot run on this machine, "" if it can
+    foreign: bool = False  # written by others: that it does not take a case is no fault of ours
+    note: str = ""  # shown beside its numbers: what it computes, where that is another function
+
+
+def score_options(case: Case, p: int | None) -> dict[str, object]:
+    """Options of `fastmax_attention`. p = 1 is as `FastmaxSelfAttention` has it: rows in the unit ball keep 1 + s positive."""
+    if p == 1:
+        return {"normalize": "token", "lim": 1.0, "temperature": 1.1}
+    return {"temperature": case.head_dim**0.5}
+
+
+def unbounded_options(case: Case, p: int | None) -> dict[str, object]:
+    """p = 1 without normalisation. a0 = 8 keeps 8 + s positive on the inputs used, on others a denominator can vanish."""
+    return {"temperature": case.head_dim**0.5, "a0": 8.0}
+
+
+def fastmax_provider(
+    name: str,
+    p: int | None = None,
+    algorithm: str | None = None,
+    custom: bool = True,
+    exact_window: bool = False,
+    score: Callable[[Case, int | None], dict[str, object]] = score_options,
+    factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
+    **options,
+) -> Provider:
+    """`p` and `algorithm` replace the case's. `exact_window`: take the case's window. `score`: options of the scores, by case
+    and p. `factor`: a factor of the weights."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
+        arguments = {"causal": case.causal, "p": p or case.p, "algorithm": algorithm or case.algorithm or "auto", **tensors}
+        arguments |= score(case, p or case.p) | ({"exact_window": case.window} if exact_window else {})
+        return fastmax.fastmax_attention(q, k, v, use_custom_gradient=custom, **arguments)
+
+    def weight(product: Tensor, pairs: Pairs) -> Tensor:
+        given = score(pairs.case, p or pairs.case.p)
+        s = product / given["temperature"]
+        f = given.get("a0", 1.0) + s + (0.0 if (p or pairs.case.p) == 1 else 0.5 * s * s)
+        if exact_window:
+            f = torch.where(pairs.distance.abs() < pairs.case.window, s.exp(), f)
+        return f * factor(pairs)
+
+    def rows(x: Tensor, case: Case) -> Tensor:
+        given = score(case, p or case.p)
+        return x * (given["lim"] / x.norm(dim=-1, keepdim=True)).clamp(max=1.0) if "lim" in given else x
+
+    return Provider(name, call, weight, lambda case: (algorithm or case.algorithm or "auto", p or case.p), rows=rows, **options)
+
+
+def softmax_provider(name: str, call: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor], **options) -> Provider:
+    """Softmax attention, `call(q, k, v, scale, causal)`: another function than fastmax; the comparison is of cost."""
+
+    def weight(product: Tensor, pairs: Pairs) -> Tensor:
+        return (product / pairs.case.head_dim**0.5).exp()
+
+    def scaled(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+        return call(q, k, v, case.head_dim**-0.5, case.causal)
+
+    return Provider(name, scaled, weight, lambda case: ("quadratic", 2), **options)
+
+
+def sdpa_provider(name: str, backend: SDPBackend | None = None) -> Provider:
+    """PyTorch's."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
+
+    return softmax_provider(name, call, context=nullcontext if backend is None else partial(sdpa_kernel, backend), foreign=True)
+
+
+def cupy_provider() -> Provider:
+    """CuPy's matrix products have no bfloat16; float16 has as many bytes and the same speed."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        dtype = torch.float16 if q.dtype == torch.bfloat16 else q.dtype
+        return peers.array_attention("cupy")(*(x.to(dtype) for x in (q, k, v)), scale, causal).to(q.dtype)
+
+    needs = partial(peers.missing, "cupy.matmul")
+    return softmax_provider("plain_cupy", call, missing=needs, foreign=True, note="bf16 is converted to fp16 and back")
+
+
+def peer_provider(
+    name: str,
+    call: Callable[[Tensor, Tensor, Tensor], Tensor],
+    of_score: Callable[[Tensor], Tensor],
+    needs: str,
+    note: str = "",
+    factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
+    **options,
+) -> Provider:
+    """An operator whose weights are `of_score(q.k / sqrt(d))` times a factor."""
+
+    def weight(product: Tensor, pairs: Pairs) -> Tensor:
+        return of_score(product / pairs.case.head_dim**0.5) * factor(pairs)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+        return call(q, k, v)
+
+    missing = partial(peers.missing, needs)
+    return Provider(name, attend, weight, lambda case: None, missing=missing, foreign=True, note=note, **options)
+
+
+def fla_provider(name: str, operator: str, of_score: Callable[[Tensor], Tensor], note: str, **options) -> Provider:
+    return peer_provider(name, peers.fla(operator), of_score, operator, note, **options)
+
+
+def layer_provider(name: str) -> Provider:
+    """A layer of `benchmarks.learn`, measured as part of a model alone."""
+
+    def no_operator(*_: object, **__: object) -> Tensor:
+        raise RuntimeError(f"{name} is a layer of a model: it has no function of q, k and v")
+
+    return Provider(name, no_operator, no_operator, lambda case: None, context=fastest_softmax, note=VARIANTS[name].title)
+
+
+def _taylor(s: Tensor) -> Tensor:
+    return 1 + s + 0.5 * s * s
+
+
+def _retention_decay(pairs: Pairs) -> Tensor:
+    """(1 - 2^(-5 - head))^distance."""
+    head = (pairs.heads % pairs.case.heads).double()
+    return (1 - 2.0 ** (-5.0 - head))[:, None, None] ** pairs.distance.clamp(min=0)
+
+
+def _log_decay(case: Case, device: torch.device) -> dict[str, Tensor]:
+    """As a gate makes it: in the median a token takes 3.4% of what was before it."""
+    generator = torch.Generator(device).manual_seed(case.tokens)
+    x = torch.randn(case.batch, case.heads, case.tokens, generator=generator, device=device)
+    return {"log_decay": -0.05 * F.softplus(x)}
+
+
+def _faded(pairs: Pairs) -> Tensor:
+    """exp of the decays of the tokens after key j, up to query i's own."""
+    sums = pairs.tensors["log_decay"].cumsum(-1)
+    rows = pairs.distance[:, 0]  # i - 0
+    between = sums[:, rows, None] - sums[:, None, :]
+    return torch.where(pairs.distance >= 0, between, 0.0).exp()
+
+
+def _random_lengths(case: Case, device: torch.device) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(case.tokens)
+    cuts = torch.randint(case.tokens + 1, (case.sequences - 1,), generator=generator).sort().values
+    bounds = torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.full((1,), case.tokens)])
+    return {"cu_seqlens": bounds.to(device, torch.int32)}
+
+
+def _equal_lengths(case: Case, device: torch.device) -> dict[str, Tensor]:
+    step = case.tokens // case.sequences
+    return {"cu_seqlens": torch.arange(0, case.tokens + 1, step, dtype=torch.int32, device=device)}
+
+
+def _same_sequence(pairs: Pairs) -> Tensor:
+    rows = pairs.distance[:, 0].contiguous()
+    bounds = pairs.tensors["cu_seqlens"]
+    begin = bounds[torch.searchsorted(bounds, rows, right=True) - 1]
+    return (pairs.distance <= (rows - begin)[:, None]).double()
+
+
+def _batch_of_sequences(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
+    """Sequences of equal lengths as entries of a batch; of token-major tensors that is a view."""
+    shape = (case.sequences, case.tokens // case.sequences, case.heads, case.head_dim)
+    o = PROVIDERS["fastmax"].call(*(x.transpose(1, 2).reshape(shape).transpose(1, 2) for x in (q, k, v)), case)
+    return o.transpose(1, 2).reshape(1, case.tokens, case.heads, case.head_dim).transpose(1, 2)
+
+
+def _prefill(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    options = {"dtype": q.dtype, "device": q.device, "p": case.p, **score_options(case, case.p)}
+    return fastmax.decoding.prefill(q, k, v, fastmax.decoding.init_state(case.batch, case.heads, case.head_dim, **options))[0]
+
+
+def _flash_window(q: Tensor, k: Tensor, v: Tensor, case: Case) -> Tensor:
+    return fastmax.flash_attention(q, k, v, causal=case.causal, scale=case.head_dim**-0.5, window=case.window)
+
+
+def _windowed_softmax(product: Tensor, pairs: Pairs) -> Tensor:
+    return (product / pairs.case.head_dim**0.5).exp() * (pairs.distance.abs() < pairs.case.window)
+
+
+PROVIDERS = {
+    provider.name: provider
+    for provider in (
+        *map(layer_provider, LAYERS),
+        fastmax_provider("fastmax"),
+        fastmax_provider("fastmax_autograd", custom=False),
+        fastmax_provider("fastmax_p1", p=1),
+        fastmax_provider("fastmax_p2", p=2),
+        fastmax_provider("quadratic", algorithm="quadratic"),
+        fastmax_provider("linear", algorithm="linear"),
+        softmax_provider(
+            "fastmax_flash",
+            lambda q, k, v, scale, causal: fastmax.flash_attention(q, k, v, causal=causal, scale=scale),
+        ),
+        fastmax_provider("fastmax_decay", factor=_faded, tensors=_log_decay),
+        fastmax_provider("fastmax_exact_window", exact_window=True),
+        fastmax_provider("fastmax_decay_window", exact_window=True, factor=_faded, tensors=_log_decay),
+        fastmax_provider("fastmax_unbounded", score=unbounded_options),
+        fastmax_provider("fastmax_packed", factor=_same_sequence, tensors=_random_lengths),
+        fastmax_provider("fastmax_packed_alike", factor=_same_sequence, tensors=_equal_lengths),
+        replace(
+            fastmax_provider("fastmax_batched", factor=_same_sequence, tensors=_equal_lengths),
+            call=_batch_of_sequences,
+        ),
+        replace(fastmax_provider("fastmax_prefill"), call=_prefill),
+        Provider("fastmax_flash_window", _flash_window, _windowed_softmax, lambda case: None),
+        sdpa_provider("sdpa"),
+        sdpa_provider("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+        sdpa_provider("sdpa_flash", SDPBackend.FLASH_ATTENTION),
+        sdpa_provider("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
+        softmax_provider("plain", peers.plain, note="the (n, n) matrix is in memory"),
+        softmax_provider("plain_numpy", peers.array_attention("numpy")),
+        cupy_provider(),
+        # fastmax's p = 2 at temperature sqrt(d): the same function, but for a 1e-6 in the denominator.
+        fla_provider("fla_based", "fla.ops.based.parallel_based", _taylor, "same function as p = 2, quadratic algorithm"),
+        fla_provider("fla_based_chunk", "fla.ops.based.fused_chunk_based", _taylor, "same function as p = 2, head_dim to 16"),
+        # Its `normalize=True` divides by sums that vanish on these inputs.
+        peer_provider(
+            "fla_linear",
+            peers.fla("fla.ops.linear_attn.chunk_linear_attn", normalize=False),
+            lambda s: s,
+            "fla.ops.linear_attn.chunk_linear_attn",
+            "weights q.k / sqrt(d), no a0, not divided by their sum",
+            normalized=False,
+        ),
+        fla_provider(
+            *("fla_retention", "fla.ops.retention.chunk_retention", lambda s: s),
+            "weights q.k / sqrt(d) that decay with distance, not divided by their sum",
+            normalized=False,
+            factor=_retention_decay,
+        ),
+        peer_provider(
+            *("power_retention", peers.power_retention, lambda s: s * s, "retention.power_retention"),
+            "weights (q.k)^2 / d: no lower orders",
+        ),
+    )
+}
