@@ -1,6 +1,6 @@
-"""Writes what was measured into README.md and docs/: `python -m benchmarks.tables`; `--check` says what is out of date.
+"""Writes measured numbers into README.md and docs/: `python -m benchmarks.tables`; `--check` says what is out of date.
 
-A page holds the name of a table or of a value, and what stands between the marks is rewritten from the CSVs of
+A page holds the name of a table or of a value between marks. The text between them is rewritten from the CSVs of
 benchmarks/results/ and docs/figures/:
 
     <!-- table: train -->
@@ -9,8 +9,8 @@ benchmarks/results/ and docs/figures/:
 
     memory is the same within <!-- value: train-memory -->0.3%<!-- end -->
 
-(A value's mark must not begin a line: in Markdown it would begin a block.) Each block is a function here. It fails, rather than
-leaves a blank, where a CSV no longer has the rows that it names.
+(A value's mark must not begin a line: in Markdown it would begin a block.) `BLOCKS`, at the end of this file, has the function
+of each name. A function raises an error, rather than leaves a blank, if a CSV does not have the rows that it needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Results:
         self._rows: dict[str, list[Row]] = {}
 
     def rows(self, suite: str, **equal: object) -> list[Row]:
-        """Rows of a suite with a number, that have these values; at least one."""
+        """Measured rows of a suite with these values; at least one."""
         if suite not in self._rows:
             self._rows[suite] = report.read_csv(self.root / f"benchmarks/results/{suite}.csv")
         found = [row for row in self._rows[suite] if "median" in row and all(row.get(k) == x for k, x in equal.items())]
@@ -66,7 +66,7 @@ class Results:
         return self.row(suite, **equal)["median"]
 
     def pair(self, suite: str, sustained: bool = False, **equal: object) -> tuple[float, float]:
-        """Forward, forward + backward, of single calls or of calls back to back."""
+        """Times of forward and of forward + backward, of single calls or of calls back to back."""
         start = SUSTAINED if sustained else ""
         forward, forward_backward = (self.median(suite, mode=start + mode, **equal) for mode in ("fwd", "fwd+bwd"))
         return forward, forward_backward
@@ -75,7 +75,7 @@ class Results:
         return list(dict.fromkeys(row["case"] for row in self.rows(suite, **equal)))
 
     def plain(self, path: str) -> list[dict[str, str]]:
-        """Rows of a CSV that no suite wrote."""
+        """Rows of a CSV that was not written by a suite."""
         with (self.root / path).open(newline="") as file:
             found = list(csv.DictReader(file))
         if not found:
@@ -83,16 +83,7 @@ class Results:
         return found
 
 
-RUNS = ("fastmax", "softmax")  # of examples/train_char_lm.py, with the layer's parts
-
-Block = Callable[[Results], str]
-BLOCKS: dict[str, Block] = {}
-
-
-def block(function: Block) -> Block:
-    """Under its name with hyphens."""
-    BLOCKS[function.__name__.strip("_").replace("_", "-")] = function
-    return function
+# ---- cells and tables
 
 
 def number(x: float) -> str:
@@ -106,7 +97,7 @@ def gain(x: float) -> str:
 
 
 def measured_at(rows: Iterable[Row]) -> str:
-    """A line below a table: where and when its rows were measured."""
+    """A line below a table: device, PyTorch version and commits of its rows."""
     rows = list(rows)
     facts = {key: list(dict.fromkeys(row[key] for row in rows)) for key in ("device", "torch", "commit")}
     device = " and ".join(dict.fromkeys(name.partition(",")[0] for name in facts["device"]))
@@ -119,13 +110,13 @@ def both(pair: Iterable[float]) -> str:
 
 
 def rounded(n: float) -> str:
-    """Two digits, of what lies between two sizes that were measured: 2600, 11000."""
+    """Two digits, for a length between two measured ones: 2600, 11000."""
     digits = 10 ** (math.floor(math.log10(n)) - 1)
     return str(int(round(n / digits) * digits))
 
 
 def table(header: Iterable[str], lines: Iterable[Iterable[str]], measured: Iterable[Row] = ()) -> str:
-    """Markdown; below it where and when the rows `measured` were measured."""
+    """A Markdown table; the line below it says where and when `measured` were measured."""
     header = list(header)
     lines = [header, ["---"] * len(header), *lines]
     if wrong := [line for line in lines if len(line) != len(header)]:
@@ -139,34 +130,59 @@ def size(case: str) -> str:
     return re.search(r"\([\d,]+\)", case).group().replace(",", ", ")
 
 
-# ---- where linear attention pays
+def by_columns(rows: Iterable, columns: dict[str, Callable[..., str]], measured: Iterable[Row] = ()) -> str:
+    """A Markdown table with a line for each of `rows`. `columns` maps a header to the function that makes a cell of a row."""
+    return table(columns, ([cell(row) for cell in columns.values()] for row in rows), measured)
+
+
+def missed(row: Row) -> str:
+    return "" if row["met"] == "yes" else ", missed"
+
+
+# ---- helpers
+
+
+def _fastest(rows: Iterable[Row]) -> dict[int, float]:
+    """n -> the smallest time."""
+    times: dict[int, float] = {}
+    for row in rows:
+        times[row["tokens"]] = min(row["median"], times.get(row["tokens"], math.inf))
+    return times
 
 
 def _fastest_softmax(results: Results, suite: str, **equal: object) -> dict[int, float]:
     """n -> time of the fastest of PyTorch's backends."""
-    times: dict[int, float] = {}
-    for row in results.rows(suite, **equal):
-        if row["provider"].startswith("sdpa"):
-            times[row["tokens"]] = min(row["median"], times.get(row["tokens"], math.inf))
-    return times
+    return _fastest(row for row in results.rows(suite, **equal) if row["provider"].startswith("sdpa"))
 
 
 def _overtakes(results: Results, suite: str, provider: str, **equal: object) -> str:
-    ours = {row["tokens"]: row["median"] for row in results.rows(suite, provider=provider, **equal)}
+    """The n from which a provider is faster than softmax."""
     softmax = _fastest_softmax(results, suite, **equal)
-    n = report.crossing(softmax, ours)
+    n = report.crossing(softmax, _fastest(results.rows(suite, provider=provider, **equal)))
     if n is None:
         return f"above {max(softmax)}"
     return f"below {min(softmax)}" if n == min(softmax) else rounded(n)
 
 
 def _state_bytes(d: int, p: int) -> int:
-    """Of one key/value head."""
+    """Size of the state of one key/value head."""
     state = fastmax.decoding.init_state(1, 1, d, p=p, a0=2.0, normalize="token")  # settings with which p = 1 is positive
     return sum(x.numel() * x.element_size() for x in (state.values, state.weights))
 
 
-@block
+def _steps(results: Results, *providers: str, **same) -> dict[int, float]:
+    """Microseconds of a step by the tokens of context, of the fastest of the providers."""
+    return _fastest(row for name in providers for row in results.rows("decode", provider=name, mode="step", **same))
+
+
+def _work_of_rank(row: Row) -> int:
+    """Work of one of two ranks over that of its tokens alone: softmax and the quadratic algorithm see all tokens."""
+    return 1 if row["algorithm"] == "linear" else 2
+
+
+# ---- docs/results.md and docs/cuda.md: attention on a GPU
+
+
 def break_even(results: Results) -> str:
     """The n from which attention's forward + backward is faster than softmax's; how many tokens of a cache a state weighs."""
 
@@ -181,29 +197,15 @@ def break_even(results: Results) -> str:
     return table(header, (line(d) for d in (32, 64, 128)), results.rows("scaling"))
 
 
-@block
-def state_at_64(results: Results) -> str:
-    return f"{_state_bytes(64, 2) / 1e3:.0f} kB"
-
-
-@block
 def train_break_even(results: Results) -> str:
     two, one = (_overtakes(results, "train", f"fastmax_p{p}", mode="train") for p in (2, 1))
     return f"{two} tokens for p = 2 and {one} for p = 1"
 
 
-# ---- attention on a GPU
-
-
-def _attention_cases(results: Results) -> list[str]:
-    return results.cases("cuda", dtype="bf16", provider="fastmax", mode="fwd+bwd")
-
-
-@block
 def attention(results: Results) -> str:
-    """Ours beside the fastest softmax, the largest gain first: calls back to back, and single calls after a pause."""
+    """Fastmax and the fastest softmax, the largest gain first: calls back to back, and single calls after a pause."""
     lines = []
-    for case in _attention_cases(results):
+    for case in results.cases("cuda", dtype="bf16", provider="fastmax", mode="fwd+bwd"):
         row = results.row("cuda", case=case, provider="fastmax", mode="fwd+bwd")
         cells, gains = [f"p = {row['p']}, {row['algorithm']}", size(case)], []
         for start in (SUSTAINED, ""):
@@ -218,61 +220,52 @@ def attention(results: Results) -> str:
     return table([*header, "single calls"], (line for _, line in lines), results.rows("cuda"))
 
 
-@block
+def attention_of_65536(results: Results) -> str:
+    equal = {"head_dim": 64, "heads": 32, "mode": SUSTAINED + "fwd+bwd"}
+    ours = results.median("cuda", provider="fastmax", tokens=65536, **equal)
+    softmax = _fastest_softmax(results, "cuda", **equal)[65536]
+    return f"{number(ours)} ms against {number(softmax)} ms, {gain(softmax / ours)} times less"
+
+
 def cuda(results: Results) -> str:
     """Every case with its aim and its floor; bold where the aim is missed."""
 
-    def judged(row: Row) -> str:
-        text = number(row["median"])
-        return f"**{text}**" if row["met"] == "no" else text
+    def rows(case: str) -> list[Row]:
+        found = results.rows("cuda", case=case, provider="fastmax")
+        return [row for mode in ("fwd", "fwd+bwd") for row in found if row["mode"] == mode]
 
-    lines = []
-    for case in results.cases("cuda", provider="fastmax", mode="fwd"):
-        rows = [
-            row
-            for mode in ("fwd", "fwd+bwd")
-            for row in results.rows("cuda", case=case, provider="fastmax")
-            if row["mode"] == mode
-        ]
+    def name(rows: list[Row]) -> str:
+        row = rows[0]
+        return f"{row['algorithm']} {size(row['case'])}, {row['p']}" + (", TF32, forward" if row["dtype"] == "tf32" else "")
+
+    def peers(rows: list[Row]) -> str:
         peer = rows[0]["peer"]
-        lines.append(
-            [
-                f"{rows[0]['algorithm']} {size(case)}, {rows[0]['p']}"
-                + (", TF32, forward" if rows[0]["dtype"] == "tf32" else ""),
-                " / ".join(map(judged, rows)),
-                " / ".join(f"{row['target']:g}" for row in rows),
-                both(results.median("cuda", case=case, provider=peer, mode=row["mode"]) for row in rows)
-                + ("" if peer == "sdpa_cudnn" else f" ({peer.removeprefix('sdpa_')})"),
-                " / ".join(f"{row['of_floor']:.1f}" for row in rows),
-            ]
-        )
-    header = ["algorithm, (b, h, n, d), p", "fastmax", "aim", "SDPA cuDNN", "times the floor"]
-    return table(header, lines, results.rows("cuda"))
+        times = both(results.median("cuda", case=row["case"], provider=peer, mode=row["mode"]) for row in rows)
+        return times + ("" if peer == "sdpa_cudnn" else f" ({peer.removeprefix('sdpa_')})")
+
+    def judged(row: Row) -> str:
+        return f"**{number(row['median'])}**" if row["met"] == "no" else number(row["median"])
+
+    columns = {
+        "algorithm, (b, h, n, d), p": name,
+        "fastmax": lambda rows: " / ".join(map(judged, rows)),
+        "aim": lambda rows: " / ".join(f"{row['target']:g}" for row in rows),
+        "SDPA cuDNN": peers,
+        "times the floor": lambda rows: " / ".join(f"{row['of_floor']:.1f}" for row in rows),
+    }
+    return by_columns(map(rows, results.cases("cuda", provider="fastmax", mode="fwd")), columns, results.rows("cuda"))
 
 
-@block
-def matmul_rate(results: Results) -> str:
-    return f"{MATMUL['bf16'] / 1e12:.0f}"
-
-
-@block
-def copy_rate(results: Results) -> str:
-    return f"{COPY / 1e12:.2f}"
-
-
-@block
 def cuda_memory(results: Results) -> str:
     row = results.row("cuda", provider="fastmax", mode="memory")
     return f"{size(row['case'])}: {row['median']:.0f} MiB, {row['of_peer']:.2f} times cuDNN's"
 
 
-@block
 def cuda_host(results: Results) -> str:
     row = results.row("cuda", provider="fastmax", mode="host")
     return f"{row['median']:.0f} us, {row['of_peer']:.2f} times SDPA's"
 
 
-@block
 def cold_forwards(results: Results) -> str:
     """The two forwards at d = 128, measured with no softmax beside them."""
     long = {"tokens": 65536, "head_dim": 128, "mode": "fwd"}
@@ -280,57 +273,45 @@ def cold_forwards(results: Results) -> str:
     return f"{two} and {one} ms"
 
 
-@block
 def short_forwards(results: Results) -> str:
     short = {"tokens": 4096, "head_dim": 128, "mode": "fwd"}
     ours, theirs = (results.median("peers", provider=name, **short) for name in ("fastmax_p1", "fla_linear"))
     return f"{number(ours)} and {number(theirs)} ms"
 
 
-@block
 def crossover(results: Results) -> str:
     """Where linear overtakes quadratic in bf16."""
-    lines = []
     bf16 = {"dtype": "bf16", "mode": "fwd+bwd"}
-    for p, d in dict.fromkeys((row["p"], row["head_dim"]) for row in results.rows("crossover", **bf16)):
+
+    def line(p: str, d: int) -> list[str]:
         slow, fast = (
-            {row["tokens"]: row["median"] for row in results.rows("crossover", p=p, head_dim=d, provider=name, **bf16)}
-            for name in ("quadratic", "linear")
+            _fastest(results.rows("crossover", p=p, head_dim=d, provider=name, **bf16)) for name in ("quadratic", "linear")
         )
         n = report.crossing(slow, fast)
-        lines.append(
-            [
-                f"p = {p}",
-                str(d),
-                f"above {max(slow)}" if n is None else f"{min(slow)} or less" if n == min(slow) else rounded(n),
-            ]
-        )
+        text = f"above {max(slow)}" if n is None else f"{min(slow)} or less" if n == min(slow) else rounded(n)
+        return [f"p = {p}", str(d), text]
+
+    sizes = dict.fromkeys((row["p"], row["head_dim"]) for row in results.rows("crossover", **bf16))
+    lines = (line(p, d) for p, d in sizes)
     return table(["", "head_dim", "linear is faster from n ="], lines, results.rows("crossover"))
 
 
-@block
 def decode(results: Results) -> str:
-    lines = []
-    for case in results.cases("decode", provider="fastmax", tokens=1, mode="step"):
-        row = results.row("decode", case=case, provider="fastmax", mode="step")
-        host = results.median("decode", case=case, provider="fastmax", mode="host")
-        rate = row["gb_per_s"]
-        lines.append(
-            [
-                str(row["batch"] * row["heads"]),
-                number(row["median"]),
-                f"{rate / 1e3:.2f}",
-                f"{1e9 * rate / COPY:.0%}",
-                f"{host:.0f}",
-            ]
-        )
-    header = ["batch x heads", "us a step", "TB/s", "of the copy rate", "us of the host"]
-    return table(header, lines, results.rows("decode"))
+    """Steps with one new token of context, and the host's time of each."""
+    host = {"provider": "fastmax", "mode": "host"}
+    columns = {
+        "batch x heads": lambda row: str(row["batch"] * row["heads"]),
+        "us a step": lambda row: number(row["median"]),
+        "TB/s": lambda row: f"{row['gb_per_s'] / 1e3:.2f}",
+        "of the copy rate": lambda row: f"{1e9 * row['gb_per_s'] / COPY:.0%}",
+        "us of the host": lambda row: f"{results.median('decode', case=row['case'], **host):.0f}",
+    }
+    rows = results.rows("decode", provider="fastmax", tokens=1, mode="step")
+    return by_columns(rows, columns, results.rows("decode"))
 
 
-@block
 def decode_rate(results: Results) -> str:
-    """Where there are enough heads to fill the device."""
+    """Share of the copy rate with enough heads to fill the device."""
     rates = [
         1e9 * row["gb_per_s"] / COPY
         for row in results.rows("decode", provider="fastmax", tokens=1, mode="step")
@@ -339,16 +320,6 @@ def decode_rate(results: Results) -> str:
     return f"{min(rates):.0%} to {max(rates):.0%}"
 
 
-def _steps(results: Results, *providers: str, **same) -> dict[int, float]:
-    """Microseconds of a step by the tokens of context, of the fastest of the providers."""
-    times = {}
-    for provider in providers:
-        for row in results.rows("decode", provider=provider, mode="step", **same):
-            times[row["tokens"]] = min(row["median"], times.get(row["tokens"], row["median"]))
-    return times
-
-
-@block
 def decode_gain(results: Results) -> str:
     same = {"head_dim": 64, "batch": 64, "heads": 8}
     ours, softmax = _steps(results, "fastmax_gathered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
@@ -356,9 +327,8 @@ def decode_gain(results: Results) -> str:
     return f"{times[16384]:.1f} times faster at 16k tokens of context and {times[131072]:.0f} times at 128k"
 
 
-@block
 def decode_context(results: Results) -> str:
-    """Steps beside softmax's with a cache, of which the faster one counts."""
+    """Steps of Fastmax and of the faster softmax with a cache."""
     lines, gathered = [], results.rows("decode", provider="fastmax_gathered", mode="step")
     for d, batch, heads in dict.fromkeys((row["head_dim"], row["batch"], row["heads"]) for row in gathered):
         same = {"head_dim": d, "batch": batch, "heads": heads}
@@ -371,7 +341,6 @@ def decode_context(results: Results) -> str:
     return table(header, lines, results.rows("decode"))
 
 
-@block
 def ancestor(results: Results) -> str:
     columns = (("bf16", "fastmax"), ("tf32", "fastmax"), ("fp32", "fastmax"), ("fp32", "fastmax_autograd"))
     lines = []
@@ -387,38 +356,33 @@ def ancestor(results: Results) -> str:
     return table(header, lines, results.rows("ancestor"))
 
 
-@block
 def peers(results: Results) -> str:
-    names = ("fastmax_p2", "fla_based", "fla_based_chunk", "fastmax_p1", "fla_linear", "fla_retention")
-    titles = (
-        "Fastmax p = 2",
-        "`parallel_based`",
-        "`fused_chunk_based`",
-        "Fastmax p = 1",
-        "`chunk_linear_attn`",
-        "`chunk_retention`",
-    )
-    lines = []
-    for d in (16, 64, 128):
-        here = results.rows("peers", tokens=65536, head_dim=d)
-        cells = []
-        for name in names:
-            times = {row["mode"]: row["median"] for row in here if row["provider"] == name}
-            cells.append(both((times["fwd"], times["fwd+bwd"])) if times else "")
-        lines.append([str(d), *cells])
-    return table(["head_dim", *titles], lines, results.rows("peers"))
+    titles = {
+        "fastmax_p2": "Fastmax p = 2",
+        "fla_based": "`parallel_based`",
+        "fla_based_chunk": "`fused_chunk_based`",
+        "fastmax_p1": "Fastmax p = 1",
+        "fla_linear": "`chunk_linear_attn`",
+        "fla_retention": "`chunk_retention`",
+    }
+
+    def cell(name: str, d: int) -> str:
+        rows = (row for row in results.rows("peers", tokens=65536, head_dim=d) if row["provider"] == name)
+        times = {row["mode"]: row["median"] for row in rows}
+        return both((times["fwd"], times["fwd+bwd"])) if times else ""
+
+    columns = {"head_dim": str} | {title: partial(cell, name) for name, title in titles.items()}
+    return by_columns((16, 64, 128), columns, results.rows("peers"))
 
 
-@block
 def few_heads(results: Results) -> str:
-    """What 16 heads take and half of what 32 take."""
+    """The time of 16 heads, and half of that of 32."""
     long = {"tokens": 65536, "head_dim": 64, "mode": "fwd+bwd"}
     some = results.median("scaling", provider="fastmax_p2", **long)
     many = results.median("cuda", provider="fastmax", heads=32, **long)
     return f"{number(some)}, where half of what 32 heads take would be {number(many / 2)}"
 
 
-@block
 def memory_of_bytes(results: Results) -> str:
     """Peak memory over the bytes of q, k, v, o and their gradients."""
     shown = (8192, 16384, 32768, 65536, 262144, 1048576)
@@ -432,10 +396,9 @@ def memory_of_bytes(results: Results) -> str:
     return table(["(1, 16, n, 64), n =", *map(str, shown)], lines, results.rows("scaling"))
 
 
-# ---- training, the CPU, learning
+# ---- training, the CPU, options
 
 
-@block
 def train(results: Results) -> str:
     names = ("fastmax_p2", "fastmax_p1", "sdpa_cudnn", "sdpa_flash")
     lines = []
@@ -447,281 +410,53 @@ def train(results: Results) -> str:
     return table(header, lines, results.rows("train"))
 
 
-@block
-def train_memory(results: Results) -> str:
-    return f"{report.memory_spread(results.rows('train')):.1%}"
-
-
-@block
 def cpu(results: Results) -> str:
-    lines = []
-    for case in results.cases("cpu", provider="fastmax"):
-        row = results.row("cpu", case=case, provider="fastmax", mode="fwd+bwd")
-        ours, theirs = (results.pair("cpu", case=case, provider=name) for name in ("fastmax", "sdpa"))
-        gains = " / ".join(gain(b / a) for a, b in zip(ours, theirs, strict=True))
-        aim = f"{1 / row['target']:.2g}" + ("" if row["met"] == "yes" else ", missed")
-        lines.append([f"p = {row['p']}, {row['algorithm']}, {size(case)}", both(ours), both(theirs), gains, aim])
-    header = ["p, algorithm, (batch, heads, tokens, head_dim)", "fastmax, ms", "softmax (SDPA), ms", "times faster", "aim"]
-    return table(header, lines, results.rows("cpu"))
+    def pair(row: Row, name: str) -> tuple[float, float]:
+        return results.pair("cpu", case=row["case"], provider=name)
+
+    columns = {
+        "p, algorithm, (batch, heads, tokens, head_dim)": lambda row: (
+            f"p = {row['p']}, {row['algorithm']}, {size(row['case'])}"
+        ),
+        "fastmax, ms": lambda row: both(pair(row, "fastmax")),
+        "softmax (SDPA), ms": lambda row: both(pair(row, "sdpa")),
+        "times faster": lambda row: " / ".join(
+            gain(b / a) for a, b in zip(pair(row, "fastmax"), pair(row, "sdpa"), strict=True)
+        ),
+        "aim": lambda row: f"{1 / row['target']:.2g}{missed(row)}",
+    }
+    return by_columns(results.rows("cpu", provider="fastmax", mode="fwd+bwd"), columns, results.rows("cpu"))
 
 
-@block
 def options(results: Results) -> str:
     """The cost of each option: rows with a target against their peer, calls back to back first."""
-    lines = []
-    for row in results.rows("options"):
-        if "target" not in row or not row["mode"].startswith(SUSTAINED):
-            continue
-        mode = row["mode"].removeprefix(SUSTAINED)
-        peer = results.row("options", case=row["case"], mode=row["mode"], provider=row["peer"])
-        single = results.row("options", case=row["case"], mode=mode, provider=row["provider"])
-        aim = f"{row['target']:.3g}" + ("" if row["met"] == "yes" else ", missed")
-        numbers = [number(x["median"]) for x in (row, peer)] + [f"{x['of_peer']:.3g}" for x in (row, single)]
-        lines.append([row["case"], mode, *numbers, aim])
-    header = ["option", "", "with, ms", "without, ms", "ratio", "ratio of single calls", "at most"]
-    return table(header, lines, results.rows("options"))
+
+    def mode(row: Row) -> str:
+        return row["mode"].removeprefix(SUSTAINED)
+
+    def of(row: Row, **other: str) -> Row:
+        return results.row("options", **({key: row[key] for key in ("case", "mode", "provider")} | other))
+
+    columns = {
+        "option": lambda row: row["case"],
+        "": mode,
+        "with, ms": lambda row: number(row["median"]),
+        "without, ms": lambda row: number(of(row, provider=row["peer"])["median"]),
+        "ratio": lambda row: f"{row['of_peer']:.3g}",
+        "ratio of single calls": lambda row: f"{of(row, mode=mode(row))['of_peer']:.3g}",
+        "at most": lambda row: f"{row['target']:.3g}{missed(row)}",
+    }
+    rows = (row for row in results.rows("options") if "target" in row and row["mode"].startswith(SUSTAINED))
+    return by_columns(rows, columns, results.rows("options"))
 
 
-@block
 def layer_options_cost(results: Results) -> str:
     """The time of a call with decay and an exact window, forward + backward, and its ratio to a call with neither."""
-    with_both, without = (
-        results.median(
-            "options",
-            case="log_decay, exact window bf16 p=2 linear (1,32,65536,64)",
-            mode=SUSTAINED + "fwd+bwd",
-            provider=name,
-        )
-        for name in ("fastmax_decay_window", "fastmax")
-    )
+    same = {"case": "log_decay, exact window bf16 p=2 linear (1,32,65536,64)", "mode": SUSTAINED + "fwd+bwd"}
+    with_both, without = (results.median("options", provider=name, **same) for name in ("fastmax_decay_window", "fastmax"))
     return f"{number(with_both)} ms, {with_both / without:.2f} times as long"
 
 
-@block
-def distributed(results: Results) -> str:
-    """One GPU's tokens on it alone, and as many on each of two."""
-    lines = []
-    for row in results.rows("distributed", provider="2 GPUs", mode="fwd+bwd"):
-        one = results.row("distributed", case=row["case"], provider="one GPU")
-        work = 1 if row["algorithm"] == "linear" else 2  # of a rank, in that of one GPU's tokens
-        received = int(row["note"].split(" bytes received")[0])
-        asked = f"{work / row['target']:.0%}" + ("" if row["met"] == "yes" else ", missed") if "target" in row else ""
-        times = (f"{x['median']:.3g}" for x in (one, row))
-        lines.append([row["case"], *times, f"{work / row['of_peer']:.1%}", asked, f"{received / 1e6:.1f}"])
-    header = ["(b, h, n, d)", "one GPU, ms", "two GPUs, ms", "of one GPU's rate", "at least", "MB received by a GPU"]
-    return table(header, lines, results.rows("distributed"))
-
-
-@block
-def ranks_alone(results: Results) -> str:
-    """What each of two ranks computes, beside one GPU's tokens on it alone."""
-    lines = []
-    for one in results.rows("ranks_alone", provider="one GPU"):
-        ranks = [results.row("ranks_alone", case=one["case"], provider=f"rank {rank} of 2") for rank in (0, 1)]
-        numbers = [row["median"] / (1 if one["mode"] == "fwd+bwd" else 1024) for row in (one, *ranks)]
-        work = 1 if one["algorithm"] == "linear" else 2  # of a rank, in that of one GPU's tokens
-        rate = f"{work * numbers[0] / max(numbers):.1%}" if one["mode"] == "fwd+bwd" else ""
-        lines.append([one["case"], *(f"{x:.3g}" for x in numbers), "ms" if one["mode"] == "fwd+bwd" else "GiB", rate])
-    header = ["(b, h, n, d)", "one GPU", "first of two ranks", "last", "", "of one GPU's rate"]
-    return table(header, lines, results.rows("ranks_alone"))
-
-
-@block
-def distributed_memory(results: Results) -> str:
-    """Peak bytes of forward + backward."""
-    rows = sorted(results.rows("distributed", mode="memory"), key=lambda row: row["provider"])
-    named = {"1 GPUs": "on one", "2 GPUs": "a GPU on two"}
-    return ", ".join(f"{row['median'] / 1024:.1f} GiB {named[row['provider']]}" for row in rows)
-
-
-# Bytes a second that a GPU receives: one 400 Gb/s link; NVLink inside a machine, of 450 GB/s each way, as messages reach it.
-_LINKS = {"50 GB/s": 50e9, "300 GB/s": 300e9}
-
-
-@block
-def exchange(results: Results) -> str:
-    """What a layer's states weigh on many GPUs, against the time that it computes."""
-    case = "log_decay bf16 p=2 linear (1,32,65536,64)"
-    row = results.row("options", case=case, provider="fastmax", mode=SUSTAINED + "fwd+bwd")
-    heads, tokens, d, ms = row["heads"], row["tokens"], row["head_dim"], row["median"]
-    lines = []
-    for world in (2, 8, 64, 1024):
-        layout = contiguous_layout([tokens] * world)
-        received = sum(exchanged_bytes(layout, kv_heads=heads, head_dim=d))
-        gathered = 2 * (world - 1) * heads * _state_bytes(d, 2)
-        way = "all states" if received == gathered else "shares"
-        times = [received / rate * 1e3 for rate in _LINKS.values()]
-        shares = [f"{x:.2f} ms, {x / ms:.1%}" for x in times]
-        least = " / ".join(rounded(20 * x / ms * tokens) for x in times)
-        lines.append([str(world), way, f"{received / 1e6:.1f}", *shares, least])
-    header = ["GPUs", "exchange", "MB received by a GPU, fwd + bwd", *(f"at {name}, of {ms:.1f} ms" for name in _LINKS)]
-    return table([*header, "tokens a GPU at which it is 5%"], lines)
-
-
-@block
-def ring_hides(results: Results) -> str:
-    """Tokens a GPU from which on a step of the ring takes longer than its message."""
-    case = "bf16 (8,32,4096,64)"
-    forward, both = results.pair("flash", case=case, provider="fastmax_flash")
-    row = results.row("flash", case=case, provider="fastmax_flash", mode="fwd")
-    pairs = row["batch"] * row["heads"] * row["tokens"] ** 2 / 2
-    least = []
-    for rate in _LINKS.values():
-        # A step has n^2 / 2 pairs a head; k and v in bf16, backward also their gradients in fp32.
-        sides = ((forward, 2 * 2), (both - forward, 2 * (2 + 4)))
-        n = max(size * row["head_dim"] / rate / (ms * 1e-3 / pairs / 2) for ms, size in sides)
-        least.append(f"{rounded(n)} at {rate / 1e9:.0f} GB/s")
-    return ", ".join(least)
-
-
-@block
-def cpu_device(results: Results) -> str:
-    row = results.rows("cpu")[0]
-    return f"{row['device']}, PyTorch {row['torch']}"
-
-
-@block
-def cuda_device(results: Results) -> str:
-    row = results.rows("cuda")[0]
-    return f"{row['device'].partition(',')[0]} (PyTorch {row['torch']})"
-
-
-@block
-def auto_on_the_cpu(results: Results) -> str:
-    """The n from which on the planner takes the linear algorithm."""
-    sizes = ((2, 32), (2, 64), (2, 128), (1, 64))
-    found = (report.chosen_crossing(torch.device("cpu"), "fp32", p, 1, d, longest=2**17) for p, d in sizes)
-    *first, last = (f"above {2**17}" if n is None else rounded(n) for n in found)
-    return f"{', '.join(first)} and {last}"
-
-
-@block
-def char_lm(results: Results) -> str:
-    ends = _char_lm_ends(results)
-    names = {
-        "softmax": "softmax with the same parts",
-        "fastmax": "fastmax, the layer's parts",
-        "softmax_plain": "softmax alone",
-        "fastmax_plain": "fastmax alone",
-    }
-    lines = ([title, *(f"{_mean(ends[name], key):.3f}" for key in ("train", "val"))] for name, title in names.items())
-    return table(["attention", "train loss", "validation loss (nats per byte)"], lines)
-
-
-@block
-def char_lm_texts(results: Results) -> str:
-    """Fastmax and softmax with the same parts on several texts, each seed paired with itself."""
-    rows = results.plain("docs/figures/char_lm_texts.csv")
-    lines = []
-    for name in dict.fromkeys(row["text"] for row in rows):
-        losses = {
-            run: {row["seed"]: float(row["val"]) for row in rows if (row["text"], row["run"]) == (name, run)} for run in RUNS
-        }
-        gaps = [loss - losses["softmax"][seed] for seed, loss in losses["fastmax"].items()]
-        means = [f"{sum(found.values()) / len(found):.3f}" for found in losses.values()]
-        spread_of_gaps = f"{min(gaps):+.3f} to {max(gaps):+.3f}"
-        lines.append([name, ", ".join(losses["fastmax"]), *means, f"{sum(gaps) / len(gaps):+.3f}", spread_of_gaps])
-    header = ["text", "seeds", "fastmax", "softmax, same parts", "difference", "lowest to highest"]
-    return table(header, lines)
-
-
-@block
-def char_lm_seeds(results: Results) -> str:
-    count = len(_char_lm_ends(results)["fastmax"])
-    return "one seed" if count == 1 else f"means of {count} seeds"
-
-
-@block
-def char_lm_gap(results: Results) -> str:
-    """Of Fastmax from softmax with the same parts."""
-    return _char_lm_difference(results, "fastmax", "softmax")
-
-
-@block
-def char_lm_alone(results: Results) -> str:
-    """Of Fastmax with parts from softmax alone."""
-    return _char_lm_difference(results, "fastmax", "softmax_plain")
-
-
-@block
-def char_lm_gap_alone(results: Results) -> str:
-    """Of Fastmax alone from softmax alone."""
-    return _char_lm_difference(results, "fastmax_plain", "softmax_plain")
-
-
-def _char_lm_ends(results: Results) -> dict[str, list[dict[str, str]]]:
-    """The last row of every seed, by run."""
-    rows = results.plain("docs/figures/char_lm.csv")
-    steps = max(int(row["step"]) for row in rows)
-    ends = {}
-    for row in rows:
-        if int(row["step"]) == steps:
-            ends.setdefault(row["run"], []).append(row)
-    return ends
-
-
-def _mean(rows: list[dict[str, str]], key: str) -> float:
-    return sum(float(row[key]) for row in rows) / len(rows)
-
-
-def _char_lm_difference(results: Results, first: str, second: str) -> str:
-    """Of validation losses at the end, and which way."""
-    ends = _char_lm_ends(results)
-    return _in_words(_mean(ends[first], "val") - _mean(ends[second], "val"))
-
-
-def _in_words(difference: float) -> str:
-    return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
-
-
-def _learned_gap(variant: str, other: str, setting: str, results: Results) -> str:
-    """After equal steps, the mean over the seeds that both have."""
-    return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
-
-
-BLOCKS["learned-gap"] = partial(_learned_gap, "p2_all", "softmax_parts", "25M")
-BLOCKS["learned-gap-softmax"] = partial(_learned_gap, "softmax_parts", "p2_all", "25M")
-BLOCKS["learned-gap-plain"] = partial(_learned_gap, "p2_all", "softmax", "25M")
-BLOCKS["learned-gap-wide"] = partial(_learned_gap, "p2_wide", "softmax_wide", "25M")
-BLOCKS["learned-gap-small"] = partial(_learned_gap, "p2_all", "softmax_parts", "0.8M")
-
-
-@block
-def far_keys_gain(results: Results) -> str:
-    """Of the polynomial: all parts below softmax within the window."""
-    found = pages.rows_of("ablation", "25M", results.root)
-    whole, last = (above(found, "softmax_near", "p2_all", measure=measure) for measure in ("loss", "last_quarter"))
-    return f"{whole:.3f} nats per byte, and {last:.3f} in the last quarter of a window"
-
-
-@block
-def conversion_swapped(results: Results) -> str:
-    found = pages.rows_of("conversion", "25M", results.root)
-    before, swapped, transferred = (
-        spread(found, variant="window_decay", measure=stage).mean for stage in ("before", "swapped", "transferred")
-    )
-    return f"{swapped - before:.2f} nats per byte, of which fit and transfer take back {swapped - transferred:.2f}"
-
-
-@block
-def conversion_ends(results: Results) -> str:
-    """Above the softmax model with the same fine-tuning: all layers, three of four."""
-    found = pages.rows_of("conversion", "25M", results.root)
-    softmax, every, hybrid = (
-        spread(found, variant=name, measure="finetuned").mean for name in ("softmax", "window_decay", "hybrid")
-    )
-    return f"{every - softmax:.2f}, and where one layer in four stays softmax {hybrid - softmax:.2f}"
-
-
-@block
-def attention_of_65536(results: Results) -> str:
-    equal = {"head_dim": 64, "heads": 32, "mode": SUSTAINED + "fwd+bwd"}
-    ours = results.median("cuda", provider="fastmax", tokens=65536, **equal)
-    softmax = _fastest_softmax(results, "cuda", **equal)[65536]
-    return f"{number(ours)} ms against {number(softmax)} ms, {gain(softmax / ours)} times less"
-
-
-@block
 def layer_cost(results: Results) -> str:
     """The loss and the time of a training step of the same model, by attention layer."""
     # The loss of softmax is that of `flash_attention`: the same function as SDPA's.
@@ -749,53 +484,218 @@ def layer_cost(results: Results) -> str:
     return f"{table(header, lines, results.rows('layer'))} Losses: commits {losses_at}."
 
 
-@block
-def layer_parts(results: Results) -> str:
-    lines = ([row["variant"], row["loss"], row["last_quarter"]] for row in results.plain("docs/figures/layer_parts.csv"))
-    return table(["attention", "loss (nats per byte)", "of the last quarter of positions"], lines)
+def auto_on_the_cpu(results: Results) -> str:
+    """The n from which on the planner takes the linear algorithm."""
+    sizes = ((2, 32), (2, 64), (2, 128), (1, 64))
+    found = (report.chosen_crossing(torch.device("cpu"), "fp32", p, 1, d, longest=2**17) for p, d in sizes)
+    *first, last = (f"above {2**17}" if n is None else rounded(n) for n in found)
+    return f"{', '.join(first)} and {last}"
 
 
-@block
+# ---- docs/distributed.md
+
+
+def distributed(results: Results) -> str:
+    """One GPU alone and two GPUs, with as many tokens on each."""
+
+    def at_least(row: Row) -> str:
+        return f"{_work_of_rank(row) / row['target']:.0%}{missed(row)}" if "target" in row else ""
+
+    columns = {
+        "(b, h, n, d)": lambda row: row["case"],
+        "one GPU, ms": lambda row: f"{results.median('distributed', case=row['case'], provider='one GPU'):.3g}",
+        "two GPUs, ms": lambda row: f"{row['median']:.3g}",
+        "of one GPU's rate": lambda row: f"{_work_of_rank(row) / row['of_peer']:.1%}",
+        "at least": at_least,
+        "MB received by a GPU": lambda row: f"{int(row['note'].split(' bytes received')[0]) / 1e6:.1f}",
+    }
+    return by_columns(results.rows("distributed", provider="2 GPUs", mode="fwd+bwd"), columns, results.rows("distributed"))
+
+
+def ranks_alone(results: Results) -> str:
+    """Each of two ranks without messages, and one GPU with a rank's tokens."""
+    lines = []
+    for one in results.rows("ranks_alone", provider="one GPU"):
+        ranks = [results.row("ranks_alone", case=one["case"], provider=f"rank {rank} of 2") for rank in (0, 1)]
+        numbers = [row["median"] / (1 if one["mode"] == "fwd+bwd" else 1024) for row in (one, *ranks)]
+        rate = f"{_work_of_rank(one) * numbers[0] / max(numbers):.1%}" if one["mode"] == "fwd+bwd" else ""
+        lines.append([one["case"], *(f"{x:.3g}" for x in numbers), "ms" if one["mode"] == "fwd+bwd" else "GiB", rate])
+    header = ["(b, h, n, d)", "one GPU", "first of two ranks", "last", "", "of one GPU's rate"]
+    return table(header, lines, results.rows("ranks_alone"))
+
+
+def distributed_memory(results: Results) -> str:
+    """Peak memory of forward + backward."""
+    rows = sorted(results.rows("distributed", mode="memory"), key=lambda row: row["provider"])
+    named = {"1 GPUs": "on one", "2 GPUs": "a GPU on two"}
+    return ", ".join(f"{row['median'] / 1024:.1f} GiB {named[row['provider']]}" for row in rows)
+
+
+# Bytes a second that a GPU receives: one 400 Gb/s link; NVLink inside a machine, of 450 GB/s each way, as messages reach it.
+_LINKS = {"50 GB/s": 50e9, "300 GB/s": 300e9}
+
+
+def exchange(results: Results) -> str:
+    """The exchange of a layer's states on many GPUs over the time of its attention."""
+    case = "log_decay bf16 p=2 linear (1,32,65536,64)"
+    row = results.row("options", case=case, provider="fastmax", mode=SUSTAINED + "fwd+bwd")
+    heads, tokens, d, ms = row["heads"], row["tokens"], row["head_dim"], row["median"]
+    lines = []
+    for world in (2, 8, 64, 1024):
+        layout = contiguous_layout([tokens] * world)
+        received = sum(exchanged_bytes(layout, kv_heads=heads, head_dim=d))
+        gathered = 2 * (world - 1) * heads * _state_bytes(d, 2)
+        way = "all states" if received == gathered else "shares"
+        times = [received / rate * 1e3 for rate in _LINKS.values()]
+        shares = [f"{x:.2f} ms, {x / ms:.1%}" for x in times]
+        least = " / ".join(rounded(20 * x / ms * tokens) for x in times)
+        lines.append([str(world), way, f"{received / 1e6:.1f}", *shares, least])
+    header = ["GPUs", "exchange", "MB received by a GPU, fwd + bwd", *(f"at {name}, of {ms:.1f} ms" for name in _LINKS)]
+    return table([*header, "tokens a GPU at which it is 5%"], lines)
+
+
+def ring_hides(results: Results) -> str:
+    """Tokens per GPU from which a step of the ring takes longer than its message."""
+    case = "bf16 (8,32,4096,64)"
+    forward, both = results.pair("flash", case=case, provider="fastmax_flash")
+    row = results.row("flash", case=case, provider="fastmax_flash", mode="fwd")
+    pairs = row["batch"] * row["heads"] * row["tokens"] ** 2 / 2
+    least = []
+    for rate in _LINKS.values():
+        # A step has n^2 / 2 pairs a head; k and v in bf16, backward also their gradients in fp32.
+        sides = ((forward, 2 * 2), (both - forward, 2 * (2 + 4)))
+        n = max(size * row["head_dim"] / rate / (ms * 1e-3 / pairs / 2) for ms, size in sides)
+        least.append(f"{rounded(n)} at {rate / 1e9:.0f} GB/s")
+    return ", ".join(least)
+
+
+# ---- docs/quality.md: what is learned
+
+RUNS = ("fastmax", "softmax")  # of examples/train_char_lm.py, with the layer's parts
+
+
+def char_lm(results: Results) -> str:
+    ends = _char_lm_ends(results)
+    names = {
+        "softmax": "softmax with the same parts",
+        "fastmax": "fastmax, the layer's parts",
+        "softmax_plain": "softmax alone",
+        "fastmax_plain": "fastmax alone",
+    }
+    lines = ([title, *(f"{_mean(ends[name], key):.3f}" for key in ("train", "val"))] for name, title in names.items())
+    return table(["attention", "train loss", "validation loss (nats per byte)"], lines)
+
+
+def char_lm_texts(results: Results) -> str:
+    """Fastmax and softmax with the same parts on several texts, each seed paired with itself."""
+    rows = results.plain("docs/figures/char_lm_texts.csv")
+    lines = []
+    for name in dict.fromkeys(row["text"] for row in rows):
+        losses = {
+            run: {row["seed"]: float(row["val"]) for row in rows if (row["text"], row["run"]) == (name, run)} for run in RUNS
+        }
+        gaps = [loss - losses["softmax"][seed] for seed, loss in losses["fastmax"].items()]
+        means = [f"{sum(found.values()) / len(found):.3f}" for found in losses.values()]
+        spread_of_gaps = f"{min(gaps):+.3f} to {max(gaps):+.3f}"
+        lines.append([name, ", ".join(losses["fastmax"]), *means, f"{sum(gaps) / len(gaps):+.3f}", spread_of_gaps])
+    header = ["text", "seeds", "fastmax", "softmax, same parts", "difference", "lowest to highest"]
+    return table(header, lines)
+
+
+def char_lm_seeds(results: Results) -> str:
+    count = len(_char_lm_ends(results)["fastmax"])
+    return "one seed" if count == 1 else f"means of {count} seeds"
+
+
+def _char_lm_ends(results: Results) -> dict[str, list[dict[str, str]]]:
+    """The last row of every seed, by run."""
+    rows = results.plain("docs/figures/char_lm.csv")
+    steps = max(int(row["step"]) for row in rows)
+    ends = {}
+    for row in rows:
+        if int(row["step"]) == steps:
+            ends.setdefault(row["run"], []).append(row)
+    return ends
+
+
+def _mean(rows: list[dict[str, str]], key: str) -> float:
+    return sum(float(row[key]) for row in rows) / len(rows)
+
+
+def char_lm_difference(first: str, second: str, results: Results) -> str:
+    """Difference of the validation losses at the end."""
+    ends = _char_lm_ends(results)
+    return _in_words(_mean(ends[first], "val") - _mean(ends[second], "val"))
+
+
+def _in_words(difference: float) -> str:
+    return f"{abs(difference):.3f} nats per byte {'above' if difference > 0 else 'below'}"
+
+
+def learned_gap(variant: str, other: str, setting: str, results: Results) -> str:
+    """Difference of the losses after equal steps, the mean over the seeds that both have."""
+    return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
+
+
+def far_keys_gain(results: Results) -> str:
+    """How far the loss of p = 2 with all parts is below that of softmax within the window."""
+    found = pages.rows_of("ablation", "25M", results.root)
+    whole, last = (above(found, "softmax_near", "p2_all", measure=measure) for measure in ("loss", "last_quarter"))
+    return f"{whole:.3f} nats per byte, and {last:.3f} in the last quarter of a window"
+
+
+def conversion_swapped(results: Results) -> str:
+    found = pages.rows_of("conversion", "25M", results.root)
+    before, swapped, transferred = (
+        spread(found, variant="window_decay", measure=stage).mean for stage in ("before", "swapped", "transferred")
+    )
+    return f"{swapped - before:.2f} nats per byte, of which fit and transfer take back {swapped - transferred:.2f}"
+
+
+def conversion_ends(results: Results) -> str:
+    """Losses above that of the softmax model with the same fine-tuning: all layers swapped, three of four swapped."""
+    found = pages.rows_of("conversion", "25M", results.root)
+    softmax, every, hybrid = (
+        spread(found, variant=name, measure="finetuned").mean for name in ("softmax", "window_decay", "hybrid")
+    )
+    return f"{every - softmax:.2f}, and where one layer in four stays softmax {hybrid - softmax:.2f}"
+
+
 def convert(results: Results) -> str:
-    rows = results.plain("docs/figures/convert_char_lm.csv")
-    lines = ([row["stage"], f"{float(row['loss']):.4f}", f"{float(row['last_quarter']):.4f}"] for row in rows)
-    return table(["", "loss (nats per byte)", "of the last quarter of positions"], lines)
+    columns = {
+        "": lambda row: row["stage"],
+        "loss (nats per byte)": lambda row: f"{float(row['loss']):.4f}",
+        "of the last quarter of positions": lambda row: f"{float(row['last_quarter']):.4f}",
+    }
+    return by_columns(results.plain("docs/figures/convert_char_lm.csv"), columns)
 
 
-@block
+def layer_parts(results: Results) -> str:
+    header = ["attention", "loss (nats per byte)", "of the last quarter of positions"]
+    rows = results.plain("docs/figures/layer_parts.csv")
+    return table(header, ([row[key] for key in ("variant", "loss", "last_quarter")] for row in rows))
+
+
 def convert_starts(results: Results) -> str:
     rows = results.plain("docs/figures/convert_starts.csv")
     return table(["fitted", "before", "after"], (row.values() for row in rows))
 
 
-def _accuracies(path: str, results: Results) -> str:
+def accuracies(path: str, results: Results) -> str:
     rows = results.plain(path)
     pairs = [name for name in rows[0] if name.startswith("pairs_")]
     header = ["", *(f"{name.removeprefix('pairs_')} pairs" for name in pairs)]
     return table(header, ([row["attention"], *(f"{float(row[name]):.0%}" for name in pairs)] for row in rows))
 
 
-BLOCKS["recall"] = partial(_accuracies, "docs/figures/associative_recall.csv")
-BLOCKS["recall-scales"] = partial(_accuracies, "docs/figures/recall_scales.csv")
-
-
-def _recall(name: str, results: Results) -> str:
+def recall_of(name: str, results: Results) -> str:
     (row,) = (row for row in results.plain("docs/figures/recall_scales.csv") if row["attention"] == name)
     return f"{float(row['pairs_64']):.0%}"
 
 
-BLOCKS["recall-rms"] = partial(_recall, "RMS-normalised, temperature 1")
-BLOCKS["recall-token"] = partial(_recall, 'as projected, normalize="token", temperature 1')
+# ---- docs/softmax.md
 
 
-for _name in pages.TABLES:
-    BLOCKS[f"learn-{_name}"] = partial(lambda name, results: pages.section(name, results.root, table), _name)
-
-
-# ---- softmax
-
-
-@block
 def flash(results: Results) -> str:
     lines = []
     for case in results.cases("flash", provider="fastmax_flash"):
@@ -810,7 +710,6 @@ def flash(results: Results) -> str:
     return table(header, lines, results.rows("flash"))
 
 
-@block
 def flash_range(results: Results) -> str:
     """Time of `flash_attention` over that of the fastest of PyTorch's backends."""
     ratios = []
@@ -820,7 +719,6 @@ def flash_range(results: Results) -> str:
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
-@block
 def row_softmax(results: Results) -> str:
     lines = []
     for case in results.cases("softmax", dtype="bf16"):
@@ -833,7 +731,6 @@ def row_softmax(results: Results) -> str:
     return table(header, lines, results.rows("softmax"))
 
 
-@block
 def traffic(results: Results) -> str:
     names = {
         "fastmax": "",
@@ -852,7 +749,6 @@ def traffic(results: Results) -> str:
     return table(["", "formula", "measured"], lines, rows)
 
 
-@block
 def traffic_formula(results: Results) -> str:
     """MiB of one head's forward at d = 128 in bf16."""
     columns: dict[str, dict] = {
@@ -873,7 +769,83 @@ def traffic_formula(results: Results) -> str:
     return table(["tokens", *columns], lines)
 
 
+def cpu_device(results: Results) -> str:
+    row = results.rows("cpu")[0]
+    return f"{row['device']}, PyTorch {row['torch']}"
+
+
+def cuda_device(results: Results) -> str:
+    row = results.rows("cuda")[0]
+    return f"{row['device'].partition(',')[0]} (PyTorch {row['torch']})"
+
+
 # ---- pages
+
+# Name of a mark in a page -> the function that writes its text.
+BLOCKS: dict[str, Callable[[Results], str]] = {
+    "break-even": break_even,
+    "train-break-even": train_break_even,
+    "attention": attention,
+    "attention-of-65536": attention_of_65536,
+    "cuda": cuda,
+    "cuda-memory": cuda_memory,
+    "cuda-host": cuda_host,
+    "cold-forwards": cold_forwards,
+    "short-forwards": short_forwards,
+    "crossover": crossover,
+    "decode": decode,
+    "decode-rate": decode_rate,
+    "decode-gain": decode_gain,
+    "decode-context": decode_context,
+    "ancestor": ancestor,
+    "peers": peers,
+    "few-heads": few_heads,
+    "memory-of-bytes": memory_of_bytes,
+    "train": train,
+    "cpu": cpu,
+    "options": options,
+    "layer-options-cost": layer_options_cost,
+    "layer-cost": layer_cost,
+    "auto-on-the-cpu": auto_on_the_cpu,
+    "distributed": distributed,
+    "ranks-alone": ranks_alone,
+    "distributed-memory": distributed_memory,
+    "exchange": exchange,
+    "ring-hides": ring_hides,
+    "char-lm": char_lm,
+    "char-lm-texts": char_lm_texts,
+    "char-lm-seeds": char_lm_seeds,
+    "far-keys-gain": far_keys_gain,
+    "conversion-swapped": conversion_swapped,
+    "conversion-ends": conversion_ends,
+    "convert": convert,
+    "layer-parts": layer_parts,
+    "convert-starts": convert_starts,
+    "flash": flash,
+    "flash-range": flash_range,
+    "row-softmax": row_softmax,
+    "traffic": traffic,
+    "traffic-formula": traffic_formula,
+    "cpu-device": cpu_device,
+    "cuda-device": cuda_device,
+    "state-at-64": lambda results: f"{_state_bytes(64, 2) / 1e3:.0f} kB",
+    "matmul-rate": lambda results: f"{MATMUL['bf16'] / 1e12:.0f}",
+    "copy-rate": lambda results: f"{COPY / 1e12:.2f}",
+    "train-memory": lambda results: f"{report.memory_spread(results.rows('train')):.1%}",
+    "char-lm-gap": partial(char_lm_difference, "fastmax", "softmax"),
+    "char-lm-alone": partial(char_lm_difference, "fastmax", "softmax_plain"),
+    "char-lm-gap-alone": partial(char_lm_difference, "fastmax_plain", "softmax_plain"),
+    "learned-gap": partial(learned_gap, "p2_all", "softmax_parts", "25M"),
+    "learned-gap-softmax": partial(learned_gap, "softmax_parts", "p2_all", "25M"),
+    "learned-gap-plain": partial(learned_gap, "p2_all", "softmax", "25M"),
+    "learned-gap-wide": partial(learned_gap, "p2_wide", "softmax_wide", "25M"),
+    "learned-gap-small": partial(learned_gap, "p2_all", "softmax_parts", "0.8M"),
+    "recall": partial(accuracies, "docs/figures/associative_recall.csv"),
+    "recall-scales": partial(accuracies, "docs/figures/recall_scales.csv"),
+    "recall-rms": partial(recall_of, "RMS-normalised, temperature 1"),
+    "recall-token": partial(recall_of, 'as projected, normalize="token", temperature 1'),
+    **{f"learn-{name}": partial(lambda name, results: pages.section(name, results.root, table), name) for name in pages.TABLES},
+}
 
 
 def rewritten(text: str, results: Results) -> str:
