@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 import re
 import sys
@@ -99,12 +98,6 @@ def test_wrong_provider_is_refused_before_it_is_timed(measure, monkeypatch, caps
     assert "refused" in capsys.readouterr().out
 
 
-def test_honest_provider_is_called_more_often_than_it_is_checked(measure, monkeypatch):
-    case, calls = spoiled(monkeypatch, lambda o, q, k, v: o)
-    status, _ = measure(case)
-    assert status == 0 and len(calls) == 2 + 2 * 3
-
-
 def test_provider_that_fails_does_not_stop_the_others(measure, monkeypatch):
     def change(o, q, k, v):
         raise RuntimeError("no such backend")
@@ -137,25 +130,6 @@ def test_growing_n_stops_at_the_limit(measure, monkeypatch):
     assert ours[2]["note"].startswith("not run: ") and "limit 0.0 s" in ours[2]["note"]
 
 
-def test_expected_time_is_of_the_longest_mode_and_of_one_series():
-    """A row of 64 heads says nothing of 32; "fwd" and "fwd+bwd" of one n are not two sizes."""
-
-    def row(heads: int, tokens: int, mode: str, ms: float, name: str = "sdpa") -> dict:
-        sizes = {"heads": heads, "tokens": tokens, "head_dim": 8, "dtype": "fp32", "unit": "ms"}
-        return {"provider": name, "mode": mode, "median": ms, "note": ""} | sizes
-
-    times = {100: (10.0, 30.0), 200: (40.0, 120.0)}
-    rows = [row(32, n, mode, ms) for n, pair in times.items() for mode, ms in zip(("fwd", "fwd+bwd"), pair, strict=True)]
-    rows += [row(64, n, "fwd", 1.0) for n in times]
-    case = Case(1, 32, 400, 8, None, None, providers=("sdpa",))
-    suite = Suite("", {}, limit_s=0.47)
-    assert run._too_long(rows, case, suite) == {"sdpa": "not run: 0.5 s a call expected, limit 0.47 s"}
-    assert run._too_long(rows, case, replace(suite, limit_s=0.49)) == {}
-    assert run._too_long(rows, replace(case, heads=64), suite) == {}
-    absent = {key: value for key, value in rows[0].items() if key != "median"} | {"note": "not installed: x"}
-    assert run._too_long([absent], case, suite) == {"sdpa": "not installed: x"}
-
-
 def test_softmax_attention_written_out(measure):
     """Also the check of gradients of tensors that are not head-major, in more than one batch."""
     case = Case(2, 2, 40, 8, None, None, providers=("sdpa", "plain", "plain_numpy"), token_major=True)
@@ -163,16 +137,6 @@ def test_softmax_attention_written_out(measure):
     assert status == 0 and len(rows) == 9
     assert all(row["median"] and float(row["error"]) < 1e-5 and float(row["grad_error"]) < 2e-5 for row in rows)
     assert {row["note"] for row in rows if row["provider"] == "plain" and row["mode"] == "fwd"} == {PROVIDERS["plain"].note}
-
-
-def test_our_softmax_attention_is_called_with_its_scale(measure, monkeypatch):
-    case = replace(CASE, p=None, algorithm=None, providers=("fastmax_flash", "sdpa"))
-    status, rows = measure(case, replace(case, causal=False))
-    assert status == 0 and all(row["median"] for row in rows)
-    honest = fastmax.flash_attention
-    monkeypatch.setattr(fastmax, "flash_attention", lambda *x, scale, **y: honest(*x, scale=2 * scale, **y))
-    status, rows = measure(case)
-    assert status == 1 and rows[0]["note"].startswith("refused")
 
 
 # Of the suite "options", at sizes where windows hide keys and sequences differ in length, one of them empty.
@@ -235,16 +199,6 @@ def test_gradient_of_decays_is_checked(measure, monkeypatch):
     monkeypatch.setitem(PROVIDERS, "fastmax_decay", replace(honest, call=call))
     status, rows = measure(tiny_option("log_decay linear"))
     assert status == 1 and "grad_log_decay" in rows[0]["note"]
-
-
-def test_options_have_lengths_of_every_kind():
-    case = tiny_option("packed linear")
-    for name, kinds in (("fastmax_packed", 3), ("fastmax_packed_alike", 1)):
-        (bounds,) = PROVIDERS[name].tensors(case, torch.device("cpu")).values()
-        lengths = bounds.diff().tolist()
-        assert len(lengths) == 6 and sum(lengths) == 48 and min(lengths) >= 0 and len(set(lengths)) >= kinds
-    (bounds,) = PROVIDERS["fastmax_packed"].tensors(OPTIONS["packed linear"], torch.device("cpu")).values()
-    assert bounds.shape == (65,) and bounds[0] == 0 and bounds[-1] == 65536
 
 
 def peer(of_score, normalize: bool = True, gamma: bool = False):
@@ -398,16 +352,11 @@ def test_training_step_of_layers(measure, monkeypatch):
     assert all(float(row["median"]) > 0 and row["mode"] == "sustained train" for row in rows)
 
 
-def test_training_step_learns_and_is_refused_away_from_ln_vocabulary(monkeypatch, tiny_gpt):
+def test_training_step_is_refused_away_from_ln_vocabulary(tiny_gpt):
     step = train.Step(tiny_gpt, "sdpa", torch.device("cpu"))
     first = train.check(step, tiny_gpt, PROVIDERS["sdpa"])
     step.optimizer.zero_grad()
-    assert abs(first - math.log(96)) < 0.3
-    with torch.no_grad():
-        whole = F.cross_entropy(step.model(step.tokens).flatten(0, 1), step.targets.flatten())
-    assert step().item() == pytest.approx(whole.item(), rel=1e-5), "the loss by chunks is the loss"
-    assert min(step().item() for _ in range(5)) < first
-    assert step.resident_bytes == 12 * sum(x.numel() for x in step.model.parameters())
+    assert abs(first - math.log(96)) < 0.3 and min(step().item() for _ in range(6)) < first
     with torch.no_grad():
         step.model.head.weight.mul_(30)
     with pytest.raises(common.WrongResult, match="first loss"):
@@ -497,13 +446,6 @@ def test_rows_are_read_as_they_were_written(tmp_path):
     assert report.read_csv(tmp_path / "x.csv") == [{"case": "x", "tokens": 16, "median": 0.5}, rows[1]]
 
 
-def test_drawing_from_a_table_needs_a_figure(tmp_path):
-    with pytest.raises(SystemExit):
-        run.main(["scaling", "--rows", str(tmp_path / "x.csv")])
-    with pytest.raises(SystemExit):
-        run.main(["cpu", "--figure", str(tmp_path / "x.png")])
-
-
 def test_figures_of_times_and_of_training(measure, tmp_path, tiny_gpt):
     pytest.importorskip("matplotlib")
     image = tmp_path / "image.png"
@@ -515,16 +457,6 @@ def test_figures_of_times_and_of_training(measure, tmp_path, tiny_gpt):
     cases = [replace(tiny_gpt, tokens=n, providers=("sdpa",)) for n in (16, 32)]
     measure(*cases, workload="train", figure="training", arguments=("--figure", str(image)))
     assert image.stat().st_size > 10_000
-
-
-def test_axis_within_a_decade_has_numbers():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figure, axis = pyplot.subplots()
-    report._draw(axis, {"fastmax_p2": {1024: 2.6e5, 2048: 4.3e4}}, "tokens/s")
-    low, high = axis.get_ylim()
-    labels = [axis.yaxis.get_major_formatter()(y) for y in axis.get_yticks() if low <= y <= high]
-    pyplot.close(figure)
-    assert labels == ["50 k", "100 k", "200 k"]
 
 
 def test_memory_that_does_not_differ_is_a_sentence():
@@ -539,33 +471,21 @@ def test_memory_that_does_not_differ_is_a_sentence():
 def test_profile(monkeypatch, tmp_path, capsys, tiny_gpt):
     monkeypatch.setitem(SUITES, "flash", Suite("for tests", {"cpu": (replace(CASE, title="small"),)}))
     monkeypatch.setitem(SUITES, "train", Suite("for tests", {"cpu": (tiny_gpt,)}, workload="train"))
-    trace, rows = tmp_path / "trace.json", r"^\d+ more: "
-    quick = ("--device", "cpu", "--iterations", "2")
+    trace, quick = tmp_path / "trace.json", ("--device", "cpu", "--iterations", "2")
     assert profile.main(["flash", "--only", "small", "--provider", "sdpa", *quick, "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out
     assert "sdpa, fwd+bwd, small fp32" in printed and "2 profiled" in printed and "torch: " in printed
     (line,) = re.findall(r".*flash_attention_for_cpu_backward$", printed, re.MULTILINE)
     launches, ms, share, *_ = line.split()
     assert float(launches) == 1 and float(ms) > 0 and 0 < float(share.rstrip("%")) < 100
-    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert "iteration" in names and "aten::_scaled_dot_product_flash_attention_for_cpu" in names
-    assert not re.search(r"  iteration$", printed, re.MULTILINE), "the range around everything is not an operator"
+    assert "aten::_scaled_dot_product_flash_attention_for_cpu" in trace.read_text()
 
     assert profile.main(["train", *quick, "--rows", "3"]) == 0
-    printed = capsys.readouterr().out
-    assert "fastmax_p2, train, GPT" in printed and re.search(rows, printed, re.MULTILINE)
-    calls = []
-    monkeypatch.setattr(profile.Step, "__call__", lambda step: calls.append(step))
-    assert profile.main(["train", *quick, "--bare"]) == 0
-    assert len(calls) == profile.WARMUP + 2 and capsys.readouterr().out == ""
-    for wrong, message in (
-        (["flash", "--provider", "nobody"], "got 'nobody'"),
-        (["train", "--mode", "fwd"], "--mode is for attention"),
-        (["flash", "--only", "large"], "contains 'large'"),
-    ):
-        with pytest.raises(SystemExit):
-            profile.main([*wrong, *quick])
-        assert message in capsys.readouterr().err
+    assert "fastmax_p2, train, GPT" in capsys.readouterr().out
+    assert profile.main(["train", *quick, "--bare"]) == 0 and capsys.readouterr().out == ""
+    with pytest.raises(SystemExit):
+        profile.main(["flash", "--provider", "nobody", *quick])
+    assert "got 'nobody'" in capsys.readouterr().err
 
 
 @pytest.mark.cuda
@@ -589,71 +509,39 @@ def test_profile_and_training_on_a_device(monkeypatch, capsys, tiny_gpt):
     assert all(row["median"] > 0 for row in rows)
 
 
-def test_table_of_kernels():
-    case = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
-    work = roofline.work("void fastmax::quadratic_fwd_kernel<Bf16, 64>", case, 2, "fwd")
-    known = profile.Line("quadratic_fwd_kernel", 1, 1.55, 0.75, *work)
-    unknown = profile.Line("elementwise_kernel", 2, 0.5, 0.25)
-    header, first, second = (line.split() for line in profile.table([known, unknown], case, with_shares=True))
-    assert header[:3] == ["launches", "ms", "share"]
-    assert first[3:7] == ["549.8", f"{work.bytes / 1e6:.4g}", "355", "45%"] and first[8] == "8%"
-    assert second == ["2", "0.5", "25.0%", "elementwise_kernel"]
-    assert profile.table([known], case, with_shares=False)[1].split()[5:7] == ["355", "0.35"]
-
-
 def test_work_of_kernels():
-    """The model of kernels, added up, is the floor's arithmetic, and names kernels that exist."""
+    """The work of a call's kernels adds up to the arithmetic of its floor, and the patterns match kernels of csrc."""
     quadratic = Case(8, 32, 4096, 64, 2, "quadratic", "bf16")
+    linear = Case(1, 32, 65536, 64, 2, "linear", "bf16")
 
-    def total(case: Case, p: int | None, names: str, mode: str) -> float:
-        return sum(roofline.work(f"void fastmax::{name}_kernel<64>", case, p, mode).flop for name in names.split())
+    def total(case: Case, names: str, mode: str) -> float:
+        return sum(roofline.work(f"void fastmax::{name}_kernel<64>", case, 2, mode).flop for name in names.split())
 
     product = quadratic.batch * 32 * 4096 * 4096 * 64
-    assert total(quadratic, 2, "quadratic_fwd", "fwd") == 2 * product
-    assert total(quadratic, 2, "quadratic_fwd quadratic_bwd_kv quadratic_bwd_q", "fwd+bwd") == 9 * product
-    assert total(replace(quadratic, head_dim=128), 2, "quadratic_bwd_kv_pair", "fwd+bwd") == 8 * product
-    assert total(replace(quadratic, causal=False), 2, "flash_fwd", "train") == 4 * product
-    assert roofline.work("cudnn_native_sdpa_sm90_flash_bprop_wgmma_f16", quadratic, 2, "fwd+bwd").flop == 5 * product
-
-    linear = Case(1, 32, 65536, 64, 2, "linear", "bf16")
+    assert total(quadratic, "quadratic_fwd", "fwd") == 2 * product
+    assert total(quadratic, "quadratic_fwd quadratic_bwd_kv quadratic_bwd_q", "fwd+bwd") == 9 * product
+    assert total(replace(quadratic, causal=False), "flash_fwd", "train") == 4 * product
     expected = roofline.attention_ms(linear, "linear", 2, "fwd") / 1e3 * roofline.MATMUL["bf16"]
-    assert total(linear, 2, "linear_state linear_read", "fwd") == pytest.approx(expected, rel=0.15)  # blocks of 8 x 8 features
-    backward = total(linear, 2, "linear_state linear_read linear_grad", "fwd+bwd") - total(
-        linear, 2, "linear_state linear_read", "fwd"
-    )
+    forward = total(linear, "linear_state linear_read", "fwd")
+    assert forward == pytest.approx(expected, rel=0.15)  # blocks of 8 x 8 features
+    backward = total(linear, "linear_state linear_read linear_grad", "fwd+bwd") - forward
     assert backward == pytest.approx(2.5 * expected, rel=0.15)
-    snapshots = 32 * 255 * (64 * 72 // 2 + 128) * 64 * 2
-    assert roofline.work("linear_state_kernel", linear, 2, "fwd").bytes == 2 * 32 * 255 * 256 * 64 * 2 + snapshots
-    one = replace(linear, p=1)
-    assert total(one, 1, "linear1_walk", "fwd") == 4 * 32 * 65536 * 64 * 64
-    assert roofline.work("row_score_kernel", quadratic, 2, "fwd") is None, "it is a kernel of the backward"
-    for name, case, p in (
-        ("elementwise_kernel", linear, 2),
-        ("flash_fwd_kernel", linear, None),
-        ("linear_state_kernel", one, 1),
+    for name, case, mode in (
+        ("elementwise_kernel", linear, "fwd+bwd"),
+        ("row_score_kernel", quadratic, "fwd"),
+        ("linear_state_kernel", replace(linear, dtype="fp32"), "fwd"),
     ):
-        assert roofline.work(name, case, p, "fwd") is None
-    assert roofline.work("linear_state_kernel", replace(linear, dtype="fp32"), 2, "fwd") is None
-    hopper = "void fastmax::quadratic_bwd_sm90_kernel<fastmax::PolynomialScore, fastmax::AllVisible, fastmax::Bf16, 64, "
-    flop = [roofline.work(f"{hopper}{own_keys}>", quadratic, 2, "fwd+bwd").flop for own_keys in ("true", "false", "(bool)0")]
-    assert flop == [4 * product, 3 * product, 3 * product]
-    hopper = "linear_grad_sm90_kernel<64, (fastmax::(anonymous namespace)::Grads)"
-    for no, yes in (("false", "true"), ("(bool)0", "(bool)1")):
-        of_queries, of_keys, of_both = (roofline.work(f"{hopper}{i}, {no}>", linear, 2, "fwd+bwd").flop for i in range(3))
-        assert 0 < of_queries == of_keys < of_both
-        name = "linear_read_sm90_kernel<64, "
-        assert roofline.work(f"{name}{no}, {no}>", linear, 2, "fwd") == roofline.work("linear_read_kernel", linear, 2, "fwd")
-        assert roofline.work(f"{name}{yes}, {no}>", linear, 2, "fwd") is None, "it is a kernel of the backward"
+        assert roofline.work(name, case, 2, mode) is None
+    line = profile.Line("quadratic_fwd_kernel", 1, 1.55, 0.75, *roofline.work("quadratic_fwd_kernel", quadratic, 2, "fwd"))
+    header, shown = (text.split() for text in profile.table([line], quadratic, with_shares=True))
+    assert header[:3] == ["launches", "ms", "share"] and shown[5:7] == ["355", "45%"]
 
     sources = "".join(path.read_text() for path in (Path(__file__).parents[1] / "csrc").rglob("*.[ch]*"))
     ours = set(re.findall(r"__global__[^;{]*?(\w+_kernel)\(", sources))
-    assert len(ours) > 15
-    for table in (roofline._QUADRATIC, roofline._LINEAR, roofline._LINEAR1):
-        for pattern in table:
-            assert any(re.fullmatch(pattern.split("<")[0], name) for name in ours) or "sdpa" in pattern, pattern
-    for name in ours:
-        if name.startswith("quadratic"):
-            assert roofline.work(name, quadratic, 2, "fwd+bwd") is not None, name
+    for pattern in (pattern for table in (roofline._QUADRATIC, roofline._LINEAR, roofline._LINEAR1) for pattern in table):
+        assert any(re.fullmatch(pattern.split("<")[0], name) for name in ours) or "sdpa" in pattern, pattern
+    for name in (name for name in ours if name.startswith("quadratic")):
+        assert roofline.work(name, quadratic, 2, "fwd+bwd") is not None, name
 
 
 def test_counters_of_kernels():
