@@ -400,14 +400,13 @@ def memory_of_bytes(results: Results) -> str:
 
 
 def train(results: Results) -> str:
-    names = ("fastmax_p2", "fastmax_p1", "sdpa_cudnn", "sdpa_flash")
-    lines = []
-    for n in sorted({row["tokens"] for row in results.rows("train", mode="train")}):
-        by = {row["provider"]: row for row in results.rows("train", mode="train", tokens=n)}
-        speeds = [f"{by[name]['batch'] * n / by[name]['median']:.0f} k" if name in by else "" for name in names]
-        lines.append([str(n), *speeds])
-    header = ["context", "fastmax, p = 2", "fastmax, p = 1", "softmax (cuDNN)", "softmax (flash)"]
-    return table(header, lines, results.rows("train"))
+    titles = {"fastmax_p2": "fastmax, p = 2", "fastmax_p1": "fastmax, p = 1"}
+    titles |= {"sdpa_cudnn": "softmax (cuDNN)", "sdpa_flash": "softmax (flash)"}
+    speeds: dict[int, dict[str, str]] = {}
+    for row in results.rows("train", mode="train"):
+        speeds.setdefault(row["tokens"], {})[row["provider"]] = f"{row['batch'] * row['tokens'] / row['median']:.0f} k"
+    lines = ([str(n), *(speeds[n].get(name, "") for name in titles)] for n in sorted(speeds))
+    return table(["context", *titles.values()], lines, results.rows("train"))
 
 
 def cpu(results: Results) -> str:
@@ -732,26 +731,24 @@ def row_softmax(results: Results) -> str:
 
 
 def traffic(results: Results) -> str:
-    names = {
-        "fastmax": "",
-        "fastmax_flash": "ours",
-        "sdpa_flash": "PyTorch's",
-        "plain": "three of the kernels of plain PyTorch",
+    owners = {"fastmax": "", "fastmax_flash": "ours", "sdpa_flash": "PyTorch's"}
+    owners |= {"plain": "three of the kernels of plain PyTorch"}
+
+    def megabytes(row: Row, *keys: str) -> str:
+        return " / ".join(f"{float(row[key]) / 1e6:.0f}" for key in keys)
+
+    columns = {
+        "": lambda row: ", ".join(filter(None, (row["algorithm"], owners[row["provider"]], size(row["case"])))),
+        "formula": lambda row: megabytes(row, "expected_read", "expected_written"),
+        "measured": lambda row: megabytes(row, "read", "written"),
     }
-    lines, rows = [], [row for row in results.plain("benchmarks/results/traffic.csv") if row["kernel"] == "sum"]
-    for row in rows:
-        name = ", ".join(filter(None, (row["algorithm"], names[row["provider"]], size(row["case"]))))
-        cells = (
-            f"{float(row[a]) / 1e6:.0f} / {float(row[b]) / 1e6:.0f}"
-            for a, b in (("expected_read", "expected_written"), ("read", "written"))
-        )
-        lines.append([name, *cells])
-    return table(["", "formula", "measured"], lines, rows)
+    rows = [row for row in results.plain("benchmarks/results/traffic.csv") if row["kernel"] == "sum"]
+    return by_columns(rows, columns, rows)
 
 
 def traffic_formula(results: Results) -> str:
     """MiB of one head's forward at d = 128 in bf16."""
-    columns: dict[str, dict] = {
+    options: dict[str, dict] = {
         "standard": {"algorithm": "standard"},
         "flash, 128 queries a block, no cache": {"block_size": 128},
         "flash or quadratic": {},
@@ -759,14 +756,12 @@ def traffic_formula(results: Results) -> str:
         "the same, causal": {"algorithm": "linear", "causal": True},
         "linear, p = 1": {"algorithm": "linear", "p": 1},
     }
-    lines = (
-        [
-            str(n),
-            *(f"{fastmax.hbm_traffic(n, 128, torch.bfloat16, **options).total / 2**20:.2f}" for options in columns.values()),
-        ]
-        for n in (512, 1024, 2048, 4096, 16384, 65536)
-    )
-    return table(["tokens", *columns], lines)
+
+    def mib(given: dict, n: int) -> str:
+        return f"{fastmax.hbm_traffic(n, 128, torch.bfloat16, **given).total / 2**20:.2f}"
+
+    columns = {"tokens": str} | {name: partial(mib, given) for name, given in options.items()}
+    return by_columns((512, 1024, 2048, 4096, 16384, 65536), columns)
 
 
 def cpu_device(results: Results) -> str:
