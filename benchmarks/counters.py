@@ -1,9 +1,9 @@
-"""What every kernel keeps busy, by the hardware's counters: `python -m benchmarks.counters [--only TEXT] [--out CSV]`.
+"""Utilization of each kernel, by hardware counters: `python -m benchmarks.counters [--only TEXT] [--out CSV]`.
 
 Runs cases of `benchmarks.profile --bare` under Nsight Compute (`ncu` on the PATH, with the permission to read counters). Beside
-the time of each kernel stand the share of it that tensor cores, DRAM, the L2 cache and the slots that issue instructions are
-busy, and its floor: what benchmarks/roofline.py says that it has to do, products at the rate of a large matrix product or bytes
-at that of a copy, whichever is longer. ncu runs a kernel several times, alone, with empty caches, at whatever clock it finds.
+the time of each kernel are the shares of it in which tensor cores, DRAM, the L2 cache and issue slots are busy, and its floor:
+the work that benchmarks/roofline.py predicts, at the rate of a large matrix product or of a copy, whichever takes longer. ncu
+runs a kernel several times, alone, with empty caches, at the current clocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = (  # suite, what the label contains, provider
     ("cuda", "p=1 linear (1,16,65536,128)", "fastmax"),
 )
 COLUMNS = ("case", "provider", "kernel", "launches", "ms", "floor_ms", *SHARES, "device", "driver", "torch", "commit")
-LEAST = 0.01  # of a case's time: a kernel that takes less is left out
+LEAST = 0.01  # share of a case's time below which a kernel is left out
 
 
 @dataclass
@@ -103,7 +103,7 @@ def measured(suite: str, case: Case, provider: str) -> list[dict]:
 
 
 def by_kernel(text: str) -> list[Kernel]:
-    """From ncu's CSV, behind whatever it and the program print; the longest first."""
+    """Kernels in the CSV that ncu prints after other output, the longest first."""
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
@@ -126,7 +126,7 @@ def number(text: str) -> float:
 
 
 def floor_ms(name: str, case: Case, p: int | None) -> float | None:
-    """Of the kernel's launches in a forward and backward; of those that run in both, both."""
+    """Least time of a kernel's launches in one forward and backward."""
     work = roofline.work(name, case, p, "fwd+bwd")
     if work is None:
         return None
@@ -134,7 +134,7 @@ def floor_ms(name: str, case: Case, p: int | None) -> float | None:
 
 
 def short(name: str) -> str:
-    """Without namespaces, arguments and casts of template arguments."""
+    """A kernel's name without namespaces, arguments and casts of template arguments."""
     without_arguments = re.sub(r"\([^()]*\)$", "", name)
     return re.sub(r"^void |fastmax::|<unnamed>::|\([\w: ]+\)(?=\w)", "", without_arguments)
 

@@ -40,7 +40,7 @@ from fastmax.distributed import (
 
 @dataclass(frozen=True)
 class Case:
-    """`tokens` of every rank; of all together where memory is measured."""
+    """`tokens` counts those of each rank, or of all ranks if mode is "memory"."""
 
     tokens: int
     head_dim: int
@@ -50,7 +50,7 @@ class Case:
     decay: bool = False
     exact_window: int = 0
     mode: str = "fwd+bwd"  # or memory
-    at_least: float = 0.0  # of one GPU's rate, what the project asks
+    at_least: float = 0.0  # share of one GPU's rate, the target
 
     def label(self) -> str:
         options = [*(["decay"] if self.decay else []), *([f"window {self.exact_window}"] if self.exact_window else [])]
@@ -58,7 +58,7 @@ class Case:
         return " ".join([self.algorithm, self.dtype, f"(1,{self.heads},{self.tokens} {where},{self.head_dim})", *options])
 
     def layout(self, world: int) -> Layout:
-        """That in which causal ranks have the same work."""
+        """The layout that gives all ranks of causal attention the same work."""
         if self.algorithm == "linear":
             return contiguous_layout([self.tokens] * world)
         return zigzag_layout(self.tokens * world, world)
@@ -85,7 +85,7 @@ CASES = {
 
 
 def attend(case: Case, tensors: dict[str, Tensor], layout: Layout | None) -> Tensor:
-    """Of one rank's tokens alone, or with a layout of all ranks'."""
+    """Attention over one rank's tokens, or with a layout over those of all ranks."""
     over_ranks = {} if layout is None else {"layout": layout}
     options = {"causal": True, "log_decay": tensors.get("log_decay")} | over_ranks
     q, k, v = (tensors[name] for name in "qkv")
@@ -110,7 +110,7 @@ def differentiate(case: Case, tensors: dict[str, Tensor], layout: Layout | None)
 
 
 def check(case: Case, device: torch.device) -> None:
-    """That the ranks together compute what one does, on fewer tokens."""
+    """Raises AssertionError if the ranks' output differs from that of one process, on fewer tokens."""
     group, few = dist.group.WORLD, replace(case, tokens=min(1024, case.tokens))
     layout = few.layout(group.size())
     with torch.no_grad():
@@ -167,7 +167,7 @@ def measure(case: Case, device: torch.device, protocol: Protocol) -> list[Row]:
 
 
 def measure_alone(case: Case, device: torch.device, protocol: Protocol, world: int) -> list[Row]:
-    """Each rank of so many in turn, beside one process: of a rank's tokens, or for memory of all."""
+    """Measures each of `world` ranks in turn, and one process with a rank's tokens (for memory: with all tokens)."""
     memory = case.mode == "memory"
     tokens = case.tokens // world if memory else case.tokens
     layout = replace(case, tokens=tokens).layout(world)
@@ -190,20 +190,20 @@ def measure_alone(case: Case, device: torch.device, protocol: Protocol, world: i
 
 
 def _peak(call: Call, device: torch.device) -> Spread:
-    """MiB, of a second call: what the first one makes to stay is not counted."""
+    """MiB of the second call, which excludes what the first one allocates for good."""
     with call.context():
         call.function()
     return Spread(*(peak_bytes(call, device) / 2**20,) * 3, 1)
 
 
 def _bytes(case: Case, layout: Layout, rank: int) -> int:
-    """Received in forward and backward, by formula."""
+    """Bytes received in forward and backward, by formula."""
     sizes = {"kv_heads": case.heads, "head_dim": case.head_dim, "dtype": DTYPES[case.dtype], "exact_window": case.exact_window}
     return sum(exchanged_bytes(layout, rank, **sizes, algorithm=case.algorithm, log_decay=case.decay))
 
 
 def _work(case: Case, world: int) -> int:
-    """Of a rank, in that of its tokens alone: softmax and the quadratic algorithm have all tokens' pairs."""
+    """Work of a rank over that of its tokens alone: softmax and the quadratic algorithm see all tokens."""
     return 1 if case.algorithm == "linear" else world
 
 
@@ -215,7 +215,7 @@ def _row(case: Case, tokens: int, provider: str, x: Spread) -> Row:
 
 
 def _slowest(x: Spread, device: torch.device) -> Spread:
-    """Of all ranks."""
+    """The time of the slowest rank."""
     numbers = torch.tensor(x[:3], dtype=torch.float64, device=device)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return Spread(*numbers.tolist(), x.samples)

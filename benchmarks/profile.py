@@ -1,10 +1,9 @@
-"""Where the time of one case goes: `python -m benchmarks.profile SUITE [--only TEXT] [--provider NAME] [--trace FILE]`.
+"""Time of one case by kernel: `python -m benchmarks.profile SUITE [--only TEXT] [--provider NAME] [--trace FILE]`.
 
 Runs the first case of the suite whose label contains TEXT under torch.profiler and prints its kernels (on a CPU its operators)
-by time. `flop` and `bytes` are of a model (benchmarks/roofline.py) that knows this project's kernels and SDPA's by name: what
-the algorithm asks for, each operand read and each result written once. They are blank for kernels that it does not know. The
-shares are of the rates measured on an H200 (benchmarks/roofline.py), shown on an H200. docs/profiling.md says how to read the
-table, and how to go on with Nsight.
+by time. `flop` and `bytes` are predicted by benchmarks/roofline.py, which knows this project's kernels and SDPA's by name. They
+are blank for other kernels. Shares of the rates measured on an H200 are shown on an H200. docs/profiling.md says how to read
+the table, and how to continue with Nsight.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def prepare(case: Case, name: str, mode: str, device: torch.device) -> Call:
-    """What one iteration calls."""
+    """Returns the call of one iteration."""
     provider = PROVIDERS[name]
     if mode == "train":
         return Call(Step(case, name, device), provider.context)

@@ -24,7 +24,7 @@ from benchmarks.registry import LAYERS, Case
 
 @dataclass(frozen=True)
 class Pairs:
-    """Some queries of some heads with all keys: what a weight depends on beside the product q.k."""
+    """Some queries of some heads with all keys: arguments of a weight besides the product q.k."""
 
     case: Case
     heads: Tensor  # (heads,), those of the first batch entry first
@@ -40,12 +40,12 @@ class Provider:
     arithmetic: Callable[[Case], tuple[str, int] | None]  # algorithm and p, for the floor; None: no floor is known
     context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, outside of what is timed
     normalized: bool = True  # the weights of a row are divided by their sum
-    rows: Callable[[Tensor, Case], Tensor] = lambda x, case: x  # what becomes of q and of k, in float64, before their product
-    # What accompanies q, k and v: (batch, heads, n) with a gradient, or of integers. The same at each call.
+    rows: Callable[[Tensor, Case], Tensor] = lambda x, case: x  # applied to q and to k, in float64, before their product
+    # Further arguments: (batch, heads, n) with a gradient, or integers. The same at each call.
     tensors: Callable[[Case, torch.device], dict[str, Tensor]] = lambda case, device: {}
     missing: Callable[[], str] = str  # why it cannot run on this machine, "" if it can
-    foreign: bool = False  # written by others: that it does not take a case is no fault of ours
-    note: str = ""  # shown beside its numbers: what it computes, where that is another function
+    foreign: bool = False  # of another library: an unsupported case does not fail the run
+    note: str = ""  # shown with its numbers, if it computes another function
 
 
 def score_options(case: Case, p: int | None) -> dict[str, object]:
@@ -70,8 +70,11 @@ def fastmax_provider(
     factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
     **options,
 ) -> Provider:
-    """`p` and `algorithm` replace the case's. `exact_window`: take the case's window. `score`: options of the scores, by case
-    and p. `factor`: a factor of the weights."""
+    """A provider that calls `fastmax_attention`.
+
+    `p` and `algorithm` replace the case's. `exact_window`: use the case's window. `score`: options of the scores, by case and
+    p. `factor`: a factor of the weights.
+    """
 
     def call(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
         arguments = {"causal": case.causal, "p": p or case.p, "algorithm": algorithm or case.algorithm or "auto", **tensors}
@@ -170,14 +173,14 @@ def _retention_decay(pairs: Pairs) -> Tensor:
 
 
 def _log_decay(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """As a gate makes it: in the median a token takes 3.4% of what was before it."""
+    """Decays like those of a gate; the median is 3.4% per token."""
     generator = torch.Generator(device).manual_seed(case.tokens)
     x = torch.randn(case.batch, case.heads, case.tokens, generator=generator, device=device)
     return {"log_decay": -0.05 * F.softplus(x)}
 
 
 def _faded(pairs: Pairs) -> Tensor:
-    """exp of the decays of the tokens after key j, up to query i's own."""
+    """exp of the sum of decays over tokens j + 1 to i."""
     sums = pairs.tensors["log_decay"].cumsum(-1)
     rows = pairs.distance[:, 0]  # i - 0
     between = sums[:, rows, None] - sums[:, None, :]

@@ -52,14 +52,14 @@ class Case:
     causal: bool = True
     modes: tuple[str, ...] = ("fwd", "fwd+bwd")
     providers: tuple[str, ...] = ("fastmax", "sdpa")
-    peer: str = ""  # the provider by whose numbers "of_peer" divides
-    targets: Mapping[str, AtMost] = field(default_factory=dict)  # by mode, of the first providers
-    judged: int = 1  # how many those are
+    peer: str = ""  # the provider that "of_peer" compares with
+    targets: Mapping[str, AtMost] = field(default_factory=dict)  # by mode, for the first `judged` providers
+    judged: int = 1
     title: str = ""  # first words of the label
-    window: int = 0  # of the providers that have one
-    sequences: int = 0  # of the providers of packed sequences
-    token_major: bool = False  # q, k, v lie in memory as (b, n, h, d), as a model's projections leave them
-    published: Mapping[str, str] = field(default_factory=dict)  # by provider: what somebody else measured, as they wrote it
+    window: int = 0  # for providers with a window
+    sequences: int = 0  # for providers of packed sequences
+    token_major: bool = False  # memory layout (b, n, h, d) of q, k and v, as a model's projections give
+    published: Mapping[str, str] = field(default_factory=dict)  # by provider: a published measurement, verbatim
 
     def label(self) -> str:
         if self.heads == self.head_dim == 1:  # rows
@@ -73,14 +73,14 @@ class Case:
 class Suite:
     what: str
     cases: Mapping[str, tuple[Case, ...]]  # by device type
-    workload: str = "attention"  # or "decode"
-    limit_s: float = math.inf  # a provider stops growing in n when a call is expected to take longer
-    rounds: int = 5  # kept at least, where the command line does not say
-    report: str = ""  # of benchmarks/report.py, printed at the end
-    figure: str = ""  # of benchmarks/report.py
+    workload: str = "attention"  # key of WORKLOADS
+    limit_s: float = math.inf  # a provider is skipped at an n where a call is expected to take longer
+    rounds: int = 5  # least number of rounds, unless the command line sets it
+    report: str = ""  # key of REPORTS in benchmarks/report.py, printed at the end
+    figure: str = ""  # key of FIGURES in benchmarks/report.py
 
 
-# Layers whose training step is timed: those whose quality docs/quality.md has beside it.
+# Layers whose training step is timed; docs/quality.md has their losses.
 LAYERS = ("softmax_sdpa", "p2_all", "softmax_parts", "p2", "p1_all", "hybrid")
 
 
@@ -206,7 +206,7 @@ def _softmax_cases(dtypes: tuple[str, ...], shapes: Mapping[tuple[int, int], boo
 def _option_case(
     title: str, size: tuple[int, int, int, int], providers: tuple[str, str], at_most: float, mode: str = "fwd+bwd", **options
 ) -> Case:
-    """What an option of the operator costs: the first provider against the second."""
+    """The cost of an option of the operator: the first provider over the second."""
     options = {"p": 2, "algorithm": "linear", "dtype": "bf16"} | options
     modes = (mode, SUSTAINED + mode)
     targets = dict.fromkeys(modes, AtMost(at_most, of_peer=True))

@@ -1,4 +1,4 @@
-"""What becomes of the rows: table, CSV, crossings, figure; and the facts that the numbers depend on."""
+"""Reports rows: as text, as CSV, as figures and as crossings of two algorithms; describes the environment."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """What `write_csv` wrote, numbers as numbers; a cell that was left out stays out."""
+    """Reads a CSV of `write_csv`, numbers as numbers. Empty cells are left out."""
     numbers = dict.fromkeys(("batch", "heads", "tokens", "head_dim"), int)
     numbers |= dict.fromkeys(("median", "of_peer", "target", "of_floor", "gb_per_s"), float)
     with path.open(newline="") as file:
@@ -127,7 +127,7 @@ def chosen_crossing(device: torch.device, dtype: str, p: int, heads: int, d: int
 
 
 def crossings(rows: list[Row], device: torch.device) -> list[str]:
-    """Where the algorithms cross, measured and chosen."""
+    """The n from which linear is faster than quadratic, as measured and as the planner chooses."""
     times: dict[tuple, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if "median" in row and row["mode"] == "fwd+bwd":

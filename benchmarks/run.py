@@ -1,12 +1,11 @@
 """Measures the cases of a suite: `python -m benchmarks.run SUITE [--only TEXT] [--out CSV] [--figure IMAGE]`.
 
-All providers of a case run in one process on the same random inputs. Each one's output, and gradients, are compared with the
-definition in float64 first; what is wrong is not timed, and the exit status is 1. Then they take turns, the first rounds are
+All providers of a case run in one process on the same random inputs. First their outputs and gradients are compared with the
+definition in float64; a wrong provider is not timed, and the exit status is 1. Then they take turns, the first rounds are
 dropped, and the median with the 20th and 80th percentile is shown. A mode that begins with "sustained" is the time per call of
-calls back to back, as in training. "of peer" is a provider's number over the peer's: below 1 is faster, or smaller, than the
-peer. "of floor" is time over what the arithmetic and the bytes alone would take on an H200 (benchmarks/roofline.py). SDPA
-computes softmax attention, another function: the comparison is of cost. Where a library of others computes yet another one, a
-note says which; one that is not installed, fails or would take too long is a note as well.
+calls back to back, as in training. "of peer" is a provider's number over the peer's: below 1 is faster, or smaller. "of floor"
+is the time over the least time on an H200 (benchmarks/roofline.py). SDPA computes softmax attention, another function: the
+comparison is of cost. A note says which function another library computes, or that it is not installed, fails or is too slow.
 
 suites:
 """

@@ -280,7 +280,7 @@ def short_forwards(results: Results) -> str:
 
 
 def crossover(results: Results) -> str:
-    """Where linear overtakes quadratic in bf16."""
+    """The n from which linear is faster than quadratic in bf16."""
     bf16 = {"dtype": "bf16", "mode": "fwd+bwd"}
 
     def line(p: str, d: int) -> list[str]:

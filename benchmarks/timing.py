@@ -1,4 +1,4 @@
-"""How things are measured: time on a device, time on the host, peak memory.
+"""Measures time on a device, time on the host and peak memory.
 
 Calls that are compared take turns, so that a change in the machine's speed meets all of them; the first rounds are dropped.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 FLUSHES = 8  # of the cache before each call
-QUEUED = 50  # calls in flight while the host is timed: below the 1024 launches at which the driver makes the host wait
+QUEUED = 50  # calls in flight while the host is timed: below the 1024 launches at which the driver blocks the host
 SEGMENTS = 10  # of a sustained measurement
 WARM_SHARE = 0.3  # of a sustained measurement, before it: clocks and temperature settle
 
@@ -115,7 +115,7 @@ def host_us(calls: list[Call], device: torch.device, protocol: Protocol) -> list
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:
-    """The most that the call needs over what was allocated before it."""
+    """Peak memory of the call above what was allocated before it."""
     with call.context():
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -15,7 +15,7 @@ FIGURES = Path(__file__).parents[2] / "docs/figures"
 
 
 def draw(results: Path, figures: Path = FIGURES) -> list[Path]:
-    """Those whose CSV is in `results`; returns the paths of the images."""
+    """Draws figures of the CSVs in `results`; returns the paths of the images."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -75,7 +75,7 @@ def _styles(titles: dict[str, str]) -> dict[str, dict]:
 
 
 def _with_legend(figure):
-    """Of the lines of all panels, below them."""
+    """One legend for all panels, below them."""
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
     columns = 2 * len(figure.axes)
     width, height = figure.get_size_inches()

@@ -120,7 +120,7 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
-    """What `language.train` gives, and `at` a length "needle", percent of the facts found, and "letters", of their letters."""
+    """Rows of `language.train`, and for each length percent of facts ("needle") and of their letters ("letters") found."""
     setting = SETTINGS[run.setting]
     gpt = language.make(run.variant, setting.model, run.seed, place)
     trained = train(gpt, setting, run.seed, place)

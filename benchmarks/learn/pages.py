@@ -134,7 +134,7 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
 
 
 def rows_of(name: str, setting: str, root: Path) -> list[Row]:
-    """Of an experiment in a setting."""
+    """Rows of an experiment in a setting."""
     return where(rows.read(root / FOLDER / f"{name}.csv"), setting=setting)
 
 

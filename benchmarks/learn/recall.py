@@ -183,7 +183,7 @@ class Trainer:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """What is captured must not have run on the default stream before."""
+    """Work that is captured must not have run on the default stream."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""What the rows of an experiment say: numbers of variants over seeds, learning rates and steps."""
+"""Statistics of an experiment's rows: variants over seeds, learning rates and steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def where(rows: Iterable[Row], **equal: object) -> list[Row]:
 
 
 def values(rows: Iterable[Row], key: str) -> list:
-    """Those there are, in the order of the rows."""
+    """Distinct values of a column, in the order of the rows."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
@@ -34,13 +34,13 @@ def in_order(rows: list[Row], titles: dict[str, str]) -> dict[str, str]:
 
 
 def spread(rows: list[Row], **equal: object) -> Spread:
-    """Of the values of these rows, one of each seed."""
+    """Spread of the values of these rows, one per seed."""
     numbers = list(seed_values(rows, **equal).values())
     return Spread(fmean(numbers), min(numbers), max(numbers), len(numbers))
 
 
 def above(rows: list[Row], variant: str, other: str, **equal: object) -> float:
-    """By how much the value of a variant is above that of another, the mean over the seeds that both have."""
+    """Mean difference of two variants over the seeds that both have."""
     own, others = (seed_values(rows, variant=name, **equal) for name in (variant, other))
     if not (seeds := own.keys() & others.keys()):
         raise LookupError(f"{variant} and {other} have no seed in common")
@@ -73,8 +73,10 @@ def best_rate(rows: list[Row], variant: str, setting: str) -> float:
 
 
 def seconds_to_reach(rows: list[Row], variant: str, other: str) -> float | None:
-    """Of training, until a variant's validation loss is no more than the last of the other's; the mean over the seeds that both
-    have, None where one of them does not reach it."""
+    """Seconds of training until a variant reaches the other's last validation loss.
+
+    The mean over the seeds that both have; None if a seed does not reach it.
+    """
     reached = []
     for seed in sorted(set(values(where(rows, variant=variant), "seed")) & set(values(where(rows, variant=other), "seed"))):
         own, others = (where(rows, variant=name, seed=seed, measure="val") for name in (variant, other))

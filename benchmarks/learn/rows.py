@@ -32,7 +32,7 @@ def read(path: Path) -> list[Row]:
 
 
 def key(row: Row) -> tuple:
-    """Of the run that a row is of."""
+    """Key of the run that a row belongs to."""
     return tuple(row[name] for name in KEY)
 
 

@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a run is to be done."""
+    """Device, text and options of a run."""
 
     device: torch.device
     data: Path  # one file of bytes, made where it is not there

@@ -1,4 +1,4 @@
-"""What is compared: attention layers of the examples' GPT, as data."""
+"""Variants that are compared: attention layers of the examples' GPT, as data."""
 
 from __future__ import annotations
 

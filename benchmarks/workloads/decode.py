@@ -33,7 +33,7 @@ NAMES = (*FASTMAX, *SOFTMAX, "copy")
 
 @dataclass(frozen=True)
 class Pass:
-    """Steps one after the other, of which none finds its state or cache in the device's cache."""
+    """Consecutive steps; none finds its state or keys in the device's cache."""
 
     function: Callable[[], None]
     steps: int
@@ -93,7 +93,7 @@ def _step_us(passes: Mapping[str, Pass], notes: dict[str, str], device: torch.de
 
 
 def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, caches: list[tuple[Tensor, Tensor]]) -> Pass:
-    """Of the provider; `cache_bytes`: of the device; `caches`: keys and values of the case, made where there are none."""
+    """The pass of a provider. `cache_bytes`: size of the device's cache. `caches`: keys and values, filled where needed."""
     if name in SOFTMAX:
         return _softmax(name, case, device, cache_bytes, caches)
     state, tokens = _state(case, device, FOLD_EVERY if name == "fastmax_gathered" else 1)
@@ -150,7 +150,7 @@ def _softmax(name: str, case: Case, device: torch.device, cache_bytes: int, cach
 
 
 def _state(case: Case, device: torch.device, fold_every: int = 1) -> tuple[State, Token]:
-    """The state after CONTEXT tokens, and the tokens, some more."""
+    """Returns the state after CONTEXT tokens, and all tokens."""
     generator = torch.Generator(device).manual_seed(case.head_dim)
     shape = (case.batch, case.heads, CONTEXT + FOLD_EVERY + 2, case.head_dim)
     q, k, v = (torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in "qkv")
@@ -160,10 +160,10 @@ def _state(case: Case, device: torch.device, fold_every: int = 1) -> tuple[State
 
 
 def check_pass(name: str, case: Case, device: torch.device) -> float:
-    """Relative error of the last two of as many steps as fold, against the definition in float64.
+    """Returns the relative error of the last two steps, against the definition in float64.
 
     Raises:
-        WrongResult: it is above the limit.
+        WrongResult: the error is above the limit.
     """
     case = replace(case, batch=1, heads=min(case.heads * case.batch, 64))
     state, (q, k, v) = _state(case, device, FOLD_EVERY if name == "fastmax_gathered" else 1)

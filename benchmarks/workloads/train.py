@@ -30,7 +30,7 @@ from benchmarks.workloads.common import WrongResult, make_row, peak_mib, precisi
 
 LAYERS = 12
 VOCAB = 50304  # GPT-2's 50257, padded to a multiple of 64
-LOSS_MARGIN = 0.5  # nats of the first loss around ln(vocabulary), which a model that knows nothing has
+LOSS_MARGIN = 0.5  # nats between the first loss and ln(vocabulary), the loss of an untrained model
 
 ATTENTION = {
     "fastmax_p2": {"attention": "fastmax", "p": 2},
@@ -82,7 +82,7 @@ MODELS = {"GPT 124M": gpt_124m, "GPT 25M": gpt_25m}  # by the case's title
 
 
 class Step:
-    """Callable: a step on always the same batch of random tokens; returns the loss before it."""
+    """A training step on one fixed batch of random tokens. A call returns the loss before the step."""
 
     def __init__(self, case: Case, name: str, device: torch.device):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
@@ -107,15 +107,15 @@ class Step:
 
     @property
     def resident_bytes(self) -> int:
-        """Of the weights and AdamW's two moments, which are there before a step and after it."""
+        """Size of the weights and of AdamW's two moments, which outlive a step."""
         return 3 * sum(x.nbytes for x in self.model.parameters())
 
 
 def checked(case: Case, provider: Provider, device: torch.device) -> Step:
-    """A step whose gradients were looked at once.
+    """Returns a step whose gradients were checked once.
 
     Raises:
-        WrongResult: the first loss is not near that of a model that knows nothing, or a gradient is not finite.
+        WrongResult: the first loss is not near ln(vocabulary), or a gradient is not finite.
     """
     step = Step(case, provider.name, device)
     check(step, case, provider)
@@ -125,7 +125,7 @@ def checked(case: Case, provider: Provider, device: torch.device) -> Step:
 
 
 def check(step: Step, case: Case, provider: Provider) -> float:
-    """The loss, whose gradients stay in the model."""
+    """Returns the loss. Its gradients stay in the model."""
     with provider.context():
         loss = step.gradients().item()
     if not abs(loss - math.log(step.vocab)) < LOSS_MARGIN:
