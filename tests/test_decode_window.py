@@ -205,7 +205,7 @@ def test_step_in_place_refuses_to_record_kept_keys(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, 4, device)
     state = replace(state, near_keys=state.near_keys.requires_grad_())
-    with pytest.raises(RuntimeError, match=r"use fastmax\.step"):
+    with pytest.raises(RuntimeError, match=r"use fastmax\.decoding\.step"):
         fastmax.decoding.step_(*first_token(inputs), state)
 
 
