@@ -1,12 +1,12 @@
 """Polynomial-kernel (Fastmax) attention for PyTorch.
 
-The modules `convert`, `distributed`, `info`, `integrations` and `testing` are imported when they are first used.
+The modules `convert`, `distributed`, `info` and `testing` are imported when they are first used.
 """
 
 import importlib
 from types import ModuleType
 
-from fastmax import decoding, softmax
+from fastmax import decoding, integrations, softmax
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.integrations.mha import swap_attention
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
@@ -18,7 +18,7 @@ from fastmax.traffic import hbm_traffic
 
 __version__ = "0.2.0"
 
-_WHEN_USED = ("convert", "distributed", "info", "integrations", "testing")
+_WHEN_USED = ("convert", "distributed", "info", "testing")
 
 __all__ = [
     "FASTMultiHeadAttention",
@@ -28,6 +28,7 @@ __all__ = [
     "fastmax_attention",
     "flash_attention",
     "hbm_traffic",
+    "integrations",
     "merge_attention",
     "rpe_matrix_creator",
     "softmax",

@@ -118,7 +118,7 @@ def check_manager(group, layout):
     x, q = torch.randn(2, N, 32, dtype=torch.float64), torch.randn(2, 4, N, 8, dtype=torch.float64)
 
     def everything(x: Tensor, q: Tensor) -> list[Tensor]:
-        calls = fastmax_attention(q, q, q, exact_window=2), flash_attention(q, q, q, True, window=5), module(q, q, q)
+        calls = fastmax_attention(q, q, q, exact_window=2), flash_attention(q, q, q, causal=True, window=5), module(q, q, q)
         return [layer(x), *(y.transpose(1, 2) for y in calls)]
 
     expected, kept = everything(x, q), [x.clone(), q.clone()]

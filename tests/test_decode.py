@@ -415,7 +415,7 @@ def test_step_in_place_refuses_transforms(transform):
     inputs, _ = make_inputs(CASE, torch.float64)
     q, k, v = first_token(inputs)
     state = new_state(CASE)
-    with pytest.raises(RuntimeError, match=r"fastmax\.step"):
+    with pytest.raises(RuntimeError, match=r"fastmax\.decoding\.step"):
         transform(lambda x: fastmax.decoding.step_(x, k, v, state).sum())(q.unsqueeze(0) if transform is torch.func.vmap else q)
 
 
