@@ -3,13 +3,15 @@
     python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--compress size|speed] [--fail-on-spills] [--trap-deadlocks]
 
 What is compiled follows from file names and contents: every source below this folder, `*_sm80.cu` for every architecture,
-`*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and
-they run side by side). Includes are relative to this folder. A build for 90 defines FASTMAX_HAS_SM90, under which rows of
+`*_sm90.cu` for sm_90a alone, and a source with a line `// shards: ...` once per combination of the macros in that line (smaller
+compiler processes, and they run side by side). Includes are relative to this folder. A build for 90 defines
+FASTMAX_HAS_SM90, under which rows of
 `*_sm90.cu` kernels stand in the tables of algorithms.
 """
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -20,6 +22,8 @@ from pathlib import Path
 # Code for 80 serves 8.6, 8.7 and 8.9 too; and PTX of the first, for every newer device that is not in the list.
 DEFAULT_ARCHS = (80, 90, 100, 120)
 MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
+# Values of a macro that a line `// shards: ...` names without any.
+SHARD_VALUES = {"FASTMAX_MATH": MATH_MODES}
 # Of kernels in the library, which are decompressed once, when they are first launched. "speed" takes four times the bytes, and
 # a fourteenth of the compilation less.
 COMPRESSIONS = ("size", "speed")
@@ -179,10 +183,25 @@ def sources(suffix: str) -> list[Path]:
     return sorted(SOURCE_DIR.rglob(f"*{suffix}"))
 
 
-def object_name(source: Path, mode: str | None = None) -> str:
-    """linear/order2/read_sm80.cu -> linear/order2/read_sm80.bf16.o"""
+def shards(source: Path) -> list[dict[str, str]]:
+    """The macros, with their values, of each compilation of a source: `[{}]` for a source that is compiled once.
+
+    A line `// shards: FASTMAX_SCORE=PolynomialScore,SoftmaxScore FASTMAX_MATH` stands for every combination of these scores and
+    all arithmetic modes. Several lines add up.
+    """
+    found = []
+    for line in re.findall(r"^// shards: (.+)$", source.read_text(), re.MULTILINE):
+        macros = [macro.partition("=")[::2] for macro in line.split()]
+        values = [listed.split(",") if listed else SHARD_VALUES[name] for name, listed in macros]
+        found += [dict(zip((name for name, _ in macros), chosen, strict=True)) for chosen in itertools.product(*values)]
+    return found or [{}]
+
+
+def object_name(source: Path, shard: dict[str, str] | None = None) -> str:
+    """quadratic/fwd_sm80.cu -> quadratic/fwd_sm80.softmax.table.bf16.o"""
     stem = source.relative_to(SOURCE_DIR).with_suffix("")
-    return f"{stem}.{mode.lower()}.o" if mode else f"{stem}.o"
+    values = [re.sub("(Score|Visibility)$", "", value).lower() for value in (shard or {}).values()]
+    return ".".join([str(stem), *values, "o"])
 
 
 def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: str = COMPRESSIONS[0]) -> str:
@@ -232,10 +251,9 @@ def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: s
         flags = arch_flags(source, archs)
         if not flags:
             continue
-        sharded = "FASTMAX_MATH" in source.read_text()
-        for mode in MATH_MODES if sharded else (None,):
-            name = object_name(source, mode)
-            extra = flags + ([f"-DFASTMAX_MATH={mode}"] if mode else [])
+        for shard in shards(source):
+            name = object_name(source, shard)
+            extra = flags + [f"-D{macro}={value}" for macro, value in shard.items()]
             lines += [f"build {name}: nvcc {source}", f"  extra = {' '.join(extra)}"]
             objects.append(name)
     for source in sources(".cpp"):

@@ -123,21 +123,25 @@ def test_ninja_file_of_the_sources(build, toolkit):
     sources = sorted(build.SOURCE_DIR.rglob("*.cu"))
     sharded = [source for source in sources if "FASTMAX_MATH" in source.read_text()]
     assert len(sources) > 5 and 2 <= len(sharded) < len(sources)
+    assert all(
+        (len(build.shards(source)) > 1) == bool(re.search("FASTMAX_(SCORE|MATH)", source.read_text())) for source in sources
+    )
     expected = set()
     for source in sources:
-        modes = build.MATH_MODES if source in sharded else (None,)
-        for mode in modes:
-            name = build.object_name(source, mode)
+        shards = build.shards(source)
+        assert {shard.get("FASTMAX_MATH") for shard in shards} == (set(build.MATH_MODES) if source in sharded else {None})
+        for shard in shards:
+            name = build.object_name(source, shard)
             rule, inputs, extra = found[name]
             assert rule == "nvcc" and inputs == [str(source)]
-            assert [flag for flag in extra if flag.startswith("-D")] == ([f"-DFASTMAX_MATH={mode}"] if mode else [])
-            assert extra[: len(extra) - (mode is not None)] == build.arch_flags(source, (80, 90))
+            assert extra == build.arch_flags(source, (80, 90)) + [f"-D{macro}={value}" for macro, value in shard.items()]
             expected.add(name)
     for source in build.SOURCE_DIR.rglob("*.cpp"):
         assert found[build.object_name(source)] == ("cxx", [str(source)], [])
         expected.add(build.object_name(source))
     assert len(expected) == len(found) - 2, "no two sources make one object"
     assert {"bindings/attention.o", "linear/order1/walk_sm80.bf16.o", "linear/order2/read_sm80.bf16.o"} < expected
+    assert {"quadratic/fwd_sm80.softmax.table.bf16.o", "quadratic/bwd_sm90.polynomial.fading.o"} < expected
     rule, inputs, _ = found["libfastmax.so"]
     assert rule == "link" and set(inputs) == expected | {"stub/libtorch_cuda.so"}
     assert set(found) == expected | {"libfastmax.so", "stub/libtorch_cuda.so"}
@@ -151,13 +155,22 @@ def test_ninja_file_of_the_sources(build, toolkit):
 def test_hopper_sources_are_left_out_without_90(build, toolkit, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SOURCE_DIR", tmp_path)
     (tmp_path / "x_sm80.cu").write_text("")
-    (tmp_path / "x_sm90.cu").write_text("FASTMAX_MATH")
+    (tmp_path / "x_sm90.cu").write_text("// shards: FASTMAX_MATH\n")
     assert set(edges(build.ninja_file((80, 86)))) == {"x_sm80.o", "libfastmax.so", "stub/libtorch_cuda.so"}
     found = edges(build.ninja_file((90,)))
     assert found["x_sm90.tf32.o"][2] == ["-gencode=arch=compute_90a,code=sm_90a", "-DFASTMAX_MATH=Tf32"]
     assert len(found) == 3 + len(build.MATH_MODES)
     for archs, times in [((80, 100), 0), ((80, 90), 2)]:
         assert build.ninja_file(archs).count("-DFASTMAX_HAS_SM90") == times, "for both compilers, where those sources are"
+
+
+def test_shards_are_combinations(build, tmp_path):
+    source = tmp_path / "x.cu"
+    source.write_text("// One kernel.\n")
+    assert build.shards(source) == [{}]
+    source.write_text("// shards: A=x,y B=z,w\n// shards: A=v FASTMAX_MATH\nA<B>\n")
+    expected = [{"A": a, "B": b} for a in "xy" for b in "zw"] + [{"A": "v", "FASTMAX_MATH": mode} for mode in build.MATH_MODES]
+    assert build.shards(source) == expected
 
 
 def test_kernels_that_hang_end_in_an_error_where_it_was_asked_for(build, toolkit):

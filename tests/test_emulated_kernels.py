@@ -417,7 +417,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(library, tmp_path, mistake):
     path, edits, message = MISTAKES[mistake]
-    broken = emulator.edited(library, tmp_path, r"^quadratic/fwd_sm90\.cu", path, edits)
+    broken = emulator.edited(library, tmp_path, r"^quadratic/fwd_sm90\.polynomial\.dense\.", path, edits)
     call = Call(Case("quadratic", "quadratic_sm90", 450, 450, 64, h=4, backward=False))  # rings go round
     found = []
     for schedule in SCHEDULES:
@@ -473,6 +473,6 @@ UNORDERED = {
 @pytest.mark.parametrize("mistake", UNORDERED)
 def test_orders_that_time_alone_guarantees_are_refused(library, tmp_path, mistake):
     case, path, edits, message = UNORDERED[mistake]
-    broken = emulator.edited(library, tmp_path, f"^{re.escape(path)}", path, edits)
+    broken = emulator.edited(library, tmp_path, f"^{re.escape(path.removesuffix('.cu'))}\\.", path, edits)
     with pytest.raises(emulator.EmulatorError, match=message):
         Call(case).run(broken, 0)

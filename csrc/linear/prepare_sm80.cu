@@ -1,4 +1,6 @@
 // What is made of tensors before the passes: g and e of a backward, fp32 copies of fp16, rows that fade.
+//
+// shards: FASTMAX_MATH
 
 #include <type_traits>
 

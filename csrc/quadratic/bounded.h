@@ -48,21 +48,24 @@ size_t bounded_workspace_bytes(const Params& p) {
   return BoundedWorkspace(p).bytes;
 }
 
-// The params with running sums and tables, which are made on the stream.
-template <class Score, class Params>
+// Returns p with the running sums and tables that the kernels of this visibility read, and fills both on the stream.
+template <class Score, class Visibility, class Params>
 Params with_sums_and_tables(Params p, cudaStream_t stream) {
-  constexpr Direction kDirection = std::is_same_v<Params, FwdParams> ? Direction::kForward : Direction::kBackward;
-  const BoundedWorkspace at(p);
-  char* workspace = static_cast<char*>(p.workspace);
-  if (p.log_decay != nullptr) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
-  fill_bound_tables(p, Score::kGone, workspace + at.tables, kDirection, stream);
+  if constexpr (Visibility::kHasTables) {
+    constexpr Direction kDirection = std::is_same_v<Params, FwdParams> ? Direction::kForward : Direction::kBackward;
+    const BoundedWorkspace at(p);
+    char* workspace = static_cast<char*>(p.workspace);
+    if (p.log_decay != nullptr) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+    fill_bound_tables(p, Score::kGone, workspace + at.tables, kDirection, stream);
+  }
   return p;
 }
 
-// launch(p, sums): the kernels of a backward, which fill the sums; of null pointers where no gradient is asked for.
-template <class Score, class Launch>
-void run_bounded_bwd(const BwdParams& call, cudaStream_t stream, const Launch& launch) {
-  const BwdParams p = with_sums_and_tables<Score>(call, stream);
+// Calls launch(p, sums), which launches the kernels of a backward, and makes the gradient of log_decay from the sums that they fill.
+// The sums are null where this gradient is not asked for.
+template <class Score, class Visibility, class Launch>
+void with_decay_gradient(const BwdParams& call, cudaStream_t stream, const Launch& launch) {
+  const BwdParams p = with_sums_and_tables<Score, Visibility>(call, stream);
   if (p.grad_log_decay == nullptr) return launch(p, PairSums{});
   const BoundedWorkspace at(p);
   char* workspace = static_cast<char*>(p.workspace);

@@ -1,13 +1,20 @@
-// Fastmax by the quadratic algorithm on Hopper: the backward.
+// The backward of the quadratic algorithm and of softmax attention on Hopper, in two kernels.
+//
+// shards: FASTMAX_SCORE=PolynomialScore FASTMAX_VISIBILITY=DenseVisibility,TableVisibility,FadingVisibility
+// shards: FASTMAX_SCORE=SoftmaxScore FASTMAX_VISIBILITY=DenseVisibility,WindowVisibility,TableVisibility,FadingVisibility
 
 #include "quadratic/bwd_sm90.h"
 
 namespace fastmax {
 
-size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p) { return QuadraticBwdSm90Workspace(p).bytes; }
+template <>
+size_t quadratic_bwd_sm90_workspace_bytes<FASTMAX_SCORE, FASTMAX_VISIBILITY>(const BwdParams& p) {
+  return QuadraticBwdSm90Workspace(p).bytes;
+}
 
-void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
-  using Launch = LaunchQuadraticBwdSm90<PolynomialScore, DenseVisibility>;
+template <>
+void quadratic_bwd_sm90<FASTMAX_SCORE, FASTMAX_VISIBILITY>(const BwdParams& p, cudaStream_t stream) {
+  using Launch = LaunchQuadraticBwdSm90<FASTMAX_SCORE, FASTMAX_VISIBILITY>;
   dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) { Launch::run<Bf16, head_dim>(p, stream); });
 }
 

@@ -1,13 +1,19 @@
-// Fastmax by the quadratic algorithm on Hopper: the backward in one kernel.
+// The backward of the quadratic algorithm and of softmax attention on Hopper, in one kernel.
+//
+// shards: FASTMAX_SCORE=PolynomialScore,SoftmaxScore
 
 #include "quadratic/fused_bwd_launch.h"
 
 namespace fastmax {
 
-size_t quadratic_fused_bwd_sm90_workspace_bytes(const BwdParams& p) {
-  return fused_bwd_workspace_bytes<PolynomialScore>(p);
+template <>
+size_t quadratic_fused_bwd_sm90_workspace_bytes<FASTMAX_SCORE>(const BwdParams& p) {
+  return fused_bwd_workspace_bytes<FASTMAX_SCORE>(p);
 }
 
-void quadratic_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream) { launch_fused_bwd<PolynomialScore, Bf16>(p, stream); }
+template <>
+void quadratic_fused_bwd_sm90<FASTMAX_SCORE>(const BwdParams& p, cudaStream_t stream) {
+  launch_fused_bwd<FASTMAX_SCORE, Bf16>(p, stream);
+}
 
 }  // namespace fastmax

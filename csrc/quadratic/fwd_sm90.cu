@@ -1,13 +1,20 @@
-// Fastmax by the quadratic algorithm on Hopper: the forward.
+// The forward of the quadratic algorithm and of softmax attention on Hopper.
+//
+// shards: FASTMAX_SCORE=PolynomialScore FASTMAX_VISIBILITY=DenseVisibility,TableVisibility,FadingVisibility
+// shards: FASTMAX_SCORE=SoftmaxScore FASTMAX_VISIBILITY=DenseVisibility,WindowVisibility,TableVisibility,FadingVisibility
 
 #include "quadratic/fwd_sm90.h"
 
 namespace fastmax {
 
-size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p) { return QuadraticFwdSm90Workspace(p).bytes; }
+template <>
+size_t quadratic_fwd_sm90_workspace_bytes<FASTMAX_SCORE, FASTMAX_VISIBILITY>(const FwdParams& p) {
+  return QuadraticFwdSm90Workspace(p).bytes;
+}
 
-void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream) {
-  LaunchQuadraticFwdSm90<PolynomialScore, DenseVisibility>::run(p, stream);
+template <>
+void quadratic_fwd_sm90<FASTMAX_SCORE, FASTMAX_VISIBILITY>(const FwdParams& p, cudaStream_t stream) {
+  LaunchQuadraticFwdSm90<FASTMAX_SCORE, FASTMAX_VISIBILITY>::run(p, stream);
 }
 
 }  // namespace fastmax

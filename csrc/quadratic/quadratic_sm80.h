@@ -1,5 +1,5 @@
-// The portable kernels of the quadratic algorithm and of softmax attention, one arithmetic mode each: a source that names
-// FASTMAX_MATH is compiled once per mode and specialises these.
+// The portable kernels of the quadratic algorithm and of softmax attention. Each shard of their sources (csrc/build.py) specializes
+// a function for one score, visibility and arithmetic mode.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,22 +11,16 @@ namespace fastmax {
 
 using QuadraticHeadDims = HeadDims<32, 64, 96, 128, 256>;
 
-template <class Math>
+// Of core/score.h and core/visibility.h. TableVisibility: with bounds of keys, windows and decays.
+struct PolynomialScore;
+struct SoftmaxScore;
+struct DenseVisibility;
+struct TableVisibility;
+
+template <class Score, class Visibility, class Math>
 void quadratic_fwd(const FwdParams& p, cudaStream_t stream);
-template <class Math>
+template <class Score, class Visibility, class Math>
 void quadratic_bwd(const BwdParams& p, cudaStream_t stream);
-template <class Math>
-void flash_fwd(const FwdParams& p, cudaStream_t stream);
-template <class Math>
-void flash_bwd(const BwdParams& p, cudaStream_t stream);
-template <class Math>
-void quadratic_bounded_fwd(const FwdParams& p, cudaStream_t stream);
-template <class Math>
-void quadratic_bounded_bwd(const BwdParams& p, cudaStream_t stream);
-template <class Math>
-void flash_bounded_fwd(const FwdParams& p, cudaStream_t stream);
-template <class Math>
-void flash_bounded_bwd(const BwdParams& p, cudaStream_t stream);
 
 // Row scores, float4 (b, h, n); with noise also grad_o (1 + dropout noise), contiguous (b, h, n, dv).
 inline size_t quadratic_row_score_bytes(const BwdParams& p) {

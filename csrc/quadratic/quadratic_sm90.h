@@ -25,26 +25,26 @@ bool covers_flash_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
 
-size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
-size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
-size_t quadratic_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
-size_t flash_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
+// Of core/score.h, core/visibility.h and fading_sm90.h. WindowVisibility: softmax alone.
+struct PolynomialScore;
+struct SoftmaxScore;
+struct DenseVisibility;
+struct WindowVisibility;
+struct TableVisibility;
+struct FadingVisibility;
 
+template <class Score, class Visibility>
+size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
+template <class Score, class Visibility>
+size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
+template <class Score>
+size_t quadratic_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
+
+template <class Score, class Visibility>
 void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+template <class Score, class Visibility>
 void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+template <class Score>
 void quadratic_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-void flash_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-void flash_fwd_sm90(const FwdParams& p, cudaStream_t stream);
-void flash_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-void quadratic_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
-void quadratic_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-void flash_window_fwd_sm90(const FwdParams& p, cudaStream_t stream);
-void flash_window_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-void flash_bounded_fwd_sm90(const FwdParams& p, cudaStream_t stream);
-void flash_bounded_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-void quadratic_fading_fwd_sm90(const FwdParams& p, cudaStream_t stream);
-void flash_fading_fwd_sm90(const FwdParams& p, cudaStream_t stream);
-void quadratic_fading_bwd_sm90(const BwdParams& p, cudaStream_t stream);
-void flash_fading_bwd_sm90(const BwdParams& p, cudaStream_t stream);
 
 }  // namespace fastmax

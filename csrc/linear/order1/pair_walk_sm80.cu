@@ -1,6 +1,8 @@
 // Order 1: grad_v and grad_k in one walk, from one state sum q g^T read in both orientations: see walk_sm80.cu for the steps.
 // With grouped query heads a step adds up the heads one after the other. Row r of x sees the rows of y up to r: reversed sequences end
 // together, so the boundary is zero.
+//
+// shards: FASTMAX_MATH
 
 #include "linear/order1/tile.h"
 

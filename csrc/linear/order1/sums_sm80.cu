@@ -1,4 +1,6 @@
 // Order 1: sums over parts of y, and their inclusive prefixes.
+//
+// shards: FASTMAX_MATH
 
 #include "linear/order1/tile.h"
 

@@ -1,5 +1,7 @@
 // Snapshots of a walk that began with nothing take in what was before its first row: snapshot += what is left of that at the chunk's
 // beginning. A snapshot is taken as numbers in a row, whatever they are, so that any format of them will do.
+//
+// shards: FASTMAX_MATH
 
 #include <stdexcept>
 #include <string>

@@ -11,6 +11,8 @@
 //
 // Block columns come in an order known only at run time, so the gradient is kept in
 // shared memory, a float4 per lane and block that no other lane touches.
+//
+// shards: FASTMAX_MATH
 
 #include "linear/dispatch.h"
 #include "linear/order2/stream.h"

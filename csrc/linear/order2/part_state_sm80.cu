@@ -1,5 +1,7 @@
 // States of order 1 where order1/ does not have them, because they are too wide (head dims above kLinear1HeadDim), fade or are carried:
 // every part of y is summed on its own in fp32, and a second kernel scans the parts.
+//
+// shards: FASTMAX_MATH
 
 #include "linear/dispatch.h"
 #include "linear/order2/row_walk.h"

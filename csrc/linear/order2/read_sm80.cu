@@ -3,6 +3,8 @@
 //
 // A block owns kRows rows of x. Everything that they multiply passes through one shared-memory ring: the snapshot (second
 // moment, first order, tiles), then pairs of y and w tiles.
+//
+// shards: FASTMAX_MATH
 
 #include "core/score.h"
 #include "linear/dispatch.h"

@@ -1,4 +1,6 @@
 // A carried state to and from the accumulators of the state kernel.
+//
+// shards: FASTMAX_MATH
 
 #include "linear/dispatch.h"
 #include "linear/order2/carried_state.h"

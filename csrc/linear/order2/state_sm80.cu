@@ -3,6 +3,8 @@
 //
 // A warp keeps one 64-feature tile (and, for some warps, one extra octet pair) times kValues value columns in fp32 accumulators and
 // walks y in steps of kTokens: at a boundary it writes the snapshot, then goes on adding.
+//
+// shards: FASTMAX_MATH
 
 #include <climits>
 #include <type_traits>
