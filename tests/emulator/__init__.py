@@ -1,6 +1,6 @@
 """The Hopper kernels on the CPU: their sources as they are, compiled as C++ over a multiprocessor made of fibers (machine.h).
 
-    library = build(folder)                       # every `*_sm90.cu` of csrc/, and the host code that launches them
+    library = build(folder)                       # every `sm90/*.cu` of csrc/, and the host code that launches them
     kernels = library.run("quadratic", "forward", {"q": q, "k": k, "v": v, "o": o, "z": z}, causal=1, schedule=3)
 
 headers/ stands in for those headers of csrc/ that have PTX in them, a function for a function, and prefix.h for CUDA's C++.
@@ -27,18 +27,18 @@ from common import CSRC, load_build
 HERE = Path(__file__).resolve().parent
 # Portable kernels that the Hopper ones are launched with.
 PORTABLE = (
-    "decay/decay_sm80.cu",
-    "decay/nan_rows_sm80.cu",
-    "quadratic/bounds_sm80.cu",
-    "linear/prepare_sm80.cu",
-    "linear/tile_inputs_sm80.cu",
-    "linear/order1/sums_sm80.cu",
-    "linear/order2/add_state_sm80.cu",
-    "linear/order2/part_state_sm80.cu",
-    "linear/order2/part_state_io_sm80.cu",
-    "linear/order2/segments_sm80.cu",
+    "decay/decay.cu",
+    "decay/nan_rows.cu",
+    "quadratic/bounds.cu",
+    "linear/prepare.cu",
+    "linear/tile_inputs.cu",
+    "linear/order1/portable/sums.cu",
+    "linear/order2/portable/add_state.cu",
+    "linear/order2/portable/part_state.cu",
+    "linear/order2/portable/part_state_io.cu",
+    "linear/order2/portable/segments.cu",
 )
-HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/launch*.cpp")
+HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/**/launch.cpp")
 MATH_MODES = {torch.bfloat16: 0, torch.float16: 1}
 
 
@@ -50,10 +50,10 @@ def build(folder: Path, pattern: str = "", csrc: Path = CSRC, jobs: int = 2) -> 
     """Compiles the kernels into folder, and again what changed since.
 
     pattern: a regular expression that the object name of a Hopper kernel must match (`object_name` in csrc/build.py, such as
-    quadratic/fwd_sm90.softmax.dense.o); other kernels are left out.
+    quadratic/sm90/fwd.softmax.dense.o); other kernels are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = [unit for path in sorted(csrc.rglob("*_sm90.cu")) for unit in units(path, csrc) if re.search(pattern, unit.name)]
+    kernels = [unit for path in sorted(csrc.rglob("sm90/*.cu")) for unit in units(path, csrc) if re.search(pattern, unit.name)]
     others = [csrc / name for name in PORTABLE] + [path for name in HOST for path in sorted(csrc.glob(name))]
     made_of = kernels + [unit for path in others if path.exists() for unit in units(path, csrc)]
     with ThreadPoolExecutor(jobs) as pool:
