@@ -1,4 +1,9 @@
-// Order 1 on Hopper: the walks of portable/walk.cu and portable/pair_walk.cu, by wgmma and TMA.
+// Order 1 on Hopper: the walks of portable/walk.cu and portable/pair_walk.cu, by wgmma and TMA:
+//
+//   pass (Walk)    x    x2    y    w    e of    time        result
+//   kForward       q          k    v            forward     o = sum (c0 + c1 x.y) w / z
+//   kGradQ         g          v    k    x       forward     grad_q = sum c1 (x.y + e) w
+//   kPair          k    v     q    g    y       backward    grad_v = sum (c0 + c1 x.y) w, grad_k = sum c1 (x2.w + e) y
 //
 // A segment of x is shared by a group of `a.group` blocks. Each adds up the state of all of the segment's rows, in tiles of 64, and gives
 // the result of every a.group-th tile: no sum is made by reading rows once more, and what the blocks of a group read at about the same

@@ -1,5 +1,9 @@
-// Gradients by states on Hopper, by wgmma and TMA: grad_q of a walk forward in time; of a walk back in time grad_k, at head dim 64 together
-// with grad_v, from one load of every tile.
+// Gradients by states on Hopper, by wgmma and TMA, at head dims up to 64 with grad_v and grad_k from one load of every tile:
+//
+//   pass (Grads)      x    x2    y    y2    e of   time       result
+//   kQueries          q    g     k    v     x      forward    grad_q = sum (g0 + g1 x.y) (x2.y2 + e) y
+//   kKeys             k    v     q    g     y      backward   grad_k, the same sum
+//   kKeysAndValues    k    v     q    g     y      backward   grad_k, and grad_v = sum f(x.y) y2
 //
 // A warpgroup owns 64 rows of x and x2, which stay in shared memory; persistent blocks of two warpgroups. For each tile T (64 features x
 // all channels) of the snapshot W = x2 T^T on the tensor cores, and the product rule on the CUDA cores: with
@@ -28,10 +32,7 @@
 namespace fastmax {
 namespace {
 
-// Whose gradients: which rows are x, and e are of.
-//   kQueries         x are queries, x2 g, y keys, y2 values; e are of x
-//   kKeys            x are keys, x2 values, y queries, y2 g, back in time; e are of y
-//   kKeysAndValues   the same, and what f weighs
+// Passes of the table above.
 enum class Grads { kQueries, kKeys, kKeysAndValues };
 
 template <int kHeadDim>

@@ -1,4 +1,8 @@
-// Reading states on Hopper: what portable/read.cu computes, by wgmma and TMA.
+// Reading states on Hopper: what portable/read.cu computes, by wgmma and TMA:
+//
+//   pass      x    y    w    time        result
+//   o         q    k    v    forward     o = sum f(x.y) w / z
+//   grad_v    k    q    g    backward    grad_v = sum f(x.y) w, of wide heads (of others it comes with grad_k: grad.cu)
 //
 // Persistent blocks of kRows rows of x, the last rows of all heads first: in causal calls they have the most of their own chunk. Two
 // warpgroups have two tiles of 64 rows each, a low and a high one, so that both have as much to do. What they multiply comes through one

@@ -1,4 +1,8 @@
-// States of the linear algorithm on Hopper: what portable/state.cu computes, by wgmma and TMA, in snapshots of snapshot.h.
+// States of the linear algorithm on Hopper: what portable/state.cu computes, by wgmma and TMA, in snapshots of snapshot.h:
+//
+//   state             y    w    e of    time        read by
+//   prefix of keys    k    v            forward     o, grad_q
+//   suffix of queries q    g    y       backward    grad_k, grad_v
 //
 // A warpgroup keeps up to kOwnTiles tiles of 64 features x all channels in its accumulators and walks y in stages of 64 rows. A stage is a
 // tile of w and one of y; products take the transposed features of y from registers (ldmatrix of y, times scalars of y) and w, or
