@@ -5,8 +5,8 @@
 #include "core/heads.h"
 #include "core/ptx.h"
 #include "core/score.h"
-#include "quadratic/row_score.h"
 #include "quadratic/portable/tile_config.h"
+#include "quadratic/row_score.h"
 
 namespace fastmax {
 

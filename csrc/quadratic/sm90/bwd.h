@@ -26,10 +26,10 @@
 #include "core/visibility.h"
 #include "decay/decay.h"
 #include "quadratic/bounds.h"
+#include "quadratic/row_score.h"
 #include "quadratic/sm90/fading.h"
 #include "quadratic/sm90/kept_keys.h"
 #include "quadratic/sm90/kernels.h"
-#include "quadratic/row_score.h"
 #include "quadratic/sm90/visible.h"
 #include "quadratic/sm90/work_order.h"
 

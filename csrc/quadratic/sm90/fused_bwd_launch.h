@@ -3,8 +3,8 @@
 
 #include <algorithm>
 
-#include "quadratic/sm90/fused_bwd_narrow.h"
 #include "quadratic/sm90/fused_bwd.h"
+#include "quadratic/sm90/fused_bwd_narrow.h"
 
 namespace fastmax {
 

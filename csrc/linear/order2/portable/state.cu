@@ -11,8 +11,8 @@
 
 #include "linear/dispatch.h"
 #include "linear/order2/linear2.h"
-#include "linear/order2/row_walk.h"
 #include "linear/order2/portable/state_share.h"
+#include "linear/order2/row_walk.h"
 
 namespace fastmax {
 namespace {

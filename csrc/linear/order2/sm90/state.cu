@@ -14,10 +14,10 @@
 #include "core/sm90/pipeline.h"
 #include "core/sm90/ptx.h"
 #include "core/sm90/wgmma.h"
-#include "linear/order2/sm90/hopper_walk.h"
 #include "linear/order2/linear2.h"
-#include "linear/order2/sm90/kernels.h"
 #include "linear/order2/row_walk.h"
+#include "linear/order2/sm90/hopper_walk.h"
+#include "linear/order2/sm90/kernels.h"
 
 namespace fastmax {
 namespace {
