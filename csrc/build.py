@@ -2,14 +2,15 @@
 
     python csrc/build.py [--archs 80,86,90] [--out DIR] [--jobs N] [--compress size|speed] [--fail-on-spills] [--trap-deadlocks]
 
-What is compiled follows from file names and contents: every source below this folder, `*_sm80.cu` for every architecture,
-`*_sm90.cu` for sm_90a alone, and a source that names FASTMAX_MATH once per arithmetic mode (smaller compiler processes, and
-they run side by side). Includes are relative to this folder. A build for 90 defines FASTMAX_HAS_SM90, under which rows of
-`*_sm90.cu` kernels stand in the tables of algorithms.
+Every source below this folder is compiled. A folder `sm90` (or any other number) is for sm_90a alone: builds without 90 leave
+it out, and builds with 90 define FASTMAX_HAS_SM90, under which its kernels have rows in the tables of algorithms. All other
+sources are compiled for every architecture. A source with a line `// shards: ...` is compiled once per combination of the
+macros in that line, in smaller compiler processes that run side by side. Includes are relative to this folder.
 """
 
 import argparse
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -20,14 +21,16 @@ from pathlib import Path
 # Code for 80 serves 8.6, 8.7 and 8.9 too; and PTX of the first, for every newer device that is not in the list.
 DEFAULT_ARCHS = (80, 90, 100, 120)
 MATH_MODES = ("Bf16", "Fp16", "Tf32", "Fp32")
+# Values of a macro that a line `// shards: ...` names without any.
+SHARD_VALUES = {"FASTMAX_MATH": MATH_MODES}
 # Of kernels in the library, which are decompressed once, when they are first launched. "speed" takes four times the bytes, and
 # a fourteenth of the compilation less.
 COMPRESSIONS = ("size", "speed")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11, the oldest libtorch that the library loads with
 SOURCE_DIR = Path(__file__).resolve().parent
-# Sources that tell architectures from 90 on apart (__CUDA_ARCH__ in linear/tile_config.h). For all others the front end of the
-# compiler, which takes a third of the time, runs once.
-TELLS_ARCHS_APART = SOURCE_DIR / "linear/order1"
+# The front end of the compiler takes a third of the time. Its result is the same for all architectures, so that it runs for the
+# oldest alone, except in these folders, whose sources ask for __CUDA_ARCH__ (linear/tile_config.h).
+FRONT_ENDS = {SOURCE_DIR / "linear/order1": (80, 90)}
 
 # Kernels that may spill registers, by a pattern of lines like "sm_90 void fastmax::linear_kernel<fastmax::Bf16, 64>(...)": why.
 SPILL_EXCEPTIONS = {
@@ -161,28 +164,51 @@ def native_archs() -> tuple[int, ...]:
     return tuple(archs)
 
 
+def own_arch(source: Path) -> int | None:
+    """90 for a source in a folder sm90, which is for that architecture alone; None for a source for every architecture."""
+    folder = re.fullmatch(r"sm(\d+)", source.parent.name)
+    return int(folder[1]) if folder else None
+
+
 def virtual_arch(source: Path, arch: int) -> int:
-    """What the compiler's front end runs for."""
-    return 90 if arch >= 90 and source.is_relative_to(TELLS_ARCHS_APART) else 80
+    """The architecture that the front end runs for, where code for `arch` is made."""
+    of_folders = [archs for folder, archs in FRONT_ENDS.items() if source.is_relative_to(folder)]
+    return max(candidate for candidate in (min(DEFAULT_ARCHS), *sum(of_folders, ())) if candidate <= arch)
 
 
 def arch_flags(source: Path, archs: tuple[int, ...]) -> list[str]:
-    suffix = re.search(r"_sm(\d+)$", source.stem)
-    if suffix and int(suffix[1]) == 90:
-        return ["-gencode=arch=compute_90a,code=sm_90a"] if 90 in archs else []
+    own = own_arch(source)
+    if own is not None:
+        return [f"-gencode=arch=compute_{own}a,code=sm_{own}a"]
     flags = [f"-gencode=arch=compute_{virtual_arch(source, arch)},code=sm_{arch}" for arch in archs]
     oldest = virtual_arch(source, archs[0])
     return [*flags, f"-gencode=arch=compute_{oldest},code=compute_{oldest}"]
 
 
-def sources(suffix: str) -> list[Path]:
-    return sorted(SOURCE_DIR.rglob(f"*{suffix}"))
+def sources(suffix: str, archs: tuple[int, ...]) -> list[Path]:
+    """The sources of this suffix that a build for archs has."""
+    return [path for path in sorted(SOURCE_DIR.rglob(f"*{suffix}")) if own_arch(path) in (None, *archs)]
 
 
-def object_name(source: Path, mode: str | None = None) -> str:
-    """linear/order2/read_sm80.cu -> linear/order2/read_sm80.bf16.o"""
+def shards(source: Path) -> list[dict[str, str]]:
+    """The macros, with their values, of each compilation of a source: `[{}]` for a source that is compiled once.
+
+    A line `// shards: FASTMAX_SCORE=PolynomialScore,SoftmaxScore FASTMAX_MATH` stands for every combination of these scores and
+    all arithmetic modes. Several lines add up.
+    """
+    found = []
+    for line in re.findall(r"^// shards: (.+)$", source.read_text(), re.MULTILINE):
+        macros = [macro.partition("=")[::2] for macro in line.split()]
+        values = [listed.split(",") if listed else SHARD_VALUES[name] for name, listed in macros]
+        found += [dict(zip((name for name, _ in macros), chosen, strict=True)) for chosen in itertools.product(*values)]
+    return found or [{}]
+
+
+def object_name(source: Path, shard: dict[str, str] | None = None) -> str:
+    """quadratic/portable/fwd.cu -> quadratic/fwd_sm80.softmax.table.bf16.o"""
     stem = source.relative_to(SOURCE_DIR).with_suffix("")
-    return f"{stem}.{mode.lower()}.o" if mode else f"{stem}.o"
+    values = [re.sub("(Score|Visibility)$", "", value).lower() for value in (shard or {}).values()]
+    return ".".join([str(stem), *values, "o"])
 
 
 def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: str = COMPRESSIONS[0]) -> str:
@@ -195,8 +221,8 @@ def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: s
         raise BuildError(f"libcudart_static.a was not found under {cuda}")
     nvcc = cuda / "bin/nvcc"
     defines = f"-DFASTMAX_ARCHS='\"{' '.join(map(str, archs))}\"'"
-    if 90 in archs:
-        defines += " -DFASTMAX_HAS_SM90"
+    for arch in sorted({own_arch(source) for source in sources(".c*", archs)} - {None}):
+        defines += f" -DFASTMAX_HAS_SM{arch}"
     if trap_deadlocks:
         defines += " -DFASTMAX_TRAP_DEADLOCKS"
     lines = [
@@ -228,17 +254,14 @@ def ninja_file(archs: tuple[int, ...], trap_deadlocks: bool = False, compress: s
         "build stub/libtorch_cuda.so: stub",
     ]
     objects = []
-    for source in sources(".cu"):
+    for source in sources(".cu", archs):
         flags = arch_flags(source, archs)
-        if not flags:
-            continue
-        sharded = "FASTMAX_MATH" in source.read_text()
-        for mode in MATH_MODES if sharded else (None,):
-            name = object_name(source, mode)
-            extra = flags + ([f"-DFASTMAX_MATH={mode}"] if mode else [])
+        for shard in shards(source):
+            name = object_name(source, shard)
+            extra = flags + [f"-D{macro}={value}" for macro, value in shard.items()]
             lines += [f"build {name}: nvcc {source}", f"  extra = {' '.join(extra)}"]
             objects.append(name)
-    for source in sources(".cpp"):
+    for source in sources(".cpp", archs):
         lines.append(f"build {object_name(source)}: cxx {source}")
         objects.append(object_name(source))
     lines += [f"build libfastmax.so: link {' '.join(objects)} stub/libtorch_cuda.so", "default libfastmax.so", ""]

@@ -250,7 +250,7 @@ def _native(head_dim: int) -> int:
 
 
 def tile_rows(head_dim: int, dtype: torch.dtype = torch.float16) -> int:
-    """Queries of a block of the quadratic forward kernel, for arguments of `hbm_traffic` (csrc/quadratic/tile_config.h)."""
+    """Queries per block of the quadratic forward kernel for arguments of `hbm_traffic` (quadratic/portable/tile_config.h)."""
     width = _native(head_dim)
     two_tiles = dtype == torch.bfloat16 or (dtype == torch.float16 and width <= 64)
     return 128 if width > 128 or two_tiles else 64

@@ -80,18 +80,19 @@ def test_requested_archs_come_from_the_environment(build, monkeypatch):
 
 
 def test_arch_flags(build):
-    """sm80 files, and those without a suffix, for every architecture and as PTX of the oldest, from one front-end run."""
+    """Sources outside of folders of architectures: for all of them and as PTX of the oldest, from one front-end run."""
     every = [
         "-gencode=arch=compute_80,code=sm_86",
         "-gencode=arch=compute_80,code=sm_90",
         "-gencode=arch=compute_80,code=compute_80",
     ]
-    assert build.arch_flags(Path("x_sm80.cu"), (86, 90)) == every
+    assert build.arch_flags(Path("portable/x.cu"), (86, 90)) == every
     assert build.arch_flags(Path("device.cu"), (86, 90)) == every
     every[1] = "-gencode=arch=compute_90,code=sm_90"
-    assert build.arch_flags(build.TELLS_ARCHS_APART / "x_sm80.cu", (86, 90)) == every
-    assert build.arch_flags(Path("x_sm90.cu"), (86, 90)) == ["-gencode=arch=compute_90a,code=sm_90a"]
-    assert build.arch_flags(Path("x_sm90.cu"), (80, 86)) == []
+    (folder,) = build.FRONT_ENDS
+    assert build.arch_flags(folder / "portable/x.cu", (86, 90)) == every
+    assert build.arch_flags(folder / "sm90/x.cu", (86, 90)) == ["-gencode=arch=compute_90a,code=sm_90a"]
+    assert build.arch_flags(Path("sm120/x.cu"), (120,)) == ["-gencode=arch=compute_120a,code=sm_120a"]
 
 
 def test_only_what_is_said_to_tells_architectures_apart(build):
@@ -102,8 +103,9 @@ def test_only_what_is_said_to_tells_architectures_apart(build):
         if path.suffix in (".h", ".cu") and re.search(r"__CUDA_ARCH__ *[<>=!]", path.read_text())
     }
     assert asks == {"linear/tile_config.h"}
-    users = {path for path in build.sources(".cu") if re.search(r"\b(Linear1|Sum|Walk|PairWalk)Tile\b", path.read_text())}
-    assert users and all(path.is_relative_to(build.TELLS_ARCHS_APART) for path in users)
+    tiles = r"\b(Linear1|Sum|Walk|PairWalk)Tile\b"
+    users = {path for path in build.sources(".cu", (90,)) if re.search(tiles, path.read_text())}
+    assert users and all(path.is_relative_to(folder) for path in users for folder in build.FRONT_ENDS)
 
 
 # ---- the ninja file
@@ -123,21 +125,25 @@ def test_ninja_file_of_the_sources(build, toolkit):
     sources = sorted(build.SOURCE_DIR.rglob("*.cu"))
     sharded = [source for source in sources if "FASTMAX_MATH" in source.read_text()]
     assert len(sources) > 5 and 2 <= len(sharded) < len(sources)
+    assert all(
+        (len(build.shards(source)) > 1) == bool(re.search("FASTMAX_(SCORE|MATH)", source.read_text())) for source in sources
+    )
     expected = set()
     for source in sources:
-        modes = build.MATH_MODES if source in sharded else (None,)
-        for mode in modes:
-            name = build.object_name(source, mode)
+        shards = build.shards(source)
+        assert {shard.get("FASTMAX_MATH") for shard in shards} == (set(build.MATH_MODES) if source in sharded else {None})
+        for shard in shards:
+            name = build.object_name(source, shard)
             rule, inputs, extra = found[name]
             assert rule == "nvcc" and inputs == [str(source)]
-            assert [flag for flag in extra if flag.startswith("-D")] == ([f"-DFASTMAX_MATH={mode}"] if mode else [])
-            assert extra[: len(extra) - (mode is not None)] == build.arch_flags(source, (80, 90))
+            assert extra == build.arch_flags(source, (80, 90)) + [f"-D{macro}={value}" for macro, value in shard.items()]
             expected.add(name)
     for source in build.SOURCE_DIR.rglob("*.cpp"):
         assert found[build.object_name(source)] == ("cxx", [str(source)], [])
         expected.add(build.object_name(source))
     assert len(expected) == len(found) - 2, "no two sources make one object"
-    assert {"bindings/attention.o", "linear/order1/walk_sm80.bf16.o", "linear/order2/read_sm80.bf16.o"} < expected
+    assert {"bindings/attention.o", "linear/order1/portable/walk.bf16.o", "linear/order2/portable/read.bf16.o"} < expected
+    assert {"quadratic/portable/fwd.softmax.table.bf16.o", "quadratic/sm90/bwd.polynomial.fading.o"} < expected
     rule, inputs, _ = found["libfastmax.so"]
     assert rule == "link" and set(inputs) == expected | {"stub/libtorch_cuda.so"}
     assert set(found) == expected | {"libfastmax.so", "stub/libtorch_cuda.so"}
@@ -148,16 +154,32 @@ def test_ninja_file_of_the_sources(build, toolkit):
     assert "-DTORCH_TARGET_VERSION=0x020b" in text
 
 
-def test_hopper_sources_are_left_out_without_90(build, toolkit, tmp_path, monkeypatch):
+def test_folders_of_architectures_are_left_out_of_other_builds(build, toolkit, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "SOURCE_DIR", tmp_path)
-    (tmp_path / "x_sm80.cu").write_text("")
-    (tmp_path / "x_sm90.cu").write_text("FASTMAX_MATH")
-    assert set(edges(build.ninja_file((80, 86)))) == {"x_sm80.o", "libfastmax.so", "stub/libtorch_cuda.so"}
+    (tmp_path / "sm90").mkdir()
+    (tmp_path / "x.cu").write_text("")
+    (tmp_path / "sm90/x.cu").write_text("// shards: FASTMAX_MATH\n")
+    (tmp_path / "sm90/host.cpp").write_text("")
+    assert set(edges(build.ninja_file((80, 86)))) == {"x.o", "libfastmax.so", "stub/libtorch_cuda.so"}
     found = edges(build.ninja_file((90,)))
-    assert found["x_sm90.tf32.o"][2] == ["-gencode=arch=compute_90a,code=sm_90a", "-DFASTMAX_MATH=Tf32"]
-    assert len(found) == 3 + len(build.MATH_MODES)
+    assert found["sm90/x.tf32.o"][2] == ["-gencode=arch=compute_90a,code=sm_90a", "-DFASTMAX_MATH=Tf32"]
+    assert found["sm90/host.o"][0] == "cxx" and len(found) == 4 + len(build.MATH_MODES)
     for archs, times in [((80, 100), 0), ((80, 90), 2)]:
         assert build.ninja_file(archs).count("-DFASTMAX_HAS_SM90") == times, "for both compilers, where those sources are"
+    (tmp_path / "sm100").mkdir()
+    (tmp_path / "sm100/y.cu").write_text("")
+    both = build.ninja_file((90, 100))
+    assert both.count("-DFASTMAX_HAS_SM90 -DFASTMAX_HAS_SM100") == 2
+    assert edges(both)["sm100/y.o"][2] == ["-gencode=arch=compute_100a,code=sm_100a"]
+
+
+def test_shards_are_combinations(build, tmp_path):
+    source = tmp_path / "x.cu"
+    source.write_text("// One kernel.\n")
+    assert build.shards(source) == [{}]
+    source.write_text("// shards: A=x,y B=z,w\n// shards: A=v FASTMAX_MATH\nA<B>\n")
+    expected = [{"A": a, "B": b} for a in "xy" for b in "zw"] + [{"A": "v", "FASTMAX_MATH": mode} for mode in build.MATH_MODES]
+    assert build.shards(source) == expected
 
 
 def test_kernels_that_hang_end_in_an_error_where_it_was_asked_for(build, toolkit):

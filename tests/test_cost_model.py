@@ -9,6 +9,7 @@ from common import compile_probe
 PROBE = """
 #include <cstdio>
 #include "core/cost_model.h"
+#include "core/sm90/rates.h"
 
 namespace fastmax {
 bool is_hopper(const AttentionParams& p) {
@@ -22,15 +23,15 @@ bool is_order1(const AttentionParams& p) {
 }
 bool covers_all(const AttentionParams&, Direction) { return true; }
 constexpr Kernels kQuadratic[] = {
-    {"quadratic_fused_sm90", [](const AttentionParams& p, Direction) { return has_one_kernel(p); }},
-    {"quadratic_sm90", [](const AttentionParams& p, Direction) { return is_hopper(p); }},
-    {"quadratic_sm80", covers_all},
+    {"quadratic_fused_sm90", [](const AttentionParams& p, Direction) { return has_one_kernel(p); }, sm90_fused_rates},
+    {"quadratic_sm90", [](const AttentionParams& p, Direction) { return is_hopper(p); }, sm90_rates},
+    {"quadratic_sm80", covers_all, portable_rates},
 };
 constexpr Kernels kLinear[] = {
     {"linear2_sm90",
-     [](const AttentionParams& p, Direction) { return p.order == 2 && p.head_dim != 96 && is_hopper(p); }},
-    {"linear1_sm90", [](const AttentionParams& p, Direction) { return is_order1(p); }},
-    {"linear2_sm80", covers_all},
+     [](const AttentionParams& p, Direction) { return p.order == 2 && p.head_dim != 96 && is_hopper(p); }, sm90_rates},
+    {"linear1_sm90", [](const AttentionParams& p, Direction) { return is_order1(p); }, sm90_rates},
+    {"linear2_sm80", covers_all, portable_rates},
 };
 constexpr Algorithm kQuadraticAlgorithm("quadratic", kQuadratic);
 constexpr Algorithm kLinearAlgorithm("linear", kLinear);

@@ -31,23 +31,28 @@ struct Bf16 { static constexpr const char* kName = "bf16"; };
 struct Fp16 { static constexpr const char* kName = "fp16"; };
 struct Tf32 { static constexpr const char* kName = "tf32"; };
 struct Fp32 { static constexpr const char* kName = "fp32"; };
-#define FASTMAX_STAND_IN(function, Params)            \\
-  template <class Math>                               \\
-  void function(const Params& p, cudaStream_t) {      \\
-    std::printf(#function " %s\\n", Math::kName);      \\
-  }                                                   \\
-  template void function<Bf16>(const Params&, cudaStream_t); \\
-  template void function<Fp16>(const Params&, cudaStream_t); \\
-  template void function<Tf32>(const Params&, cudaStream_t); \\
-  template void function<Fp32>(const Params&, cudaStream_t);
-FASTMAX_STAND_IN(quadratic_fwd, FwdParams)
-FASTMAX_STAND_IN(quadratic_bwd, BwdParams)
-FASTMAX_STAND_IN(flash_fwd, FwdParams)
-FASTMAX_STAND_IN(flash_bwd, BwdParams)
-FASTMAX_STAND_IN(quadratic_bounded_fwd, FwdParams)
-FASTMAX_STAND_IN(quadratic_bounded_bwd, BwdParams)
-FASTMAX_STAND_IN(flash_bounded_fwd, FwdParams)
-FASTMAX_STAND_IN(flash_bounded_bwd, BwdParams)
+struct PolynomialScore { static constexpr const char* kName = "quadratic"; };
+struct SoftmaxScore { static constexpr const char* kName = "flash"; };
+struct DenseVisibility { static constexpr const char* kName = ""; };
+struct TableVisibility { static constexpr const char* kName = "_bounded"; };
+template <class Score, class Visibility, class Math>
+void quadratic_fwd(const FwdParams&, cudaStream_t) {
+  std::printf("%s%s_fwd %s\\n", Score::kName, Visibility::kName, Math::kName);
+}
+template <class Score, class Visibility, class Math>
+void quadratic_bwd(const BwdParams&, cudaStream_t) {
+  std::printf("%s%s_bwd %s\\n", Score::kName, Visibility::kName, Math::kName);
+}
+#define FASTMAX_STAND_IN(Score, Visibility, Math)                                         \\
+  template void quadratic_fwd<Score, Visibility, Math>(const FwdParams&, cudaStream_t);   \\
+  template void quadratic_bwd<Score, Visibility, Math>(const BwdParams&, cudaStream_t);
+#define FASTMAX_STAND_INS(Score, Visibility)                                              \\
+  FASTMAX_STAND_IN(Score, Visibility, Bf16) FASTMAX_STAND_IN(Score, Visibility, Fp16)     \\
+  FASTMAX_STAND_IN(Score, Visibility, Tf32) FASTMAX_STAND_IN(Score, Visibility, Fp32)
+FASTMAX_STAND_INS(PolynomialScore, DenseVisibility)
+FASTMAX_STAND_INS(PolynomialScore, TableVisibility)
+FASTMAX_STAND_INS(SoftmaxScore, DenseVisibility)
+FASTMAX_STAND_INS(SoftmaxScore, TableVisibility)
 template <class Math>
 void linear_prepare(const PrepareArgs&, cudaStream_t) {}
 size_t bound_table_bytes(const AttentionParams&, Direction direction) { return direction == Direction::kForward ? 5 : 6; }

@@ -391,7 +391,7 @@ def test_unsorted_sequences_end(library, algorithm):
 
 # ---- what the emulator is for: kernels that are wrong
 
-FORWARD, RING = "quadratic/fwd_sm90.h", "core/sm90/pipeline.h"
+FORWARD, RING = "quadratic/sm90/fwd.h", "core/sm90/pipeline.h"
 # By name: a file, what is written there in place of what, and a part of what the emulator says.
 MISTAKES = {
     "accumulators read before they are there": (FORWARD, {"wgmma_wait<1>();": ""}, "wrong results {'o': nan"),
@@ -417,7 +417,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_found(library, tmp_path, mistake):
     path, edits, message = MISTAKES[mistake]
-    broken = emulator.edited(library, tmp_path, r"^quadratic/fwd_sm90\.cu", path, edits)
+    broken = emulator.edited(library, tmp_path, r"^quadratic/sm90/fwd\.polynomial\.dense\.", path, edits)
     call = Call(Case("quadratic", "quadratic_sm90", 450, 450, 64, h=4, backward=False))  # rings go round
     found = []
     for schedule in SCHEDULES:
@@ -430,7 +430,7 @@ def test_mistakes_are_found(library, tmp_path, mistake):
     pytest.fail(f"not found: {found}")
 
 
-READ, GRAD, WALK = "linear/order2/read_sm90.cu", "linear/order2/grad_sm90.cu", "linear/order1/walk_sm90.cu"
+READ, GRAD, WALK = "linear/order2/sm90/read.cu", "linear/order2/sm90/grad.cu", "linear/order1/sm90/walk.cu"
 ORDER_2 = Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, multiprocessors=1)
 ORDER_1 = Case("linear", "linear1_sm90", 600, 600, 64, h=1, hk=1, order=1, multiprocessors=1)
 LOOSE_LOAD, LOOSE_PRODUCT, LOOSE_STORE = (
@@ -473,6 +473,6 @@ UNORDERED = {
 @pytest.mark.parametrize("mistake", UNORDERED)
 def test_orders_that_time_alone_guarantees_are_refused(library, tmp_path, mistake):
     case, path, edits, message = UNORDERED[mistake]
-    broken = emulator.edited(library, tmp_path, f"^{re.escape(path)}", path, edits)
+    broken = emulator.edited(library, tmp_path, f"^{re.escape(path.removesuffix('.cu'))}\\.", path, edits)
     with pytest.raises(emulator.EmulatorError, match=message):
         Call(case).run(broken, 0)

@@ -12,7 +12,7 @@ PROBE = """
 #include <cstdio>
 
 #include "linear/linear.h"
-#include "linear/order1/linear1_sm90.h"
+#include "linear/order1/sm90/kernels.h"
 
 namespace fastmax {
 struct Bf16;
@@ -57,7 +57,7 @@ bool driver_makes_tensor_maps() { return true; }
 }  // namespace fastmax
 
 #include "linear/order1/launch.cpp"
-#include "linear/order1/launch_sm90.cpp"
+#include "linear/order1/sm90/launch.cpp"
 
 extern "C" {
 const char* cudaGetErrorString(cudaError_t) { return ""; }

@@ -269,7 +269,7 @@ def test_hopper_states_are_shared_finely_where_that_is_faster(tmp_path):
     """At head dim 64 by four blocks a state or by eight, on 132 multiprocessors: eight where the four leave as many idle."""
     text = """
 #include <cstdio>
-#include "linear/order2/snapshot_sm90.h"
+#include "linear/order2/sm90/snapshot.h"
 
 int main() {
   for (int states = 1; states <= 256; ++states) {

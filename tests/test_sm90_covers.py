@@ -12,7 +12,7 @@ PROBE = """
 #include <cstring>
 
 #include "core/sm90/tensor_map.cpp"
-#include "quadratic/covers_sm90.cu"
+#include "quadratic/sm90/covers.cu"
 
 // In place of the driver and the runtime.
 extern "C" {

@@ -216,7 +216,7 @@ def test_errors(options, error, message):
 PROBE = """
 #include <cstdio>
 #include "linear/order2/state_format.h"
-#include "quadratic/tile_config.h"
+#include "quadratic/portable/tile_config.h"
 using namespace fastmax;
 
 template <class Math, int kHeadDim>

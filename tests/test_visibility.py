@@ -172,7 +172,7 @@ def test_ranges_of_tiles(probe, kind):
 TABLES = """
 #include <cstdio>
 #include <vector>
-#include "quadratic/bounds_sm80.cu"
+#include "quadratic/bounds.cu"
 using namespace fastmax;
 
 namespace fastmax {
@@ -215,7 +215,7 @@ int main() {
 
 
 def test_tables_of_bounds(tmp_path):
-    """What csrc/quadratic/bounds_sm80.cu makes of bounds (beyond the keys too), causality and a window, against every pair."""
+    """What csrc/quadratic/bounds.cu makes of bounds (beyond the keys too), causality and a window, against every pair."""
     probe = compile_probe(tmp_path, TABLES, device_code=True)
     rng = random.Random(0)
     lines, expected = [], []

@@ -1,4 +1,4 @@
-"""csrc/quadratic/work_order.h, compiled for the host: what persistent blocks work on, each item once, all of them as long."""
+"""csrc/quadratic/sm90/work_order.h on the host: what persistent blocks work on, each item once, all of them as long."""
 
 import heapq
 import itertools
@@ -16,7 +16,7 @@ PROBE = """
 using std::min;
 static struct { unsigned x; } gridDim, blockIdx;
 #define __CUDACC__
-#include "quadratic/work_order.h"
+#include "quadratic/sm90/work_order.h"
 using namespace fastmax;
 
 int main() {

@@ -2,7 +2,7 @@
 //
 //   call -> Algorithm (what is computed how)  ->  select: the first entry that covers the call  ->  Kernels (who runs it)
 //
-// quadratic/algorithm.cpp and linear/algorithm.cpp have the tables. Kernels of a new architecture are files of their own and one
+// quadratic/algorithm.cpp and linear/algorithm.cpp have the tables. Kernels of a new architecture are a folder of their own and one
 // row above the portable ones; a row may cover one direction, or some calls, only: what it leaves goes to the rows below it.
 #pragma once
 
@@ -13,6 +13,7 @@
 #include <string>
 
 #include "core/params.h"
+#include "core/rates.h"
 
 namespace fastmax {
 
@@ -23,6 +24,7 @@ enum class Direction { kForward, kBackward };
 struct Kernels {
   const char* name;  // algorithm and oldest architecture; FASTMAX_DEBUG prints it
   bool (*covers)(const AttentionParams& p, Direction direction);  // p.sm_arch is the device's; pointers tell what is present
+  const Rates& (*rates)(int head_dim);  // how fast they are, for algorithm="auto" (cost_model.h)
   // Of a direction that it never covers these are null.
   size_t (*fwd_workspace_bytes)(const FwdParams& p);
   size_t (*bwd_workspace_bytes)(const BwdParams& p);

@@ -1,24 +1,13 @@
 // algorithm="auto": which algorithm is faster, in one place for both directions.
 #pragma once
 
-#include <string_view>
-
 #include "linear/algorithm.h"
 #include "quadratic/algorithm.h"
 
 namespace fastmax {
 
-// What an architecture's kernels take, forward + backward, in units of one query with one key in the portable quadratic kernels.
-// A newer architecture's row of a table (core/algorithm.h) has rates here, or counts as portable.
-struct Rates {
-  double pair;      // quadratic: a query with a key
-  double feature;   // linear: a feature of a key in the state, and of a query that reads it
-  double overhead;  // order 2: what does not grow with the features (the part within a chunk, snapshots, low occupancy at small head
-                    // dims, launches), in features times head_dim
-};
-
-// Fitted on one H200, bf16, causal, h = hk. With n = m the algorithms cross at 2 feature / pair (features + overhead) tokens; measured,
-// and here:
+// Rates (core/rates.h, core/sm90/rates.h) were fitted on one H200, bf16, causal, h = hk. With n = m the algorithms cross at
+// 2 feature / pair (features + overhead) tokens; measured, and here:
 //                                    head_dim 32    64            128             256
 //   order 2: portable                2550 / 2600    4570 / 4750   15900 / 15900   - / 61500
 //            sm_90                   2320 / 2200    5130 / 5150   18400 / 20500
@@ -29,27 +18,16 @@ struct Rates {
 // 96 the linear ones are portable, and the quadratic ones gain more: 19200 / 19000. kSm90Rates is with two kernels in the quadratic
 // backward; with one, 16384 tokens of head_dim 128 take 13.6 ms where those take 15.2. At narrower heads that one counts as two: it
 // takes 0.83 (32) and 0.9 (64) of the time of forward + backward, and the linear kernels have come to 0.86 and 0.92 of theirs since.
-inline constexpr Rates kPortableRates{1.0, 0.925, 2.7e4};
-inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
-inline constexpr Rates kSm90Rates96{0.49, kSm90Rates.feature, kSm90Rates.overhead};
-inline constexpr Rates kSm90FusedRates{0.55, kSm90Rates.feature, kSm90Rates.overhead};
 
 // More launches, each behind the other, forward + backward: what the linear algorithm takes longer at any size, in pairs times head_dim.
 // Order 1 and 16 heads on one H200, ms, quadratic and linear, at head_dim 32, 64 and 128: 1024 tokens .045/-, .057/-, .081/.092;
 // 2048 .087/.068, .107/.067, .159/.109.
 inline constexpr double kLaunches = 4.5e8;
 
-inline const Rates& rates_of(const Kernels& kernels, int head_dim) {
-  const auto is = [&](std::string_view part) { return std::string_view(kernels.name).find(part) != std::string_view::npos; };
-  if (is("_fused_sm90") && head_dim == 128) return kSm90FusedRates;
-  if (is("_sm90")) return head_dim == 96 ? kSm90Rates96 : kSm90Rates;
-  return kPortableRates;
-}
-
 // By the kernels that would compute the gradients, which are most of the time.
 inline bool linear_is_faster(const AttentionParams& p) {
-  const Rates& quadratic_rates = rates_of(select(kQuadraticAlgorithm, p, Direction::kBackward), p.head_dim);
-  const Rates& linear_rates = rates_of(select(kLinearAlgorithm, p, Direction::kBackward), p.head_dim);
+  const Rates& quadratic_rates = select(kQuadraticAlgorithm, p, Direction::kBackward).rates(p.head_dim);
+  const Rates& linear_rates = select(kLinearAlgorithm, p, Direction::kBackward).rates(p.head_dim);
   const double d = p.head_dim, n = p.n, m = p.m;
   const double quadratic = quadratic_rates.pair * (p.causal ? n * (m - 0.5 * n) : n * m);
 

@@ -12,7 +12,8 @@
 // and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
 // `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense and tables here.
 // Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks. Where kMayFade is
-// true, the kernels that walk by it look for decays (quadratic/fading.h). kHasTables: it reads AttentionParams::key_table and query_table.
+// true, the kernels that walk by it look for decays (quadratic/portable/fading.h). kHasTables: it reads AttentionParams::key_table and
+// query_table.
 #pragma once
 
 #include "core/params.h"

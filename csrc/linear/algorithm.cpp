@@ -5,29 +5,36 @@
 #include "linear/launch.h"
 #include "linear/order1/linear1.h"
 #include "linear/order2/linear2.h"
+#ifdef FASTMAX_HAS_SM90
+#include "core/sm90/rates.h"
+#include "linear/order1/sm90/kernels.h"
+#include "linear/order2/sm90/kernels.h"
+#endif
 
 namespace fastmax {
 namespace {
 
 constexpr Kernels kLinear[] = {
 #ifdef FASTMAX_HAS_SM90
-    {"linear2_sm90", linear2_sm90_covers, [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm90); },
+    {"linear2_sm90", linear2_sm90_covers, sm90_rates,
+     [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm90); },
      [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm90); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm90, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear2_bwd(p, kStatePassesSm90, stream); },
      [](const FwdParams& p) { return linear2_fwd_kept_bytes(p, kStatePassesSm90); },
      [](const BwdParams& p) { return linear2_bwd_kept_bytes(p, kStatePassesSm90); }, /*joins_parts=*/true},
-    {"linear1_sm90", linear1_sm90_covers, [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm90); },
+    {"linear1_sm90", linear1_sm90_covers, sm90_rates,
+     [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm90); },
      [](const BwdParams& p) { return linear1_bwd_workspace_bytes(p, kLinear1WalksSm90); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear1_fwd(p, kLinear1WalksSm90, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear1_bwd(p, kLinear1WalksSm90, stream); }},
 #endif
-    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); },
+    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); }, portable_rates,
      [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm80); },
      [](const BwdParams& p) { return linear1_bwd_workspace_bytes(p, kLinear1WalksSm80); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear1_fwd(p, kLinear1WalksSm80, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear1_bwd(p, kLinear1WalksSm80, stream); }},
-    {"linear2_sm80", [](const AttentionParams&, Direction) { return true; },
+    {"linear2_sm80", [](const AttentionParams&, Direction) { return true; }, portable_rates,
      [](const FwdParams& p) { return linear2_fwd_workspace_bytes(p, kStatePassesSm80); },
      [](const BwdParams& p) { return linear2_bwd_workspace_bytes(p, kStatePassesSm80); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear2_fwd(p, kStatePassesSm80, stream); },

@@ -1,5 +1,5 @@
-// Tables of the keys that queries see, made from bounds, causality and windows on the device before the kernels that walk by them
-// (TableVisibility in core/visibility.h).
+// Calls with bounds of keys, a window or decays, and the tables of visible keys that their kernels read (TableVisibility in
+// core/visibility.h). The tables are made on the device from bounds, causality and windows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,6 +8,15 @@
 #include "core/params.h"
 
 namespace fastmax {
+
+inline bool is_bounded(const AttentionParams& p) {
+  return p.window || p.first_key.data != nullptr || p.end_key.data != nullptr || p.log_decay != nullptr;
+}
+
+// Bounds that are no more than a causal one and a window, which take no tables.
+inline bool has_window_alone(const AttentionParams& p) {
+  return p.window && p.first_key.data == nullptr && p.end_key.data == nullptr && p.log_decay == nullptr;
+}
 
 size_t bound_table_bytes(const AttentionParams& p, Direction direction);
 

@@ -8,9 +8,19 @@
 #include "core/launch.h"
 #include "core/params.h"
 #include "core/score.h"
-#include "quadratic/tile_config.h"
 
 namespace fastmax {
+
+// Row scores: threads per block.
+inline constexpr int kRowScoreThreads = 256;
+
+// And per row, a power of two, at most a warp; each takes 16 bytes of it at a time.
+template <class Element, int kHeadDim>
+__host__ __device__ constexpr int row_score_lanes() {
+  int lanes = 2;
+  while (lanes < kWarpSize && lanes * 16 < kHeadDim * static_cast<int>(sizeof(Element))) lanes *= 2;
+  return lanes;
+}
 
 template <class Element>
 __device__ __forceinline__ float2 rounded(float2 x) {

@@ -1,6 +1,6 @@
 """The Hopper kernels on the CPU: their sources as they are, compiled as C++ over a multiprocessor made of fibers (machine.h).
 
-    library = build(folder)                       # every `*_sm90.cu` of csrc/, and the host code that launches them
+    library = build(folder)                       # every `sm90/*.cu` of csrc/, and the host code that launches them
     kernels = library.run("quadratic", "forward", {"q": q, "k": k, "v": v, "o": o, "z": z}, causal=1, schedule=3)
 
 headers/ stands in for those headers of csrc/ that have PTX in them, a function for a function, and prefix.h for CUDA's C++.
@@ -19,6 +19,7 @@ import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from common import CSRC, load_build
@@ -26,18 +27,18 @@ from common import CSRC, load_build
 HERE = Path(__file__).resolve().parent
 # Portable kernels that the Hopper ones are launched with.
 PORTABLE = (
-    "decay/decay_sm80.cu",
-    "decay/nan_rows_sm80.cu",
-    "quadratic/bounds_sm80.cu",
-    "linear/prepare_sm80.cu",
-    "linear/tile_inputs_sm80.cu",
-    "linear/order1/sums_sm80.cu",
-    "linear/order2/add_state_sm80.cu",
-    "linear/order2/part_state_sm80.cu",
-    "linear/order2/part_state_io_sm80.cu",
-    "linear/order2/segments_sm80.cu",
+    "decay/decay.cu",
+    "decay/nan_rows.cu",
+    "quadratic/bounds.cu",
+    "linear/prepare.cu",
+    "linear/tile_inputs.cu",
+    "linear/order1/portable/sums.cu",
+    "linear/order2/portable/add_state.cu",
+    "linear/order2/portable/part_state.cu",
+    "linear/order2/portable/part_state_io.cu",
+    "linear/order2/portable/segments.cu",
 )
-HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/launch*.cpp")
+HOST = ("core/sm90/tensor_map.cpp", "quadratic/algorithm.cpp", "linear/algorithm.cpp", "linear/order*/**/launch.cpp")
 MATH_MODES = {torch.bfloat16: 0, torch.float16: 1}
 
 
@@ -48,23 +49,24 @@ class EmulatorError(RuntimeError):
 def build(folder: Path, pattern: str = "", csrc: Path = CSRC, jobs: int = 2) -> Library:
     """Compiles the kernels into folder, and again what changed since.
 
-    pattern: a regular expression, of which the path of a `*_sm90.cu` must have a match; other kernels are not there then.
+    pattern: a regular expression that the object name of a Hopper kernel must match (`object_name` in csrc/build.py, such as
+    quadratic/sm90/fwd.softmax.dense.o); other kernels are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    kernels = [path for path in sorted(csrc.rglob("*_sm90.cu")) if re.search(pattern, str(path.relative_to(csrc)))]
+    kernels = [unit for path in sorted(csrc.rglob("sm90/*.cu")) for unit in units(path, csrc) if re.search(pattern, unit.name)]
     others = [csrc / name for name in PORTABLE] + [path for name in HOST for path in sorted(csrc.glob(name))]
-    sources = [path for path in [*kernels, *others] if path.exists()]
+    made_of = kernels + [unit for path in others if path.exists() for unit in units(path, csrc)]
     with ThreadPoolExecutor(jobs) as pool:
         own = pool.map(
             lambda source: compile_source(source, folder / f"{source.stem}.o", csrc, "-O2"), sorted(HERE.glob("*.cpp"))
         )
-        objects = pool.map(lambda path: compile_source(path, folder / object_name(path, csrc), csrc), sources)
-        made = dict(zip(sources, objects, strict=True))
+        objects = pool.map(lambda unit: compile_source(unit.source, folder / unit.file, csrc, "-O1", *unit.defines), made_of)
+        made = dict(zip(made_of, objects, strict=True))
         return Library(folder, csrc, made, [*own])
 
 
 def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[str, str]) -> Library:
-    """The library with other text in a file of csrc/, for the kernels whose path matches: to see that faults are found."""
+    """The library with another text of a file in csrc/, for kernels whose object name matches: to see that faults are found."""
     text = (library.csrc / path).read_text()
     for old, new in edits.items():
         assert text.count(old) == 1, f"{path} has {old!r} {text.count(old)} times"
@@ -73,18 +75,37 @@ def edited(library: Library, folder: Path, pattern: str, path: str, edits: dict[
     changed.parent.mkdir(parents=True)
     changed.write_text(text)
     made = {}
-    for source in library.made:
-        name = str(source.relative_to(library.csrc))
-        if re.search(pattern, name):
-            out = folder / object_name(source, library.csrc)
-            made[source] = compile_source(changed if name == path else source, out, folder / "csrc", "-O1", "-I", library.csrc)
+    for unit in library.made:
+        if re.search(pattern, unit.name):
+            source = changed if unit.source == library.csrc / path else unit.source
+            options = ("-O1", "-I", library.csrc, *unit.defines)
+            made[unit] = compile_source(source, folder / unit.file, folder / "csrc", *options)
     # These first: of an inline function that several objects have, the linker takes the first.
-    made |= {source: out for source, out in library.made.items() if source not in made}
+    made |= {unit: out for unit, out in library.made.items() if unit not in made}
     return Library(folder, library.csrc, made, library.own)
 
 
-def object_name(source: Path, csrc: Path) -> str:
-    return "_".join(source.relative_to(csrc).with_suffix(".o").parts)
+class Unit(NamedTuple):
+    """A source, or one of its shards, and the name of its object in csrc/build.py."""
+
+    source: Path
+    name: str
+    defines: tuple[str, ...]
+
+    @property
+    def file(self) -> str:
+        return self.name.replace("/", "_")
+
+
+def units(source: Path, csrc: Path) -> list[Unit]:
+    """The shards of a source, those of bf16 alone."""
+    build = load_build()
+    build.SOURCE_DIR = csrc
+    shards = [shard for shard in build.shards(source) if shard.get("FASTMAX_MATH", "Bf16") == "Bf16"]
+    return [
+        Unit(source, build.object_name(source, shard), tuple(f"-D{macro}={value}" for macro, value in shard.items()))
+        for shard in shards
+    ]
 
 
 def compile_source(source: Path, out: Path, csrc: Path, optimise: str = "-O1", *more: str | Path) -> Path:
@@ -93,7 +114,7 @@ def compile_source(source: Path, out: Path, csrc: Path, optimise: str = "-O1", *
             *("c++", "-std=c++20", optimise, "-fPIC", "-w", "-Wno-psabi", "-MD", "-c", "-x", "c++", source, "-o", out),
             # Shared memory is thread-local here, and extern in the kernels: without constructors.
             *("-fno-extern-tls-init", "-fno-gnu-unique"),
-            *("-DFASTMAX_HAS_SM90", "-DFASTMAX_MATH=Bf16", "-include", HERE / "prefix.h"),
+            *("-DFASTMAX_HAS_SM90", "-include", HERE / "prefix.h"),
             *("-I", HERE / "headers", "-I", HERE, "-I", csrc, *more, "-isystem", load_build().cuda_home() / "include"),
         ]
         subprocess.run(list(map(str, command)), check=True)
@@ -125,7 +146,7 @@ def link(folder: Path, objects: list[Path]) -> Path:
 
 
 class Library:
-    def __init__(self, folder: Path, csrc: Path, made: dict[Path, Path], own: list[Path]):
+    def __init__(self, folder: Path, csrc: Path, made: dict[Unit, Path], own: list[Path]):
         self.csrc, self.made, self.own = csrc, made, own
         self._library = ctypes.CDLL(str(link(folder, [*made.values(), *own])))
         for name in ("run", "kernels"):

@@ -98,8 +98,6 @@ struct Linear1Walks {
   bool (*divides)(const BwdParams& p);
 };
 extern const Linear1Walks kLinear1WalksSm80;  // for every architecture
-extern const Linear1Walks kLinear1WalksSm90;  // Hopper: linear1_sm90_covers
-bool linear1_sm90_covers(const AttentionParams& p, Direction direction);
 
 // Inclusive prefixes of the states of parts, in place.
 template <class Math>

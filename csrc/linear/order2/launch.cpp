@@ -591,7 +591,7 @@ constexpr StatePasses kStatePassesSm80 = {
     [](const Problem& p, const AddArgs& a, cudaStream_t stream) {
       dispatch_kernel_math(p, [&](auto math) { linear_add_state<typename decltype(math)::type>(a, stream); });
     },
-    // At head dim 128 the gradients of a walk back in time have no shared memory left (tile_config.h).
+    // At head dim 128 the gradients of a walk back in time have no shared memory left (linear/tile_config.h).
     [](const Problem& p, Time time) {
       return p.math == MathMode::kBF16 && shared_limit(p.sm_arch) >= kAddingSharedBytes &&
              (p.head_dim == 64 || (p.head_dim == 128 && time == Time::kForward));

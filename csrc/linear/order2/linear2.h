@@ -32,8 +32,6 @@ struct StatePasses {
   bool (*adds_while_reading)(const Problem& p, Time time);
 };
 extern const StatePasses kStatePassesSm80;  // for every architecture
-extern const StatePasses kStatePassesSm90;  // Hopper: bf16, p = 2, head dims 32, 64 and 128
-bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
 
 // From what the first segment of a walk ends with, and the totals of the others, to what each of the others starts from.
 // slot_floats: of a slot of StateArgs::accumulators.

@@ -1,0 +1,17 @@
+// How fast the Hopper kernels are, for algorithm="auto" (core/cost_model.h, which says how the numbers were fitted).
+#pragma once
+
+#include "core/rates.h"
+
+namespace fastmax {
+
+inline constexpr Rates kSm90Rates{0.61, 0.665, 1.4e4};
+inline constexpr Rates kSm90Rates96{0.49, kSm90Rates.feature, kSm90Rates.overhead};
+inline constexpr Rates kSm90FusedRates{0.55, kSm90Rates.feature, kSm90Rates.overhead};
+
+inline const Rates& sm90_rates(int head_dim) { return head_dim == 96 ? kSm90Rates96 : kSm90Rates; }
+
+// Of rows whose quadratic backward is one kernel.
+inline const Rates& sm90_fused_rates(int head_dim) { return head_dim == 128 ? kSm90FusedRates : sm90_rates(head_dim); }
+
+}  // namespace fastmax

@@ -1,0 +1,699 @@
+// Order 1 on Hopper: the walks of portable/walk.cu and portable/pair_walk.cu, by wgmma and TMA:
+//
+//   pass (Walk)    x    x2    y    w    e of    time        result
+//   kForward       q          k    v            forward     o = sum (c0 + c1 x.y) w / z
+//   kGradQ         g          v    k    x       forward     grad_q = sum c1 (x.y + e) w
+//   kPair          k    v     q    g    y       backward    grad_v = sum (c0 + c1 x.y) w, grad_k = sum c1 (x2.w + e) y
+//
+// A segment of x is shared by a group of `a.group` blocks. Each adds up the state of all of the segment's rows, in tiles of 64, and gives
+// the result of every a.group-th tile: no sum is made by reading rows once more, and what the blocks of a group read at about the same
+// time comes from the L2 cache. In a block, roles of warps are tied by rings alone:
+//
+//   warp 0           fills a ring with tiles of y and w, and another one with the block's own tiles of x
+//   warps 1, 2       sums of y and of w, as vectors
+//   warpgroup 1      the state, in its accumulators; before an own tile, rounded into shared memory
+//   warpgroups 2, 3  results of own tiles, from the state and the vectors before them and the tile's own scores: one tile each, in turn,
+//                    or, where a walk has two gradients, one gradient each
+//
+// Several segments start from sums over parts, which the first three of these roles make alone, behind the scan of portable/sums.cu.
+//
+// A backward can take grad_o as it is (linear1.h): the walk of grad_q divides its results by z, and hands e and 1 / z of its rows on to
+// that of grad_k and grad_v, which multiplies the numbers that meet rows of grad_o: rows of q in the state, and scores.
+#include <type_traits>
+
+#include "core/launch.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/wgmma.h"
+#include "linear/order1/sm90/kernels.h"
+#include "linear/order1/tile.h"
+#include "linear/order2/sm90/hopper_walk.h"
+
+namespace fastmax {
+namespace {
+
+enum class Walk { kForward, kGradQ, kPair };
+
+// What comes with the rows of y and w: nothing; e, of sum e y; and 1 / z, where w is grad_o.
+enum class Scales { kNone, kE, kEAndZ };
+template <Scales kScales>
+inline constexpr int kScalesBytes = static_cast<int>(kScales) * kScaleBytes;
+
+// kDivides: x or w is grad_o.
+template <int kHeadDim, Walk kWalk, bool kDivides>
+struct WalkTileSm90 {
+  using RowTile = RowTileSm90<kHeadDim>;
+  using StateTile = SwizzledTile<kHeadDim, kHeadDim>;  // [column of y][column of w]
+  static constexpr bool kPair = kWalk == Walk::kPair;
+  static constexpr Scales kScales = !kPair ? Scales::kNone : kDivides ? Scales::kEAndZ : Scales::kE;
+  static constexpr int kThreads = 512;
+  static constexpr int kStages = kHeadDim == 64 ? 8 : kPair ? 3 : 4;
+  static constexpr bool kTwoX = kPair || kDivides;
+  // Even: of two warpgroups that take turns each has stages of its own. Of a stage that both read, one would take the parity of the
+  // phase before last for its own.
+  static constexpr int kXStages = kHeadDim == 64 ? 4 : 2;
+  static constexpr int kVectors = 2, kStateBarriers = 2;
+  static constexpr int kStates = kHeadDim == 64 ? 2 : 1;  // copies of the state, announced at those barriers in turn
+  static constexpr int kResultWarps = kPair ? 8 : 4;  // that read a tile
+  // At head dim 128 warpgroups have as many registers as their accumulators ask for.
+  static constexpr int kProducerRegisters = 64, kStateRegisters = kPair && kDivides ? 176 : 160;
+  static constexpr int kResultRegisters = kPair && kDivides ? 136 : 144;
+  static_assert(kProducerRegisters + kStateRegisters + 2 * kResultRegisters <= 4 * ptx::registers_at_launch(kThreads));
+
+  static constexpr int kTileBytes = RowTile::kBytes, kStageBytes = 2 * kTileBytes;  // y, w
+  static constexpr int kXBytes = (kTwoX ? 2 : 1) * kTileBytes;                      // x; x2 or o
+  // sum w; sum e y, or of the forward sum y as operands: rounded, and what was left
+  static constexpr int kVectorBytes = (kWalk == Walk::kGradQ ? 1 : 2) * kHeadDim * 4;
+
+  // Shared memory, from a multiple of 1024 bytes on.
+  static constexpr int kX = kStages * kStageBytes;
+  static constexpr int kState = kX + kXStages * kXBytes;
+  static constexpr int kVector = kState + kStates * StateTile::kBytes;
+  static constexpr int kScaleTiles = kVector + kVectors * kVectorBytes;  // of the rows of each stage
+  static constexpr int kBarriers = kScaleTiles + kStages * kScalesBytes<kScales>;
+  static constexpr int kXBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
+  static constexpr int kStateRing = kXBarriers + Ring<kXStages>::kBarrierBytes;
+  static constexpr int kVectorBarriers = kStateRing + Ring<kStateBarriers>::kBarrierBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kVectorBarriers + Ring<kVectors>::kBarrierBytes;
+  static_assert(kSharedBytes <= shared_limit(90), "rings, states and barriers do not fit");
+};
+
+// Where the numbers of an even column of a state and of the next are in what tile.h stores.
+template <int kHeadDim>
+__device__ __forceinline__ int prefix_offset(int row, int column) {
+  using Tile = Linear1Tile<Bf16, kHeadDim>;
+  constexpr int kRows = 16 * Tile::kStateM;  // of a pair of warps
+  const int warp = row / kRows * 2 + column / 16 % 2, lane = row % 8 * 4 + column % 8 / 2;
+  const int block = row % kRows / 16 * Tile::kStateN + column / 32 * 2 + column / 8 % 2;
+  return ((block * Tile::kWarps + warp) * kWarpSize + lane) * 4 + row % 16 / 8 * 2;
+}
+
+// The state of a warpgroup.
+template <int kHeadDim>
+struct StateSm90 {
+  using RowTile = RowTileSm90<kHeadDim>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  static constexpr int kBlocks = kHeadDim / kTileRows;  // of 64 columns of y
+  float acc[kBlocks][kHeadDim / 2];
+
+  // f(two accumulators of a row, prefix_offset)
+  template <class F>
+  __device__ __forceinline__ void for_each(int w4, F&& f) {
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; i += 2) {
+        const int row = 64 * m + 16 * w4 + lane_index() / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane_index() % 4 * 2;
+        f(acc[m][i], acc[m][i + 1], prefix_offset<kHeadDim>(row, column));
+      }
+    }
+  }
+  __device__ __forceinline__ void load(const float* before, int w4) {
+    for_each(w4, [&](float& x, float& y, int at) {
+      const float2 v = before == nullptr ? float2{} : *reinterpret_cast<const float2*>(before + at);
+      x = v.x, y = v.y;
+    });
+  }
+  __device__ __forceinline__ void store(float* state, int w4) {
+    for_each(w4, [&](float& x, float& y, int at) { *reinterpret_cast<float2*>(state + at) = make_float2(x, y); });
+  }
+
+  // Adds the rows of a stage: y, w, and behind e 1 / z.
+  template <bool kDivides>
+  __device__ __forceinline__ void add(uint32_t stage, uint32_t scales, int w4) {
+    const Operand<RowTile> y(stage), w = y.behind(RowTile::kBytes);
+    if constexpr (!kDivides) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kTileRows / 16; ++k) {
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) Products::template ss<Major::kMN, Major::kMN>(acc[m], y.mn_major(k, m), w.mn_major(k));
+      }
+      wgmma_commit();
+      wgmma_wait<0>();
+    } else {
+      const int lane = lane_index(), t = lane % 4;
+      uint32_t f[2][kBlocks][4];
+#pragma unroll
+      for (int k = 0; k < kTileRows / 16; ++k) {
+        if (k >= 2) wgmma_wait<1>();  // for the products that read these registers
+        const float2 low = ptx::load_shared_f32x2(scales + kScaleBytes + (16 * k + 2 * t) * 4);
+        const float2 high = ptx::load_shared_f32x2(scales + kScaleBytes + (16 * k + 8 + 2 * t) * 4);
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) {
+          uint32_t a[4];
+          ptx::ldmatrix_x4_trans(a, stage + RowTile::chunk_offset(16 * k + lane % 8 + lane / 16 * 8, 8 * m + 2 * w4 + lane / 8 % 2));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float2 scale = i < 2 ? low : high;
+            f[k % 2][m][i] = ptx::pack_bf16x2(low_bf16(a[i]) * scale.x, high_bf16(a[i]) * scale.y);
+          }
+          keep(f[k % 2][m]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int m = 0; m < kBlocks; ++m) Products::template rs<Major::kMN>(acc[m], f[k % 2][m], w.mn_major(k));
+        wgmma_commit();
+      }
+      wgmma_wait<0>();
+    }
+#pragma unroll
+    for (int m = 0; m < kBlocks; ++m) keep(acc[m]);
+  }
+};
+
+// Columns of a tile added up over its rows, times weights: of column 16 m + lane / 4, and + 8, in elements 0 and 2 of lanes 0 of quads.
+template <int kHeadDim>
+struct ColumnSumsSm90 {
+  using RowTile = RowTileSm90<kHeadDim>;
+  float sums[kHeadDim / 16][4];
+
+  __device__ __forceinline__ explicit ColumnSumsSm90(const float* before) {
+#pragma unroll
+    for (int m = 0; m < kHeadDim / 16; ++m) {
+      const bool has = before != nullptr && lane_index() % 4 == 0;
+      sums[m][0] = has ? before[16 * m + lane_index() / 4] : 0.f, sums[m][2] = has ? before[16 * m + 8 + lane_index() / 4] : 0.f;
+      sums[m][1] = sums[m][3] = 0.f;
+    }
+  }
+  __device__ __forceinline__ void add(uint32_t tile, const float* weights) {
+    const int lane = lane_index();
+    const int row = lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int k = 0; k < kTileRows / 16; ++k) {
+      uint32_t b[2];
+      if (weights != nullptr) weights_column<Bf16>(b, weights + 16 * k);
+      else b[0] = b[1] = lane < 4 ? 0x3f803f80u : 0u;
+#pragma unroll
+      for (int m = 0; m < kHeadDim / 16; ++m) {
+        uint32_t a[4];
+        ptx::ldmatrix_x4_trans(a, tile + RowTile::chunk_offset(16 * k + row, 2 * m + lane / 8 % 2));
+        ptx::mma_bf16(sums[m], a, b[0], b[1]);
+      }
+    }
+  }
+  // f(column, its sum), in one lane of four.
+  template <class F>
+  __device__ __forceinline__ void for_each(F&& f) const {
+    if (lane_index() % 4 != 0) return;
+#pragma unroll
+    for (int m = 0; m < kHeadDim / 16; ++m) {
+      f(16 * m + lane_index() / 4, sums[m][0] + sums[m][1]);
+      f(16 * m + 8 + lane_index() / 4, sums[m][2] + sums[m][3]);
+    }
+  }
+};
+
+// This lane's part, of four, of the product of a row of two tiles.
+template <int kHeadDim>
+__device__ __forceinline__ float row_product(uint32_t tile, uint32_t other, int row) {
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kHeadDim / 32; ++i) {
+    const uint32_t at = RowTileSm90<kHeadDim>::chunk_offset(row, (i ^ row & 1) * 4 + lane_index() % 4);  // lanes in different banks
+    uint32_t x[4], y[4];
+    ptx::load_shared_u32x4(x, tile + at);
+    ptx::load_shared_u32x4(y, other + at);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum = fmaf(low_bf16(x[j]), low_bf16(y[j]), fmaf(high_bf16(x[j]), high_bf16(y[j]), sum));
+  }
+  return sum;
+}
+
+// A stage on its way: y, w and what comes with their rows.
+template <int kHeadDim, Scales kScales, class Args>
+__device__ __forceinline__ void load_rows(const Args& a, const CUtensorMap& y_map, const CUtensorMap& w_map, uint32_t stage, uint32_t scales,
+                                          uint32_t barrier, int token, int head, int batch) {
+  using RowTile = RowTileSm90<kHeadDim>;
+  ptx::mbarrier_arrive_expect(barrier, 2 * RowTile::kBytes + kScalesBytes<kScales>);
+  RowTile::load(stage, y_map, barrier, token, head, batch);
+  RowTile::load(stage + RowTile::kBytes, w_map, barrier, token, head, batch);
+  if constexpr (kScales != Scales::kNone) {
+    const int64_t y_head = int64_t{batch} * a.state_heads * a.y_group + head;
+    ptx::bulk_load(scales, tile_scales(a.y_scale, a.ny, y_head, token), kScaleBytes, barrier);
+    if constexpr (kScales == Scales::kEAndZ) {
+      ptx::bulk_load(scales + kScaleBytes, tile_scales(a.w_scale, a.ny, y_head, token), kScaleBytes, barrier);
+    }
+  }
+}
+
+// Adds a stage's rows of y or of w.
+template <int kHeadDim, Scales kScales>
+__device__ __forceinline__ void add_columns(ColumnSumsSm90<kHeadDim>& sums, bool of_y, uint32_t stage, const char* scales) {
+  const float* weights = nullptr;
+  if (of_y && kScales != Scales::kNone) weights = reinterpret_cast<const float*>(scales);
+  if (!of_y && kScales == Scales::kEAndZ) weights = reinterpret_cast<const float*>(scales + kScaleBytes);
+  sums.add(stage + (of_y ? 0 : RowTileSm90<kHeadDim>::kBytes), weights);
+}
+
+template <int kHeadDim, Walk kWalk, bool kDivides, class Args>
+__global__ void __launch_bounds__(WalkTileSm90<kHeadDim, kWalk, kDivides>::kThreads, 1)
+    linear1_walk_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap x2_map,
+                             const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map, const Args a) {
+  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides>;
+  using RowTile = typename Tile::RowTile;
+  using StateTile = typename Tile::StateTile;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  constexpr bool kPair = Tile::kPair, kNormalises = kWalk == Walk::kForward;
+  constexpr Scales kScales = Tile::kScales;
+  constexpr int kStages = Tile::kStages, kXStages = Tile::kXStages, kStates = Tile::kStates, kVectors = Tile::kVectors;
+  constexpr int kStateBarriers = Tile::kStateBarriers;
+  constexpr int kTileBytes = Tile::kTileBytes, kDepth = kHeadDim / 16;
+  extern __shared__ char shared[];
+  const uint32_t stages_at = first_tile(shared);
+  const char* shared_tiles = shared + (stages_at - ptx::smem_address(shared));
+  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const Ring<kXStages> x_ring(stages_at + Tile::kXBarriers);
+  const Ring<kStateBarriers> states(stages_at + Tile::kStateRing);
+  const Ring<kVectors> vectors(stages_at + Tile::kVectorBarriers);
+  const int warp = warp_index(), lane = lane_index(), warpgroup = warp / 4, w4 = warp % 4;
+
+  const int group = a.group, rank = blockIdx.x % group, x_heads = a.state_heads * a.x_group, heads = a.batch * x_heads;
+  const int head_index = blockIdx.x / group % heads, segment = blockIdx.x / group / heads;
+  const int batch = head_index / x_heads, x_head = head_index % x_heads, kv_head = x_head / a.x_group;
+  const int first_row = segment * a.segment;
+  const int tiles = (min(a.segment, a.nx - first_row) + kTileRows - 1) / kTileRows;
+  const int own = tiles > rank ? (tiles - 1 - rank) / group + 1 : 0;  // tile `rank` and every group-th behind it
+  const int count = own > 0 ? rank + (own - 1) * group + 1 : 0;        // tiles up to the last own one
+  const int y_group = kPair ? a.y_group : 1;                           // stages of a tile: heads of y that share a state
+  const auto scales_at = [&](int stage) { return Tile::kScaleTiles + stage * kScalesBytes<kScales>; };
+  const int part = a.part_before(segment);
+  const float* before =
+      part < 0 ? nullptr : a.prefixes + (int64_t{batch * a.state_heads + kv_head} * a.parts + part) * linear1_state_floats(kHeadDim);
+
+  if (threadIdx.x == 0) {
+    ring.init(4 + 2 + Tile::kResultWarps);
+    x_ring.init(Tile::kResultWarps);
+    states.init(Tile::kResultWarps, 4);
+    vectors.init(Tile::kResultWarps, 2);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warpgroup == 0) {
+    if constexpr (kHeadDim == 128) ptx::fewer_registers<Tile::kProducerRegisters>();
+    if (warp == 0 && lane == 0) {
+      for (int j = 0; j < count; ++j) {
+        const int row = first_row + j * kTileRows;
+        const bool is_own = j % group == rank;
+        if (is_own) {
+          const RingPosition at = RingPosition::of<kXStages>(j / group);
+          const uint32_t x = stages_at + Tile::kX + at.stage * Tile::kXBytes;
+          const int token = tile_token(a, a.nx, row);
+          x_ring.wait_until_empty(at);
+          x_ring.expect(at, Tile::kXBytes);
+          RowTile::load(x, x_map, x_ring.full(at), token, x_head, batch);
+          if constexpr (Tile::kTwoX) RowTile::load(x + kTileBytes, x2_map, x_ring.full(at), token, x_head, batch);
+        }
+        for (int i = 0; i < y_group; ++i) {
+          const RingPosition at = RingPosition::of<kStages>(j * y_group + i);
+          ring.wait_until_empty(at);
+          load_rows<kHeadDim, kScales>(a, y_map, w_map, stages_at + at.stage * Tile::kStageBytes, stages_at + scales_at(at.stage), ring.full(at),
+                                       tile_token(a, a.ny, a.y_row(a.boundary + row)), kv_head * y_group + i, batch);
+          if (!is_own) ptx::mbarrier_arrive_many(ring.empty(at), Tile::kResultWarps);
+        }
+      }
+    } else if (warp == 1 || warp == 2) {
+      const bool of_y = warp == 1;
+      ColumnSumsSm90<kHeadDim> sums(before == nullptr ? nullptr : before + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0));
+      for (int j = 0; j < count; ++j) {
+        if (j % group == rank) {
+          const RingPosition at = RingPosition::of<kVectors>(j / group);
+          const uint32_t vector = stages_at + Tile::kVector + at.stage * Tile::kVectorBytes;
+          vectors.wait_until_empty(at);
+          if (!of_y) {
+            sums.for_each([&](int column, float sum) { ptx::store_shared_f32(vector + 4 * column, sum); });
+          } else if constexpr (kPair) {
+            sums.for_each([&](int column, float sum) { ptx::store_shared_f32(vector + 4 * (kHeadDim + column), sum); });
+          } else if constexpr (kNormalises) {
+            auto* rounded = reinterpret_cast<__nv_bfloat16*>(const_cast<char*>(shared_tiles) + (vector - stages_at)) + 2 * kHeadDim;
+            sums.for_each([&](int column, float sum) {
+              const __nv_bfloat16 high = __float2bfloat16_rn(sum);
+              rounded[column] = high, rounded[kHeadDim + column] = __float2bfloat16_rn(sum - __bfloat162float(high));
+            });
+          }
+          vectors.publish(at, lane);
+        }
+        for (int i = 0; i < y_group; ++i) {
+          const RingPosition at = RingPosition::of<kStages>(j * y_group + i);
+          ring.wait_until_full(at);
+          if (!of_y || kWalk != Walk::kGradQ) {
+            add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes, shared_tiles + scales_at(at.stage));
+            ptx::fence_proxy_async();  // the last loads may be on their way where nothing was made of them yet
+          }
+          ring.release(at, lane);
+        }
+      }
+    }
+  } else if (warpgroup == 1) {
+    if constexpr (kHeadDim == 128) ptx::more_registers<Tile::kStateRegisters>();
+    StateSm90<kHeadDim> state;
+    state.load(before, w4);
+    for (int j = 0; j < count; ++j) {
+      if (j % group == rank) {
+        const int i = j / group;
+        const RingPosition at = RingPosition::of<kStateBarriers>(i);
+        const uint32_t tile = stages_at + Tile::kState + i % kStates * StateTile::kBytes;
+        if (i >= kStates) {  // until the results have read the copy that was here
+          const RingPosition last = RingPosition::of<kStateBarriers>(i - kStates);
+          ptx::mbarrier_wait(states.empty(last), last.parity);
+        }
+#pragma unroll
+        for (int m = 0; m < state.kBlocks; ++m) store_accumulator<Bf16, StateTile>(tile, 64 * m, state.acc[m], a.c1, a.c1, w4, lane);
+        ptx::fence_proxy_async();
+        states.publish(at, lane);
+      }
+      for (int i = 0; i < y_group; ++i) {
+        const RingPosition at = RingPosition::of<kStages>(j * y_group + i);
+        ring.wait_until_full(at);
+        state.template add<kPair && kDivides>(stages_at + at.stage * Tile::kStageBytes, stages_at + scales_at(at.stage), w4);
+        ring.release(at, lane);
+      }
+    }
+  } else {
+    if constexpr (kHeadDim == 128) ptx::more_registers<Tile::kResultRegisters>();
+    const int g = lane / 4, t = lane % 4, tile_row = 16 * w4 + g;
+    // is_second: of a pair, grad_y = sum c1 (x2.w + e_y) y, which reads the state the other way round.
+    const auto results = [&](auto is_second, int first, int step) {
+      constexpr bool kSecond = decltype(is_second)::value;
+      for (int i = first; i < own; i += step) {
+        const int row = first_row + (rank + i * group) * kTileRows;
+        const int first_stage = (rank + i * group) * y_group;
+        const RingPosition x_at = RingPosition::of<kXStages>(i);
+        const RingPosition state_at = RingPosition::of<kStateBarriers>(i), vector_at = RingPosition::of<kVectors>(i);
+        const uint32_t x_tile = stages_at + Tile::kX + x_at.stage * Tile::kXBytes + (kSecond ? kTileBytes : 0);
+        const uint32_t vector = stages_at + Tile::kVector + vector_at.stage * Tile::kVectorBytes;
+        const Operand<RowTile> x(x_tile);
+        const Operand<StateTile> state(stages_at + Tile::kState + i % kStates * StateTile::kBytes);
+
+        float constant[2];             // of the vector, and but for a second gradient of scores; of rows g and g + 8
+        float factor[2] = {1.f, 1.f};  // of the result
+        if constexpr (kWalk != Walk::kGradQ) {
+          constant[0] = constant[1] = kSecond ? a.c1 : a.c0;
+        } else if constexpr (!kDivides) {
+          const float* e = a.x_scale.data + head_index * a.x_scale.head;
+#pragma unroll
+          for (int r = 0; r < 2; ++r) constant[r] = a.c1 * __ldg(e + min(row + tile_row + 8 * r, a.nx - 1));
+        }
+        [[maybe_unused]] float given_z[2] = {}, grad_z[2] = {};
+        if constexpr (kWalk == Walk::kGradQ && kDivides) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int64_t at = int64_t{head_index} * a.nx + min(row + tile_row + 8 * r, a.nx - 1);
+            given_z[r] = __ldg(a.given_z + at);
+            if (a.grad_z != nullptr) grad_z[r] = __ldg(a.grad_z + at);
+          }
+        }
+        x_ring.wait_until_full(x_at);
+        if constexpr (kWalk == Walk::kGradQ && kDivides) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float dot = quad_sum(row_product<kHeadDim>(x_tile, x_tile + kTileBytes, tile_row + 8 * r));
+            factor[r] = given_z[r] == 0.f ? 0.f : 1.f / given_z[r];
+            if (given_z[r] == 0.f) grad_z[r] = 0.f;
+            constant[r] = a.c1 * fmaf(grad_z[r], given_z[r], -dot);
+            if (t == 0 && row + tile_row + 8 * r < a.nx) {
+              const int64_t at = head_index * a.e_head + row + tile_row + 8 * r;
+              a.e[at] = fmaf(-dot, factor[r], grad_z[r]), a.inverse_z[at] = factor[r];
+            }
+          }
+        }
+        // Before the ring: a state has all rows before the tile, so what was in its stages before had come, and the parity is right though
+        // a warpgroup that takes turns did not look at it.
+        states.wait_until_full(state_at);
+        vectors.wait_until_full(vector_at);
+
+        float s[kTileRows / 2], out[kHeadDim / 2];
+        const auto start_scores = [&](const Operand<RowTile>& keys) {
+#pragma unroll
+          for (int k = 0; k < kDepth; ++k) {
+            if (k == 0) Wgmma<Bf16, kTileRows>::template ss_first<Major::kK, Major::kK>(s, x.k_major(k), keys.k_major(k));
+            else Wgmma<Bf16, kTileRows>::template ss<Major::kK, Major::kK>(s, x.k_major(k), keys.k_major(k));
+          }
+          wgmma_commit();
+        };
+        const auto start_result = [&] {
+#pragma unroll
+          for (int k = 0; k < kDepth; ++k) {
+            constexpr Major kState = kSecond ? Major::kK : Major::kMN;
+            const uint64_t rows = kSecond ? state.k_major(k) : state.mn_major(k);
+            if (k == 0) Products::template ss_first<Major::kK, kState>(out, x.k_major(k), rows);
+            else Products::template ss<Major::kK, kState>(out, x.k_major(k), rows);
+          }
+          wgmma_commit();
+        };
+        [[maybe_unused]] float z[2] = {};  // this lane's part of the denominators
+        uint32_t weights[kTileRows / 4];
+        const auto make_weights = [&](int stage) {
+#pragma unroll
+          for (int j = 0; j < kTileRows / 2; j += 2) {
+            const int column = j / 4 * 8 + 2 * t, r = j / 2 % 2, seen_row = tile_row + 8 * r;
+            float2 e = make_float2(constant[r], constant[r]), inverse = make_float2(1.f, 1.f);
+            if constexpr (kSecond) e = ptx::load_shared_f32x2(stages_at + scales_at(stage) + 4 * column);
+            if constexpr (kPair && kDivides) inverse = ptx::load_shared_f32x2(stages_at + scales_at(stage) + kScaleBytes + 4 * column);
+            float low, high;
+            if constexpr (kSecond) {
+              low = a.c1 * fmaf(s[j], inverse.x, e.x), high = a.c1 * fmaf(s[j + 1], inverse.y, e.y);
+            } else {
+              low = fmaf(a.c1, s[j], e.x) * inverse.x, high = fmaf(a.c1, s[j + 1], e.y) * inverse.y;
+            }
+            // In memory a walk back in time goes from later rows to earlier ones.
+            if (kPair ? column < seen_row : column > seen_row) low = 0.f;
+            if (kPair ? column + 1 < seen_row : column + 1 > seen_row) high = 0.f;
+            if constexpr (kNormalises) z[r] += low + high;
+            weights[j / 2] = ptx::pack_bf16x2(low, high);
+          }
+          keep(weights);
+        };
+        const auto add_values = [&](const Operand<RowTile>& values) {
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < kTileRows / 16; ++k) Products::template rs<Major::kMN>(out, weights + 4 * k, values.mn_major(k));
+          wgmma_commit();
+          wgmma_wait<0>();
+          keep(out);
+        };
+
+        if constexpr (kPair) {
+          wgmma_fence();
+          start_result();
+          wgmma_wait<0>();
+          keep(out);
+          states.release(state_at, lane);
+          for (int head = 0; head < y_group; ++head) {
+            const RingPosition at = RingPosition::of<kStages>(first_stage + head);
+            const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+            ring.wait_until_full(at);
+            wgmma_fence();
+            start_scores(kSecond ? w : y);
+            wgmma_wait<0>();
+            keep(s);
+            make_weights(at.stage);
+            add_values(kSecond ? y : w);
+            ring.release(at, lane);
+          }
+        } else {
+          const RingPosition at = RingPosition::of<kStages>(first_stage);
+          const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes);
+          ring.wait_until_full(at);
+          wgmma_fence();
+          start_scores(y);
+          start_result();
+          if constexpr (kNormalises) {
+            float product[4] = {};
+            const uint32_t sums = vector + 4 * kHeadDim + (g % 2 * kHeadDim + 2 * t) * 2;
+#pragma unroll
+            for (int k = 0; k < kDepth; ++k) {
+              uint32_t rows[4];
+              ptx::ldmatrix_x4(rows, x_tile + RowTile::chunk_offset(16 * w4 + lane % 16, 2 * k + lane / 16));
+              const uint32_t low = ptx::load_shared_u32(sums + 32 * k), high = ptx::load_shared_u32(sums + 32 * k + 16);
+              ptx::mma_bf16(product, rows, g < 2 ? low : 0u, g < 2 ? high : 0u);
+            }
+            z[0] = a.c1 * (product[0] + product[1]), z[1] = a.c1 * (product[2] + product[3]);
+          }
+          wgmma_wait<1>();
+          keep(s);
+          make_weights(at.stage);
+          wgmma_wait<0>();
+          keep(out);
+          states.release(state_at, lane);
+          add_values(y.behind(kTileBytes));
+          ring.release(at, lane);
+        }
+        // The product of x with the rounded sums goes into z alone, which the assembler may make behind the release (pipeline.h).
+        if constexpr (kNormalises) ptx::fence_proxy_async();
+        x_ring.release(x_at, lane);
+#pragma unroll
+        for (int j = 0; j < kHeadDim / 8; ++j) {
+          const float2 sum = ptx::load_shared_f32x2(vector + (kSecond ? 4 * kHeadDim : 0) + (8 * j + 2 * t) * 4);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out[4 * j + e] = fmaf(constant[e / 2], e % 2 == 0 ? sum.x : sum.y, out[4 * j + e]);
+        }
+        vectors.release(vector_at, lane);
+
+        const int token = tile_token(a, a.nx, row) + tile_row;
+        if constexpr (kNormalises) {
+          const float rows_before = static_cast<float>(a.y_row(a.boundary) + row);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const float row_sum = fmaf(a.c0, rows_before, quad_sum(z[r]));
+            factor[r] = row_sum == 0.f ? 0.f : 1.f / row_sum;
+            if (t == 0 && token + 8 * r < a.nx) a.z[int64_t{head_index} * a.nx + token + 8 * r] = row_sum;
+          }
+        }
+        auto& blocks = reinterpret_cast<float(&)[kHeadDim / 8][4]>(out);
+        if constexpr (kNormalises) {
+          if (a.noise.data != nullptr) multiply_noise<Bf16>(a.noise, false, a.dropout, batch, x_head, token, a.nx, 0, a.w_columns, blocks);
+        }
+        if constexpr (kPair) {
+          store_result<Bf16>(kSecond ? a.grad_y : a.grad_w, false, batch, x_head, token, a.nx, 0, kSecond ? a.y_columns : a.w_columns,
+                             blocks, factor);
+        } else {
+          store_result<Bf16>(a.out, false, batch, x_head, token, a.nx, 0, a.w_columns, blocks, factor);
+        }
+      }
+    };
+    const int consumer = warpgroup - 2;
+    if constexpr (kPair) {
+      if (consumer == 0) results(std::false_type{}, 0, 1);
+      else results(std::true_type{}, 0, 1);
+    } else {
+      results(std::false_type{}, consumer, 2);
+    }
+  }
+}
+
+template <int kHeadDim, Scales kScales>
+struct SumTileSm90 {
+  static constexpr int kThreads = 256;
+  static constexpr int kStages = kHeadDim == 64 ? 12 : 6;
+  static constexpr int kStageBytes = 2 * RowTileSm90<kHeadDim>::kBytes;
+  static constexpr int kScaleTiles = kStages * kStageBytes;
+  static constexpr int kBarriers = kScaleTiles + kStages * kScalesBytes<kScales>;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kBarriers + Ring<kStages>::kBarrierBytes;
+  static_assert(kSharedBytes <= shared_limit(90), "stages and barriers do not fit");
+};
+
+template <int kHeadDim, Scales kScales>
+__global__ void __launch_bounds__(SumTileSm90<kHeadDim, kScales>::kThreads, 1)
+    linear1_sums_sm90_kernel(const __grid_constant__ CUtensorMap y_map, const __grid_constant__ CUtensorMap w_map, const Linear1SumArgs a) {
+  using Tile = SumTileSm90<kHeadDim, kScales>;
+  constexpr int kStages = Tile::kStages;
+  extern __shared__ char shared[];
+  const uint32_t stages_at = first_tile(shared);
+  const char* shared_tiles = shared + (stages_at - ptx::smem_address(shared));
+  const Ring<kStages> ring(stages_at + Tile::kBarriers);
+  const int warp = warp_index(), lane = lane_index();
+
+  const int state_index = blockIdx.x % a.states(), part = blockIdx.x / a.states();
+  const int begin = max(a.part_begin(part), 0), end = min(a.part_begin(part) + a.part, a.y_end());
+  const int tiles = end > begin ? (end - begin + kTileRows - 1) / kTileRows : 0, stages = tiles * a.y_group;
+  float* out = a.prefixes + (int64_t{state_index} * a.parts + part) * linear1_state_floats(kHeadDim);
+
+  if (threadIdx.x == 0) {
+    ring.init(4 + 2);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  if (warp == 0 && lane == 0) {
+    for (int i = 0; i < stages; ++i) {
+      // From the end of the part: what is read last, the beginning, is still in the L2 cache when the walk starts there.
+      const int row = a.y_row(begin) + (tiles - 1 - i / a.y_group) * kTileRows;
+      const RingPosition at = RingPosition::of<kStages>(i);
+      ring.wait_until_empty(at);
+      load_rows<kHeadDim, kScales>(a, y_map, w_map, stages_at + at.stage * Tile::kStageBytes,
+                                   stages_at + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>, ring.full(at), tile_token(a, a.ny, row),
+                                   state_index % a.state_heads * a.y_group + i % a.y_group, state_index / a.state_heads);
+    }
+  } else if (warp == 1 || warp == 2) {
+    const bool of_y = warp == 1;
+    ColumnSumsSm90<kHeadDim> sums(nullptr);
+    for (int i = 0; i < stages; ++i) {
+      const RingPosition at = RingPosition::of<kStages>(i);
+      ring.wait_until_full(at);
+      add_columns<kHeadDim, kScales>(sums, of_y, stages_at + at.stage * Tile::kStageBytes,
+                                     shared_tiles + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>);
+      ptx::fence_proxy_async();  // as in the walk
+      ring.release(at, lane);
+    }
+    float* vector = out + kHeadDim * kHeadDim + (of_y ? kHeadDim : 0);
+    sums.for_each([&](int column, float sum) { vector[column] = sum; });
+    if (of_y && lane < 4) vector[kHeadDim + lane] = 0.f;
+  } else if (warp >= 4) {
+    StateSm90<kHeadDim> state;
+    state.load(nullptr, warp % 4);
+    for (int i = 0; i < stages; ++i) {
+      const RingPosition at = RingPosition::of<kStages>(i);
+      ring.wait_until_full(at);
+      state.template add<kScales == Scales::kEAndZ>(stages_at + at.stage * Tile::kStageBytes,
+                                                    stages_at + Tile::kScaleTiles + at.stage * kScalesBytes<kScales>, warp % 4);
+      ring.release(at, lane);
+    }
+    state.store(out, warp % 4);
+  }
+}
+
+CUtensorMap rows_map(const View& x, const Linear1Problem& p, int heads, int tokens, int columns) {
+  return tensor_map({x.data, {x.batch, x.head, x.token}, p.batch, heads, tokens, columns, MathMode::kBF16}, kTileRows);
+}
+
+template <int kHeadDim, Walk kWalk, bool kDivides, class Args>
+void launch(const char* name, const Args& a, const View& x2, int x2_columns, cudaStream_t stream) {
+  using Tile = WalkTileSm90<kHeadDim, kWalk, kDivides>;
+  const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
+  const CUtensorMap x_map = rows_map(a.x, a, x_heads, a.nx, a.y_columns), x2_map = rows_map(x2, a, x_heads, a.nx, x2_columns);
+  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.y_columns), w_map = rows_map(a.w, a, y_heads, a.ny, a.w_columns);
+  launch_kernel(name, linear1_walk_sm90_kernel<kHeadDim, kWalk, kDivides, Args>,
+                grid_1d(int64_t{a.batch} * x_heads * a.segments * a.group), Tile::kThreads, Tile::kSharedBytes, stream, x_map, x2_map, y_map,
+                w_map, a);
+}
+
+template <int kHeadDim>
+void launch_walk(const Linear1WalkArgs& a, cudaStream_t stream) {
+  if (a.z != nullptr) launch<kHeadDim, Walk::kForward, false>("linear1_walk_sm90", a, a.x, a.y_columns, stream);
+  else if (a.o.data == nullptr) launch<kHeadDim, Walk::kGradQ, false>("linear1_walk_sm90", a, a.x, a.y_columns, stream);
+  else launch<kHeadDim, Walk::kGradQ, true>("linear1_walk_sm90", a, a.o, a.y_columns, stream);
+}
+
+template <int kHeadDim>
+void launch_pair_walk(const Linear1PairWalkArgs& a, cudaStream_t stream) {
+  if (a.w_scale.data == nullptr) launch<kHeadDim, Walk::kPair, false>("linear1_pair_walk_sm90", a, a.x2, a.w_columns, stream);
+  else launch<kHeadDim, Walk::kPair, true>("linear1_pair_walk_sm90", a, a.x2, a.w_columns, stream);
+}
+
+template <int kHeadDim, Scales kScales>
+void launch_sums(const Linear1SumArgs& a, cudaStream_t stream) {
+  using Tile = SumTileSm90<kHeadDim, kScales>;
+  const int y_heads = a.state_heads * a.y_group;
+  const CUtensorMap y_map = rows_map(a.y, a, y_heads, a.ny, a.y_columns), w_map = rows_map(a.w, a, y_heads, a.ny, a.w_columns);
+  launch_kernel("linear1_sums_sm90", linear1_sums_sm90_kernel<kHeadDim, kScales>, grid_1d(int64_t{a.states()} * a.parts), Tile::kThreads,
+                Tile::kSharedBytes, stream, y_map, w_map, a);
+}
+
+template <int kHeadDim>
+void launch_sums(const Linear1SumArgs& a, cudaStream_t stream) {
+  if (a.y_scale.data == nullptr) launch_sums<kHeadDim, Scales::kNone>(a, stream);
+  else if (a.w_scale.data == nullptr) launch_sums<kHeadDim, Scales::kE>(a, stream);
+  else launch_sums<kHeadDim, Scales::kEAndZ>(a, stream);
+}
+
+}  // namespace
+
+void linear1_sums_sm90(const Linear1SumArgs& a, int head_dim, cudaStream_t stream) {
+  if (a.parts == 0) return;
+  if (head_dim == 64) launch_sums<64>(a, stream);
+  else launch_sums<128>(a, stream);
+  linear1_scan<Bf16>(a, head_dim, stream);
+}
+
+void linear1_walk_sm90(const Linear1WalkArgs& a, int head_dim, cudaStream_t stream) {
+  if (head_dim == 64) launch_walk<64>(a, stream);
+  else launch_walk<128>(a, stream);
+}
+
+void linear1_pair_walk_sm90(const Linear1PairWalkArgs& a, int head_dim, cudaStream_t stream) {
+  if (head_dim == 64) launch_pair_walk<64>(a, stream);
+  else launch_pair_walk<128>(a, stream);
+}
+
+}  // namespace fastmax

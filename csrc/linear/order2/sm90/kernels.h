@@ -1,0 +1,33 @@
+// The Hopper kernels of order 2, each the pass that its arguments say (linear/linear.h).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/algorithm.h"
+#include "linear/linear.h"
+#include "linear/order2/linear2.h"
+
+namespace fastmax {
+
+extern const StatePasses kStatePassesSm90;  // bf16, p = 2, head dims 32, 64 and 128
+bool linear2_sm90_covers(const AttentionParams& p, Direction direction);
+
+// Whether reads of a forward add ReadArgs::added: at head dim 128 two stages would be left of the ring.
+constexpr bool reads_add_sm90(int head_dim) { return head_dim <= 64; }
+
+// Whether a kernel for grad_k makes grad_v too; else grad_v is a read. At head dim 128 there are registers for one of the two.
+constexpr bool grads_with_values_sm90(int head_dim) { return head_dim <= 64; }
+
+// head_dim: of HopperLinear2HeadDims. is_fine: how a state is shared (snapshot.h).
+void linear_state_sm90(const StateArgs& a, int head_dim, bool is_fine, cudaStream_t stream);
+void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream);
+
+// grad_q; and grad_v (of `values`) with grad_k, of the same rows.
+void linear_grad_sm90(const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream);
+void linear_grads_sm90(const ReadArgs& values, const GradArgs& a, int head_dim, int sm_count, cudaStream_t stream);
+
+// Carried state -> accumulators, and accumulators -> new carried state
+void linear_load_state_sm90(const CarriedArgs& a, int head_dim, bool is_fine, cudaStream_t stream);
+void linear_store_state_sm90(const CarriedArgs& a, int head_dim, bool is_fine, cudaStream_t stream);
+
+}  // namespace fastmax

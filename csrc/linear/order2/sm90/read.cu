@@ -1,0 +1,679 @@
+// Reading states on Hopper: what portable/read.cu computes, by wgmma and TMA:
+//
+//   pass      x    y    w    time        result
+//   o         q    k    v    forward     o = sum f(x.y) w / z
+//   grad_v    k    q    g    backward    grad_v = sum f(x.y) w, of wide heads (of others it comes with grad_k: grad.cu)
+//
+// Persistent blocks of kRows rows of x, the last rows of all heads first: in causal calls they have the most of their own chunk. Two
+// warpgroups have two tiles of 64 rows each, a low and a high one, so that both have as much to do. What they multiply comes through one
+// ring of stages of two tiles: the snapshot (second moment, first order, tiles of pairs), then y and w of the own chunk. Features are
+// made in registers, from x in shared memory.
+//
+// The constant term of the denominator is not summed: it is the number of rows of y that are seen and of those in a carried state, times
+// c0. Where rows fade it is summed with the rest, and what is read of the state fades with each row of x, in registers.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/launch.h"
+#include "core/score.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/ptx.h"
+#include "core/sm90/wgmma.h"
+#include "linear/order2/features.h"
+#include "linear/order2/sm90/hopper_walk.h"
+#include "linear/order2/sm90/kernels.h"
+
+namespace fastmax {
+namespace {
+
+template <int kHeadDim, bool kFades, bool kAdds>
+struct ReadTileSm90 : HopperState<kHeadDim> {
+  using State = HopperState<kHeadDim>;
+  static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
+  static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
+  // Two sums of 64 rows take more than the third of the registers that a warpgroup has at first, where products are always in flight; so
+  // do factors.
+  static constexpr bool kMovesRegisters = (kHeadDim >= 64 && !kAdds) || kFades;
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
+  static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
+  // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
+  static constexpr int kStages = kHeadDim <= 64 && !kAdds ? 8 : 4, kStageBytes = (kAdds ? 2 : 1) * kPartBytes;
+  static constexpr int kAdders = 96;  // the threads beside the warp that issues loads
+  static constexpr int kXBuffers = kHeadDim <= 64 ? 2 : 1;
+  static constexpr int kXBytes = kItemTiles * State::kTileBytes;
+
+  // Shared memory, from a multiple of 1024 bytes on.
+  static constexpr int kX = kStages * kStageBytes;
+  static constexpr int kFadingBytes = kFades ? static_cast<int>(sizeof(FadingTile)) : 0;  // of a tile of x, and of y of each stage
+  static constexpr int kXFading = kX + kXBuffers * kXBytes, kYFading = kXFading + kXBuffers * kItemTiles * kFadingBytes;
+  static constexpr int kXFull = kYFading + kStages * kFadingBytes;
+  static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
+  static constexpr int kCopied = kBarriers + Ring<kStages>::kBarrierBytes;  // barriers of what is not yet added
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kCopied + (kAdds ? Ring<kStages>::kBarrierBytes : 0);
+  static_assert(kBarriers % 8 == 0, "barriers are aligned");
+  static_assert(!kAdds || !kMovesRegisters, "adding takes registers");
+  static_assert(kSharedBytes <= shared_limit(90), "stages, x and barriers do not fit");
+};
+
+// How many rows of y a row of x sees.
+__device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row) {
+  const int end = a.causal ? min(a.y_row(a.seen_end(x_row)) + 1, a.ny) : a.ny;
+  return a.y_counts.data == nullptr ? end : a.y_counts.data[batch * a.y_counts.batch + end - 1];
+}
+
+// Whether a row of x sees nothing because its first key comes after its own token, where rows fade.
+__device__ __forceinline__ bool is_blind(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row) {
+  const KeyBounds& first = a.first_key;
+  if (first.data == nullptr || x_row >= a.nx) return false;
+  return first.data[item.batch * first.stride.batch + item.state_head * first.stride.head + x_row * first.stride.token] >
+         a.y_row(a.seen_end(x_row));
+}
+
+// An accumulator's rows row and row + 8 of x times 1 + dropout noise.
+template <int kCount>
+__device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfRows::Item& item, int row, float (&acc)[kCount]) {
+  const int t = threadIdx.x % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    if (row + 8 * r >= a.nx) continue;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const int column = 8 * j + 2 * t;
+      if (column >= a.dv) break;
+      const float2 noise = load_row_pair<__nv_bfloat16>(a.noise, false, item.batch, item.x_head, row + 8 * r, column);
+      acc[4 * j + 2 * r] *= fmaf(a.dropout, noise.x, 1.f), acc[4 * j + 2 * r + 1] *= fmaf(a.dropout, noise.y, 1.f);
+    }
+  }
+}
+
+// Near keys of a row (ReadArgs::near_lse) joined to the far ones, as merge/merge.cu does it: of its sums of values and weights, z and
+// what the former are still to be multiplied by, those of both. r: which half of the accumulator the row is.
+template <int kCount>
+__device__ __forceinline__ void join_near(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, float& z, float& factor,
+                                          float (&acc)[kCount], int r) {
+  const int t = static_cast<int>(ptx::keep_in_register(threadIdx.x)) % 4;
+  float* lse = a.near_lse.data + item.x_head_index * a.near_lse.head + x_row;
+  float near = t == 0 && x_row < a.nx ? *lse : 0.f;
+  near = __shfl_sync(0xffffffffu, near, 0, 4);  // from the lane that writes over it
+  if (x_row >= a.nx) return;
+  float of_near = 1.f;
+  if (z != 0.f) {
+    const float far = logf(z), base = fmaxf(near, far), near_weight = expf(near - base), far_weight = expf(far - base);
+    const float total = near_weight + far_weight;
+    of_near = near_weight / total, factor *= far_weight / total;
+    z = isnan(total) ? total : z + expf(near);
+    if (t == 0) *lse = base + logf(total);
+  }
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int column = 8 * j + 2 * t;
+    if (column >= a.dv) break;
+    const float2 o = load_row_pair<__nv_bfloat16>(a.out, false, item.batch, item.x_head, x_row, column);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& x = acc[4 * j + 2 * r + i];
+      x = fmaf(of_near, i == 0 ? o.x : o.y, x * factor);
+    }
+  }
+  factor = 1.f;
+}
+
+// What is added to the snapshots of a block's items, stage by stage as they come, by Tile::kAdders threads.
+template <class Tile>
+__device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows& items, uint32_t stages_at, const Ring<Tile::kStages>& copied,
+                                           const Ring<Tile::kStages>& ring) {
+  const int thread = static_cast<int>(threadIdx.x) - (Tile::kThreads - Tile::kAdders);
+  RingPosition at;
+  for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+    const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+    for (int i = 0; i < source.state_stages + source.own_stages; ++i, at.template advance<Tile::kStages>()) {
+      copied.wait_until_full(at);
+      if (i < source.state_stages) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+#pragma unroll 4
+        for (int j = 16 * thread; j < Tile::kPartBytes; j += 16 * Tile::kAdders) {
+          uint32_t x[4], y[4];
+          ptx::load_shared_u32x4(x, stage + j), ptx::load_shared_u32x4(y, stage + Tile::kPartBytes + j);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[e] = add_bf16x2(x[e], y[e]);
+          ptx::store_shared_u32x4(stage + j, x);
+        }
+        ptx::fence_proxy_async();
+      }
+      // Of every stage: a warp that fell two rounds of the ring behind would take the parity of a phase for that of the one before last.
+      ptx::barrier_wait<Tile::kAdders>(1 + Tile::kWarpgroups);
+      ptx::mbarrier_arrive_if(ring.full(at), thread == 0);
+    }
+  }
+}
+
+// kValues: grad_v, of a walk back in time, without denominators; else a forward.
+// kAdds: a snapshot comes without the state a.added, in a walk that does not fade.
+template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, kAdds>::kThreads, 1)
+    linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
+                            const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
+                            const ItemsOfRows items) {
+  constexpr bool kFades = kFade != Fade::kNone;
+  using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
+  using RowTile = RowTileSm90<kHeadDim>;
+  using Products = Wgmma<Bf16, kHeadDim>;
+  using Scores = Wgmma<Bf16, 64>;
+  using Panel = Wgmma<Bf16, Tile::kPanelCols>;
+  constexpr int kPanelCols = Tile::kPanelCols;
+  constexpr int kBlocks = Tile::kBlocks, kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
+  constexpr int kRowTiles = Tile::kRowTiles, kWarpgroups = Tile::kWarpgroups, kXBuffers = Tile::kXBuffers;
+  constexpr int kSteps = kHeadDim / 16;  // of 16 columns
+  extern __shared__ uint8_t shared[];
+  const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, x_full = stages_at + Tile::kXFull;
+  const Ring<kStages> ring(stages_at + Tile::kBarriers), copied(stages_at + (kAdds ? Tile::kCopied : Tile::kBarriers));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Loops over tiles depend on it: what they change is kept in uniform registers where it is known to be the same in all lanes. At head
+  // dim 128 that spills.
+  const int warpgroup = kHeadDim == 128 ? warp / 4 : warp_uniform(warp / 4);
+  if (threadIdx.x == 0) {
+    ring.init(4 * kWarpgroups);
+    if constexpr (kAdds) copied.init(1);
+    for (int i = 0; i < kWarpgroups * kXBuffers; ++i) ptx::mbarrier_init(x_full + 8 * i, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+
+  // This warpgroup's tiles of x within the item.
+  const auto tile_of = [&](int m) { return m == 0 ? warpgroup : Tile::kItemTiles - 1 - warpgroup; };
+
+  if (warpgroup == kWarpgroups) {
+    if constexpr (Tile::kMovesRegisters) ptx::fewer_registers<24>();
+    if constexpr (kAdds) {
+      if (warp > 4 * kWarpgroups) return add_states<Tile>(a, items, stages_at, copied, ring);
+    }
+    if (warp != 4 * kWarpgroups || lane != 0) return;
+    RingPosition at;
+    for (int index = blockIdx.x; index < items.count; index += gridDim.x) {
+      const ItemSource source(a, items, index, a.snapshots, Tile::kStateStages, Tile::kSnapshotBytes);
+      for (int i = 0; i < source.state_stages; ++i, at.template advance<kStages>()) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+        ring.wait_until_empty(at);
+        copied.expect(at, Tile::kStageBytes);
+        ptx::bulk_load(stage, source.snapshot + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+        if constexpr (kAdds) {
+          const char* added = static_cast<const char*>(a.added) + source.state(a) * Tile::kSnapshotBytes;
+          ptx::bulk_load(stage + Tile::kPartBytes, added + i * Tile::kPartBytes, Tile::kPartBytes, copied.full(at));
+        }
+      }
+      for (int own = 0; own < source.own_stages; ++own, at.template advance<kStages>()) {
+        const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
+        const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
+        const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
+        ring.wait_until_empty(at);
+        copied.expect(at, Tile::kPartBytes + Tile::kFadingBytes);
+        if constexpr (kFades) {
+          ptx::bulk_load(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes, fading_tile_at(a, source.state(a), token),
+                         Tile::kFadingBytes, copied.full(at));
+        }
+        RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
+        RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
+      }
+    }
+    return;
+  }
+  if constexpr (Tile::kMovesRegisters) ptx::more_registers<240>();
+
+  [[maybe_unused]] const auto x_fading = [&](int buffer, int m) {
+    const int tile = buffer * Tile::kItemTiles + warpgroup * kRowTiles + m;
+    return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kXFading + tile * Tile::kFadingBytes)};
+  };
+  const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
+    if (index >= items.count) return;
+    const ItemsOfRows::Item item = items.at(a, index);
+    const int buffer = count % kXBuffers;
+    const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
+    prefetch_sums<Tile::kSums>(a, a.sums, item);
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kFadingBytes));
+    for (int m = 0; m < kRowTiles; ++m) {
+      const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
+      const int row = item.row + tile_of(m) * kTileRows;
+      if constexpr (kFades) {
+        const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
+        ptx::bulk_load(x_fading(buffer, m).address, fading_tile(a, state, a.seen_end(row)), Tile::kFadingBytes, barrier);
+      }
+      RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
+    }
+  };
+  if (threadIdx.x % 128 == 0) {
+    for (int i = 0; i < kXBuffers; ++i) load_x(blockIdx.x + i * gridDim.x, i);
+  }
+
+  const int w4 = warp % 4, t = lane % 4, g = lane / 4;
+  const int row = 16 * w4 + g;  // of a tile, and row + 8
+  RingPosition at;
+  // Of the block's items only the number is kept in a register: what an item is is worked out again where it is needed.
+  for (int count = 0;; ++count) {
+    const int index = blockIdx.x + count * gridDim.x;
+    if (index >= items.count) break;
+    const auto item_again = [&] { return items.at(a, blockIdx.x + ptx::keep_in_register(count) * gridDim.x); };
+    const ItemsOfRows::Item item = items.at(a, index);
+    const int buffer = count % kXBuffers;
+    const uint32_t x = x_at + buffer * Tile::kXBytes + warpgroup * kRowTiles * kTileBytes;
+    const Operand<RowTile> x_operand(x);  // of the low tile; the high one follows it
+    float acc[kRowTiles][kHeadDim / 2], sums[kRowTiles][2] = {};  // sums: this lane's part of the denominators
+    const bool has_state = a.has_state(item.chunk);
+    ptx::mbarrier_wait(x_full + 8 * (kWarpgroups * buffer + warpgroup), count / kXBuffers % 2);
+
+    RingPosition before;  // the stage before, whose products may still be under way
+    bool releases = false;
+    if (has_state) {
+      ring.wait_until_full(at);
+      if constexpr (!kValues) {
+        // The denominator from earlier chunks: x . (moment x + c1 sum y).
+        const float* state_sums = a.sums + item.slot * Tile::kSums;
+        const Operand<RowTile> moment(stages_at + at.stage * Tile::kStageBytes);
+#pragma unroll
+        for (int panel = 0; panel < Tile::kPanels; ++panel) {
+          float v[kRowTiles][kPanelCols / 2];
+          wgmma_fence();
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) {
+              const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+              const uint64_t features = moment.behind(k / 4 * kTileBytes).mn_major(k % 4, panel);
+              if (k == 0) Panel::template ss_first<Major::kK, Major::kMN>(v[m], columns, features);
+              else Panel::template ss<Major::kK, Major::kMN>(v[m], columns, features);
+            }
+            wgmma_commit();
+          }
+          float2 sum_y[kPanelCols / 8];
+#pragma unroll
+          for (int j = 0; j < kPanelCols / 8; ++j) {
+            sum_y[j] = ptx::load_global_f32x2(state_sums + Tile::kSumY + kPanelCols * panel + 8 * j + 2 * t);
+          }
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            if (m == 0) wgmma_wait<kRowTiles - 1>();
+            else wgmma_wait<0>();
+            keep(v[m]);
+#pragma unroll
+            for (int j = 0; j < kPanelCols / 8; ++j) {
+              const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, kPanelCols / 8 * panel + j) + 4 * t;
+              const uint32_t x0 = ptx::load_shared_u32(address), x1 = ptx::load_shared_u32(address + 8 * RowTile::kRowBytes);
+              const float2 s = sum_y[j];
+              sums[m][0] += low_bf16(x0) * fmaf(a.c1, s.x, v[m][4 * j]) + high_bf16(x0) * fmaf(a.c1, s.y, v[m][4 * j + 1]);
+              sums[m][1] += low_bf16(x1) * fmaf(a.c1, s.x, v[m][4 * j + 2]) + high_bf16(x1) * fmaf(a.c1, s.y, v[m][4 * j + 3]);
+            }
+          }
+        }
+      }
+      if constexpr (Tile::kPanels == 2) ring.release(at, lane), at.template advance<kStages>(), ring.wait_until_full(at);
+
+      // First order.
+      const Operand<RowTile> linear(stages_at + at.stage * Tile::kStageBytes + (Tile::kPanels == 1 ? kTileBytes : 0));
+      wgmma_fence();
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k), features = linear.behind(k / 4 * kTileBytes).mn_major(k % 4);
+          if (k == 0) Products::template ss_first<Major::kK, Major::kMN>(acc[m], columns, features);
+          else Products::template ss<Major::kK, Major::kMN>(acc[m], columns, features);
+        }
+      }
+      wgmma_commit();
+      before = at, releases = true;  // while features of the first tile are made
+      at.template advance<kStages>();
+
+      // Tiles of pairs, star by star, two a stage: the star's block of x gives scalars, the other one bases.
+      int half = 0;  // of the stage
+      bool is_full = false;  // the stage of the next tile
+      uint32_t base[kRowTiles][2], f[kRowTiles][16];  // f: features
+      const auto load_base = [&](int block) {
+        const uint32_t offset = RowTile::chunk_offset(16 * w4 + lane % 16, block);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) ptx::ldmatrix_x2(base[m], x + m * kTileBytes + offset);
+      };
+      load_base(0);
+      for (int star = 0; star < kBlocks; ++star) {
+        // Of rows row and row + 8: in both halves, or, where registers are short, in pairs, of which a multiplication takes a half.
+        constexpr bool kDuplicated = kHeadDim <= 64;
+        uint32_t scalars[kRowTiles][2][kDuplicated ? 8 : 4];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+          const uint32_t address = x + m * kTileBytes + RowTile::chunk_offset(row, star);
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            uint32_t columns[4];
+            ptx::load_shared_u32x4(columns, address + r * 8 * RowTile::kRowBytes);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              if constexpr (kDuplicated) {
+                scalars[m][r][2 * i] = ptx::duplicate_half<0>(columns[i]), scalars[m][r][2 * i + 1] = ptx::duplicate_half<1>(columns[i]);
+              } else {
+                scalars[m][r][i] = columns[i];
+              }
+            }
+          }
+        }
+        const auto scalar = [&](int m, int r, int i) {
+          if constexpr (kDuplicated) return scalars[m][r][i];
+          else return duplicate_half(scalars[m][r][i / 2], i % 2);
+        };
+        const int tiles = Tile::star_tiles(star);
+        for (int j = 0; j < tiles; ++j) {
+          if (!is_full) ring.wait_until_full(at);
+          __syncwarp();
+          const RingPosition own = at;
+          const Operand<RowTile> features(stages_at + own.stage * Tile::kStageBytes + half * kTileBytes);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            wgmma_wait<kRowTiles - 1>();
+            if (m == kRowTiles - 1) ring.release(before, lane, half == 0 && releases);
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              f[m][4 * k + 0] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k));
+              f[m][4 * k + 1] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k));
+              f[m][4 * k + 2] = ptx::multiply_bf16x2(base[m][0], scalar(m, 0, 2 * k + 1));
+              f[m][4 * k + 3] = ptx::multiply_bf16x2(base[m][1], scalar(m, 1, 2 * k + 1));
+            }
+            if (m == kRowTiles - 1) load_base((j + 1 < tiles ? star + j + 1 : star + 1) % kBlocks);  // of the next tile
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], f[m] + 4 * k, features.mn_major(k));
+            wgmma_commit();
+            if (m == 0) {  // asked beside products, well before it is used
+              if (half == 1) at.template advance<kStages>();
+              is_full = ring.is_full(star + 1 < kBlocks || j + 1 < tiles ? at : own);
+            }
+          }
+          if (half == 1) before = own, releases = true;
+          half ^= 1;
+        }
+      }
+      wgmma_wait<0>();
+      ring.release(before, lane);
+      releases = false;
+    } else {
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = 0.f;
+      }
+    }
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+
+    const ItemsOfRows::Item own_item = item_again();
+    if (kFades && a.has_state(own_item.chunk)) {
+      const float* state_sums = a.sums + own_item.slot * Tile::kSums;
+      float factor[kRowTiles][2];
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          factor[m][r] = x_fading(buffer, m).since_chunk(row + 8 * r);
+          if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor[m][r]);
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const float2 w = ptx::load_global_f32x2(state_sums + Tile::kSumW + 8 * j + 2 * t);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            acc[m][4 * j + 2 * r] = faded(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor[m][r]);
+            acc[m][4 * j + 2 * r + 1] = faded(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor[m][r]);
+          }
+        }
+      }
+    }
+
+    // The own chunk.
+    [[maybe_unused]] const auto y_fading = [&] {
+      return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes)};
+    };
+    float s[32];
+    uint32_t weights[16];
+    const auto make_scores = [&](int m, const Operand<RowTile>& y) {
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        const uint64_t columns = x_operand.behind(m * kTileBytes).k_major(k);
+        if (k == 0) Scores::ss_first<Major::kK, Major::kK>(s, columns, y.k_major(k));
+        else Scores::ss<Major::kK, Major::kK>(s, columns, y.k_major(k));
+      }
+      wgmma_commit();
+    };
+    const auto make_weights = [&](int m, auto is_diagonal) {
+      constexpr bool kDiagonal = decltype(is_diagonal)::value;
+      keep(s);
+      // In memory a walk back in time goes from later rows to earlier ones.
+      const auto is_seen = [&](int r, int column) { return !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r); };
+      if constexpr (kFades) {
+        const SharedFadingTile x = x_fading(buffer, m), y = y_fading();
+        const auto fade_block = [&](int j, const float(&factors)[2][2]) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float& score = s[4 * j + i];
+            const float weight = fmaf(score, fmaf(score, a.c2, a.c1), a.c0) * factors[i / 2][i % 2];
+            score = is_seen(i / 2, 8 * j + 2 * t + i % 2) ? weight : 0.f;
+            if (!kValues) sums[m][i / 2] += score;
+          }
+        };
+        const auto fade = [&](auto factors) {
+          PairFading<kValues, decltype(factors)::value, SharedFadingTile>(y, x.sum(row), x.sum(row + 8)).for_each_block(fade_block);
+        };
+        if constexpr (kFade == Fade::kDecays) {
+          if (kDiagonal && is_far<kValues>(y)) fade(OfPairFactors<PairFactors::kPairs>());
+          else fade(OfPairFactors<PairFactors::kRowsAndColumns>());
+        } else {
+          if (a.y_mask.data == nullptr && is_whole<kValues>(x, y)) fade(OfPairFactors<PairFactors::kOne>());
+          else fade(OfPairFactors<PairFactors::kPairs>());
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int r = i / 2 % 2;
+          const bool seen = is_seen(r, 8 * (i / 4) + 2 * t + i % 2);
+          const float u = fmaf(s[i], a.c2, a.c1);
+          if (!kValues) sums[m][r] = seen ? fmaf(s[i], u, sums[m][r]) : sums[m][r];
+          s[i] = seen ? fmaf(s[i], u, a.c0) : 0.f;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 16; ++i) weights[i] = ptx::pack_bf16x2(s[2 * i], s[2 * i + 1]);
+    };
+    const auto add_values = [&](int m, const Operand<RowTile>& w) {
+      keep(weights);
+      wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) Products::template rs<Major::kMN>(acc[m], weights + 4 * k, w.mn_major(k));
+      wgmma_commit();
+      wgmma_wait<0>();  // registers for one group at a time
+    };
+    const int y_group = kValues ? a.y_group : 1;  // stages of a tile, one after the other
+    const auto for_both = [&](auto is_diagonal) {  // a tile of y that both tiles of x see; diagonal: that of the low one
+      ring.wait_until_full(at);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      make_scores(0, y);
+      wgmma_wait<0>();
+      ring.release(before, lane, releases);
+      make_weights(0, is_diagonal);
+      add_values(0, w);
+      make_scores(1, y);
+      wgmma_wait<0>();
+      make_weights(1, std::false_type{});
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
+    const auto for_high = [&](auto is_diagonal) {
+      ring.wait_until_full(at);
+      const Operand<RowTile> y(stages_at + at.stage * Tile::kStageBytes), w = y.behind(kTileBytes);
+      make_scores(1, y);
+      wgmma_wait<0>();
+      ring.release(before, lane, releases);
+      make_weights(1, is_diagonal);
+      add_values(1, w);
+      before = at, releases = true;
+      at.template advance<kStages>();
+    };
+    const auto skip_tile = [&] {
+      ring.release(before, lane, releases);  // or the ring would fill up
+      releases = false;
+      ring.wait_until_full(at);
+      ring.release(at, lane);
+      at.template advance<kStages>();
+    };
+    // Waiting between the loops keeps registers of products in flight from crossing control flow.
+    const int tiles = own_item.own_tiles * y_group;
+    const int low = (own_item.first_own + tile_of(0)) * y_group, high = (own_item.first_own + tile_of(1)) * y_group;
+    int own = 0;
+    // Tiles before all rows of x of tile m; those of which nothing is left for them are skipped.
+    const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
+      [[maybe_unused]] WalkSum first_x;
+      if constexpr (kFades) first_x = x_fading(buffer, m).sum(kFirstOfTile<kValues>);
+      for (; own < end_own && own < tiles; ++own) {
+        if constexpr (kFades) {
+          ring.wait_until_full(at);
+          if (is_gone(first_x, y_fading().sum(kLastOfTile<kValues>))) {
+            skip_tile();
+            continue;
+          }
+        }
+        add_tile(std::false_type{});
+      }
+      wgmma_wait<0>();
+    };
+    const auto diagonal = [&](int first, const auto& add_tile) {
+      if constexpr (kValues) {
+        for (; own < first + y_group && own < tiles; ++own) add_tile(std::true_type{});
+      } else if (own < tiles) {
+        add_tile(std::true_type{}), ++own;
+      }
+      wgmma_wait<0>();
+    };
+    before_rows(0, low, for_both);
+    diagonal(low, for_both);
+    before_rows(1, high, for_high);
+    diagonal(high, for_high);
+    for (; own < tiles; ++own) skip_tile();  // of the other warpgroup alone
+    ring.release(before, lane, releases);
+
+    const ItemsOfRows::Item here = item_again();
+    [[maybe_unused]] float rows_before = 0.f;  // what a carried state has of them
+    if (!kFades && a.has_state(here.chunk)) {
+      const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
+      if constexpr (!kValues) rows_before = __ldg(a.sums + here.slot * Tile::kSums + Tile::kSumOne);
+#pragma unroll
+      for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        const float2 v = ptx::load_global_f32x2(sum_w + 8 * j + 2 * t);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            acc[m][4 * j + 2 * r] = fmaf(a.c0, v.x, acc[m][4 * j + 2 * r]);
+            acc[m][4 * j + 2 * r + 1] = fmaf(a.c0, v.y, acc[m][4 * j + 2 * r + 1]);
+          }
+        }
+      }
+    }
+
+    // The result: divided, into the place of x, and from there to memory. The barrier is for products of x by other warps:
+    // wgmma.wait_group waits for the "wgmma-groups committed by the executing threads" (PTX ISA), and says nothing of others.
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+      keep(acc[m]);
+      const int first = here.row + tile_of(m) * kTileRows;
+      float factor[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if constexpr (kValues) {
+          const int token = tile_token(a, a.nx, first) + row + 8 * r;
+          factor[r] = a.x_mask.data == nullptr || token < 0 || token >= a.nx ||
+                              mask_pointer(a.x_mask, here.batch)[static_cast<int64_t>(token) * a.x_mask.token] != 0
+                          ? 1.f
+                          : 0.f;
+        } else {
+          const int x_row = first + row + 8 * r;
+          float z = quad_sum(sums[m][r]);
+          if constexpr (!kFades) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
+          else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
+          factor[r] = z == 0.f ? 0.f : 1.f / z;
+          if constexpr (!kFades) {
+            if (a.near_lse.data != nullptr) join_near(a, here, x_row, z, factor[r], acc[m], r);
+          }
+          if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
+        }
+      }
+      if constexpr (kFades && !kValues) {
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = faded(acc[m][i], factor[i / 2 % 2]);
+        factor[0] = factor[1] = 1.f;
+      }
+      if (!kValues && a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
+      if (m == 0) ptx::barrier_wait<128>(1 + warpgroup);
+      store_accumulator<Bf16, RowTile>(x + m * kTileBytes, 0, acc[m], factor[0], factor[1], w4, lane);
+    }
+    ptx::fence_proxy_async();
+    ptx::barrier_wait<128>(1 + warpgroup);
+    if constexpr (kValues) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
+        if (token < 0) store_rows<kHeadDim>(x + m * kTileBytes, a.out, here.batch, here.x_head, token, a.nx, a.dv, a.adds);
+      }
+      ptx::barrier_wait<128>(1 + warpgroup);
+    }
+    if (w4 == 0 && lane == 0) {
+      for (int m = 0; m < kRowTiles; ++m) {
+        const int token = tile_token(a, a.nx, here.row + tile_of(m) * kTileRows);
+        if (!kValues || token >= 0) {
+          store_tile<RowTile>(x + m * kTileBytes, out_map, token, here.x_head, here.batch, kValues && a.adds);
+        }
+      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read<0>();
+      load_x(blockIdx.x + (count + kXBuffers) * gridDim.x, count + kXBuffers);
+    }
+  }
+  if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
+}
+
+template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
+void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
+  constexpr bool kFades = kFade != Fade::kNone;
+  using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
+  const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
+  const ItemsOfRows items(a, Tile::kRows);
+  const CUtensorMap x_map = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d);
+  const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
+  const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
+  const CUtensorMap out_map = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.dv);
+  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFade, kAdds>,
+                std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
+}
+
+template <int kHeadDim, bool kValues>
+void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
+  if (a.fading && a.fading.bounds_alone) return launch_read<kHeadDim, kValues, Fade::kBounds, false>(a, sm_count, stream);
+  if (a.fading) return launch_read<kHeadDim, kValues, Fade::kDecays, false>(a, sm_count, stream);
+  if constexpr (reads_add_sm90(kHeadDim)) {
+    if (a.added != nullptr) return launch_read<kHeadDim, kValues, Fade::kNone, true>(a, sm_count, stream);
+  }
+  launch_read<kHeadDim, kValues, Fade::kNone, false>(a, sm_count, stream);
+}
+
+}  // namespace
+
+void linear_read_sm90(const ReadArgs& a, int head_dim, int sm_count, cudaStream_t stream) {
+  dispatch_head_dim(HopperLinear2HeadDims(), head_dim, [&](auto dim) {
+    if constexpr (!grads_with_values_sm90(dim)) {
+      if (a.z == nullptr) return launch<dim, true>(a, sm_count, stream);
+    }
+    launch<dim, false>(a, sm_count, stream);
+  });
+}
+
+}  // namespace fastmax

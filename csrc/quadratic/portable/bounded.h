@@ -1,0 +1,68 @@
+// What the portable kernels read beside the operands of calls with bounds of keys, a window or decays.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "core/algorithm.h"
+#include "core/params.h"
+#include "decay/decay.h"
+#include "quadratic/bounds.h"
+#include "quadratic/portable/kernels.h"
+
+namespace fastmax {
+
+// Offsets in the workspace. What the kernels without bounds have comes first.
+struct BoundedWorkspace {
+  size_t tables, decay_sums, pair_sums, decay_gradient, bytes;
+
+  explicit BoundedWorkspace(const FwdParams& p) : BoundedWorkspace(p, 0, Direction::kForward, 0, 0) {}
+  explicit BoundedWorkspace(const BwdParams& p)
+      : BoundedWorkspace(p, quadratic_bwd_workspace_bytes(p), Direction::kBackward,
+                         p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p), p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)) {
+  }
+
+ private:
+  BoundedWorkspace(const AttentionParams& p, size_t before, Direction direction, size_t pair_bytes, size_t gradient_bytes) {
+    const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
+    tables = align(before);
+    decay_sums = align(tables + bound_table_bytes(p, direction));
+    pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
+    decay_gradient = align(pair_sums + pair_bytes);
+    bytes = decay_gradient + gradient_bytes;
+  }
+};
+
+template <class Params>
+size_t bounded_workspace_bytes(const Params& p) {
+  return BoundedWorkspace(p).bytes;
+}
+
+// Returns p with the running sums and tables that the kernels of this visibility read, and fills both on the stream.
+template <class Score, class Visibility, class Params>
+Params with_sums_and_tables(Params p, cudaStream_t stream) {
+  if constexpr (Visibility::kHasTables) {
+    constexpr Direction kDirection = std::is_same_v<Params, FwdParams> ? Direction::kForward : Direction::kBackward;
+    const BoundedWorkspace at(p);
+    char* workspace = static_cast<char*>(p.workspace);
+    if (p.log_decay != nullptr) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+    fill_bound_tables(p, Score::kGone, workspace + at.tables, kDirection, stream);
+  }
+  return p;
+}
+
+// Calls launch(p, sums), which launches the kernels of a backward, and makes the gradient of log_decay from the sums that they fill.
+// The sums are null where this gradient is not asked for.
+template <class Score, class Visibility, class Launch>
+void with_decay_gradient(const BwdParams& call, cudaStream_t stream, const Launch& launch) {
+  const BwdParams p = with_sums_and_tables<Score, Visibility>(call, stream);
+  if (p.grad_log_decay == nullptr) return launch(p, PairSums{});
+  const BoundedWorkspace at(p);
+  char* workspace = static_cast<char*>(p.workspace);
+  const PairSums sums = pair_sums(p, workspace + at.pair_sums);
+  launch(p, sums);
+  fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
+}
+
+}  // namespace fastmax

@@ -1,0 +1,649 @@
+// Backward over tiles of scores on Hopper, for two score policies (score.h): the sums of quadratic/portable/bwd.h, with wgmma on tiles that
+// the copy engine brings. Two kernels, as there: one owns keys and streams queries (grad_k, grad_v), one owns queries and streams keys
+// (grad_q); scores are made twice, and every sum has one owner and a fixed order. Calls that are large enough have one kernel in place of
+// both (fused_bwd_plan.h says which, and at which head dims).
+//
+// In both a consumer, a warpgroup, owns 64 rows X and Y (keys and values; or queries and grad_o) and streams tiles A and B (queries
+// and grad_o; or keys and values) of the other side through a ring that the producer, a warp of the last warpgroup, fills:
+//   S = X A^T, D = Y B^T   (64 rows x kStream columns)    P, dS = weights and derivatives by the scores
+//   dX += dS A,  dY += P B (of keys)
+// Rows of all four products are the owner's, so that P and dS go from accumulators to operands within a thread. Where registers allow
+// (kPipelined), S and D of the next tile are in the tensor core together with dX and dY of this one, as in fwd.h.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/fragments.h"
+#include "core/heads.h"
+#include "core/launch.h"
+#include "core/score.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/store.h"
+#include "core/sm90/tensor_map.h"
+#include "core/sm90/tiles.h"
+#include "core/sm90/wgmma.h"
+#include "core/visibility.h"
+#include "decay/decay.h"
+#include "quadratic/bounds.h"
+#include "quadratic/row_score.h"
+#include "quadratic/sm90/fading.h"
+#include "quadratic/sm90/kept_keys.h"
+#include "quadratic/sm90/kernels.h"
+#include "quadratic/sm90/visible.h"
+#include "quadratic/sm90/work_order.h"
+
+namespace fastmax {
+
+// Row scores of a head: so many, zeros behind the last query, that every tile of queries has its own.
+inline int row_scores_per_head(const Problem& p) { return (p.n + 127) / 128 * 128; }
+
+template <class Visibility, int kHeadDim, bool kOwnsKeys>
+struct QuadraticBwdSm90Tile {
+  // Queries of head_dim 32 take so few registers that three consumers fit, which hide each other's waits better than two with larger
+  // tiles; keys take a few too many.
+  static constexpr bool kNarrow = kHeadDim <= 32 && !kFades<Visibility>;
+  static constexpr int kConsumers = kNarrow && !kOwnsKeys ? 3 : 2;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kRows = 64;  // of a consumer
+  static constexpr int kBlockRows = kConsumers * kRows;
+  // Registers: sums take kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
+  // kHeadDim / 4 each where they are kept in registers. 64 x 64 products of two operands in shared memory take all of its bandwidth.
+  // What fades takes registers as well.
+  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kFades<Visibility> ? 128 : 64;
+  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kFades<Visibility>;
+  static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
+  static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
+  static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
+  static constexpr int kRowBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's rows come early
+
+  using RowTile = SwizzledTile<kRows, kHeadDim>;
+  using StreamTile = SwizzledTile<kStream, kHeadDim>;
+
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  // Behind A and B: row scores; where keys fade with their factors, or factors of keys.
+  using Column = std::conditional_t<kOwnsKeys, float4, float>;
+  static constexpr int kScoreBytes = kFades<Visibility> ? kFadingTileBytes<Column, kStream>
+                                     : kOwnsKeys        ? kStream * static_cast<int>(sizeof(float4))
+                                                        : 0;
+  static constexpr int kStageBytes =
+      2 * StreamTile::kBytes + (kScoreBytes + kSwizzledTileAlignment - 1) / kSwizzledTileAlignment * kSwizzledTileAlignment;
+  static constexpr int kRowsAt = kStages * kStageBytes;  // offsets in shared memory
+  static constexpr int kBarriers = kRowsAt + kRowBuffers * kConsumers * 2 * RowTile::kBytes;
+  static constexpr int kRowBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
+  static constexpr int kEnd = kRowBarriers + kConsumers * Ring<kRowBuffers>::kBarrierBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
+  static_assert(kSharedBytes <= shared_limit(90), "the stages do not fit in shared memory");
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * ptx::registers_at_launch(kThreads),
+                "consumers would wait for registers that nobody gives up");
+};
+
+struct QuadraticBwdMaps {
+  CUtensorMap x, y, a, b;  // as above
+  CUtensorMap dx, dy;      // of kernels that store by the copy engine
+};
+
+// The rows of a consumer, as accumulators hold them (wgmma.h).
+template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
+struct QuadraticBwdRows {
+  using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
+  using RowTile = typename Tile::RowTile;
+  using StreamTile = typename Tile::StreamTile;
+  static constexpr int kStream = Tile::kStream;
+  using ScoreProduct = Wgmma<Math, kStream>;
+  using SumProduct = Wgmma<Math, kHeadDim>;
+
+  float dx[kHeadDim / 2];
+  float dy[kOwnsKeys ? kHeadDim / 2 : 1];
+  float s[kStream / 2];  // scores, then weights
+  float d[kStream / 2];  // grad_o . v, then derivatives
+  uint32_t x[Tile::kXInRegisters ? kHeadDim / 4 : 1], y[Tile::kYInRegisters ? kHeadDim / 4 : 1];
+  float4 row_scores[kOwnsKeys ? 1 : 2];  // of queries that are rows
+  float flow[kFades<Visibility> ? 2 : 1];  // this lane's part of the rows' sums of pairs (decay/decay.h)
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (float& sum : dx) sum = 0.f;
+#pragma unroll
+    for (float& sum : dy) sum = 0.f;
+#pragma unroll
+    for (float& sum : flow) sum = 0.f;
+  }
+
+  // X and Y, or one of them, as A operands in registers.
+  __device__ __forceinline__ void load_operands(uint32_t x_tile, int warp, int lane) {
+    if constexpr (Tile::kXInRegisters) load_fragments(x, x_tile, warp, lane);
+    if constexpr (Tile::kYInRegisters) load_fragments(y, x_tile + RowTile::kBytes, warp, lane);
+  }
+
+  __device__ __forceinline__ void start_scores(uint32_t x_tile, uint32_t stage) {
+    multiply<Tile::kXInRegisters>(s, x, x_tile, stage);
+    multiply<Tile::kYInRegisters>(d, y, x_tile + RowTile::kBytes, stage + StreamTile::kBytes);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void start_sums(const uint32_t (&p)[kOwnsKeys ? kStream / 4 : 1], const uint32_t (&ds)[kStream / 4],
+                                             uint32_t stage) {
+    const Operand<StreamTile> a(stage), b(stage + StreamTile::kBytes);
+#pragma unroll
+    for (int kk = 0; kk < kStream / 16; ++kk) SumProduct::template rs<Major::kMN>(dx, ds + 4 * kk, a.mn_major(kk));
+    if constexpr (kOwnsKeys) {
+#pragma unroll
+      for (int kk = 0; kk < kStream / 16; ++kk) SumProduct::template rs<Major::kMN>(dy, p + 4 * kk, b.mn_major(kk));
+    }
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void pack(uint32_t (&p)[kOwnsKeys ? kStream / 4 : 1], uint32_t (&ds)[kStream / 4]) const {
+#pragma unroll
+    for (int i = 0; i < kStream / 4; ++i) {
+      ds[i] = pack_16bit<Math>(d[2 * i], d[2 * i + 1]);
+      if constexpr (kOwnsKeys) p[i] = pack_16bit<Math>(s[2 * i], s[2 * i + 1]);
+    }
+  }
+
+  __device__ __forceinline__ void keep_sums() {
+    keep(dx);
+    if constexpr (kOwnsKeys) keep(dy);
+  }
+
+  // S and D of a tile, whose first token is `begin`, to P and dS. visible: as visible_keys or visible_queries fills it. stage: of what
+  // columns bring with them. lane_row: the first row of this lane. streamed: row scores of the head that is streamed.
+  template <bool kMasked, class Fading>
+  __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Fading& fading, int begin,
+                                                int lane_row, int causal_offset, const float4* streamed) {
+    const uint32_t columns = stage + 2 * StreamTile::kBytes;
+    fading.template start<kMasked>(columns);
+    if constexpr (kFades<Visibility>) {
+      if (kMasked && fading.takes_pairs) {
+        differentiate<kMasked, true>(columns, visible, fading, begin, lane_row, causal_offset, streamed);
+        return;
+      }
+    }
+    differentiate<kMasked, false>(columns, visible, fading, begin, lane_row, causal_offset, streamed);
+  }
+
+ private:
+  // kTakesPairs: the factor of each pair by itself.
+  template <bool kMasked, bool kTakesPairs, class Fading>
+  __device__ __forceinline__ void differentiate(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Fading& fading,
+                                                int begin, int lane_row, int causal_offset, const float4* streamed) {
+    const int t = lane_index() % 4;
+    float4 rows[kOwnsKeys ? 1 : 2];
+    if constexpr (!kOwnsKeys) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[half] = row_scores[half];
+        if constexpr (kFades<Visibility> && !kTakesPairs) rows[half] = Score::fade_row(rows[half], fading.of_rows[half]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kStream / 8; ++j) {
+      const int column = 8 * j + 2 * t;
+      float4 of_columns[2];
+      if constexpr (kOwnsKeys && !kTakesPairs) {
+        const uint32_t scores = columns + column * static_cast<int>(sizeof(float4));
+        of_columns[0] = ptx::load_shared_f32x4(scores), of_columns[1] = ptx::load_shared_f32x4(scores + sizeof(float4));
+      }
+      float2 keys, sums[2];
+      if constexpr (kTakesPairs) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if constexpr (kOwnsKeys) of_columns[e] = streamed[begin + column + e];
+          sums[e] = fading.sum_of_column(begin + column + e);
+        }
+      } else if constexpr (kFades<Visibility> && !kOwnsKeys) {
+        keys = fading.columns(columns, column);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = 4 * j + e;
+        const float4& row = kOwnsKeys ? of_columns[e % 2] : rows[e / 2];
+        const bool counts = !kMasked || is_visible(visible, i);
+        WeightAndDerivative pair;
+        if constexpr (kFades<Visibility>) {
+          float factor;
+          if constexpr (kTakesPairs) {
+            factor = fading.factor(sums[e % 2], e / 2);
+          } else if constexpr (kOwnsKeys) {
+            factor = fading.of_rows[e / 2];
+          } else {
+            factor = e % 2 == 0 ? keys.x : keys.y;
+          }
+          const FadedPair faded = Score::faded(row, s[i], d[i], factor);
+          // A pair of a token with itself does not fade; there is none in a whole tile.
+          const int own = lane_row + 8 * (e / 2), other = begin + column + e % 2;
+          const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
+          flow[e / 2] += counts && !itself ? faded.flow : 0.f;
+          pair = faded;
+        } else if constexpr (kOwnsKeys) {
+          pair = Score::weight_and_derivative(row, s[i], d[i]);
+        } else {
+          pair.ds = Score::derivative(row, s[i], d[i]);
+        }
+        d[i] = counts ? pair.ds : 0.f;
+        if constexpr (kOwnsKeys) s[i] = counts ? pair.p : 0.f;
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void load_fragments(uint32_t (&fragments)[kHeadDim / 4], uint32_t tile, int warp, int lane) {
+#pragma unroll
+    for (int kk = 0; kk < kHeadDim / 16; ++kk) {
+      uint32_t of_step[4];
+      ptx::ldmatrix_x4(of_step, tile + RowTile::chunk_offset(16 * warp + lane % 16, 2 * kk + lane / 16));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) fragments[4 * kk + i] = of_step[i];
+    }
+  }
+
+  template <bool kInRegisters, int kCount>
+  static __device__ __forceinline__ void multiply(float (&result)[kStream / 2], const uint32_t (&fragments)[kCount], uint32_t rows,
+                                                  uint32_t columns) {
+    const Operand<StreamTile> b(columns);
+    if constexpr (kInRegisters) {
+      ScoreProduct::template rs_first<Major::kK>(result, fragments, b.k_major(0));
+#pragma unroll
+      for (int kk = 1; kk < kHeadDim / 16; ++kk) ScoreProduct::template rs<Major::kK>(result, fragments + 4 * kk, b.k_major(kk));
+    } else {
+      const Operand<RowTile> a(rows);
+      ScoreProduct::template ss_first<Major::kK, Major::kK>(result, a.k_major(0), b.k_major(0));
+#pragma unroll
+      for (int kk = 1; kk < kHeadDim / 16; ++kk) {
+        ScoreProduct::template ss<Major::kK, Major::kK>(result, a.k_major(kk), b.k_major(kk));
+      }
+    }
+  }
+};
+
+template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKeys>
+__global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>::kThreads, 1)
+    quadratic_bwd_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
+                              const float4* row_scores, const int rows_per_head, const int group, const WorkOrder order,
+                              const PairSums pair_sums, const uint8_t* fading_columns) {
+  using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
+  using RowTile = typename Tile::RowTile;
+  using StreamTile = typename Tile::StreamTile;
+  using Element = typename Math::Element;
+  extern __shared__ uint8_t shared[];
+  const uint32_t base = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
+  const Ring<Tile::kStages> ring(base + Tile::kBarriers);
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
+  const int consumer = warp / 4;
+  // Of a consumer: buffers for X and Y, which are released as soon as no product needs them.
+  const auto row_ring = [&](int i) {
+    return Ring<Tile::kRowBuffers>(base + Tile::kRowBarriers + i * Ring<Tile::kRowBuffers>::kBarrierBytes);
+  };
+  const auto row_tile = [&](int i, RingPosition at) {
+    return base + Tile::kRowsAt + (i * Tile::kRowBuffers + at.stage) * 2 * RowTile::kBytes;
+  };
+
+  if (threadIdx.x == 0) {
+    ring.init(4 * Tile::kConsumers);
+    for (int i = 0; i < Tile::kConsumers; ++i) row_ring(i).init(4);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  ptx::wait_for_earlier_kernels();
+
+  // Rows of an item: `head` of its own side. Of the other side it reads heads_streamed heads from first_head on. group: query heads
+  // of a key/value head.
+  struct Item {
+    int row, batch, head, first_head;
+  };
+  const int heads_streamed = kOwnsKeys ? group : 1;
+  const auto place = [&](const WorkItem& item) {
+    const int heads = kOwnsKeys ? p.hk : p.h, head = item.head % heads;
+    return Item{item.row_block * Tile::kBlockRows, item.head / heads, head, kOwnsKeys ? head * group : head / group};
+  };
+  const int rows = kOwnsKeys ? p.m : p.n;
+  const auto visibility = [&](const Item& item) {
+    return Visibility(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head));
+  };
+  // Tiles that the `count` rows from `row` on see, of those in `block`.
+  const auto tiles_of = [&](const Item& item, int row, int count, Range block) {
+    const int last = min(row + count, rows) - 1;
+    if constexpr (kOwnsKeys) {
+      return walk_over_queries<Tile::kStream>(visibility(item), row, last, block);
+    } else {
+      return walk_over_keys<Tile::kStream>(visibility(item), kept, item.batch, row, last, block);
+    }
+  };
+  const auto tiles_of_block = [&](const Item& item) { return tiles_of(item, item.row, Tile::kBlockRows, kAllTiles).seen; };
+
+  if (consumer == Tile::kConsumers) {
+    ptx::fewer_registers<Tile::kProducerRegisters>();
+    if (warp == 4 * Tile::kConsumers && lane == 0) {  // A and B, with row scores
+      RingPosition at;
+      for (WorkWalk walk(order); !walk.done(); walk.next()) {
+        const Item item = place(walk.item());
+        const Range tiles = tiles_of_block(item);
+        for (int i = 0; i < heads_streamed; ++i) {
+          const int head = item.first_head + i;
+          // Partly visible tiles first: from the first one up, or from the last one down.
+          for (int tile = kOwnsKeys ? tiles.begin : tiles.end - 1; kOwnsKeys ? tile < tiles.end : tile >= tiles.begin;
+               tile += kOwnsKeys ? 1 : -1) {
+            const int token = tile * Tile::kStream;
+            const uint32_t stage = base + at.stage * Tile::kStageBytes;
+            ring.wait_until_empty(at);
+            ring.expect(at, 2 * StreamTile::kBytes + Tile::kScoreBytes);
+            StreamTile::load(stage, maps.a, ring.full(at), token, head, item.batch);
+            StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, item.batch);
+            if constexpr (kFades<Visibility>) {
+              const int tokens = kOwnsKeys ? p.n : p.m, heads = kOwnsKeys ? p.h : p.hk;
+              const int64_t of_head = (static_cast<int64_t>(item.batch) * heads + head) * ((tokens + Tile::kStream - 1) / Tile::kStream);
+              ptx::bulk_load(stage + 2 * StreamTile::kBytes, fading_columns + (of_head + tile) * Tile::kScoreBytes, Tile::kScoreBytes,
+                             ring.full(at));
+            } else if constexpr (kOwnsKeys) {
+              const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + head) * rows_per_head;
+              ptx::bulk_load(stage + 2 * StreamTile::kBytes, row_scores + of_head + token, Tile::kScoreBytes, ring.full(at));
+            }
+            at.advance<Tile::kStages>();
+          }
+        }
+      }
+    } else if (warp == 4 * Tile::kConsumers + 1 && lane == 0) {  // X and Y, as soon as a consumer has room for them
+      RingPosition at;
+      for (WorkWalk walk(order); !walk.done(); walk.next(), at.advance<Tile::kRowBuffers>()) {
+        const Item item = place(walk.item());
+        for (int i = 0; i < Tile::kConsumers; ++i) {
+          const Ring<Tile::kRowBuffers> buffers = row_ring(i);
+          const uint32_t tile = row_tile(i, at);
+          buffers.wait_until_empty(at);
+          buffers.expect(at, 2 * RowTile::kBytes);
+          RowTile::load(tile, maps.x, buffers.full(at), item.row + i * Tile::kRows, item.head, item.batch);
+          RowTile::load(tile + RowTile::kBytes, maps.y, buffers.full(at), item.row + i * Tile::kRows, item.head, item.batch);
+        }
+      }
+    }
+  } else {
+    ptx::more_registers<Tile::kConsumerRegisters>();
+    const int warp_in_group = warp % 4, t = lane % 4;
+    RingPosition at, buffer;  // of A and B, and of this consumer's rows
+    for (WorkWalk walk(order); !walk.done(); walk.next()) {
+      const Item item = place(walk.item());
+      const Range block_tiles = tiles_of_block(item);
+      const int row = item.row + consumer * Tile::kRows;           // of the warpgroup
+      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
+      TileRanges tiles{{0, 0}, {0, 0}};
+      if (row < rows) tiles = tiles_of(item, row, Tile::kRows, block_tiles);
+      // The block's tiles, in the order of the walk: some that only other consumers see, then those that this one sees, then others.
+      // Of those that it sees: partly visible ones up to `masked`, wholly visible ones up to `whole`, partly visible ones again.
+      const int in_block = warp_uniform(max(block_tiles.end - block_tiles.begin, 0));
+      const int seen = warp_uniform(max(tiles.seen.end - tiles.seen.begin, 0));
+      const int before = warp_uniform(kOwnsKeys ? tiles.seen.begin - block_tiles.begin : block_tiles.end - tiles.seen.end);
+      const int masked = warp_uniform(kOwnsKeys ? tiles.whole.begin - tiles.seen.begin : tiles.seen.end - tiles.whole.end);
+      const int whole = warp_uniform(kOwnsKeys ? tiles.whole.end - tiles.seen.begin : tiles.seen.end - tiles.whole.begin);
+      const int first = warp_uniform(kOwnsKeys ? tiles.seen.begin : tiles.seen.end - 1);
+      const auto skip_tiles = [&](RingPosition& at, int count) {
+        for (int i = 0; i < count; ++i) {
+          ring.wait_until_full(at);
+          ring.release(at, lane);
+          at.template advance<Tile::kStages>();
+        }
+      };
+
+      QuadraticBwdRows<Score, Visibility, Math, kHeadDim, kOwnsKeys> sums;
+      sums.reset();
+      row_ring(consumer).wait_until_full(buffer);
+      const uint32_t x_tile = row_tile(consumer, buffer);
+      sums.load_operands(x_tile, warp_in_group, lane);
+      if constexpr (!kOwnsKeys) {
+        const float4* of_head = row_scores + (static_cast<int64_t>(item.batch) * p.h + item.head) * rows_per_head;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int query = lane_row + 8 * half;
+          sums.row_scores[half] = query < rows_per_head ? of_head[query] : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+      }
+
+      const auto stage_of = [&](RingPosition at) { return base + at.stage * Tile::kStageBytes; };
+      auto fading = [&] {
+        if constexpr (kFades<Visibility>) {
+          return TileFading<Score, kOwnsKeys, Tile::kStream>(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head), lane_row);
+        } else {
+          return NoTileFading();
+        }
+      }();
+      uint32_t visible[2][Tile::kStream / 32];
+      // S and D of the i-th tile of a head, in the stage, to P and dS.
+      int head_streamed = 0;
+      const auto differentiate = [&](auto is_masked, int i, RingPosition at) {
+        constexpr bool kMasked = decltype(is_masked)::value;
+        if constexpr (kMasked) {
+          if constexpr (kOwnsKeys) {
+            visible_queries(visible, visibility(item), first + i, lane_row, t);
+          } else {
+            visible_keys(visible, visibility(item), kept, item.batch, first - i, lane_row, t);
+          }
+        }
+        const float4* streamed = nullptr;
+        if constexpr (kOwnsKeys && kFades<Visibility>) {
+          streamed = row_scores + (static_cast<int64_t>(item.batch) * p.h + item.first_head + head_streamed) * rows_per_head;
+        }
+        sums.template differentiate<kMasked>(stage_of(at), visible, fading, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
+                                             p.causal_offset, streamed);
+      };
+
+      // With nothing else in flight: to P and dS of the tile in the current stage, which is the i-th of its head; and these to the sums.
+      const auto visit = [&](auto is_masked, int i) {
+        ring.wait_until_full(at);
+        wgmma_fence();
+        sums.start_scores(x_tile, stage_of(at));
+        wgmma_wait<0>();
+        keep(sums.s);
+        keep(sums.d);
+        differentiate(is_masked, i, at);
+      };
+      const auto add_tile = [&] {
+        uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
+        sums.pack(packed_p, packed_ds);
+        if constexpr (kOwnsKeys) keep(packed_p);
+        keep(packed_ds);
+        wgmma_fence();
+        sums.start_sums(packed_p, packed_ds, stage_of(at));
+        wgmma_wait<0>();
+        sums.keep_sums();
+        ring.release(at, lane);
+        at.template advance<Tile::kStages>();
+      };
+
+      const auto release_rows = [&](bool condition = true) { row_ring(consumer).release(buffer, lane, condition); };
+      if (seen == 0) {
+        ptx::fence_proxy_async();  // no product takes the rows that were loaded (pipeline.h)
+        release_rows();
+        for (int head = 0; head < heads_streamed; ++head) skip_tiles(at, in_block);
+      } else if constexpr (Tile::kPipelined) {
+        int i = 0;
+        // From P and dS of a tile to those of the next one, which is the i-th of its head.
+        const auto step = [&](auto is_masked) {
+          constexpr bool kMasked = decltype(is_masked)::value;
+          RingPosition next = at;
+          next.template advance<Tile::kStages>();
+          if constexpr (!Visibility::kBoundsBothSides && kMasked) {
+            if (i == 0) skip_tiles(next, in_block - seen);
+          }
+          ring.wait_until_full(next);
+          uint32_t packed_p[kOwnsKeys ? Tile::kStream / 4 : 1], packed_ds[Tile::kStream / 4];
+          sums.pack(packed_p, packed_ds);
+          if constexpr (kOwnsKeys) keep(packed_p);
+          keep(packed_ds);
+          wgmma_fence();
+          sums.start_scores(x_tile, stage_of(next));
+          sums.start_sums(packed_p, packed_ds, stage_of(at));
+          wgmma_wait<1>();
+          keep(sums.s);
+          keep(sums.d);
+          differentiate(is_masked, i, next);
+          wgmma_wait<0>();
+          sums.keep_sums();
+          ring.release(at, lane);
+          at = next;
+          ++i;
+        };
+        const auto start = [&] {
+          skip_tiles(at, before);
+          visit(std::true_type(), 0);
+          i = 1;
+        };
+        if constexpr (Visibility::kBoundsBothSides) {
+          // A head for itself: tables let other consumers see any number of tiles that this one skips, for which the ring has to turn.
+          for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
+            start();
+            while (i < masked) step(std::true_type());
+            while (i < whole) step(std::false_type());
+            while (i < seen) step(std::true_type());
+            release_rows(head_streamed == heads_streamed - 1);
+            add_tile();
+            skip_tiles(at, in_block - seen - before);
+          }
+        } else {
+          static_assert(Tile::kStages >= 2 + Tile::kBlockRows / Tile::kStream, "a step skips tiles and holds one");
+          start();
+          for (int head = 0; head < heads_streamed; ++head) {
+            while (i < max(masked, 1)) step(std::true_type());
+            while (i < whole) step(std::false_type());
+            i = 0;
+          }
+          release_rows();
+          add_tile();
+        }
+      } else {
+        int i = 0;
+        const auto step = [&](auto is_masked) {
+          visit(is_masked, i);
+          release_rows(i == seen - 1 && head_streamed == heads_streamed - 1);
+          add_tile();
+          ++i;
+        };
+        for (head_streamed = 0; head_streamed < heads_streamed; ++head_streamed) {
+          i = 0;
+          skip_tiles(at, before);
+          while (i < masked) step(std::true_type());
+          while (i < whole) step(std::false_type());
+          if constexpr (Visibility::kBoundsBothSides) {
+            while (i < seen) step(std::true_type());
+            skip_tiles(at, in_block - seen - before);
+          }
+        }
+      }
+
+      if constexpr (kFades<Visibility>) {
+        const int heads = kOwnsKeys ? p.hk : p.h;
+        float* of_head = kOwnsKeys ? pair_sums.by_key : pair_sums.by_query;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int own = lane_row + 8 * half;
+          const float sum = quad_sum(sums.flow[half]) * Score(p).flow_scale();
+          if (of_head != nullptr && t == 0 && own < rows) {
+            of_head[(static_cast<int64_t>(item.batch) * heads + item.head) * rows + own] =
+                !kOwnsKeys || kept.keeps(item.batch, own) ? sum : 0.f;
+          }
+        }
+      }
+      if constexpr (kOwnsKeys) {  // a dropped key has no weight in any row
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const bool keeps = kept.keeps(item.batch, lane_row + 8 * half);
+#pragma unroll
+          for (int j = 0; j < kHeadDim / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              float& dx = sums.dx[4 * j + 2 * half + e];
+              float& dy = sums.dy[4 * j + 2 * half + e];
+              dx = keeps ? dx : 0.f, dy = keeps ? dy : 0.f;
+            }
+          }
+        }
+        store_accumulator_rows<Math>(head_of<Element>(p.grad_v, p.grad_v_stride, item.batch, item.head), p.grad_v_stride.token, lane_row,
+                                     rows, p.dv, sums.dy, 1.f, 1.f);
+      }
+      const Stride& stride = kOwnsKeys ? p.grad_k_stride : p.grad_q_stride;
+      store_accumulator_rows<Math>(head_of<Element>(kOwnsKeys ? p.grad_k : p.grad_q, stride, item.batch, item.head), stride.token, lane_row,
+                                   rows, p.d, sums.dx, 1.f, 1.f);
+      buffer.template advance<Tile::kRowBuffers>();
+    }
+  }
+}
+
+// In the workspace: row scores, a copy of grad_o where noise is in it or a tensor map cannot express its strides, the kept keys, tables
+// of bounds, and where keys fade what decay/decay.h takes.
+struct QuadraticBwdSm90Workspace {
+  size_t grad_o, kept, tables, decay_sums, pair_sums, decay_gradient, key_factors, faded_row_scores, bytes;
+  bool copies_grad_o;
+
+  explicit QuadraticBwdSm90Workspace(const BwdParams& p)
+      : copies_grad_o(p.noise != nullptr || !has_tensor_map({p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math})) {
+    const auto align = [](size_t offset) { return (offset + 255) / 256 * 256; };
+    grad_o = align(static_cast<size_t>(p.b) * p.h * row_scores_per_head(p) * sizeof(float4));
+    kept = align(grad_o + (copies_grad_o ? static_cast<size_t>(p.b) * p.h * p.n * p.dv * 2 : 0));
+    tables = kept + kept_words_bytes(p);
+    decay_sums = align(tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kBackward) : 0));
+    pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
+    decay_gradient = align(pair_sums + (p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p)));
+    key_factors = align(decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)));
+    faded_row_scores = align(key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, kFadingQueries)));
+    bytes = faded_row_scores + (p.log_decay == nullptr ? 0 : faded_row_score_bytes(p));
+  }
+};
+
+template <class Score, class Visibility>
+struct LaunchQuadraticBwdSm90 {
+  template <class Math, int kHeadDim>
+  static void run(const BwdParams& call, cudaStream_t stream) {
+    using Element = typename Math::Element;
+    BwdParams p = call;
+    const QuadraticBwdSm90Workspace at(p);
+    char* workspace = static_cast<char*>(p.workspace);
+    float4* row_scores = reinterpret_cast<float4*>(workspace);
+    Element* grad_o_copy = at.copies_grad_o ? reinterpret_cast<Element*>(workspace + at.grad_o) : nullptr;
+    launch_row_scores<Score, Element, kHeadDim>(p, row_scores_per_head(p), row_scores, grad_o_copy, stream);
+    const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
+    PairSums sums{};
+    uint8_t* columns[2] = {};  // what fades, of keys and of queries
+    if constexpr (kFades<Visibility>) {
+      columns[0] = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
+      columns[1] = reinterpret_cast<uint8_t*>(workspace + at.faded_row_scores);
+      fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+      fill_key_factors<Score, QuadraticBwdSm90Tile<Visibility, kHeadDim, false>::kStream>(p, columns[0], stream);
+      fade_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
+      if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
+    }
+    if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
+
+    const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
+    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
+    TokenTensor grad_o{p.grad_o, p.grad_o_stride, p.b, p.h, p.n, p.dv, p.math};
+    if (at.copies_grad_o) {
+      grad_o.data = grad_o_copy;
+      grad_o.stride = {int64_t{p.h} * p.n * p.dv, int64_t{p.n} * p.dv, p.dv};
+    }
+    run_kernel<Math, kHeadDim, true>("quadratic_bwd_kv_sm90", p, k, v, q, grad_o, kept, row_scores, p.m, p.hk,
+                                     sums, columns[1], stream);
+    run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, kept, row_scores, p.n, p.h,
+                                      sums, columns[0], stream);
+    if (kFades<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
+  }
+
+  // rows: of a head that blocks own.
+  template <class Math, int kHeadDim, bool kOwnsKeys>
+  static void run_kernel(const char* name, const BwdParams& p, const TokenTensor& x, const TokenTensor& y, const TokenTensor& a,
+                         const TokenTensor& b, const KeptWords& kept,
+                         const float4* row_scores, int rows, int heads, const PairSums& sums, const uint8_t* fading_columns,
+                         cudaStream_t stream) {
+    using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
+    const QuadraticBwdMaps maps{tensor_map(x, Tile::kRows), tensor_map(y, Tile::kRows), tensor_map(a, Tile::kStream),
+                                tensor_map(b, Tile::kStream)};
+    const WorkOrder order = WorkOrder::of((rows + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * heads, p.sm_count,
+                                          p.causal && !p.window, !kOwnsKeys);
+    launch_waiting_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>,
+                          grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept,
+                          row_scores, row_scores_per_head(p), p.h / p.hk, order, sums, fading_columns);
+  }
+};
+
+}  // namespace fastmax

@@ -1,0 +1,488 @@
+// Forward over tiles of scores on Hopper, for two score policies (score.h): what quadratic/portable/fwd.h computes, with wgmma on tiles that
+// the copy engine brings.
+//
+// A block is persistent (work_order.h). One thread of its last warpgroup, the producer, fills a ring of stages with K and V, 128 keys
+// each. Every other warpgroup, a consumer, owns 64 queries and walks over the block's tiles from the last visible one down, so that
+// the partly visible ones come first. Scores of the next tile and weights times V of this one are in the tensor core together;
+// weights of the next tile are made while the latter is still running:
+//
+//   tensor core    S(1)        | S(2)  P(1)V(1) | S(3)  P(2)V(2) | ...
+//   CUDA cores           w(1)  |       w(2)     |       w(3)     |
+//
+// Where weights are exponentials, which take as long as the products, consumers also take turns at starting products (kTakesTurns).
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "core/fragments.h"
+#include "core/heads.h"
+#include "core/launch.h"
+#include "core/score.h"
+#include "core/sm90/pipeline.h"
+#include "core/sm90/store.h"
+#include "core/sm90/tensor_map.h"
+#include "core/sm90/tiles.h"
+#include "core/sm90/wgmma.h"
+#include "core/visibility.h"
+#include "quadratic/bounds.h"
+#include "quadratic/sm90/fading.h"
+#include "quadratic/sm90/kept_keys.h"
+#include "quadratic/sm90/kernels.h"
+#include "quadratic/sm90/visible.h"
+#include "quadratic/sm90/work_order.h"
+
+namespace fastmax {
+
+template <class Score, class Visibility, int kHeadDim>
+struct QuadraticFwdSm90Tile {
+  // Sums of kHeadDim / 2 registers, scores of 64 and weights of 32: three consumers at head_dim 64 have 160 each, two at 128 have 240,
+  // as where keys fade.
+  static constexpr int kConsumers = kHeadDim <= 64 && !kFades<Visibility> ? 3 : 2;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kRows = 64;  // of a consumer
+  static constexpr int kBlockRows = kConsumers * kRows;
+  static constexpr int kKeys = KeptWords::kKeysPerBlock;
+  static constexpr int kStages = kHeadDim <= 64 ? 5 : 3;
+  static constexpr int kQueryBuffers = kHeadDim <= 64 ? 2 : 1;  // of a consumer; two: the next item's queries come early
+  static constexpr bool kTakesTurns = Score::kFollowsRowMax;
+
+  using QueryTile = SwizzledTile<kRows, kHeadDim>;
+  using KeyTile = SwizzledTile<kKeys, kHeadDim>;    // and of values
+
+  static constexpr int kThreads = (kConsumers + 1) * 128;
+  static constexpr int kStageBytes = 2 * KeyTile::kBytes;
+  static constexpr int kQueries = kStages * kStageBytes;  // offsets in shared memory
+  static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
+  static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
+  static constexpr int kFactorBytes = kFades<Visibility> ? kFadingTileBytes<float, kKeys> : 0;  // of a stage
+  static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
+  static constexpr int kEnd = kFactors + kStages * kFactorBytes;
+  static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
+  static_assert(kSharedBytes <= shared_limit(90), "the stages do not fit in shared memory");
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * ptx::registers_at_launch(kThreads),
+                "consumers would wait for registers that nobody gives up");
+};
+
+// Softmax weighs relative to a row's largest weight, and so can in fp16. That weight is 2^14 there: what is below the least number of
+// fp16, 2^-24, is 2^-38 of it.
+template <class Score>
+inline constexpr bool kWeighsInFp16 = Score::kFollowsRowMax;
+template <class Math>
+inline constexpr float kLog2OfLargestWeight = Math::kMode == MathMode::kFP16 ? 14.f : 0.f;
+
+// Whether a window's bits, which take registers to make, are used row by row.
+template <class Score, class Visibility>
+inline constexpr bool kHidesKeys = Score::kFollowsRowMax && Visibility::kBoundsBothSides && !Visibility::kHasTables;
+
+struct QuadraticFwdMaps {
+  CUtensorMap q, k, v;
+};
+
+// What a consumer knows of its rows: those of a warp, as an accumulator holds them (wgmma.h).
+template <class Score, class Visibility, class Math, int kHeadDim>
+struct QuadraticFwdRows {
+  using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
+  using ScoreProduct = Wgmma<Math, Tile::kKeys>;
+  using ValueProduct = Wgmma<Math, kHeadDim>;
+
+  float o[kHeadDim / 2];
+  float s[Tile::kKeys / 2];  // scores, then weights
+  float z[2];                // this lane's part of the rows' sums of weights
+  float reference[Score::kFollowsRowMax ? 2 : 1];
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (float& x : o) x = 0.f;
+    z[0] = z[1] = 0.f;
+    if constexpr (Score::kFollowsRowMax) reference[0] = reference[1] = Score::kNoReference;
+  }
+
+  __device__ __forceinline__ void start_scores(const Operand<typename Tile::QueryTile>& q, const Operand<typename Tile::KeyTile>& k) {
+    ScoreProduct::template ss_first<Major::kK, Major::kK>(s, q.k_major(0), k.k_major(0));
+#pragma unroll
+    for (int kk = 1; kk < kHeadDim / 16; ++kk) ScoreProduct::template ss<Major::kK, Major::kK>(s, q.k_major(kk), k.k_major(kk));
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void start_output(const uint32_t (&w)[Tile::kKeys / 4], const Operand<typename Tile::KeyTile>& v) {
+#pragma unroll
+    for (int kk = 0; kk < Tile::kKeys / 16; ++kk) ValueProduct::template rs<Major::kMN>(o, w + 4 * kk, v.mn_major(kk));
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void pack_weights(uint32_t (&w)[Tile::kKeys / 4]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 4; ++i) w[i] = pack_16bit<Math>(s[2 * i], s[2 * i + 1]);
+  }
+
+  // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. factors: of keys that fade, in shared memory.
+  // shrink: what sums so far are to be multiplied by.
+  template <bool kMasked, class Fading>
+  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Fading& fading, uint32_t factors,
+                                        int key_begin, float (&shrink)[2]) {
+    if constexpr (kFades<Visibility>) {
+      fading.template start<kMasked>(factors);
+      if (kMasked && fading.takes_pairs) {
+#pragma unroll
+        for (int i = 0; i < Tile::kKeys / 4; ++i) {
+          const float2 key = fading.sum_of_column(key_begin + i / 2 * 8 + lane_index() % 4 * 2 + i % 2);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float& x = s[i / 2 * 4 + half * 2 + i % 2];
+            if constexpr (!Score::kFollowsRowMax) x = score.weight(x);
+            x = score.fade(x, fading.factor(key, half));
+          }
+        }
+      } else {
+        const typename Score::FadedRow rows[2] = {score.faded_row(fading.of_rows[0]), score.faded_row(fading.of_rows[1])};
+#pragma unroll
+        for (int j = 0; j < Tile::kKeys / 8; ++j) {
+          const float2 keys = fading.columns(factors, 8 * j + lane_index() % 4 * 2);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[4 * j + e] = rows[e / 2].at(s[4 * j + e], e % 2 == 0 ? keys.x : keys.y);
+        }
+      }
+      score = score.of_faded();
+    }
+    const auto sees = [&](int i) { return !kMasked || is_visible(visible, i); };
+    if constexpr (Score::kFollowsRowMax) {
+      float largest[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+      for (int i = 0; i < Tile::kKeys / 2; ++i) {
+        if (kMasked) s[i] = sees(i) ? s[i] : -INFINITY;
+        largest[i >> 1 & 1] = fmaxf(largest[i >> 1 & 1], s[i]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float raised = fmaxf(reference[half], fmaf(score.c, quad_max(largest[half]), -kLog2OfLargestWeight<Math>));
+        shrink[half] = ptx::exp2_approx(reference[half] - raised);
+        reference[half] = raised;
+        z[half] *= shrink[half];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 2; ++i) {
+      if constexpr (Score::kFollowsRowMax) {
+        s[i] = score.weight(s[i], reference[i >> 1 & 1]);
+      } else {
+        const float weight = kFades<Visibility> ? s[i] : score.weight(s[i]);
+        s[i] = sees(i) ? weight : 0.f;
+      }
+      z[i >> 1 & 1] += s[i];
+    }
+  }
+
+  __device__ __forceinline__ void shrink_output(const float (&shrink)[2]) {
+    if constexpr (Score::kFollowsRowMax) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) o[i] *= shrink[i >> 1 & 1];
+    }
+  }
+};
+
+// Consumers in a circle: who waits for its turn has it when the one before passes it on. Named barriers 8 and up.
+template <int kConsumers, bool kTakesTurns>
+struct Turns {
+  int consumer;
+
+  __device__ __forceinline__ void begin() const {
+    if (kTakesTurns && consumer == kConsumers - 1) pass();
+  }
+  __device__ __forceinline__ void wait() const {
+    if constexpr (kTakesTurns) ptx::barrier_wait<256>(8 + consumer);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (kTakesTurns) ptx::barrier_arrive<256>(8 + (consumer + 1 == kConsumers ? 0 : consumer + 1));
+  }
+};
+
+template <class Score, class Visibility, class Math, int kHeadDim>
+__global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>::kThreads, 1)
+    quadratic_fwd_sm90_kernel(const __grid_constant__ QuadraticFwdMaps maps, const FwdParams p, const KeptWords kept,
+                              const WorkOrder order, const uint8_t* key_factors) {
+  using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
+  using KeyTile = typename Tile::KeyTile;
+  using QueryTile = typename Tile::QueryTile;
+  extern __shared__ uint8_t shared[];
+  const uint32_t base = (ptx::smem_address(shared) + kSwizzledTileAlignment - 1) & ~uint32_t{kSwizzledTileAlignment - 1};
+  const Ring<Tile::kStages> ring(base + Tile::kBarriers);
+  const int warp = warp_uniform(static_cast<int>(threadIdx.x) / kWarpSize), lane = lane_index();
+  const int consumer = warp / 4;
+  // Of a consumer: buffers for queries, which are released as soon as all scores are made.
+  const auto query_ring = [&](int i) {
+    return Ring<Tile::kQueryBuffers>(base + Tile::kQueryBarriers + i * Ring<Tile::kQueryBuffers>::kBarrierBytes);
+  };
+  const auto query_tile = [&](int i, RingPosition at) {
+    return base + Tile::kQueries + (i * Tile::kQueryBuffers + at.stage) * QueryTile::kBytes;
+  };
+
+  const auto factors = [&](RingPosition at) { return base + Tile::kFactors + at.stage * Tile::kFactorBytes; };
+
+  if (threadIdx.x == 0) {
+    ring.init(4 * Tile::kConsumers);
+    for (int i = 0; i < Tile::kConsumers; ++i) query_ring(i).init(4);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  ptx::wait_for_earlier_kernels();
+
+  // Tiles that the `rows` queries from `row` on see, of those in `block`.
+  const auto tiles_of = [&](const HeadIndex& head, int row, int rows, Range block) {
+    return walk_over_keys<Tile::kKeys>(Visibility(p, head.batch * p.hk + head.kv_head), kept, head.batch, row, min(row + rows, p.n) - 1,
+                                       block);
+  };
+  // Consumers that a head lacks are those of its first block: those of the last one, which see most, wait for nobody in vain. They take
+  // rows behind the last one, which there are not.
+  const int rows_of_blocks = order.row_blocks * Tile::kBlockRows;
+  const int lacking = rows_of_blocks - (p.n + Tile::kRows - 1) / Tile::kRows * Tile::kRows;
+  const auto row_of = [&](const WorkItem& item, int consumer) {
+    const int row = item.row_block * Tile::kBlockRows - lacking + consumer * Tile::kRows;
+    return row < 0 ? row + rows_of_blocks : row;
+  };
+  const auto tiles_of_block = [&](const WorkItem& item, const HeadIndex& head) {
+    const int end = (item.row_block + 1) * Tile::kBlockRows - lacking, rows = min(end, Tile::kBlockRows);
+    return tiles_of(head, end - rows, rows, kAllTiles).seen;
+  };
+
+  if (consumer == Tile::kConsumers) {
+    ptx::fewer_registers<Tile::kProducerRegisters>();
+    if (warp == 4 * Tile::kConsumers && lane == 0) {  // K and V
+      RingPosition at;
+      for (WorkWalk walk(order); !walk.done(); walk.next()) {
+        const WorkItem item = walk.item();
+        const HeadIndex head = head_index(p, item.head);
+        const Range tiles = tiles_of_block(item, head);
+        for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+          const uint32_t stage = base + at.stage * Tile::kStageBytes;
+          ring.wait_until_empty(at);
+          ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
+          if constexpr (kFades<Visibility>) {
+            const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
+            ptx::bulk_load(factors(at), key_factors + (of_head + tile) * Tile::kFactorBytes, Tile::kFactorBytes, ring.full(at));
+          }
+          KeyTile::load(stage, maps.k, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
+          KeyTile::load(stage + KeyTile::kBytes, maps.v, ring.full(at), tile * Tile::kKeys, head.kv_head, head.batch);
+          at.advance<Tile::kStages>();
+        }
+      }
+    } else if (warp == 4 * Tile::kConsumers + 1 && lane == 0) {  // queries, as soon as a consumer has room for them
+      RingPosition at;
+      for (WorkWalk walk(order); !walk.done(); walk.next(), at.advance<Tile::kQueryBuffers>()) {
+        const WorkItem item = walk.item();
+        const HeadIndex head = head_index(p, item.head);
+        for (int i = 0; i < Tile::kConsumers; ++i) {
+          const Ring<Tile::kQueryBuffers> buffers = query_ring(i);
+          buffers.wait_until_empty(at);
+          buffers.expect(at, QueryTile::kBytes);
+          QueryTile::load(query_tile(i, at), maps.q, buffers.full(at), row_of(item, i), head.head, head.batch);
+        }
+      }
+    }
+  } else {
+    ptx::more_registers<Tile::kConsumerRegisters>();
+    const int warp_in_group = warp % 4, t = lane % 4;
+    const Score score(p);
+    const Turns<Tile::kConsumers, Tile::kTakesTurns> turns{consumer};
+    turns.begin();
+    RingPosition at, queries;  // of K and V, and of this consumer's queries
+    for (WorkWalk walk(order); !walk.done(); walk.next()) {
+      const WorkItem item = walk.item();
+      const HeadIndex head = head_index(p, item.head);
+      const Range block_tiles = tiles_of_block(item, head);
+      const int row = row_of(item, consumer);                    // of the warpgroup
+      const int lane_row = row + warp_in_group * 16 + lane / 4;  // and the row 8 further
+      TileRanges tiles{{0, 0}, {0, 0}};
+      if (row < p.n) tiles = tiles_of(head, row, Tile::kRows, block_tiles);
+      if (tiles.seen.end <= tiles.seen.begin) tiles = {{block_tiles.begin, block_tiles.begin}, {block_tiles.begin, block_tiles.begin}};
+      const int first_tile = tiles.seen.begin, last_tile = tiles.seen.end - 1;
+      const int first_whole = tiles.whole.begin, end_whole = tiles.whole.end;
+
+      int tile = block_tiles.end - 1;
+      // Tiles that only other rows of the block see.
+      const auto skip_tiles = [&](int before) {
+        for (; tile > before; --tile) {
+          turns.wait();
+          turns.pass();
+          ring.wait_until_full(at);
+          ring.release(at, lane);
+          at.template advance<Tile::kStages>();
+        }
+      };
+      skip_tiles(last_tile);
+
+      QuadraticFwdRows<Score, Visibility, Math, kHeadDim> rows;
+      rows.reset();
+      query_ring(consumer).wait_until_full(queries);
+      if (tile >= first_tile) {
+        const Visibility sees(p, head.batch * p.hk + head.kv_head);
+        const Operand<QueryTile> q(query_tile(consumer, queries));
+        uint32_t visible[2][Tile::kKeys / 32];
+        float shrink[2];
+        auto fading = [&] {
+          if constexpr (kFades<Visibility>) {
+            return TileFading<Score, false, Tile::kKeys>(p, head.batch * p.hk + head.kv_head, lane_row);
+          } else {
+            return NoTileFading();
+          }
+        }();
+
+        const auto weigh_masked = [&](int tile, uint32_t key_factors) {
+          if constexpr (kHidesKeys<Score, Visibility>) {
+            hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<false>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+          } else {
+            visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
+            rows.template weigh<true>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+          }
+        };
+
+        ring.wait_until_full(at);
+        turns.wait();
+        wgmma_fence();
+        rows.start_scores(q, Operand<KeyTile>(base + at.stage * Tile::kStageBytes));
+        turns.pass();
+        wgmma_wait<0>();
+        keep(rows.s);
+        weigh_masked(tile, factors(at));
+
+        // From weights of this tile to those of the one below.
+        const auto step = [&](auto masked) {
+          constexpr bool kMasked = decltype(masked)::value;
+          RingPosition below = at;
+          below.advance<Tile::kStages>();
+          const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
+          const Operand<KeyTile> k(base + below.stage * Tile::kStageBytes);
+          ring.wait_until_full(below);
+          uint32_t w[Tile::kKeys / 4];
+          rows.pack_weights(w);
+          turns.wait();
+          keep(w);
+          wgmma_fence();
+          rows.start_scores(q, k);
+          rows.start_output(w, v);
+          turns.pass();
+          wgmma_wait<1>();
+          keep(rows.s);
+          if constexpr (kMasked) weigh_masked(tile - 1, factors(below));
+          else rows.template weigh<false>(score, visible, fading, factors(below), (tile - 1) * Tile::kKeys, shrink);
+          wgmma_wait<0>();
+          keep(rows.o);
+          rows.shrink_output(shrink);
+          ring.release(at, lane);
+          at = below;
+          --tile;
+        };
+        while (tile > end_whole) step(std::true_type());
+        while (tile > first_whole) step(std::false_type());
+        if constexpr (Visibility::kBoundsBothSides) {
+          while (tile > first_tile) step(std::true_type());
+        }
+
+        query_ring(consumer).release(queries, lane);
+        const Operand<KeyTile> v(base + at.stage * Tile::kStageBytes + KeyTile::kBytes);
+        uint32_t w[Tile::kKeys / 4];
+        rows.pack_weights(w);
+        keep(w);
+        wgmma_fence();
+        rows.start_output(w, v);
+        wgmma_wait<0>();
+        keep(rows.o);
+        ring.release(at, lane);
+        at.template advance<Tile::kStages>();
+        --tile;
+      } else {
+        query_ring(consumer).release(queries, lane);
+      }
+      queries.template advance<Tile::kQueryBuffers>();
+      if constexpr (Visibility::kBoundsBothSides) skip_tiles(block_tiles.begin - 1);
+
+      float inverse[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float z = quad_sum(rows.z[half]);
+        if (kFades<Visibility> && fabsf(z) < Score::kSmallestSum) z = 0.f;
+        inverse[half] = z == 0.f ? 0.f : 1.f / z;
+        const int query = lane_row + 8 * half;
+        if (t == 0 && query < p.n) {
+          float* result = p.z + (static_cast<int64_t>(head.batch) * p.h + head.head) * p.n + query;
+          if constexpr (Score::kFollowsRowMax) {
+            *result = Score::log_sum(z, rows.reference[half]);
+          } else {
+            *result = z;
+          }
+        }
+        if (p.noise != nullptr && query < p.n) {
+          using Element = typename Math::Element;
+          const Element* noise =
+              head_of<Element>(p.noise, p.noise_stride, head.batch, head.head) + query * p.noise_stride.token + 2 * t;
+#pragma unroll
+          for (int j = 0; j < kHeadDim / 8; ++j) {
+            if (8 * j >= p.dv) break;
+            const float2 x = load_pair(noise + 8 * j);
+            rows.o[4 * j + 2 * half] *= fmaf(p.dropout, x.x, 1.f);
+            rows.o[4 * j + 2 * half + 1] *= fmaf(p.dropout, x.y, 1.f);
+          }
+        }
+      }
+      using Element = typename Math::Element;
+      store_accumulator_rows<Math>(head_of<Element>(p.o, p.o_stride, head.batch, head.head), p.o_stride.token, lane_row, p.n, p.dv, rows.o,
+                                   inverse[0], inverse[1]);
+    }
+  }
+}
+
+// In the workspace: the kept keys, running sums of decays, tables of bounds, factors of keys.
+struct QuadraticFwdSm90Workspace {
+  size_t decay_sums, tables, key_factors, bytes;
+
+  explicit QuadraticFwdSm90Workspace(const FwdParams& p) : decay_sums(kept_words_bytes(p)) {
+    tables = decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p));
+    key_factors = (tables + (is_bounded(p) && !has_window_alone(p) ? bound_table_bytes(p, Direction::kForward) : 0) + 255) / 256 * 256;
+    bytes = key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, KeptWords::kKeysPerBlock));
+  }
+};
+
+template <class Score, class Visibility>
+struct LaunchQuadraticFwdSm90 {
+  static void run(const FwdParams& p, cudaStream_t stream) {
+    dispatch_head_dim(QuadraticSm90HeadDims(), p.head_dim, [&](auto head_dim) {
+      if constexpr (kWeighsInFp16<Score>) {
+        if (p.math == MathMode::kFP16) return run<Fp16, head_dim>(p, stream);
+      }
+      run<Bf16, head_dim>(p, stream);
+    });
+  }
+
+ private:
+  template <class Math, int kHeadDim>
+  static void run(const FwdParams& call, cudaStream_t stream) {
+    using Tile = QuadraticFwdSm90Tile<Score, Visibility, kHeadDim>;
+    FwdParams p = call;
+    const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
+      return fastmax::tensor_map(x, box_tokens, panel_cols(kHeadDim));
+    };
+    const KeptWords kept = fill_kept_words(p, p.workspace, stream);
+    uint8_t* key_factors = nullptr;
+    if constexpr (Visibility::kHasTables) {
+      const QuadraticFwdSm90Workspace at(p);
+      char* workspace = static_cast<char*>(p.workspace);
+      if constexpr (kFades<Visibility>) {
+        fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
+        key_factors = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
+        fill_key_factors<Score, Tile::kKeys>(p, key_factors, stream);
+      }
+      fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kForward, stream);
+    }
+    const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
+    const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
+    const QuadraticFwdMaps maps{tensor_map(q, Tile::kRows), tensor_map(k, Tile::kKeys), tensor_map(v, Tile::kKeys)};
+    const WorkOrder order = WorkOrder::of((p.n + Tile::kBlockRows - 1) / Tile::kBlockRows, int64_t{p.b} * p.h, p.sm_count,
+                                          p.causal && !p.window, true);
+    launch_waiting_kernel("quadratic_fwd_sm90", quadratic_fwd_sm90_kernel<Score, Visibility, Math, kHeadDim>,
+                          grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept, order,
+                          key_factors);
+  }
+};
+
+}  // namespace fastmax

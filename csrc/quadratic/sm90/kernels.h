@@ -1,0 +1,50 @@
+// The Hopper kernels of the quadratic algorithm and of softmax attention: bf16, and softmax's forward fp16 too; head dims up to 128.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+
+#include "core/algorithm.h"
+#include "core/dispatch.h"
+#include "core/params.h"
+
+namespace fastmax {
+
+using QuadraticSm90HeadDims = HeadDims<32, 64, 96, 128>;
+
+// Calls of tensors that tensor maps can express: without bounds of keys and windows, with them, and those that fade; and of softmax
+// with a window and nothing else, which takes no tables. Fused: the backward, in one kernel where that is better than two.
+bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction);
+bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
+bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
+bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_window_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
+
+// Of core/score.h, core/visibility.h and fading.h. WindowVisibility: softmax alone.
+struct PolynomialScore;
+struct SoftmaxScore;
+struct DenseVisibility;
+struct WindowVisibility;
+struct TableVisibility;
+struct FadingVisibility;
+
+template <class Score, class Visibility>
+size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);
+template <class Score, class Visibility>
+size_t quadratic_bwd_sm90_workspace_bytes(const BwdParams& p);
+template <class Score>
+size_t quadratic_fused_bwd_sm90_workspace_bytes(const BwdParams& p);
+
+template <class Score, class Visibility>
+void quadratic_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+template <class Score, class Visibility>
+void quadratic_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+template <class Score>
+void quadratic_fused_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+
+}  // namespace fastmax

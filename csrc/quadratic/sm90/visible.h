@@ -1,0 +1,129 @@
+// Which pairs of a partly visible tile count, as bits that a thread looks at by its accumulators (wgmma.h): visible[half][i], of row
+// g + 8 half and the 32 columns from 32 i on, a bit for each column, moved down by 2t, so that the number of an accumulator's bit is
+// known to the compiler.
+#pragma once
+
+#include <climits>
+
+#include "core/visibility.h"
+#include "quadratic/sm90/fading.h"
+#include "quadratic/sm90/kept_keys.h"
+
+namespace fastmax {
+
+// Of accumulator i.
+template <int kWords>
+__device__ __forceinline__ bool is_visible(const uint32_t (&visible)[2][kWords], int i) {
+  return (visible[i >> 1 & 1][i >> 4] >> ((i >> 2 & 3) * 8 + (i & 1)) & 1u) != 0;
+}
+
+// The lowest `count` bits of 32 are ones; of word i where the count is over several.
+__device__ __forceinline__ uint32_t low_bits(int count, int word) {
+  return static_cast<uint32_t>((uint64_t{1} << min(max(count - 32 * word, 0), 32)) - 1);
+}
+
+// A row whose range is computed, in each tile again: between tiles its bounds would take registers.
+template <class Visibility>
+__device__ __forceinline__ int row_again(int row) {
+  if constexpr (Visibility::kBoundsBothSides && !Visibility::kHasTables) {
+    return static_cast<int>(ptx::keep_in_register(row));
+  } else {
+    return row;
+  }
+}
+
+// Rows are queries: `row` and row + 8. Columns are the 32 kWords keys of a tile. t: lane % 4.
+template <int kWords, class Visibility>
+__device__ __forceinline__ void visible_keys(uint32_t (&visible)[2][kWords], const Visibility& sees, const KeptWords& kept, int batch,
+                                             int tile, int row, int t) {
+  constexpr int kKeys = 32 * kWords;
+  uint32_t words[kWords];
+  kept.load(words, batch, tile);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Range keys = sees.keys_of(row_again<Visibility>(row) + 8 * half);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t bits = words[i] & low_bits(keys.end - tile * kKeys, i);
+      if constexpr (Visibility::kBoundsBothSides) bits &= ~low_bits(keys.begin - tile * kKeys, i);
+      visible[half][i] = bits >> (2 * t);
+    }
+  }
+}
+
+// The same for scores of which no more is asked: those of other keys become -infinity, one row after the other, in fewer registers.
+template <class Visibility, int kCount>
+__device__ __forceinline__ void hide_keys(float (&scores)[kCount], const Visibility& sees, const KeptWords& kept, int batch, int tile,
+                                          int row, int t) {
+  constexpr int kWords = kCount / 16, kKeys = 32 * kWords;
+  const auto bits_below = [](int count, int word) { return __funnelshift_lc(~0u, 0u, max(count - 32 * word, 0)); };  // low_bits
+  uint32_t words[kWords];
+  kept.load(words, batch, tile);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Range keys = sees.keys_of(row_again<Visibility>(row) + 8 * half);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t bits =
+          (words[i] & bits_below(keys.end - tile * kKeys, i) & ~bits_below(keys.begin - tile * kKeys, i)) >> (2 * t);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float& x = scores[16 * i + j / 2 * 4 + 2 * half + j % 2];
+        x = (bits >> (j / 2 * 8 + j % 2) & 1u) != 0 ? x : -INFINITY;
+      }
+    }
+  }
+}
+
+// Rows are keys, columns the 32 kWords queries of a tile. Those behind the last query may count, and are zeros.
+template <int kWords, class Visibility>
+__device__ __forceinline__ void visible_queries(uint32_t (&visible)[2][kWords], const Visibility& sees, int tile, int row, int t) {
+  constexpr int kQueries = 32 * kWords;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Range queries = sees.queries_of(row_again<Visibility>(row) + 8 * half);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t bits = ~low_bits(queries.begin - tile * kQueries, i);
+      if constexpr (Visibility::kBoundsBothSides) bits &= low_bits(queries.end - tile * kQueries, i);
+      visible[half][i] = bits >> (2 * t);
+    }
+  }
+}
+
+// Tiles of a consumer, clamped to those of its block. The producer loads the block's tiles, and every consumer waits for each of them
+// once. Where bounds of keys do not fall, the block's range covers those of its consumers. Tables may hold invalid bounds, which fall.
+inline constexpr Range kAllTiles{0, INT_MAX};
+
+template <class Visibility>
+__device__ __forceinline__ Range clamped_to_block(Range tiles, Range block) {
+  if constexpr (Visibility::kHasTables) return {max(tiles.begin, block.begin), min(tiles.end, block.end)};
+  else return tiles;
+}
+
+// The tiles that rows first .. last walk over: wholly visible ones are some of the seen ones. Where there are none, they are where the
+// walk would come to them last: at the begin of a walk down over keys, at the end of a walk up over queries. block: what the block of a
+// consumer walks over.
+template <int kTile, class Visibility>
+__device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, const KeptWords& kept, int batch, int first, int last,
+                                                     Range block = kAllTiles) {
+  TileRanges tiles = key_tiles<kTile>(sees, first, last);
+  if constexpr (kFades<Visibility>) {  // a whole tile is before all rows
+    tiles.whole = tiles_within<kTile>({sees.keys_of(last).begin, sees.keys_of(first).end - 1});
+  }
+  tiles.seen = clamped_to_block<Visibility>(kept.trim<kTile>(batch, tiles.seen), block);
+  tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
+  if (!kept.keeps_all() || tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.begin, tiles.seen.begin};
+  return tiles;
+}
+template <int kTile, class Visibility>
+__device__ __forceinline__ TileRanges walk_over_queries(const Visibility& sees, int first, int last, Range block = kAllTiles) {
+  TileRanges tiles = query_tiles<kTile>(sees, first, last);
+  tiles.seen = clamped_to_block<Visibility>(tiles.seen, block);
+  if constexpr (kFades<Visibility>) tiles.whole.begin = tiles_within<kTile>({sees.queries_of(last).begin + 1, 0}).begin;  // behind all rows
+  tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
+  if (tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.end, tiles.seen.end};
+  return tiles;
+}
+
+}  // namespace fastmax
