@@ -31,100 +31,114 @@ from fastmax.core.call import EXACT_TILES, EXACT_WINDOW, FAR, FASTMAX, FLASH, Ca
 from fastmax.core.score import Score, Softmax
 from fastmax.eager import softmax as row_softmax
 from fastmax.ops import checks as operator_checks
-from fastmax.ops import exact_window, extension, flops
+from fastmax.ops import exact_window, extension, flops, registration
 
 _NO_SECOND_DERIVATIVE = (
     "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
     "gives the same numbers"
 )
 
-library = torch.library.Library("fastmax", "DEF")
+_OF_PREFILL = ("q", "k", "v", "log_decay", "values", "weights")
+_PREFILL_GRADIENTS = ", ".join(f"Tensor grad_{name}" for name in _OF_PREFILL)
+
+library = registration.LIBRARY
 for _prefix in ("", "eager_"):
-    library.define(f"{_prefix}forward(Tensor q, Tensor k, Tensor v, {FASTMAX.schema}) -> (Tensor o, Tensor z)")
-    library.define(
+    registration.define(f"{_prefix}forward(Tensor q, Tensor k, Tensor v, {FASTMAX.schema}) -> (Tensor o, Tensor z)")
+    registration.define(
         f"{_prefix}backward(Tensor grad_o, Tensor? grad_z, Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FASTMAX.schema}) "
-        "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"-> ({FASTMAX.gradients_schema})"
     )
-    library.define(f"{_prefix}flash_forward(Tensor q, Tensor k, Tensor v, {FLASH.schema}) -> (Tensor o, Tensor lse)")
-    library.define(
+    registration.define(f"{_prefix}flash_forward(Tensor q, Tensor k, Tensor v, {FLASH.schema}) -> (Tensor o, Tensor lse)")
+    registration.define(
         f"{_prefix}flash_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-        f"{FLASH.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
+        f"{FLASH.schema}) -> ({FLASH.gradients_schema})"
     )
-    library.define(
+    registration.define(
         f"{_prefix}decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? attention_mask, "
-        "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> (Tensor, Tensor, Tensor)"
+        "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) "
+        "-> (Tensor o, Tensor new_values, Tensor new_weights)"
     )
-    library.define(
+    registration.define(
         f"{_prefix}decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? attention_mask, "
-        "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> Tensor"
+        "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> (Tensor o)"
     )
-    library.define(
+    registration.define(
         f"{_prefix}gathered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
         "Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) gathered, Tensor? attention_mask, "
-        "Tensor? log_decay, int exact_window, float scale, float a0, float a1, float a2, int p) -> Tensor"
+        "Tensor? log_decay, int exact_window, float scale, float a0, float a1, float a2, int p) -> (Tensor o)"
     )
-    library.define(
+    registration.define(
         f"{_prefix}prefill(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, "
         "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
         "-> (Tensor o, Tensor z, Tensor new_values, Tensor new_weights)"
     )
-    library.define(
+    registration.define(
         f"{_prefix}prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_values, Tensor? grad_new_weights, "
         "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, Tensor? attention_mask, "
         "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, "
-        "int p, bool allow_tf32) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"int p, bool allow_tf32) -> ({_PREFILL_GRADIENTS})"
     )
-    library.define(
+    registration.define(
         f"{_prefix}state_of_keys(Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, "
         "float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) "
         "-> (Tensor values, Tensor weights, Tensor kept)"
     )
-    library.define(
+    registration.define(
         f"{_prefix}prefill_kept_(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, "
         "Tensor? values, Tensor? weights, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
         "-> (Tensor o, Tensor z)"
     )
-    library.define(f"{_prefix}gradients_of_sums(Tensor grad_o, Tensor? grad_z, Tensor o, Tensor z) -> (Tensor g, Tensor e)")
-    library.define(
-        f"{_prefix}state_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? first_key, "
-        "float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) -> (Tensor, Tensor, Tensor)"
+    registration.define(
+        f"{_prefix}gradients_of_sums(Tensor grad_o, Tensor? grad_z, Tensor o, Tensor z) -> (Tensor g, Tensor e)"
     )
-    library.define(
+    registration.define(
+        f"{_prefix}state_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? first_key, "
+        "float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) "
+        "-> (Tensor grad_values, Tensor grad_weights, Tensor kept)"
+    )
+    registration.define(
         f"{_prefix}prefill_backward_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? attention_mask, "
         "Tensor? log_decay, Tensor? first_key, Tensor? values, Tensor? weights, float scale, float a0, float a1, float a2, "
-        "int p, bool allow_tf32, int event) -> (Tensor, Tensor pairs)"
+        "int p, bool allow_tf32, int event) -> (Tensor grad_q, Tensor pairs)"
     )
-    library.define(
+    registration.define(
         f"{_prefix}prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, "
         "Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, Tensor? pairs, "
         "Tensor? pairs_of_states, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-        "-> (Tensor, Tensor, Tensor)"
+        "-> (Tensor grad_k, Tensor grad_v, Tensor grad_log_decay)"
     )
-    library.define(f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
-    library.define(f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> Tensor")
-    library.define(f"{_prefix}far_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {FAR.schema}) -> Tensor")
-    library.define(
+    registration.define(
+        f"{_prefix}finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)"
+    )
+    registration.define(
+        f"{_prefix}merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> (Tensor z)"
+    )
+    registration.define(
+        f"{_prefix}far_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {FAR.schema}) -> (Tensor z)"
+    )
+    registration.define(
         f"{_prefix}far_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad_o, Tensor? grad_z, "
-        f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FAR.schema}) -> Tensor"
+        f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FAR.schema}) -> (Tensor grad_log_decay)"
     )
-    library.define(
-        f"{_prefix}normalize_tokens(Tensor q, Tensor k, float lim) -> (Tensor, Tensor, Tensor q_factor, Tensor k_factor)"
+    registration.define(
+        f"{_prefix}normalize_tokens(Tensor q, Tensor k, float lim) "
+        "-> (Tensor normalized_q, Tensor normalized_k, Tensor q_factor, Tensor k_factor)"
     )
-    library.define(
+    registration.define(
         f"{_prefix}normalize_tokens_backward(Tensor? grad_q, Tensor? grad_k, Tensor q, Tensor k, Tensor q_factor, "
-        "Tensor k_factor, float lim) -> (Tensor, Tensor)"
+        "Tensor k_factor, float lim) -> (Tensor of_q, Tensor of_k)"
     )
-    library.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
+    registration.define(f"{_prefix}softmax(Tensor x, str algorithm) -> Tensor")
 _EXACT_WINDOW_RESULTS = ", ".join(f"Tensor {name}" for name in exact_window.Forward._fields)
-library.define(f"exact_window_forward(Tensor q, Tensor k, Tensor v, {EXACT_WINDOW.schema}) -> ({_EXACT_WINDOW_RESULTS})")
-library.define(
+registration.define(f"exact_window_forward(Tensor q, Tensor k, Tensor v, {EXACT_WINDOW.schema}) -> ({_EXACT_WINDOW_RESULTS})")
+registration.define(
     f"exact_window_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, {_EXACT_WINDOW_RESULTS}, "
-    f"{EXACT_WINDOW.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"{EXACT_WINDOW.schema}) -> ({EXACT_WINDOW.gradients_schema})"
 )
-library.define(f"exact_tiles_forward(Tensor q, Tensor k, Tensor v, {EXACT_TILES.schema}) -> (Tensor o, Tensor lse)")
-library.define(
+registration.define(f"exact_tiles_forward(Tensor q, Tensor k, Tensor v, {EXACT_TILES.schema}) -> (Tensor o, Tensor lse)")
+registration.define(
     "exact_tiles_backward(Tensor grad_o, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, "
-    f"{EXACT_TILES.schema}) -> (Tensor, Tensor, Tensor, Tensor)"
+    f"{EXACT_TILES.schema}) -> ({EXACT_TILES.gradients_schema})"
 )
 
 
@@ -350,8 +364,8 @@ def attention_backward(
     operator = _part(call)
     tensors, options = operator.signature.flatten(call, _allow_tf32(q))
     saved = (q, k, v, o, z, *tensors)
-    grads = extension.call(operator.gradients, saved, options, grad_o, grad_z)
-    return *grads[:3], grads[3 + operator.signature.tensor_names.index("log_decay")]
+    grads = extension.call(operator.by_name, saved, options, grad_o, grad_z)
+    return grads["q"], grads["k"], grads["v"], None if call.log_decay is None else grads["log_decay"]
 
 
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -454,7 +468,7 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
         operator = _part(call)
         tensors, options = operator.signature.flatten(call, arguments[-1])
         grads = extension.call(operator.backward, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
-        return *grads[:3], grads[-1]
+        return operator.signature.gradients(grads)
 
     def differentiate_far_(into, grad_o, grad_z, q, k, v, o, z, call):
         tensors, options = FAR.flatten(call, arguments[-1])
@@ -462,7 +476,8 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
         return extension.call(operator, *into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
 
     with without_autocast(q):
-        return exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_far_)
+        grads = exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_far_)
+    return tuple(grads[name] for name in EXACT_WINDOW.gradient_names)
 
 
 def _merge_(o, lse, o_far, z_far, shift):
@@ -492,9 +507,10 @@ def _far_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *argum
     operator_checks.check_joined(q, grad_q=(grad_q, q.shape), grad_k=(grad_k, k.shape), grad_v=(grad_v, v.shape))
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
     grads = extension.call(torch.ops.fastmax.backward.default, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
-    for whole, x in zip((grad_q, grad_k, grad_v), grads, strict=False):
-        whole.add_(x)
-    return grads[-1]
+    grads = FASTMAX.gradients(grads)
+    for name, whole in (("q", grad_q), ("k", grad_k), ("v", grad_v)):
+        whole.add_(grads[name])
+    return grads["log_decay"]
 
 
 def _decode_step(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
@@ -768,7 +784,7 @@ def _far_forward_fake_(o, lse, *arguments):
 
 @torch.library.register_fake("fastmax::far_backward_", lib=library)
 def _far_backward_fake_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
-    return _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FAR)[3]
+    return _backward_fake(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FAR)[FAR.gradient_names.index("log_decay")]
 
 
 @torch.library.register_fake("fastmax::decode_step", lib=library)
@@ -906,10 +922,12 @@ class _Differentiable(NamedTuple):
         names = self.signature.tensor_names
         if grad_o is None and grad_z is None:
             return (None,) * (3 + len(names))
+        return self.signature.of_inputs(self.by_name(saved, options, grad_o, grad_z), saved[len(saved) - len(names) :])
+
+    def by_name(self, saved: tuple, options: tuple, grad_o: Tensor | None, grad_z: Tensor | None) -> dict[str, Tensor]:
         if grad_o is None:
             grad_o = torch.zeros_like(saved[3])
-        grads = self.backward(grad_o, grad_z, *saved, *options)
-        return *grads[:3], *self.signature.by_tensor(grads[3:], saved[len(saved) - len(names) :])
+        return self.signature.gradients(self.backward(grad_o, grad_z, *saved, *options))
 
 
 class _Prefill(NamedTuple):
@@ -930,11 +948,13 @@ class _Prefill(NamedTuple):
         """Of q, k, v, what accompanies them, and the state."""
         if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
             return (None,) * 8
+        _, _, _, o, _, _, _, _, log_decay, *_ = saved
         if grad_o is None:
-            grad_o = torch.zeros_like(saved[3])
-        *tokens, of_decay, values, weights = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
-        has_decay = saved[8] is not None
-        return *tokens, None, of_decay if has_decay else None, None, values, weights
+            grad_o = torch.zeros_like(o)
+        results = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
+        grads = dict(zip(_OF_PREFILL, results, strict=True))
+        of_decay = None if log_decay is None else grads["log_decay"]
+        return grads["q"], grads["k"], grads["v"], None, of_decay, None, grads["values"], grads["weights"]
 
 
 class _Normalization(NamedTuple):
