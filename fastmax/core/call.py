@@ -6,13 +6,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, get_type_hints
 
+import torch
 from torch import Tensor
 
 from fastmax.core.score import Score, Softmax
 
 ALGORITHMS = ("auto", "quadratic", "linear")
+
+
+class Accompanying(NamedTuple):
+    """A tensor that accompanies q, k and v, as its field of `Call` declares it.
+
+    Schemas, checks, gradients, the parts of an exact window and the placements of DTensors follow from this.
+    """
+
+    axes: str  # of b, h, hk, n, m, d, dv; others are sizes of its own
+    dtype: torch.dtype | None = None  # None: the compute dtype
+    differentiable: bool = False
+    of_far_keys: bool = False  # whether a call for the far keys of an exact window, and one that continues from a state, has it
+
+    @property
+    def per_head(self) -> bool:
+        """Whether it has numbers for every key/value head."""
+        return "hk" in self.axes.split()
 
 
 class Call(NamedTuple):
@@ -29,12 +47,18 @@ class Call(NamedTuple):
     right: int = -1  # keys with j - pos(i) > right, likewise
     exact_window: int = 0  # keys with |pos(i) - j| < exact_window are weighed by exp(s): see `fastmax.ops.exact_window`
     # Tensors that accompany q, k and v.
-    attention_mask: Tensor | None = None  # bool (b, m), True = the key is attended
-    drop_noise: Tensor | None = None  # (b, h, n, dv), a constant
-    rpe_matrix: Tensor | None = None  # (n + m - 1, d)
-    log_decay: Tensor | None = None  # (b, hk, m), finite, <= 0, or NaN, in the compute dtype: see `fastmax.prepare.bounds`
-    first_key: Tensor | None = None  # int32 (b, hk, n), keys before it are hidden; does not fall from query to query
-    end_key: Tensor | None = None  # int32 (b, hk, n), keys from it on are hidden; likewise
+    # True = the key is attended
+    attention_mask: Annotated[Tensor | None, Accompanying("b m", torch.bool, of_far_keys=True)] = None
+    # A constant
+    drop_noise: Annotated[Tensor | None, Accompanying("b h n dv")] = None
+    # n + m - 1 rows
+    rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True)] = None
+    # Finite, <= 0, or NaN: see `fastmax.prepare.bounds`
+    log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_far_keys=True)] = None
+    # Keys before it are hidden; does not fall from query to query
+    first_key: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_far_keys=True)] = None
+    # Keys from it on are hidden; likewise
+    end_key: Annotated[Tensor | None, Accompanying("b hk n", torch.int32)] = None
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -42,7 +66,11 @@ class Call(NamedTuple):
         return tuple([getattr(self, name) for name in _DIFFERENTIABLE])
 
 
-_DIFFERENTIABLE = ("rpe_matrix", "log_decay")
+_HINTS = get_type_hints(Call, include_extras=True)
+ACCOMPANYING = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")}
+# Tensors with a number for every token of every key/value head.
+PER_HEAD = tuple(name for name, x in ACCOMPANYING.items() if x.per_head)
+_DIFFERENTIABLE = tuple(name for name, x in ACCOMPANYING.items() if x.differentiable)
 _SCORE_SCHEMAS = {Score: "float scale, float a0, float a1, float a2, int p", Softmax: "float scale"}
 _OPTION_TYPES = {
     "causal": "bool",
@@ -63,6 +91,7 @@ class Signature:
         self.option_names = options
         self.tensor_names = tensors
         self.differentiable = tuple(name for name in tensors if name in _DIFFERENTIABLE)
+        self.gradient_names = ("q", "k", "v", *self.differentiable)
         self._options = [Call._fields.index(name) for name in options]
         self._tensors = [Call._fields.index(name) for name in tensors]
 
@@ -71,6 +100,11 @@ class Signature:
         tensors = (f"Tensor? {name}" for name in self.tensor_names)
         options = (f"{_OPTION_TYPES[name]} {name}" for name in self.option_names)
         return ", ".join((*tensors, _SCORE_SCHEMAS[self.score], *options, "bool allow_tf32"))
+
+    @property
+    def gradients_schema(self) -> str:
+        """The results of a backward: gradients of q, k, v and of the call's differentiable tensors."""
+        return ", ".join(f"Tensor grad_{name}" for name in self.gradient_names)
 
     def flatten(self, call: Call, allow_tf32: bool) -> tuple[tuple[Tensor | None, ...], tuple]:
         """Tensors and options, in the order of the schema."""
@@ -83,17 +117,19 @@ class Signature:
         score, options = self.score(*options[: len(self.score._fields)]), options[len(self.score._fields) :]
         return Call(score, **dict(zip(names, (*tensors, *options), strict=True)))
 
-    def by_tensor(self, gradients: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """A gradient, or None, for each of the schema's tensors, from those of the differentiable ones."""
-        given = dict(zip(self.differentiable, gradients, strict=True))
-        return tuple([None if x is None else given.get(name) for name, x in zip(self.tensor_names, tensors, strict=True)])
+    def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The results of a backward by what they are gradients of."""
+        return dict(zip(self.gradient_names, results, strict=True))
+
+    def of_inputs(self, gradients: dict[str, Tensor], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """A gradient, or None, for q, k, v and each of the schema's tensors, those of the call."""
+        of_tensors = [None if x is None else gradients.get(name) for name, x in zip(self.tensor_names, tensors, strict=True)]
+        return gradients["q"], gradients["k"], gradients["v"], *of_tensors
 
 
-# Tensors with a number for every token of every key/value head.
-PER_HEAD = ("log_decay", "first_key", "end_key")
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("attention_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
 # Causal calls whose keys are far ones of an exact window.
-FAR = Signature(Score, ("algorithm",), ("attention_mask", "log_decay", "first_key"))
+FAR = Signature(Score, ("algorithm",), tuple(name for name, x in ACCOMPANYING.items() if x.of_far_keys))
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("attention_mask", *PER_HEAD))
 EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("attention_mask", *PER_HEAD))
 FLASH = Signature(Softmax, ("causal", "left", "right"), ("attention_mask", *PER_HEAD))

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
 
-from fastmax.ops.exact_window import Forward
+from fastmax.core.call import ACCOMPANYING
+from fastmax.ops.registration import NAMES
 
 
 class Axes(NamedTuple):
@@ -32,46 +33,22 @@ class Axes(NamedTuple):
     of_keys: bool = False
 
 
-_QUERIES, _KEYS, _MASK, _SHARED = Axes(0, 1), Axes(0, 1, of_keys=True), Axes(0, None), Axes(None, None)
+def _axes(names: str) -> Axes:
+    """Of the names of a tensor's dimensions."""
+    dims = names.split()
+    heads = next((i for i, name in enumerate(dims) if name in ("h", "hk")), None)
+    return Axes(dims.index("b") if "b" in dims else None, heads, of_keys="hk" in dims)
+
+
+_QUERIES, _KEYS, _SHARED = _axes("b h"), _axes("b hk"), _axes("")
 _AXES = {
-    **dict.fromkeys(("q", "q_factor", "o", "z", "lse", "drop_noise", "z_before", "z_behind", "o_far", "z_far"), _QUERIES),
-    **dict.fromkeys(("g", "e", "pairs"), _QUERIES),
-    **dict.fromkeys(
-        ("k", "k_factor", "v", "values", "weights", "new_values", "new_weights", "near_keys", "near_values"), _KEYS
-    ),
-    **dict.fromkeys(("near_mask", "near_decays", "gathered", "kept", "log_decay", "finite", "shift"), _KEYS),
-    **dict.fromkeys(("first_key", "end_key", "pairs_of_states"), _KEYS),
-    "attention_mask": _MASK,
-    **dict.fromkeys(("rpe_matrix", "cu_seqlens", "positions", "cos", "sin"), _SHARED),
-}
-_OF_TOKENS = ("grad_q", "grad_k", "grad_v")
-_RESULTS = {
-    "forward": ("o", "z"),
-    "backward": (*_OF_TOKENS, "grad_rpe_matrix", "grad_log_decay"),
-    "flash_forward": ("o", "lse"),
-    "flash_backward": (*_OF_TOKENS, "grad_log_decay"),
-    "exact_window_forward": Forward._fields,
-    "exact_window_backward": (*_OF_TOKENS, "grad_log_decay"),
-    "exact_tiles_forward": ("o", "lse"),
-    "exact_tiles_backward": (*_OF_TOKENS, "grad_log_decay"),
-    "merge_": ("z_far",),
-    "far_forward_": ("z",),
-    "far_backward_": ("grad_log_decay",),
-    "decode_step": ("o", "new_values", "new_weights"),
-    "decode_step_": ("o",),
-    "gathered_step_": ("o",),
-    "prefill": ("o", "z", "new_values", "new_weights"),
-    "prefill_backward": (*_OF_TOKENS, "grad_log_decay", "grad_values", "grad_weights"),
-    "state_of_keys": ("values", "weights", "kept"),
-    "prefill_kept_": ("o", "z"),
-    "gradients_of_sums": ("g", "e"),
-    "state_of_queries": ("grad_values", "grad_weights", "kept"),
-    "prefill_backward_of_queries": ("grad_q", "pairs"),
-    "prefill_backward_of_keys_": ("grad_k", "grad_v", "grad_log_decay"),
-    "finite_decay": ("finite", "first_key"),
-    "normalize_tokens": ("q", "k", "q_factor", "k_factor"),
-    "normalize_tokens_backward": ("q", "k"),  # where these lie: rows of their own, and no sums over ranks
-    "rotary_factors": ("cos", "sin"),
+    **{name: _axes(x.axes) for name, x in ACCOMPANYING.items()},
+    **dict.fromkeys(("q", "normalized_q", "of_q", "q_factor", "o", "z", "lse"), _QUERIES),
+    **dict.fromkeys(("z_before", "z_behind", "o_far", "z_far", "g", "e", "pairs"), _QUERIES),
+    **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "values", "weights", "new_values", "new_weights"), _KEYS),
+    **dict.fromkeys(("near_keys", "near_values", "near_mask", "near_decays", "gathered", "kept"), _KEYS),
+    **dict.fromkeys(("finite", "shift", "pairs_of_states"), _KEYS),
+    **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }
 
 
@@ -212,9 +189,14 @@ def _softmax(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tup
         return DTensor.from_local(y, x.device_mesh, lies, run_check=False, shape=x.shape, stride=stride)
 
 
-for _name, _results in _RESULTS.items():
-    for _prefix in ("", "eager_"):
-        if hasattr(torch.ops.fastmax, _prefix + _name):
-            torch.library.register_torch_dispatch(f"fastmax::{_prefix}{_name}", DTensor, partial(_run, results=_results))
-for _prefix in ("", "eager_"):
-    torch.library.register_torch_dispatch(f"fastmax::{_prefix}softmax", DTensor, _softmax)
+def _register(name: str, results: tuple[str, ...]) -> None:
+    torch.library.register_torch_dispatch(f"fastmax::{name}", DTensor, partial(_run, results=results))
+
+
+for _name in NAMES:
+    if _name.removeprefix("eager_") == "softmax":
+        torch.library.register_torch_dispatch(f"fastmax::{_name}", DTensor, _softmax)
+    else:
+        _register(_name, tuple(x.name for x in getattr(torch.ops.fastmax, _name).default._schema.returns))
+if hasattr(torch.ops.fastmax, "rotary_factors"):
+    _register("rotary_factors", ("cos", "sin"))

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fastmax.core import validation
-from fastmax.core.call import Call
+from fastmax.core.call import ACCOMPANYING, PER_HEAD, Call
 from fastmax.core.score import Softmax
 from fastmax.eager import States, compute_dtype, state_rows, sums_dtype
 from fastmax.ops.exact_window import Forward, far_queries
@@ -25,11 +26,13 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     validation.check_attention_mask(call.attention_mask, q, k)
     if not 0.0 < call.score.scale < math.inf:
         raise ValueError(f"scale must be finite and > 0, got {call.score.scale}")
-    _check_tensor("log_decay", call.log_decay, k.shape[:3], compute_dtype(q.dtype), q)
+    sizes = {"b": k.shape[0], "hk": k.shape[1], "m": k.shape[2], "n": q.shape[2]}
+    for name in PER_HEAD:
+        tensor = ACCOMPANYING[name]
+        shape = [sizes[axis] for axis in tensor.axes.split()]
+        _check_tensor(name, getattr(call, name), shape, tensor.dtype or compute_dtype(q.dtype), q)
     if call.log_decay is not None and not call.causal:
         raise ValueError("log_decay needs causal = True")
-    for name in ("first_key", "end_key"):
-        _check_tensor(name, getattr(call, name), (*k.shape[:2], q.shape[2]), torch.int32, q)
     for name in ("left", "right"):
         if getattr(call, name) < -1:
             raise ValueError(f"{name} must be at least -1 (no bound), got {getattr(call, name)}")
@@ -42,7 +45,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     validation.check_algorithm(call.algorithm, None)  # an rpe matrix always runs on the quadratic one
 
 
-def _check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor, like: str = "q") -> None:
+def _check_tensor(name: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype, q: Tensor, like: str = "q") -> None:
     """`like`: the name of q."""
     if x is None:
         return

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastmax import eager
-from fastmax.core.call import Call
+from fastmax.core.call import ACCOMPANYING, FAR, Call
 from fastmax.core.score import Softmax
 from fastmax.ops.merge import merge_attention
 
@@ -28,8 +28,8 @@ from fastmax.ops.merge import merge_attention
 Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 # o, lse, q, k, v, call -> denominators; o and lse of near keys become those of these keys too
 AttendFar = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
-# grad_o, grad_z (or None), q, k, v, o, z, call -> gradients of q, k, v and of log_decay (no elements where there is none)
-Differentiate = Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+# grad_o, grad_z (or None), q, k, v, o, z, call -> gradients by name (no elements for a tensor that the call has not)
+Differentiate = Callable[..., dict[str, Tensor]]
 # Gradients of q, k and v to add to, then as Differentiate -> the gradient of log_decay
 DifferentiateFar = Callable[..., Tensor]
 
@@ -49,6 +49,15 @@ class FarKeys(NamedTuple):
     def keys_of(self, x: Tensor) -> Tensor:
         """A view of (b, heads, m, ...), in its order."""
         return x[:, :, x.shape[2] - self.keys :] if self.reversed else x[:, :, : self.keys]
+
+    def part_of(self, name: str, x: Tensor) -> Tensor:
+        """Of a tensor that accompanies q, k and v, in the order of the call."""
+        axes = ACCOMPANYING[name].axes.split()
+        dim = next(i for i, axis in enumerate(axes) if axis in ("n", "m"))
+        count, from_end = (self.queries, not self.reversed) if axes[dim] == "n" else (self.keys, self.reversed)
+        tokens = slice(x.shape[dim] - count, None) if from_end else slice(None, count)
+        part = x[(*[slice(None)] * dim, tokens)]
+        return part.flip(dim) if self.reversed else part
 
     def turned(self, x: Tensor) -> Tensor:
         """From the order of the sequence to that of the call, or back."""
@@ -76,25 +85,17 @@ def far_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[FarKeys]:
     """The parts, those before the queries first, that have any queries."""
     n, m, window = q.shape[2], k.shape[2], call.exact_window
     before, behind = far_queries(n, m, window, call.causal)
-    mask, decay, first, end = call.attention_mask, call.log_decay, call.first_key, call.end_key
+    whole = {name: getattr(call, name) for name in FAR.tensor_names}
     far = call._replace(causal=True, exact_window=0, end_key=None)
     if before > 0:
         part = FarKeys(before, m - window, False, far)
-        yield part._replace(
-            call=far._replace(
-                attention_mask=None if mask is None else mask[:, : part.keys],
-                log_decay=None if decay is None else part.keys_of(decay),
-                first_key=None if first is None else part.queries_of(first),
-            )
-        )
+        tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items()}
+        yield part._replace(call=far._replace(**tensors))
     if behind > 0:
         part = FarKeys(behind, behind, True, far)
-        yield part._replace(
-            call=far._replace(
-                attention_mask=None if mask is None else mask[:, m - part.keys :].flip(1),
-                first_key=None if end is None else m - part.turned(part.queries_of(end)),
-            )
-        )
+        tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items() if name != "first_key"}
+        first = None if call.end_key is None else m - part.part_of("end_key", call.end_key)
+        yield part._replace(call=far._replace(**tensors, first_key=first))
 
 
 def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -181,8 +182,8 @@ def backward(
     call: Call,
     differentiate: Differentiate,
     differentiate_far_: DifferentiateFar,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of log_decay (of no elements without)."""
+) -> dict[str, Tensor]:
+    """Gradients by name; that of log_decay has no elements without."""
     grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, near_call(call))
     for far in far_keys(q, k, call):
         z = far.turned(results.z_behind if far.reversed else results.z_before)
@@ -193,15 +194,16 @@ def backward(
         # Where z is 0 nothing reads what becomes of it; where it is infinite the part has no weight.
         grad_z = None if grad_lse is None else of_queries(grad_lse) / z
         arguments = (of_queries(grad_o), grad_z, *far.operands(q, k, v), of_queries(results.o), z, far.call)
-        into = (far.queries_of(grads[0]), far.keys_of(grads[1]), far.keys_of(grads[2]))
+        into = {"q": far.queries_of(grads["q"]), "k": far.keys_of(grads["k"]), "v": far.keys_of(grads["v"])}
         if far.reversed:
-            for whole, x in zip(into, differentiate(*arguments), strict=False):
-                whole.add_(far.turned(x))
+            part = differentiate(*arguments)
+            for name, whole in into.items():
+                whole.add_(far.turned(part[name]))
             continue
-        of_decay = differentiate_far_(into, *arguments)
+        of_decay = differentiate_far_(tuple(into.values()), *arguments)
         if call.log_decay is not None:
-            far.keys_of(grads[3]).add_(of_decay)
-            grads[3].add_(_gradient_of_between(grad_o, grad_lse, results, far, call))
+            far.keys_of(grads["log_decay"]).add_(of_decay)
+            grads["log_decay"].add_(_gradient_of_between(grad_o, grad_lse, results, far, call))
     return grads
 
 

@@ -1,0 +1,187 @@
+"""The operators that have a gradient: what they save, gradients by name, how a call is recorded, what has no derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmax import eager
+from fastmax.core.call import Signature
+from fastmax.ops import extension
+from fastmax.ops.registration import LIBRARY
+
+_NO_SECOND_DERIVATIVE = (
+    "fastmax: the custom gradient has no {}; pass use_custom_gradient=False, which differentiates PyTorch operations and "
+    "gives the same numbers"
+)
+
+
+def refuse_second_derivative(ctx, *grads):
+    """The backward of a gradient that is not to be differentiated."""
+    raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
+
+
+def refuse_derivative_of_state(ctx, *grads):
+    raise RuntimeError("fastmax: state_of_keys and state_of_queries have no gradient; prefill, which ends in a state, has")
+
+
+def refuse_second_derivative_of_prefill(ctx, *grads):
+    raise RuntimeError(
+        "fastmax: the gradient of prefill has no second derivative; fastmax.decoding.step, token by token, differentiates "
+        "PyTorch operations and gives the same numbers"
+    )
+
+
+def refuse_second_derivative_of_normalization(ctx, *grads):
+    raise RuntimeError(
+        'fastmax: the gradient of normalize="token" has no second derivative; use_custom_gradient=False, where it is '
+        "taken, differentiates PyTorch operations and gives the same numbers"
+    )
+
+
+class Differentiable(NamedTuple):
+    """An operator and its gradient; its outputs from the third on are for the backward alone."""
+
+    signature: Signature
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        last = 3 + len(self.signature.tensor_names)
+        ctx.save_for_backward(*inputs[:3], *output, *inputs[3:last])
+        ctx.options = inputs[last:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+
+    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
+        """Of q, k, v and the call's tensors, given what `save` saved; z is the second output."""
+        names = self.signature.tensor_names
+        if grad_o is None and grad_z is None:
+            return (None,) * (3 + len(names))
+        return self.signature.of_inputs(self.by_name(saved, options, grad_o, grad_z), saved[len(saved) - len(names) :])
+
+    def by_name(self, saved: tuple, options: tuple, grad_o: Tensor | None, grad_z: Tensor | None) -> dict[str, Tensor]:
+        if grad_o is None:
+            grad_o = torch.zeros_like(saved[3])
+        return self.signature.gradients(self.backward(grad_o, grad_z, *saved, *options))
+
+
+_OF_PREFILL = ("q", "k", "v", "log_decay", "values", "weights")
+
+
+PREFILL_GRADIENTS = ", ".join(f"Tensor grad_{name}" for name in _OF_PREFILL)
+
+
+class Prefill(NamedTuple):
+    """`prefill` and its gradient."""
+
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        (q, k, v, mask, log_decay, *tokens_and_state), ctx.options = inputs[:8], inputs[8:]
+        o, z, *state = output
+        # What the gradient of log_decay alone takes is not kept alive for others.
+        state = (None, None) if log_decay is None else state
+        ctx.save_for_backward(q, k, v, o, z, *state, mask, log_decay, *tokens_and_state)
+        ctx.set_materialize_grads(False)
+
+    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_values, grad_weights) -> tuple[Tensor | None, ...]:
+        """Of q, k, v, what accompanies them, and the state."""
+        if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
+            return (None,) * 8
+        _, _, _, o, _, _, _, _, log_decay, *_ = saved
+        if grad_o is None:
+            grad_o = torch.zeros_like(o)
+        results = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
+        grads = dict(zip(_OF_PREFILL, results, strict=True))
+        of_decay = None if log_decay is None else grads["log_decay"]
+        return grads["q"], grads["k"], grads["v"], None, of_decay, None, grads["values"], grads["weights"]
+
+
+class Normalization(NamedTuple):
+    """`normalize_tokens` and its gradient."""
+
+    forward: torch._ops.OpOverload
+    backward: torch._ops.OpOverload
+
+    def save(self, ctx, inputs: tuple, output: tuple) -> None:
+        ctx.save_for_backward(*output)  # results, which attention keeps too, and factors
+        ctx.options = inputs[2:]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[2:])
+
+    def gradients(self, saved: tuple, options: tuple, grad_q, grad_k, *_) -> tuple[Tensor | None, ...]:
+        given = (grad_q, grad_k)
+        if grad_q is None and grad_k is None:
+            return given
+        grads = self.backward(*given, *saved, *options)
+        return tuple(None if grad is None else x for grad, x in zip(given, grads, strict=True))
+
+
+def register_gradient(operator: Differentiable | Prefill | Normalization, refuse_second: Callable) -> None:
+    """The gradient of an operator, and that it has no further one."""
+
+    def differentiate(ctx, *grads):
+        return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
+
+    torch.library.register_autograd(operator.forward, differentiate, setup_context=operator.save, lib=LIBRARY)
+    torch.library.register_autograd(operator.backward, refuse_second, lib=LIBRARY)
+
+
+def compute(operator: Differentiable | Prefill | Normalization, tensors: tuple, options: tuple) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling():
+        return operator.forward(*tensors, *options)
+    if tensors[0].is_cuda:
+        extension.warn_if_unused(tensors[0].device)
+    if eager.is_transformed():
+        given = [x for x in tensors if x is not None]
+        if torch.autograd.forward_ad._current_level >= 0 and any(map(_has_tangent, given)):
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("forward-mode derivative"))
+        if torch.is_grad_enabled() and any(map(_is_differentiated_by_functorch, given)):
+            raise RuntimeError(_NO_SECOND_DERIVATIVE.format("rule for torch.func's gradients (grad, vjp, jacrev, hessian)"))
+        if eager.in_functorch():
+            return operator.forward(*tensors, *options)
+    if not torch.is_grad_enabled():
+        return extension.call(operator.forward, *tensors, *options)
+    return _Fused.apply(operator, options, *tensors)
+
+
+def _has_tangent(x: Tensor) -> bool:
+    while torch._C._functorch.is_batchedtensor(x):  # vmap has no rule for looking at tangents
+        x = torch._C._functorch.get_unwrapped(x)
+    return torch.autograd.forward_ad.unpack_dual(x).tangent is not None
+
+
+def _is_differentiated_by_functorch(x: Tensor) -> bool:
+    """Whether a reverse-mode transform of torch.func records what becomes of x, in whatever order with vmaps."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(x):
+        if functorch.is_gradtrackingtensor(x) and x.requires_grad:
+            return True
+        x = functorch.get_unwrapped(x)
+    return False
+
+
+class _Fused(torch.autograd.Function):
+    """What `register_autograd` does, at a third of its cost a call; compilers and torch.func see the registered operator."""
+
+    @staticmethod
+    def forward(ctx, operator, options, *tensors):
+        inputs = (*tensors, *options)
+        with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
+            output = extension.call(operator.forward, *inputs)
+        operator.save(ctx, inputs, output)
+        ctx.operator = operator
+        return output
+
+    @staticmethod
+    def backward(ctx, *grads):
+        saved = ctx.saved_tensors  # unpacked once, and where a checkpoint that runs its function again records it
+        if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
+            return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)
+        with torch._C._AutoDispatchBelowAutograd():
+            return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)

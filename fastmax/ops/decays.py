@@ -1,0 +1,69 @@
+"""`finite_decay`: decays taken apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax import eager
+from fastmax.ops import extension, registration
+from fastmax.ops.registration import LIBRARY
+
+registration.define("finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
+
+
+def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Checked decays (b, hk, m) taken apart: finite ones or NaN in a dtype, 0 where -inf or more than 0 was, and the first key
+    that a query at the place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with
+    `continues`."""
+    if not log_decay.is_cuda or eager.is_transformed():
+        return eager.finite_decay(log_decay, continues, dtype)
+    wide = dtype == torch.float64
+    if torch.compiler.is_compiling():
+        return torch.ops.fastmax.finite_decay.default(log_decay, continues, wide)
+    return _FiniteDecay.apply(log_decay, continues, wide)
+
+
+def _finite_decay(log_decay, continues, wide):
+    if log_decay.dim() != 3:
+        raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
+    finite, first_key = eager.finite_decay(log_decay, continues, torch.float64 if wide else torch.float32)
+    return finite.contiguous(), first_key.contiguous()
+
+
+registration.implement("finite_decay", _finite_decay)
+
+
+@torch.library.register_fake("fastmax::finite_decay", lib=LIBRARY)
+def _finite_decay_fake(log_decay, continues, wide):
+    dtypes = (torch.float64 if wide else torch.float32, torch.int32)
+    return tuple([log_decay.new_empty(log_decay.shape, dtype=dtype) for dtype in dtypes])
+
+
+def _save_finite_decay(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate_finite_decay(ctx, grad, _):
+    (log_decay,) = ctx.saved_tensors
+    constant = (log_decay == -torch.inf) | (log_decay > 0.0)
+    return grad.masked_fill(constant, 0.0).to(log_decay.dtype), None, None
+
+
+torch.library.register_autograd(
+    "fastmax::finite_decay", _differentiate_finite_decay, setup_context=_save_finite_decay, lib=LIBRARY
+)
+
+
+class _FiniteDecay(torch.autograd.Function):
+    """What `register_autograd` does, at less cost a call."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = extension.call(torch.ops.fastmax.finite_decay.default, *inputs)
+        _save_finite_decay(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_differentiate_finite_decay)

@@ -1,0 +1,72 @@
+"""`normalize_tokens` and its gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastmax import eager
+from fastmax.ops import checks as operator_checks
+from fastmax.ops import registration
+from fastmax.ops.autocast import without_autocast
+from fastmax.ops.autograd import (
+    Normalization,
+    compute,
+    refuse_second_derivative_of_normalization,
+    register_gradient,
+)
+from fastmax.ops.registration import LIBRARY
+
+_OPERATORS = torch.ops.fastmax
+
+registration.define(
+    "normalize_tokens(Tensor q, Tensor k, float lim) "
+    "-> (Tensor normalized_q, Tensor normalized_k, Tensor q_factor, Tensor k_factor)"
+)
+
+registration.define(
+    "normalize_tokens_backward(Tensor? grad_q, Tensor? grad_k, Tensor q, Tensor k, Tensor q_factor, "
+    "Tensor k_factor, float lim) -> (Tensor of_q, Tensor of_k)"
+)
+
+
+def normalize_tokens(q: Tensor, k: Tensor, lim: float) -> tuple[Tensor, Tensor]:
+    """4-d, checked q and k with their rows that are longer than `lim` scaled back to it."""
+    q, k, *_ = compute(_NORMALIZATION, (q, k), (lim,))
+    return q, k
+
+
+def _normalize_tokens(q, k, lim):
+    operator_checks.check_normalization(q, k, lim)
+    with without_autocast(q):
+        return eager.normalize_tokens(q, k, lim)
+
+
+def _normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
+    """Gradients of q and k, from the results of the forward."""
+    operator_checks.check_normalization(q, k, lim)
+    operator_checks.check_normalized("q", q, grad_q, q_factor)
+    operator_checks.check_normalized("k", k, grad_k, k_factor)
+    with without_autocast(q):
+        return eager.normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim)
+
+
+registration.implement("normalize_tokens", _normalize_tokens)
+
+registration.implement("normalize_tokens_backward", _normalize_tokens_backward)
+
+
+@torch.library.register_fake("fastmax::normalize_tokens", lib=LIBRARY)
+def _normalize_tokens_fake(q, k, lim):
+    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k)), *map(eager.empty_factors, (q, k))
+
+
+@torch.library.register_fake("fastmax::normalize_tokens_backward", lib=LIBRARY)
+def _normalize_tokens_backward_fake(grad_q, grad_k, q, k, q_factor, k_factor, lim):
+    given = ((grad_q, q), (grad_k, k))
+    return tuple([x.new_empty(0) if grad is None else eager.empty_like_layout(x, x.shape[-1]) for grad, x in given])
+
+
+_NORMALIZATION = Normalization(_OPERATORS.normalize_tokens.default, _OPERATORS.normalize_tokens_backward.default)
+
+register_gradient(_NORMALIZATION, refuse_second_derivative_of_normalization)
