@@ -56,7 +56,7 @@ def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Ten
     return quotient(numerator, z, out), z
 
 
-def finish_faded(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def finish_decayed(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`finish` of weights that decay. Where they have faded to less than 2^-100 (of float64 2^-996) together, nothing is seen,
     as in the CUDA kernels: gradients are divided by the sum, and stay finite."""
     return finish(numerator, torch.where(z.abs() < 2.0**26 * torch.finfo(z.dtype).tiny, 0.0, z), out)
