@@ -97,6 +97,30 @@ def from_blocks(x: Tensor, span: Span, like: Tensor) -> Tensor:
     return rearrange(x, "(b h count) (g t) c -> b h g (count t) c", b=b, h=h, g=g, count=span.count)
 
 
+class KeyFactors(NamedTuple):
+    """The factors of a block of keys, each (B, length, 1) or None for 1, that multiply f(s) in the weights of these keys.
+
+    Every pair of a query and a key is computed either in a tile or through the state, and gets the factors there, once:
+    `weight` in a tile, whose exponent holds the decays, and `in_state` where the key enters the state. Their gradients of v get
+    the same factor in the same place: a tile by its weights, the state by `times_state_factor`.
+    """
+
+    weight: Tensor | None  # of the attention mask: 0 where a key is masked, else 1
+    decay: Tensor | None = None  # from the key to the end of its chunk
+
+    @property
+    def in_state(self) -> Tensor | None:
+        """The product of all factors, with which the key enters the state."""
+        if self.weight is None or self.decay is None:
+            return self.decay if self.weight is None else self.weight
+        return self.weight * self.decay
+
+    def times_state_factor(self, x: Tensor) -> Tensor:
+        """Return x (B, length, channels) times `in_state`."""
+        factor = self.in_state
+        return x if factor is None else x * factor
+
+
 @dataclass(frozen=True)
 class Operands:
     """One head group of the operator's inputs. 5-d: (batch, kv heads, group, tokens, channels), group = 1 for k and v."""
@@ -157,13 +181,13 @@ class Operands:
         """Key `i + shift - left` is the first one that query i sees; None: it sees all."""
         return None if self.call.left < 0 else self.call.left
 
-    def key_weights(self, span: Span) -> Tensor | None:
-        """The key padding mask as a factor, (blocks, span.length, 1)."""
+    def key_factors(self, span: Span) -> KeyFactors:
+        """Return the factors of a block of keys, without decays."""
         mask = self.call.attention_mask
         if mask is None:
-            return None
+            return KeyFactors(None)
         mask = mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)
-        return to_blocks(mask.to(compute_dtype(self.k.dtype)), span)
+        return KeyFactors(to_blocks(mask.to(compute_dtype(self.k.dtype)), span))
 
 
 class InputGradients(NamedTuple):
@@ -207,8 +231,7 @@ class Gradients:
         self._add(self._sums.k, span, x)
 
     def add_v(self, span: Span, x: Tensor) -> None:
-        visible = self._ops.key_weights(span)
-        self._add(self._sums.v, span, x if visible is None else x * visible)
+        self._add(self._sums.v, span, x)
 
     def add_rpe(self, rows: slice, x: Tensor) -> None:
         self._rpe[rows] += x

@@ -262,7 +262,7 @@ class Decay:
         visible = visible.flatten(0, 1)
         return torch.where(visible, x, 0.0)
 
-    def factors_alone(self, start: int, stop: int) -> Tensor:
+    def factors_before_queries(self, start: int, stop: int) -> Tensor:
         """(b * hk, stop - start, 1): of keys before all queries, relative to the last of those."""
         last = self._shift
         x = None

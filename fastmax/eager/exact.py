@@ -70,7 +70,7 @@ def backward(
     p = (p if near is None else near.choose(p, place.group)).mul_(faded)
     dv = p.mT @ g
     u = torch.baddbmm(e, g, v.mT, out=workspace.buffer("ds", *y.shape))
-    pairs = p.mul_(u).unflatten(1, (place.group, -1)).sum(1) if place.decays else None
+    pairs = p.mul_(u).unflatten(1, (place.group, -1)).sum(1) if place.returns_pairs else None
     ds = u.mul_(faded)
     if slope is not None:
         ds.mul_(slope.mul_(factor) if near is None else near.choose(slope, place.group, factor))
@@ -96,8 +96,8 @@ def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace) -> t
         torch.addcmul(first, scores, place.near.near, out=exponents)
     if faded is not None and hidden is not None:
         exponents.add_(hidden)
-    if place.visible is not None:
-        x.masked_fill_(place.visible.mT == 0, NO_KEYS)
+    if place.key_weight is not None:
+        x.masked_fill_(place.key_weight.mT == 0, NO_KEYS)
     return s, x
 
 

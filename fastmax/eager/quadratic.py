@@ -57,10 +57,10 @@ class _Tiling:
             ops.group,
             diagonal=None if ops.right is None else offset + ops.right,
             lower=None if ops.left is None else offset - ops.left,
-            visible=ops.key_weights(cols),
+            key_weight=ops.key_factors(cols).weight,
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
             exponent=exponent,
-            decays=ops.call.log_decay is not None,
+            returns_pairs=ops.call.log_decay is not None,
             near=self._near(offset, rows, cols),
         )
 

@@ -36,10 +36,10 @@ class Place(NamedTuple):
     group: int  # query heads a kv head; their rows lie one after the other
     diagonal: int | None = None  # column j is visible to row i when `j <= i + diagonal`
     lower: int | None = None  # and when `j >= i + lower`
-    visible: Tensor | None = None  # (B, cols, 1), 0 where a key is masked
+    key_weight: Tensor | None = None  # (B, cols, 1), `KeyFactors.weight`: 0 where a key is masked
     rpe: Tensor | None = None  # (rows + cols - 1, d), the tile's part of the rpe matrix
     exponent: Tensor | None = None  # (B, rows, cols) of the weights, -inf where a key is hidden: `fastmax.eager.decay`
-    decays: bool = False  # whether the exponent has a gradient
+    returns_pairs: bool = False  # whether `backward` returns `TileGradients.pairs`, the gradient of the exponent
     near: Near | None = None  # of an exact window, in the tiles that hold some of it
 
 
@@ -106,7 +106,7 @@ def backward(
     factor, slope = score.slope(y, out=workspace.buffer("temporary", *y.shape))
     fading = _fading(place, workspace)
     ds, u = workspace.buffer("ds", *y.shape), None
-    if place.decays:
+    if place.returns_pairs:
         u = torch.baddbmm(e, g, v.mT, out=workspace.buffer("u", *y.shape))
         torch.mul(u, factor if slope is None else slope, out=ds)
         ds = ds if slope is None or factor == 1.0 else ds.mul_(factor)
@@ -158,7 +158,7 @@ def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:
         rows.tril_(place.diagonal)
     if fading is not None:
         rows.mul_(fading)
-    return x if place.visible is None else x.mul_(place.visible.mT)
+    return x if place.key_weight is None else x.mul_(place.key_weight.mT)
 
 
 def hide_beyond(heads: Tensor, place: Place) -> Tensor | None:
