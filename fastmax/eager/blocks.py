@@ -1,4 +1,4 @@
-"""Cutting q, k, v into the blocks both algorithms work on.
+"""Blocks of q, k and v, the operands of a head group, and the sums of their gradients.
 
 A block is a contiguous run of tokens of a group of heads, as a 3-d tensor of the compute dtype: fp32 for fp32, fp16 and
 bfloat16 input, fp64 for fp64.

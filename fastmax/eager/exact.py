@@ -1,8 +1,8 @@
-"""One tile of Fastmax with an exact window: as `fastmax.eager.tiles`, with near keys weighed by exp(s).
+"""One tile of Fastmax with an exact window: the functions of `fastmax.eager.tiles`, with local keys weighed by exp(s).
 
-    w_ij = exp(x_ij) c_ij         near keys: x = s + D, c = 1         far keys: x = D, c = f(s)
+    w_ij = exp(x_ij) c_ij         local keys: x = s + D, c = 1         global keys: x = D, c = f(s)
 
-D is the logarithm of how far a key has faded (0 without decays). As in `fastmax.eager.flash` the sums are relative to the
+D is the sum of log_decay between key and query (0 without decays). As in `fastmax.eager.flash` the sums are relative to the
 largest x so far, and the backward takes the weights from the log of the sums. For the fused operator alone: it writes in place.
 """
 

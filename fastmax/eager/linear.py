@@ -3,10 +3,10 @@
     f(q.k) = a0 + a1 q.k + a2 (q (x) q).(k (x) k)
 
 so `sum_j f(q_i.k_j) v_j` needs of the keys only `sum_j v_j`, `sum_j k_j v_j^T` and `sum_j (k_j (x) k_j) v_j^T`, and the
-denominator the same sums without v. Causal attention walks the sequence in chunks: earlier chunks through the state, the
-chunk itself through a tile of the quadratic algorithm. Decays and sequences that begin anew are factors of what a chunk reads
-of the state, adds to it and leaves of it (`fastmax.eager.decay`). The backward walks forwards once for dq (the same states,
-rebuilt) and backwards once for dk and dv, with states of q, g and e in place of k, v and 1.
+denominator the same sums without v. Causal attention walks the sequence in chunks. The inter-chunk part reads the state, the
+intra-chunk part is a tile of the quadratic algorithm. Decays and sequence starts are factors of what a chunk reads from the
+state, of what it adds to it, and of the state carried past it (`fastmax.eager.decay`). The backward walks forwards once for dq
+(the same states, recomputed) and in reverse once for dk and dv, with states of q, g and e in place of k, v and 1.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def pack_state(state: State, d: int) -> tuple[Tensor, Tensor]:
 
 
 def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor | None, workspace: Workspace | None) -> State:
-    """Add tokens to the state; in place when nothing is recorded."""
+    """Return the state with tokens added; in place when nothing is recorded."""
     out = State(*(None,) * len(state)) if workspace is None else state
     weighted = x if weight is None else x * weight
     count = x.shape[1] if weight is None else weight.sum(1, keepdim=True)
@@ -163,7 +163,7 @@ def _read_pairs(state: State, x: Tensor, y: Tensor, weight: Tensor, dx: Tensor, 
 
 
 def _faded(state: State, factor: Factor, workspace: Workspace | None) -> State:
-    """The state times a factor (B, 1, 1); in place when nothing is recorded."""
+    """Return the state times a factor (B, 1, 1); in place when nothing is recorded."""
     if workspace is None:
         return State(*(None if x is None else factor(x) for x in state))
     factor.fade(*(x for x in state if x is not None))
@@ -171,8 +171,10 @@ def _faded(state: State, factor: Factor, workspace: Workspace | None) -> State:
 
 
 def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Factor | None) -> tuple[State, State]:
-    """States before each of `count` chunks, given their sums side by side, and the state after all of them; `factor`
-    (B * count, 1, 1), of the state before a chunk in the one after it."""
+    """Return the states before each of `count` chunks and the state after all of them, from the chunks' sums.
+
+    `factor` (B * count, 1, 1) multiplies the state carried past each chunk.
+    """
     factors = (None,) * count if factor is None else factor.chunks(count)
 
     def scan(carry: Tensor | None, x: Tensor | None):
@@ -190,12 +192,12 @@ def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Fac
 
 
 class _Walk:
-    """What a pass over the sequence needs: the operands, the plan, and buffers (none while autograd records)."""
+    """A pass over the sequence: its spans, blocks and factors; `workspace` is None while autograd records."""
 
     def __init__(self, ops: Operands, plan: LinearPlan, workspace: Workspace | None):
         self.ops = ops
         self.workspace = workspace
-        # Causal: queries and the keys of the same chunk go together, the m - n keys before them go into the state alone.
+        # Causal: a chunk holds queries and their keys. The m - n keys before all queries are only added to the state.
         self.before_queries = spans(0, ops.shift if ops.causal else ops.m, plan.chunk * plan.count)
         length, count = (plan.chunk, plan.count) if ops.causal else (plan.chunk * plan.count, 1)
         self.queries = spans(0, ops.n, length, count)
@@ -206,7 +208,7 @@ class _Walk:
         return empty_state(blocks, self.ops.q.shape[-1], self.ops.v.shape[-1], self.ops.score.order, like)
 
     def keys(self, span: Span) -> Span:
-        """The keys that belong to a chunk of queries."""
+        """Return the keys of the same chunks as these queries."""
         return Span(span.start + self.ops.shift, span.count, span.length)
 
     def q(self, span: Span) -> Tensor:
@@ -222,7 +224,7 @@ class _Walk:
         return self.k_v(span, decay)
 
     def factors(self, span: Span) -> Factors:
-        """What decays and bounds make of the state around each chunk of the span; None for 1."""
+        """Return the factors of decays and bounds for each chunk of the span; None for 1."""
         if self.ops.decay is None:
             return Factors(None, None, None)
         reads_values = self.workspace is not None
@@ -252,8 +254,7 @@ class _Walk:
         carry: Factor | None,
         reverse: bool = False,
     ):
-        """Use the state before each chunk of the span, then add the span's tokens (x, y, weight) to what `carry` leaves of
-        it."""
+        """Call `use` on the state before each chunk; return its result and the state times `carry` plus the tokens."""
         if span.count == 1:
             used = use(state)
             state = state if carry is None else _faded(state, carry, self.workspace)
@@ -265,7 +266,7 @@ class _Walk:
 
 
 def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens (x, y, weight) whose y and weight are multiplied by a factor."""
+    """Return tokens (x, y, weight) with y and weight multiplied by a factor."""
     if factor is None:
         return tokens
     x, y, weight = tokens
@@ -321,9 +322,8 @@ def backward(
 ) -> State:
     """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries.
 
-    `before` is the state that the forward was given, and `behind` one of tokens (q, g, e) that see all of its keys, by
-    `score_behind`, in which no coefficient is 0. Both states may be overwritten. Returns what becomes of `behind` with all
-    queries in it, which all see the keys of `before`.
+    `before` is the initial state of the forward. `behind` is a state of later tokens (q, g, e) that see all keys of the call by
+    `score_behind`, whose coefficients are not 0. Both states may be overwritten. Returns `behind` with all queries added.
     """
     _add_inter_chunk_q(ops, plan, g_e, grads, workspace, before)
     return _add_k_v(ops, plan, g_e, grads, workspace, behind, score_behind, adds_intra_chunk_q=True)
@@ -433,7 +433,7 @@ def _add_k_v(
 
 
 def state_of_keys(ops: Operands, plan: LinearPlan, workspace: Workspace) -> State:
-    """The state that `forward` of a causal call returns, and nothing else of it."""
+    """Return the final state of `forward` of a causal call, without computing outputs."""
     walk = _Walk(ops, plan, workspace)
     state = walk.state()
     for span in walk.queries:
@@ -446,7 +446,7 @@ def state_of_keys(ops: Operands, plan: LinearPlan, workspace: Workspace) -> Stat
 def state_of_queries(
     ops: Operands, plan: LinearPlan, g_e: Callable[[Span], tuple[Tensor, Tensor]], workspace: Workspace
 ) -> State:
-    """The state that `backward` of a causal call returns, where none is behind, and nothing else of it."""
+    """Return the final state of `backward` of a causal call without `behind`, without computing gradients."""
     walk = _Walk(ops, plan, workspace)
     state = walk.state()
     for span in reversed(walk.queries):

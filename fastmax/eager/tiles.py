@@ -31,7 +31,7 @@ class Near(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the tile lies, and what hides or shifts its scores."""
+    """The position of a tile, and the masks and factors of its weights."""
 
     group: int  # query heads a kv head; their rows lie one after the other
     diagonal: int | None = None  # column j is visible to row i when `j <= i + diagonal`
@@ -57,8 +57,10 @@ def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Ten
 
 
 def finish_decayed(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`finish` of weights that decay. Where they have faded to less than 2^-100 (of float64 2^-996) together, nothing is seen,
-    as in the CUDA kernels: gradients are divided by the sum, and stay finite."""
+    """Return the result of `finish` for weights with decays.
+
+    A sum below 2^-100 (float64: 2^-996) counts as 0, as in the CUDA kernels: gradients are divided by it and must stay finite.
+    """
     return finish(numerator, torch.where(z.abs() < 2.0**26 * torch.finfo(z.dtype).tiny, 0.0, z), out)
 
 
@@ -145,14 +147,14 @@ def _weights(y: Tensor, score: Score, place: Place, fading: Tensor | None, works
 
 
 def _fading(place: Place, workspace: Workspace | None) -> Tensor | None:
-    """The exponential of the place's exponent, (B, 1, rows, cols); in place of it where nothing is recorded."""
+    """Return the decay factors exp(exponent), (B, 1, rows, cols); in place when nothing is recorded."""
     if place.exponent is None:
         return None
     return exp_of_faded(place.exponent, in_place=workspace is not None).unsqueeze(1)
 
 
 def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:
-    """Weights, or gradients of the scores, as the place leaves them: in place, zero where a key is hidden, and faded."""
+    """Multiply weights or gradients of the scores in place by the masks, decays and key weights of the place."""
     rows = x.unflatten(1, (place.group, -1))
     if place.diagonal is not None and place.diagonal < x.shape[-1] - 1:
         rows.tril_(place.diagonal)
