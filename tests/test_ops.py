@@ -555,7 +555,7 @@ def test_live_states_grow_with_the_root_of_the_chunks(monkeypatch):
     """Recorded by autograd: of 200 chunks of keys, 15 states between blocks of chunks and 15 within a block, and the features
     of one chunk."""
     chunk = 16
-    monkeypatch.setattr(eager, "plan_linear", lambda device, heads, *rest: LinearPlan(chunk, 1, heads))
+    monkeypatch.setattr(eager.planner, "plan_linear", lambda device, heads, *rest: LinearPlan(chunk, 1, heads))
     inputs, grad_o = make_inputs(Case("", n=1, m=200 * chunk, h=1, d=128, dv=4))
     with Memory() as memory:
         run(fastmax_attention, inputs, grad_o, algorithm="linear", use_custom_gradient=False)

@@ -103,8 +103,8 @@ def test_no_temporary_grows_with_the_heads(b, h, causal, algorithm):
 @pytest.mark.parametrize("b, h, hk", [(20, 2, 1), (3, 6, 6)], ids=["batch", "heads"])
 def test_a_padded_batch_in_several_groups(b, h, hk, causal, custom, algorithm, monkeypatch):
     """Each group has its own heads' part of every tensor, mask and noise too."""
-    monkeypatch.setattr(eager, "plan_linear", lambda *args: LinearPlan(16, 2, 2))
-    monkeypatch.setattr(eager, "plan_quadratic", lambda *args: QuadraticPlan(16, 16, 2))
+    monkeypatch.setattr(eager.planner, "plan_linear", lambda *args: LinearPlan(16, 2, 2))
+    monkeypatch.setattr(eager.planner, "plan_quadratic", lambda *args: QuadraticPlan(16, 16, 2))
     case = Case("groups", n=40, m=45, b=b, h=h, hk=hk, d=5, dv=3)
     inputs, grad_o = make_inputs(case)
     options = make_options("everything", case)

@@ -1,4 +1,4 @@
-"""Cutting q, k, v into the blocks both algorithms work on.
+"""Blocks of q, k and v, the operands of a head group, and the sums of their gradients.
 
 A block is a contiguous run of tokens of a group of heads, as a 3-d tensor of the compute dtype: fp32 for fp32, fp16 and
 bfloat16 input, fp64 for fp64.
@@ -34,6 +34,8 @@ class Span(NamedTuple):
         return self.start + self.count * self.length
 
 
+Group = tuple[slice, slice]  # the batch entries and the kv heads of a head group
+
 # Takes a span of queries with the sums of its attention: the numerator (B, R, dv), the denominator (B, R, 1), and for softmax
 # the maximum (B, R, 1) that both are relative to.
 Sink = Callable[[Span, tuple[Tensor, ...]], None]
@@ -50,7 +52,7 @@ def spans(start: int, stop: int, length: int, count: int = 1) -> list[Span]:
     return out
 
 
-def head_groups(batch: int, heads: int, size: int) -> Iterator[tuple[slice, slice]]:
+def head_groups(batch: int, heads: int, size: int) -> Iterator[Group]:
     """Slices over batch and kv heads with at most `size` (batch, head) pairs each."""
     head_step = min(heads, size)
     batch_step = max(1, size // heads)
@@ -78,6 +80,11 @@ def empty_like_layout(x: Tensor, channels: int, dtype: torch.dtype | None = None
     return x.new_empty(b, h, n, channels, dtype=dtype)
 
 
+def split_heads(x: Tensor, kv_heads: int) -> Tensor:
+    """Reshape (b, h, tokens, c) to (b, kv_heads, h // kv_heads, tokens, c)."""
+    return x.unflatten(1, (kv_heads, -1))
+
+
 def to_blocks(x: Tensor, span: Span) -> Tensor:
     """(batch, kv heads, group, tokens, c) -> (batch * kv heads * span.count, group * span.length, c), compute dtype."""
     x = x[:, :, :, span.start : span.stop].to(compute_dtype(x.dtype))
@@ -88,6 +95,30 @@ def from_blocks(x: Tensor, span: Span, like: Tensor) -> Tensor:
     """Inverse of `to_blocks` for the (batch, kv heads, group) of `like`, in the compute dtype."""
     b, h, g = like.shape[:3]
     return rearrange(x, "(b h count) (g t) c -> b h g (count t) c", b=b, h=h, g=g, count=span.count)
+
+
+class KeyFactors(NamedTuple):
+    """The factors of a block of keys, each (B, length, 1) or None for 1, that multiply f(s) in the weights of these keys.
+
+    Every pair of a query and a key is computed either in a tile or through the state, and gets the factors there, once:
+    `weight` in a tile, whose exponent holds the decays, and `in_state` where the key enters the state. Their gradients of v get
+    the same factor in the same place: a tile by its weights, the state by `times_state_factor`.
+    """
+
+    weight: Tensor | None  # of the attention mask: 0 where a key is masked, else 1
+    decay: Tensor | None = None  # from the key to the end of its chunk
+
+    @property
+    def in_state(self) -> Tensor | None:
+        """The product of all factors, with which the key enters the state."""
+        if self.weight is None or self.decay is None:
+            return self.decay if self.weight is None else self.weight
+        return self.weight * self.decay
+
+    def times_state_factor(self, x: Tensor) -> Tensor:
+        """Return x (B, length, channels) times `in_state`."""
+        factor = self.in_state
+        return x if factor is None else x * factor
 
 
 @dataclass(frozen=True)
@@ -150,40 +181,57 @@ class Operands:
         """Key `i + shift - left` is the first one that query i sees; None: it sees all."""
         return None if self.call.left < 0 else self.call.left
 
-    def key_weights(self, span: Span) -> Tensor | None:
-        """The key padding mask as a factor, (blocks, span.length, 1)."""
+    def key_factors(self, span: Span) -> KeyFactors:
+        """Return the factors of a block of keys, without decays."""
         mask = self.call.attention_mask
         if mask is None:
-            return None
+            return KeyFactors(None)
         mask = mask[:, None, None, :, None].expand(-1, self.k.shape[1], 1, -1, 1)
-        return to_blocks(mask.to(compute_dtype(self.k.dtype)), span)
+        return KeyFactors(to_blocks(mask.to(compute_dtype(self.k.dtype)), span))
+
+
+class InputGradients(NamedTuple):
+    """The gradients of q, k and v, in their dtypes and layouts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def zeros(cls, q: Tensor, k: Tensor, v: Tensor) -> InputGradients:
+        """Return zeros for these inputs."""
+        return cls(*(empty_like_layout(x, x.shape[-1]).zero_() for x in (q, k, v)))
+
+    def of_group(self, group: Group, kv_heads: int) -> InputGradients:
+        """Return the 5-d views of a head group, as `Operands` holds q, k and v."""
+        return InputGradients(*(split_heads(x, kv_heads)[group] for x in self))
 
 
 class Gradients:
     """Sums the blocks' gradients of one head group in the compute dtype, then writes them out."""
 
-    def __init__(self, ops: Operands, out: tuple[Tensor, Tensor, Tensor], rpe: Tensor | None):
-        """`out`: zeroed 5-d slices of grad_q, grad_k, grad_v; `rpe`: the sum of grad_rpe over all groups."""
+    def __init__(self, ops: Operands, out: InputGradients, rpe: Tensor | None = None):
+        """`out`: zeroed views of the head group; `rpe`: the sum of grad_rpe over all groups."""
         self._ops = ops
         self._out = out
-        self._sums = [x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out]
+        self._sums = InputGradients(*(x if x.dtype == ops.dtype else torch.zeros_like(x, dtype=ops.dtype) for x in out))
         self._rpe = rpe
         self.decay = None if ops.call.log_decay is None else DecayGradient(ops.call.log_decay, ops.shift)
 
-    def _add(self, index: int, span: Span, x: Tensor, scale: float = 1.0) -> None:
-        total = self._sums[index][:, :, :, span.start : span.stop]
+    @staticmethod
+    def _add(total: Tensor, span: Span, x: Tensor, scale: float = 1.0) -> None:
+        total = total[:, :, :, span.start : span.stop]
         total.add_(from_blocks(x, span, total)[..., : total.shape[-1]], alpha=scale)
 
     def add_q(self, span: Span, x: Tensor) -> None:
         """x is the gradient of the scaled q."""
-        self._add(0, span, x, self._ops.score.scale)
+        self._add(self._sums.q, span, x, self._ops.score.scale)
 
     def add_k(self, span: Span, x: Tensor) -> None:
-        self._add(1, span, x)
+        self._add(self._sums.k, span, x)
 
     def add_v(self, span: Span, x: Tensor) -> None:
-        visible = self._ops.key_weights(span)
-        self._add(2, span, x if visible is None else x * visible)
+        self._add(self._sums.v, span, x)
 
     def add_rpe(self, rows: slice, x: Tensor) -> None:
         self._rpe[rows] += x

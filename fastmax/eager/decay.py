@@ -1,8 +1,8 @@
-"""Keys that fade and sequences that begin anew: factors of the weights, a number a token instead of one a pair.
+"""Decays and sequence bounds as factors of the weights: one number per token in place of one per pair.
 
 Query i gives key j the weight `exp(G_pos(i) - G_j) w_ij`, where G is the running sum of `log_decay` over the keys and pos(i)
 the place of query i among them, and sees no key before `first_key[i]` and none from `end_key[i]` on. G is summed in float64,
-and differences are taken before anything is rounded, so that no length costs digits. All exponents here are <= 0.
+and differences are taken before rounding, so that precision does not depend on the length. All exponents here are <= 0.
 
 A decay of NaN counts as 0 in these sums, and makes the exponents of a query NaN that sees a key before it (`_nan_rows`). A sum
 with NaN would pass it on to all later queries, also where they see no such key.
@@ -23,7 +23,7 @@ from fastmax.eager.workspace import Workspace, buffer
 
 
 def is_at_hand(x: Tensor) -> bool:
-    """Whether looking at values is free, where nothing is recorded."""
+    """Return whether values can be read without synchronisation: on a CPU, not a fake tensor."""
     return x.device.type == "cpu" and not is_fake(x)
 
 
@@ -36,12 +36,12 @@ def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tupl
 
 
 def not_above_zero(log_decay: Tensor) -> Tensor:
-    """Decays with 0, and gradient 0, for those above 0."""
+    """Return the decays clamped to at most 0; clamped decays get gradient 0."""
     return log_decay.clamp(max=0.0)
 
 
 def may_hold_nan(x: Tensor) -> bool:
-    """Whether there is a NaN, or looking for one is not free."""
+    """Return whether x holds a NaN, or whether reading it would need synchronisation."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return not is_at_hand(x) or bool(x.isnan().any())
@@ -84,11 +84,11 @@ class Factor(NamedTuple):
     part: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The product; 0 where the factor is 0, even if x is not finite."""
+        """Return the product; 0 where the factor is 0, even if x is not finite."""
         return torch.where(self._is_zero, 0.0, torch.addcmul(x * self.whole, x, self.part))
 
     def fade(self, *tensors: Tensor) -> None:
-        """The same in place."""
+        """Multiply the tensors in place."""
         # One pass in place of three, where looking at the factor is free.
         looks, is_zero = is_at_hand(self.whole), self._is_zero
         is_near, is_far = looks and bool(self.whole.all()), looks and not self.whole.any()
@@ -118,7 +118,7 @@ class Factor(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What a chunk of the linear algorithm is multiplied with; B: blocks, as of `fastmax.eager.blocks.to_blocks`."""
+    """The factors of a chunk of the linear algorithm; B counts blocks as in `fastmax.eager.blocks.to_blocks`."""
 
     # (B, group * length, 1), of what a query reads from the state before the chunk; 0: it sees nothing of it
     rows: Tensor | None
@@ -127,7 +127,7 @@ class Factors(NamedTuple):
 
 
 class Decay:
-    """Of a head group: log_decay (b, hk, m) or None, first_key and end_key (b, hk, n) or None."""
+    """The decays and bounds of a head group: log_decay (b, hk, m), first_key and end_key (b, hk, n), each may be None."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class Decay:
         return x
 
     def factors(self, query: int, length: int, count: int, group: int, reads_values: bool = False) -> Factors:
-        """Of `count` chunks of `length` queries, and their keys, from this query on; causal."""
+        """Return the factors of `count` causal chunks of `length` tokens that start at this query."""
         key = query + self._shift
         first = self._first
         if self._sums is not None and first is not None and reads_values and is_at_hand(first):
@@ -262,8 +262,8 @@ class Decay:
         visible = visible.flatten(0, 1)
         return torch.where(visible, x, 0.0)
 
-    def factors_alone(self, start: int, stop: int) -> Tensor:
-        """(b * hk, stop - start, 1): of keys before all queries, relative to the last of those."""
+    def factors_before_queries(self, start: int, stop: int) -> Tensor:
+        """Return the factors (b * hk, stop - start, 1) of keys before all queries, relative to the last of these keys."""
         last = self._shift
         x = None
         if self._sums is not None:
@@ -287,7 +287,7 @@ class Decay:
 
 
 class QueryPairs:
-    """What of the gradient of log_decay comes by query, where the rest is for another call (`DecayGradient.add_queries`)."""
+    """Collects the per-query part of the gradient of log_decay; another call adds the rest (`DecayGradient.add_queries`)."""
 
     def __init__(self, out: Tensor):
         """`out` (b, hk, group, n), zeros."""
@@ -300,7 +300,7 @@ class QueryPairs:
 
 
 class DecayGradient:
-    """Sums up the gradient of log_decay over a head group.
+    """Accumulates the gradient of log_decay over a head group.
 
     With `p_ij = w_ij u_ij`, the gradient by the logarithm of a weight, that of the decay of token t is the sum of p_ij over
     `j < t <= pos(i)`. Pairs of different chunks or tiles are summed by query and by key, and the difference of these sums flows

@@ -1,8 +1,8 @@
-"""One tile of Fastmax with an exact window: as `fastmax.eager.tiles`, with near keys weighed by exp(s).
+"""One tile of Fastmax with an exact window: the functions of `fastmax.eager.tiles`, with local keys weighed by exp(s).
 
-    w_ij = exp(x_ij) c_ij         near keys: x = s + D, c = 1         far keys: x = D, c = f(s)
+    w_ij = exp(x_ij) c_ij         local keys: x = s + D, c = 1         global keys: x = D, c = f(s)
 
-D is the logarithm of how far a key has faded (0 without decays). As in `fastmax.eager.flash` the sums are relative to the
+D is the sum of log_decay between key and query (0 without decays). As in `fastmax.eager.flash` the sums are relative to the
 largest x so far, and the backward takes the weights from the log of the sums. For the fused operator alone: it writes in place.
 """
 
@@ -70,7 +70,7 @@ def backward(
     p = (p if near is None else near.choose(p, place.group)).mul_(faded)
     dv = p.mT @ g
     u = torch.baddbmm(e, g, v.mT, out=workspace.buffer("ds", *y.shape))
-    pairs = p.mul_(u).unflatten(1, (place.group, -1)).sum(1) if place.decays else None
+    pairs = p.mul_(u).unflatten(1, (place.group, -1)).sum(1) if place.returns_pairs else None
     ds = u.mul_(faded)
     if slope is not None:
         ds.mul_(slope.mul_(factor) if near is None else near.choose(slope, place.group, factor))
@@ -96,8 +96,8 @@ def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace) -> t
         torch.addcmul(first, scores, place.near.near, out=exponents)
     if faded is not None and hidden is not None:
         exponents.add_(hidden)
-    if place.visible is not None:
-        x.masked_fill_(place.visible.mT == 0, NO_KEYS)
+    if place.key_weight is not None:
+        x.masked_fill_(place.key_weight.mT == 0, NO_KEYS)
     return s, x
 
 

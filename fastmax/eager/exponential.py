@@ -17,7 +17,7 @@ from torch.nn import functional as F
 def exp_of_faded(x: Tensor, in_place: bool) -> Tensor:
     """exp(x), and 0 where it is below a thousand times the smallest normal number: x of float32 below -80, of float64 -701.
 
-    What all weights of a row may have faded to is more (`tiles.finish_faded`).
+    The threshold on the row sum is larger (`tiles.finish_decayed`).
     """
     return _exp_from(x, math.log(torch.finfo(x.dtype).tiny) + 7.0, in_place)
 

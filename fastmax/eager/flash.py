@@ -76,7 +76,7 @@ def backward(
     """As `tiles.backward`, with lse (B, group * rows, 1)."""
     p = exp_of_relative(_scores(q, k, place, workspace).sub_(finite(lse)), in_place=True)
     ds = torch.baddbmm(e, g, v.mT, out=workspace.buffer("ds", *p.shape)).mul_(p)
-    pairs = ds.unflatten(1, (place.group, -1)).sum(1) if place.decays else None
+    pairs = ds.unflatten(1, (place.group, -1)).sum(1) if place.returns_pairs else None
     return tiles.TileGradients(ds @ k, ds.mT @ q, p.mT @ g, None, pairs)
 
 
@@ -89,7 +89,7 @@ def _scores(q: Tensor, k: Tensor, place: tiles.Place, workspace: Workspace | Non
         heads.add_(hidden)
     if place.exponent is not None:
         heads.add_(place.exponent.unsqueeze(1))
-    return s if place.visible is None else s.masked_fill_(place.visible.mT == 0, NO_KEYS)
+    return s if place.key_weight is None else s.masked_fill_(place.key_weight.mT == 0, NO_KEYS)
 
 
 def finite(x: Tensor) -> Tensor:

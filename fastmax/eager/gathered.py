@@ -1,4 +1,4 @@
-"""A recurrent step that keeps the token beside the sums; those that are gathered join them together."""
+"""A recurrent step that buffers tokens and adds them to the state in blocks of `fold_every`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gathered_step_(
 
 
 def _fold_(full: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ...], exact_window: int, score: Score) -> None:
-    """The oldest T tokens of the heads that are full (b, hk) into the sums, the last W to the front."""
+    """Add the oldest T tokens of the full heads (b, hk) to the state, and move the last W tokens to the front."""
     count = kept[0].shape[2] - exact_window
     keys, tokens, mask, decays = (x[:, :, :count] for x in kept)
     fade = torch.where(mask, fading_to_last(decays).exp(), 0.0)
@@ -69,7 +69,7 @@ def _fold_(full: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ..
 def _read(
     q: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ...], at: Tensor, exact_window: int, score: Score
 ) -> Tensor:
-    """Of a token at place `at` (b, hk) of those that are kept."""
+    """Return the output of the token at place `at` (b, hk) of the buffer."""
     keys, tokens, mask, decays = kept
     place, at = torch.arange(keys.shape[2], device=q.device), at.unsqueeze(-1)
     decays = torch.where(place <= at, decays, 0.0)
@@ -102,5 +102,5 @@ def _factor_of_sums(decays: Tensor, weights: Tensor) -> Tensor:
 
 
 def _faded(x: Tensor, factor: Tensor) -> Tensor:
-    """x times the factor; 0 for 0, even where x is not finite."""
+    """Return x times the factor; 0 where the factor is 0, even if x is not finite."""
     return torch.where(factor == 0, 0.0, x * factor)

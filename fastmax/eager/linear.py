@@ -3,10 +3,10 @@
     f(q.k) = a0 + a1 q.k + a2 (q (x) q).(k (x) k)
 
 so `sum_j f(q_i.k_j) v_j` needs of the keys only `sum_j v_j`, `sum_j k_j v_j^T` and `sum_j (k_j (x) k_j) v_j^T`, and the
-denominator the same sums without v. Causal attention walks the sequence in chunks: earlier chunks through the state, the
-chunk itself through a tile of the quadratic algorithm. Decays and sequences that begin anew are factors of what a chunk reads
-of the state, adds to it and leaves of it (`fastmax.eager.decay`). The backward walks forwards once for dq (the same states,
-rebuilt) and backwards once for dk and dv, with states of q, g and e in place of k, v and 1.
+denominator the same sums without v. Causal attention walks the sequence in chunks. The inter-chunk part reads the state, the
+intra-chunk part is a tile of the quadratic algorithm. Decays and sequence starts are factors of what a chunk reads from the
+state, of what it adds to it, and of the state carried past it (`fastmax.eager.decay`). The backward walks forwards once for dq
+(the same states, recomputed) and in reverse once for dk and dv, with states of q, g and e in place of k, v and 1.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from fastmax.core.score import Score
 from fastmax.eager import tiles
-from fastmax.eager.blocks import Gradients, Operands, Scan, Sink, Span, spans
+from fastmax.eager.blocks import Gradients, KeyFactors, Operands, Scan, Sink, Span, spans
 from fastmax.eager.decay import Factor, Factors
 from fastmax.eager.features import (
     feature_count,
@@ -88,7 +88,7 @@ def pack_state(state: State, d: int) -> tuple[Tensor, Tensor]:
 
 
 def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor | None, workspace: Workspace | None) -> State:
-    """Add tokens to the state; in place when nothing is recorded."""
+    """Return the state with tokens added; in place when nothing is recorded."""
     out = State(*(None,) * len(state)) if workspace is None else state
     weighted = x if weight is None else x * weight
     count = x.shape[1] if weight is None else weight.sum(1, keepdim=True)
@@ -163,7 +163,7 @@ def _read_pairs(state: State, x: Tensor, y: Tensor, weight: Tensor, dx: Tensor, 
 
 
 def _faded(state: State, factor: Factor, workspace: Workspace | None) -> State:
-    """The state times a factor (B, 1, 1); in place when nothing is recorded."""
+    """Return the state times a factor (B, 1, 1); in place when nothing is recorded."""
     if workspace is None:
         return State(*(None if x is None else factor(x) for x in state))
     factor.fade(*(x for x in state if x is not None))
@@ -171,8 +171,10 @@ def _faded(state: State, factor: Factor, workspace: Workspace | None) -> State:
 
 
 def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Factor | None) -> tuple[State, State]:
-    """States before each of `count` chunks, given their sums side by side, and the state after all of them; `factor`
-    (B * count, 1, 1), of the state before a chunk in the one after it."""
+    """Return the states before each of `count` chunks and the state after all of them, from the chunks' sums.
+
+    `factor` (B * count, 1, 1) multiplies the state carried past each chunk.
+    """
     factors = (None,) * count if factor is None else factor.chunks(count)
 
     def scan(carry: Tensor | None, x: Tensor | None):
@@ -190,13 +192,13 @@ def _exclusive(state: State, sums: State, count: int, reverse: bool, factor: Fac
 
 
 class _Walk:
-    """What a pass over the sequence needs: the operands, the plan, and buffers (none while autograd records)."""
+    """A pass over the sequence: its spans, blocks and factors; `workspace` is None while autograd records."""
 
     def __init__(self, ops: Operands, plan: LinearPlan, workspace: Workspace | None):
         self.ops = ops
         self.workspace = workspace
-        # Causal: queries and the keys of the same chunk go together, the m - n keys before them go into the state alone.
-        self.alone = spans(0, ops.shift if ops.causal else ops.m, plan.chunk * plan.count)
+        # Causal: a chunk holds queries and their keys. The m - n keys before all queries are only added to the state.
+        self.before_queries = spans(0, ops.shift if ops.causal else ops.m, plan.chunk * plan.count)
         length, count = (plan.chunk, plan.count) if ops.causal else (plan.chunk * plan.count, 1)
         self.queries = spans(0, ops.n, length, count)
 
@@ -206,41 +208,42 @@ class _Walk:
         return empty_state(blocks, self.ops.q.shape[-1], self.ops.v.shape[-1], self.ops.score.order, like)
 
     def keys(self, span: Span) -> Span:
-        """The keys that belong to a chunk of queries."""
+        """Return the keys of the same chunks as these queries."""
         return Span(span.start + self.ops.shift, span.count, span.length)
 
     def q(self, span: Span) -> Tensor:
         return pad_head_dim(self.ops.q_block(span))
 
-    def k_v(self, span: Span) -> tuple[Tensor, Tensor, Tensor | None]:
-        """k, v and the keys' weights; v is zero where a key is masked."""
-        k, v, weight = pad_head_dim(self.ops.k_block(span)), self.ops.v_block(span), self.ops.key_weights(span)
-        return k, v if weight is None else v * weight, weight
+    def k_v(self, span: Span, decay: Tensor | None) -> tuple[Tensor, Tensor, KeyFactors]:
+        """Return k, v and the factors of a chunk of keys, whose decays are given."""
+        return pad_head_dim(self.ops.k_block(span)), self.ops.v_block(span), self.ops.key_factors(span)._replace(decay=decay)
 
-    def alone_k_v(self, span: Span) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """k, v and the weights of keys as the state holds them, and the factor in these; the keys are before all queries."""
-        k, v, weight = self.k_v(span)
-        if self.ops.decay is None:
-            return k, v, weight, None
-        factor = self.ops.decay.factors_alone(span.start, span.stop)
-        return *_scaled((k, v, weight), factor), factor
+    def k_v_before_queries(self, span: Span) -> tuple[Tensor, Tensor, KeyFactors]:
+        """Return k, v and the factors of keys before all queries."""
+        decay = None if self.ops.decay is None else self.ops.decay.factors_before_queries(span.start, span.stop)
+        return self.k_v(span, decay)
 
     def factors(self, span: Span) -> Factors:
-        """What decays and bounds make of the state around each chunk of the span; None for 1."""
+        """Return the factors of decays and bounds for each chunk of the span; None for 1."""
         if self.ops.decay is None:
             return Factors(None, None, None)
         reads_values = self.workspace is not None
         return self.ops.decay.factors(span.start, span.length, span.count, self.ops.group, reads_values)
 
-    def place(self, span: Span, weight: Tensor | None) -> tiles.Place:
-        """Of the tile that a chunk forms with itself."""
+    def place(self, span: Span, factors: KeyFactors) -> tiles.Place:
+        """Return the place of the intra-chunk tile; `factors` are those of its keys."""
         exponent = None
         if self.ops.decay is not None:
             keys = self.keys(span)
             tiles_of = (span.length, span.length, span.count)
             exponent = self.ops.decay.exponent(span.start, keys.start, *tiles_of, workspace=self.workspace)
-        decays = self.ops.call.log_decay is not None
-        return tiles.Place(self.ops.group, diagonal=0, visible=weight, exponent=exponent, decays=decays)
+        return tiles.Place(
+            self.ops.group,
+            diagonal=0,
+            key_weight=factors.weight,
+            exponent=exponent,
+            returns_pairs=self.ops.call.log_decay is not None,
+        )
 
     def advance(
         self,
@@ -251,8 +254,7 @@ class _Walk:
         carry: Factor | None,
         reverse: bool = False,
     ):
-        """Use the state before each chunk of the span, then add the span's tokens (x, y, weight) to what `carry` leaves of
-        it."""
+        """Call `use` on the state before each chunk; return its result and the state times `carry` plus the tokens."""
         if span.count == 1:
             used = use(state)
             state = state if carry is None else _faded(state, carry, self.workspace)
@@ -264,11 +266,16 @@ class _Walk:
 
 
 def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Tokens (x, y, weight) whose y and weight are multiplied by a factor."""
+    """Return tokens (x, y, weight) with y and weight multiplied by a factor."""
     if factor is None:
         return tokens
     x, y, weight = tokens
     return x, y * factor, factor if weight is None else weight * factor
+
+
+def _state_tokens(k: Tensor, v: Tensor, factors: KeyFactors) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return keys as tokens (x, y, weight) of the state, y and weight multiplied by the keys' factors."""
+    return _scaled((k, v, None), factors.in_state)
 
 
 def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | None, state: State | None = None) -> State:
@@ -284,22 +291,22 @@ def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | 
         return _read_values(state, q, score, workspace), _read_weights(state, q, score)
 
     def absorb(span: Span, state: State):
-        return None, _absorb(state, *walk.alone_k_v(span)[:3], workspace)
+        return None, _absorb(state, *_state_tokens(*walk.k_v_before_queries(span)), workspace)
 
     def causal(span: Span, state: State):
-        q, (k, v, weight) = walk.q(span), walk.k_v(walk.keys(span))
-        rows, keys, carry = walk.factors(span)
+        rows, decay, carry = walk.factors(span)
+        q, (k, v, factors) = walk.q(span), walk.k_v(walk.keys(span), decay)
 
         def use(before: State) -> tuple[Tensor, Tensor]:
             return read(before, q) if rows is None else tuple(x * rows for x in read(before, q))
 
-        sums, state = walk.advance(state, _scaled((k, v, weight), keys), span, use, carry)
-        return tiles.forward(q, k, v, sums, score, walk.place(span, weight), workspace), state
+        sums, state = walk.advance(state, _state_tokens(k, v, factors), span, use, carry)
+        return tiles.forward(q, k, v, sums, score, walk.place(span, factors), workspace), state
 
     def full(span: Span, state: State):
         return read(state, walk.q(span)), state
 
-    state = scan(absorb, walk.state() if state is None else state, walk.alone, lambda span, _: None)
+    state = scan(absorb, walk.state() if state is None else state, walk.before_queries, lambda span, _: None)
     return scan(causal if ops.causal else full, state, walk.queries, sink)
 
 
@@ -315,19 +322,18 @@ def backward(
 ) -> State:
     """Add the gradients of the head group to `grads`; `g_e(span)` is g (B, R, dv) and e (B, R, 1) of a span of queries.
 
-    `before` is the state that the forward was given, and `behind` one of tokens (q, g, e) that see all of its keys, by
-    `score_behind`, in which no coefficient is 0. Both states may be overwritten. Returns what becomes of `behind` with all
-    queries in it, which all see the keys of `before`.
+    `before` is the initial state of the forward. `behind` is a state of later tokens (q, g, e) that see all keys of the call by
+    `score_behind`, whose coefficients are not 0. Both states may be overwritten. Returns `behind` with all queries added.
     """
-    _of_queries(ops, plan, g_e, grads, workspace, before)
-    return _of_keys(ops, plan, g_e, grads, workspace, behind, score_behind)
+    _add_inter_chunk_q(ops, plan, g_e, grads, workspace, before)
+    return _add_k_v(ops, plan, g_e, grads, workspace, behind, score_behind, adds_intra_chunk_q=True)
 
 
 def backward_of_queries(
     ops: Operands, plan: LinearPlan, g_e: Callable, grads: Gradients, workspace: Workspace, before: State
 ) -> None:
-    """The gradient of q by `backward`; `grads.decay` gets the sums by query of pairs of other chunks."""
-    _of_queries(ops, plan, g_e, grads, workspace, before, alone=True)
+    """Add the gradient of q to `grads`, and to `grads.decay` the sums over each query's pairs with keys of other chunks."""
+    _add_inter_chunk_q(ops, plan, g_e, grads, workspace, before, adds_intra_chunk_q=True)
 
 
 def backward_of_keys(
@@ -339,19 +345,27 @@ def backward_of_keys(
     behind: State,
     score_behind: Score,
 ) -> None:
-    """The gradients of k and v by `backward`; `grads.decay` gets all but those sums."""
-    _of_keys(ops, plan, g_e, grads, workspace, behind, score_behind, alone=True)
+    """Add the gradients of k and v to `grads`, and to `grads.decay` all that `backward_of_queries` does not add."""
+    _add_k_v(ops, plan, g_e, grads, workspace, behind, score_behind, adds_intra_chunk_q=False)
 
 
-def _of_queries(ops, plan, g_e, grads, workspace, before, alone=False) -> None:
-    """`backward` up to where keys look at queries; `alone`: with the chunks' own pairs, which else come there."""
+def _add_inter_chunk_q(
+    ops: Operands,
+    plan: LinearPlan,
+    g_e: Callable,
+    grads: Gradients,
+    workspace: Workspace,
+    before: State | None,
+    adds_intra_chunk_q: bool = False,
+) -> None:
+    """Add the inter-chunk part of the gradient of q by a forward walk, and the intra-chunk part where asked for."""
     walk, score = _Walk(ops, plan, workspace), ops.score
     state = walk.state() if before is None else before
-    for span in walk.alone:
-        state = _absorb(state, *walk.alone_k_v(span)[:3], workspace)
+    for span in walk.before_queries:
+        state = _absorb(state, *_state_tokens(*walk.k_v_before_queries(span)), workspace)
     for span in walk.queries:
         q, terms = walk.q(span), g_e(span)
-        rows, keys, carry = walk.factors(span)
+        rows, decay, carry = walk.factors(span)
 
         def dq(before: State, span=span, q=q, terms=terms, rows=rows):
             q, g, e = _scaled((q, *terms), rows)
@@ -361,40 +375,51 @@ def _of_queries(ops, plan, g_e, grads, workspace, before, alone=False) -> None:
                 grads.decay.add_queries(span.start, _read_pairs(before, q, g, e, dq, score), ops.group)
 
         if ops.causal:
-            k, v, weight = walk.k_v(walk.keys(span))
-            _, state = walk.advance(state, _scaled((k, v, weight), keys), span, dq, carry)
-            if alone:
-                grads.add_q(span, tiles.backward(q, k, v, *terms, score, walk.place(span, weight), workspace).q)
+            k, v, factors = walk.k_v(walk.keys(span), decay)
+            _, state = walk.advance(state, _state_tokens(k, v, factors), span, dq, carry)
+            if adds_intra_chunk_q:
+                grads.add_q(span, tiles.backward(q, k, v, *terms, score, walk.place(span, factors), workspace).q)
         else:
             dq(state)
 
 
-def _of_keys(ops, plan, g_e, grads, workspace, behind, score_behind, alone=False) -> State:
+def _add_k_v(
+    ops: Operands,
+    plan: LinearPlan,
+    g_e: Callable,
+    grads: Gradients,
+    workspace: Workspace,
+    behind: State | None,
+    score_behind: Score | None,
+    adds_intra_chunk_q: bool,
+) -> State:
+    """Add the gradients of k and v by a reverse walk, and the intra-chunk part of the gradient of q where asked for; return the
+    state of all queries."""
     walk, score = _Walk(ops, plan, workspace), ops.score
     score_behind = score if score_behind is None else score_behind
 
-    def dk_dv(state: State, k: Tensor, v: Tensor, weight: Tensor | None, factor: Tensor | None, span: Span):
-        """`v` and `weight` have the factor."""
+    def dk_dv(state: State, k: Tensor, v: Tensor, factors: KeyFactors, span: Span):
+        _, v, weight = _state_tokens(k, v, factors)
         dk, dv = _read_gradient(state, k, v, weight, score_behind, workspace, values=True)
         grads.add_k(span, dk)
         if grads.decay is not None:
             grads.decay.add_keys(span.start, (dv * v).sum(-1, keepdim=True) + _read_weights(state, k, score_behind) * weight)
-        grads.add_v(span, dv if factor is None else dv * factor)
+        grads.add_v(span, factors.times_state_factor(dv))
 
     state = walk.state() if behind is None else behind
     for span in reversed(walk.queries):
         q, (g, e) = walk.q(span), g_e(span)
         if ops.causal:
             keys = walk.keys(span)
-            k, v, weight = walk.k_v(keys)
-            rows, of_keys, carry = walk.factors(span)
+            rows, decay, carry = walk.factors(span)
+            k, v, factors = walk.k_v(keys, decay)
 
-            def use(after: State, tokens=(k, v, weight), factor=of_keys, keys=keys):
-                dk_dv(after, *_scaled(tokens, factor), factor, keys)
+            def use(after: State, tokens=(k, v, factors), keys=keys):
+                dk_dv(after, *tokens, keys)
 
             _, state = walk.advance(state, _scaled((q, g, e), rows), span, use, carry, reverse=True)
-            tile = tiles.backward(q, k, v, g, e, score, walk.place(span, weight), workspace)
-            if not alone:
+            tile = tiles.backward(q, k, v, g, e, score, walk.place(span, factors), workspace)
+            if adds_intra_chunk_q:
                 grads.add_q(span, tile.q)
             grads.add_k(keys, tile.k)
             grads.add_v(keys, tile.v)
@@ -402,19 +427,18 @@ def _of_keys(ops, plan, g_e, grads, workspace, behind, score_behind, alone=False
                 grads.decay.add_tile(span.start, keys.start, tile.pairs)
         else:
             state = _absorb(state, q, g, e, workspace)
-    for span in walk.alone:
-        k, v, weight, factor = walk.alone_k_v(span)
-        dk_dv(state, k, v, weight, factor, span)
+    for span in walk.before_queries:
+        dk_dv(state, *walk.k_v_before_queries(span), span)
     return state
 
 
 def state_of_keys(ops: Operands, plan: LinearPlan, workspace: Workspace) -> State:
-    """The state that `forward` of a causal call returns, and nothing else of it."""
+    """Return the final state of `forward` of a causal call, without computing outputs."""
     walk = _Walk(ops, plan, workspace)
     state = walk.state()
     for span in walk.queries:
-        _, factor, carry = walk.factors(span)
-        tokens = _scaled(walk.k_v(walk.keys(span)), factor)
+        _, decay, carry = walk.factors(span)
+        tokens = _state_tokens(*walk.k_v(walk.keys(span), decay))
         _, state = walk.advance(state, tokens, span, lambda before: None, carry)
     return state
 
@@ -422,7 +446,7 @@ def state_of_keys(ops: Operands, plan: LinearPlan, workspace: Workspace) -> Stat
 def state_of_queries(
     ops: Operands, plan: LinearPlan, g_e: Callable[[Span], tuple[Tensor, Tensor]], workspace: Workspace
 ) -> State:
-    """The state that `backward` of a causal call returns, where none is behind, and nothing else of it."""
+    """Return the final state of `backward` of a causal call without `behind`, without computing gradients."""
     walk = _Walk(ops, plan, workspace)
     state = walk.state()
     for span in reversed(walk.queries):

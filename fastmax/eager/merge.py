@@ -1,4 +1,4 @@
-"""Far keys joined to what attention over near ones left: the step of an exact window that is no attention."""
+"""Merge of softmax attention over local keys with polynomial attention over global keys, for an exact window."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from fastmax.eager.workspace import Workspace
 
 
 class _Tiling:
-    """Which tiles hold visible pairs, and what a tile needs to know of its place."""
+    """The tiles that hold visible pairs, and the place of each."""
 
     def __init__(self, ops: Operands, plan: QuadraticPlan, workspace: Workspace | None):
         self.ops = ops
@@ -57,10 +57,10 @@ class _Tiling:
             ops.group,
             diagonal=None if ops.right is None else offset + ops.right,
             lower=None if ops.left is None else offset - ops.left,
-            visible=ops.key_weights(cols),
+            key_weight=ops.key_factors(cols).weight,
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
             exponent=exponent,
-            decays=ops.call.log_decay is not None,
+            returns_pairs=ops.call.log_decay is not None,
             near=self._near(offset, rows, cols),
         )
 
@@ -70,7 +70,7 @@ class _Tiling:
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:
-    """Hand the sums of every block of queries to `sink`."""
+    """Pass the sums of every block of queries to `sink`."""
     tiling = _Tiling(ops, plan, workspace)
     scan = Scan(checkpointing=workspace is None)
 
@@ -93,7 +93,7 @@ def backward(
     grads: Gradients,
     workspace: Workspace,
 ) -> None:
-    """Add the gradients of the head group to `grads`; `row_terms(span)` is what the tiles take of a span of queries."""
+    """Add the gradients of the head group to `grads`; `row_terms(span)` returns the row terms of a span of queries."""
     tiling = _Tiling(ops, plan, workspace)
     for rows in tiling.queries:
         q, terms = ops.q_block(rows), row_terms(rows)

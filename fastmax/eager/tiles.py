@@ -31,15 +31,15 @@ class Near(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where the tile lies, and what hides or shifts its scores."""
+    """The position of a tile, and the masks and factors of its weights."""
 
     group: int  # query heads a kv head; their rows lie one after the other
     diagonal: int | None = None  # column j is visible to row i when `j <= i + diagonal`
     lower: int | None = None  # and when `j >= i + lower`
-    visible: Tensor | None = None  # (B, cols, 1), 0 where a key is masked
+    key_weight: Tensor | None = None  # (B, cols, 1), `KeyFactors.weight`: 0 where a key is masked
     rpe: Tensor | None = None  # (rows + cols - 1, d), the tile's part of the rpe matrix
     exponent: Tensor | None = None  # (B, rows, cols) of the weights, -inf where a key is hidden: `fastmax.eager.decay`
-    decays: bool = False  # whether the exponent has a gradient
+    returns_pairs: bool = False  # whether `backward` returns `TileGradients.pairs`, the gradient of the exponent
     near: Near | None = None  # of an exact window, in the tiles that hold some of it
 
 
@@ -56,9 +56,11 @@ def finish(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Ten
     return quotient(numerator, z, out), z
 
 
-def finish_faded(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """`finish` of weights that decay. Where they have faded to less than 2^-100 (of float64 2^-996) together, nothing is seen,
-    as in the CUDA kernels: gradients are divided by the sum, and stay finite."""
+def finish_decayed(numerator: Tensor, z: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the result of `finish` for weights with decays.
+
+    A sum below 2^-100 (float64: 2^-996) counts as 0, as in the CUDA kernels: gradients are divided by it and must stay finite.
+    """
     return finish(numerator, torch.where(z.abs() < 2.0**26 * torch.finfo(z.dtype).tiny, 0.0, z), out)
 
 
@@ -106,7 +108,7 @@ def backward(
     factor, slope = score.slope(y, out=workspace.buffer("temporary", *y.shape))
     fading = _fading(place, workspace)
     ds, u = workspace.buffer("ds", *y.shape), None
-    if place.decays:
+    if place.returns_pairs:
         u = torch.baddbmm(e, g, v.mT, out=workspace.buffer("u", *y.shape))
         torch.mul(u, factor if slope is None else slope, out=ds)
         ds = ds if slope is None or factor == 1.0 else ds.mul_(factor)
@@ -145,20 +147,20 @@ def _weights(y: Tensor, score: Score, place: Place, fading: Tensor | None, works
 
 
 def _fading(place: Place, workspace: Workspace | None) -> Tensor | None:
-    """The exponential of the place's exponent, (B, 1, rows, cols); in place of it where nothing is recorded."""
+    """Return the decay factors exp(exponent), (B, 1, rows, cols); in place when nothing is recorded."""
     if place.exponent is None:
         return None
     return exp_of_faded(place.exponent, in_place=workspace is not None).unsqueeze(1)
 
 
 def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:
-    """Weights, or gradients of the scores, as the place leaves them: in place, zero where a key is hidden, and faded."""
+    """Multiply weights or gradients of the scores in place by the masks, decays and key weights of the place."""
     rows = x.unflatten(1, (place.group, -1))
     if place.diagonal is not None and place.diagonal < x.shape[-1] - 1:
         rows.tril_(place.diagonal)
     if fading is not None:
         rows.mul_(fading)
-    return x if place.visible is None else x.mul_(place.visible.mT)
+    return x if place.key_weight is None else x.mul_(place.key_weight.mT)
 
 
 def hide_beyond(heads: Tensor, place: Place) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Large temporaries, allocated once a call."""
+"""Large temporaries, allocated once per call."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ class Workspace:
 
 
 def buffer(workspace: Workspace | None, name: str, *shape: int) -> Tensor | None:
-    """What to pass as `out=`."""
+    """Return the buffer to pass as `out=`, None without a workspace."""
     return None if workspace is None else workspace.buffer(name, *shape)

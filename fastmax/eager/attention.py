@@ -1,0 +1,106 @@
+"""Attention in PyTorch operations, on any device: forward (fused, or recorded by autograd) and analytic backward."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmax.core.call import Call
+from fastmax.eager.blocks import (
+    Gradients,
+    InputGradients,
+    Span,
+    compute_dtype,
+    empty_like_layout,
+    from_blocks,
+    head_groups,
+    split_heads,
+)
+from fastmax.eager.dispatch import RecordedOutput, finish_of, operands, plan_of, row_inputs, row_terms_of, tiles_of
+from fastmax.eager.workspace import Workspace
+
+
+class AttentionGradients(NamedTuple):
+    """The gradients of `forward`."""
+
+    inputs: InputGradients
+    tensors: dict[str, Tensor | None]  # of the call's differentiable tensors, by name; None for an absent tensor
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
+    """Return the output (b, h, n, dv) in q's dtype and layout, and the denominators (b, h, n) in the compute dtype; softmax
+    attention returns the log-sum-exp in place of the denominators.
+
+    `differentiable` keeps to operations that autograd can record; otherwise large temporaries are written in place.
+    """
+    o, z = _without_noise(q, k, v, call, differentiable)
+    if call.drop_noise is None:
+        return o, z
+    add = torch.addcmul if differentiable else Tensor.addcmul_
+    return add(o, o, call.drop_noise, value=call.dropout), z
+
+
+def _without_noise(q: Tensor, k: Tensor, v: Tensor, call: Call, differentiable: bool) -> tuple[Tensor, Tensor]:
+    """Return the result of `forward` without dropout noise."""
+    finish = finish_of(call)
+    o = empty_like_layout(q, v.shape[-1])
+    z = q.new_full(q.shape[:3], tiles_of(call).NO_KEYS, dtype=compute_dtype(q.dtype))
+    if o.numel() == 0 or k.numel() == 0:
+        o.zero_()
+        zero = sum(x.flatten()[:0].sum() for x in (q, k, v))  # connects the result to the autograd graph
+        return (o + zero, z + zero) if differentiable else (o, z)
+    module, plan = plan_of(q, k, v, call)
+    (b, hk), workspace = k.shape[:2], Workspace(z.dtype, q.device)
+    if differentiable:  # all heads in one group
+        ops = operands(*_widened(q, k, v, call))
+        output = RecordedOutput(ops, finish)
+        module.forward(ops, plan._replace(heads=b * hk), output, None)
+        return output.join(q)
+    for group in head_groups(b, hk, plan.heads):
+        ops = operands(q, k, v, call, group)
+        o_group, z_group = split_heads(o, hk)[group], split_heads(z.unsqueeze(-1), hk)[group]
+
+        def write(span: Span, sums: tuple[Tensor, ...], like=ops.q, o_group=o_group, z_group=z_group):
+            rows = slice(span.start, span.stop)
+            sums = (from_blocks(x, span, like) for x in sums)
+            z_group[:, :, :, rows] = finish(*sums, out=o_group[:, :, :, rows])[1]
+
+        module.forward(ops, plan, write, workspace)
+    return o, z
+
+
+def _widened(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """Convert the tensors to the compute dtype, so that autograd sums the blocks' gradients in it and rounds them once."""
+    dtype, rpe = compute_dtype(q.dtype), call.rpe_matrix
+    call = call._replace(rpe_matrix=None if rpe is None else rpe.to(dtype))
+    return q.to(dtype), k.to(dtype), v.to(dtype), call
+
+
+def backward(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
+) -> AttentionGradients:
+    """Return the gradients of q, k, v in their dtypes and layouts, and of the call's differentiable tensors.
+
+    With g_i and e_i of `tiles.row_terms` the derivative of the loss by the weight w_ij is `u_ij = g_i . v_j + e_i` (softmax:
+    by the normalised weight). Everything else follows from `w_ij = f(s_ij)`. `grad_z` is the gradient of the denominator or
+    of the log-sum-exp; it is not read where a query sees no key.
+    """
+    rpe, log_decay = call.rpe_matrix, call.log_decay
+    grads = InputGradients.zeros(q, k, v)
+    grad_rpe = None if rpe is None else torch.zeros_like(rpe, dtype=compute_dtype(rpe.dtype))
+    grad_decay = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
+    if q.numel() > 0 and k.numel() > 0:
+        b, hk = k.shape[:2]
+        rows = row_inputs(grad_o, grad_z, o, z, call)
+        module, plan = plan_of(q, k, v, call)
+        workspace = Workspace(compute_dtype(q.dtype), q.device)
+        for group in head_groups(b, hk, plan.heads):
+            ops = operands(q, k, v, call, group)
+            sums = Gradients(ops, grads.of_group(group, hk), grad_rpe)
+            module.backward(ops, plan, row_terms_of(ops, rows, hk, group), sums, workspace)
+            sums.write()
+            if grad_decay is not None:
+                grad_decay[group] = sums.decay.result().to(grad_decay.dtype)
+    return AttentionGradients(grads, {"rpe_matrix": None if rpe is None else grad_rpe.to(rpe.dtype), "log_decay": grad_decay})

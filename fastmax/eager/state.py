@@ -1,0 +1,268 @@
+"""Causal attention between recurrent states by the linear algorithm: the forward, the analytic backward, and their parts.
+
+A state is a pair of tensors as in `fastmax.decoding.DecodeState`: values (b, hk, features, dv) and weights (b, hk, features).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fastmax.core.call import Call
+from fastmax.core.score import Score
+from fastmax.eager import linear, tiles
+from fastmax.eager.blocks import (
+    Gradients,
+    Group,
+    InputGradients,
+    Operands,
+    compute_dtype,
+    empty_like_layout,
+    head_groups,
+    recording,
+    split_heads,
+    to_blocks,
+)
+from fastmax.eager.decay import QueryPairs, may_hold_nan
+from fastmax.eager.dispatch import RecordedOutput, RowTerms, finish_of, linear_plan_of, operands, row_inputs, row_terms_of
+from fastmax.eager.features import state_rows
+from fastmax.eager.planner import LinearPlan
+from fastmax.eager.recurrent import coefficients
+from fastmax.eager.workspace import Workspace
+
+
+class States(NamedTuple):
+    """The states around a call, as its backward takes them; each is a pair of values and weights."""
+
+    given: tuple[Tensor, Tensor]  # before the first token
+    new: tuple[Tensor | None, Tensor | None]  # after the last token; read for the gradient of log_decay alone
+    grads: tuple[Tensor | None, Tensor | None]  # of `new`; None for zeros
+
+
+class StateGradients(NamedTuple):
+    """The gradients of `forward_from_state`."""
+
+    inputs: InputGradients
+    log_decay: Tensor | None  # None for a call without decays
+    state: tuple[Tensor, Tensor]  # of the given values and weights
+
+
+def zero_state(k: Tensor, v: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """Return the values and weights before any token."""
+    b, hk, _, d = k.shape
+    features = state_rows(d, order)
+    weights = k.new_zeros(b, hk, features, dtype=compute_dtype(k.dtype))
+    return weights.new_zeros(b, hk, features, v.shape[3]), weights
+
+
+def forward_from_state(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the output and denominators of n tokens that continue from a state, and the new values and weights."""
+    (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
+    if b == 0 or n == 0:
+        return empty_like_layout(q, dv), values.new_empty(q.shape[:3]), values, weights
+    order = call.score.order
+    plan = linear_plan_of(q, k, v, call)._replace(heads=b * hk)
+    recorded = recording(q, k, v, values, weights, call.log_decay)
+    workspace = None if recorded else Workspace(values.dtype, q.device)
+    ops = operands(q, k, v, call, state=weights[..., 0])
+    if call.log_decay is not None and may_hold_nan(weights[..., 0]):  # `ops.decay` makes the queries NaN that read it
+        values, weights = _filled((values, weights), weights[..., 0].isnan(), 0.0)
+    output = RecordedOutput(ops, finish_of(call))
+    state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
+    state = linear.forward(ops, plan, output, workspace, state)
+    state = _with_nan_of_decays(ops, tuple(x.unflatten(0, (b, hk)) for x in linear.pack_state(state, d)))
+    return *output.join(q), *state
+
+
+def backward_from_state(
+    grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call, states: States
+) -> StateGradients:
+    """Return the gradients of `forward_from_state`.
+
+    The gradient of a state is a sum over queries, as the state is a sum over keys: the coefficient of each feature in f times
+    the features of q times (g, e). The reverse walk holds these sums without the coefficients. Its initial state is therefore
+    the gradient of the new state divided by the coefficients, and its final state is multiplied by them.
+    """
+    log_decay = call.log_decay
+    grads = InputGradients.zeros(q, k, v)
+    grad_decay = None if log_decay is None else torch.zeros_like(log_decay, memory_format=torch.contiguous_format)
+    new_grads = (torch.zeros_like(x) if grad is None else grad for x, grad in zip(states.given, states.grads, strict=True))
+    state_grads = tuple(x.clone(memory_format=torch.contiguous_format) for x in new_grads)
+    if q.numel() > 0:
+        pairs_after = None if grad_decay is None else _pairs_of_state(states.new, states.grads)
+        rows, hk = row_inputs(grad_o, grad_z, o, z, call), k.shape[1]
+        workspace = Workspace(compute_dtype(q.dtype), q.device)
+        for group, plan, ops in _groups(q, k, v, call):
+            sums = Gradients(ops, grads.of_group(group, hk))
+            given, grads_of_group = (tuple(x[group] for x in pair) for pair in (states.given, state_grads))
+            _backward_of_group_(grads_of_group, given, ops, plan, row_terms_of(ops, rows, hk, group), sums, workspace)
+            sums.write()
+            if grad_decay is not None:
+                before = _pairs_of_state(given, grads_of_group)
+                after = 0.0 if pairs_after is None else pairs_after[group]
+                grad_decay[group] = sums.decay.result(before, after).to(grad_decay.dtype)
+    return StateGradients(grads, grad_decay, state_grads)
+
+
+def _backward_of_group_(
+    state_grads: tuple[Tensor, Tensor],
+    given: tuple[Tensor, Tensor],
+    ops: Operands,
+    plan: LinearPlan,
+    terms: RowTerms,
+    sums: Gradients,
+    workspace: Workspace,
+) -> None:
+    """Run `linear.backward` for a head group; overwrite the gradients of the new state by those of the given state."""
+    d, order = ops.q.shape[-1], ops.score.order
+    score = _divisors(ops.score, ops.dtype)
+    factors = coefficients(d, score, state_grads[0])
+    query_sums = (state_grads[0] / factors.unsqueeze(-1), state_grads[1] / factors)
+    before, after = (linear.unpack_state(*(x.flatten(0, 1) for x in state), d, order) for state in (given, query_sums))
+    after = linear.backward(ops, plan, terms, sums, workspace, before, after, score)
+    for x, out in zip(linear.pack_state(after, d), state_grads, strict=True):
+        out.copy_(x.view_as(out))
+    state_grads[0].mul_(factors.unsqueeze(-1))
+    state_grads[1].mul_(factors)
+
+
+def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the values and weights after a causal call of these keys that starts from zeros."""
+    values, weights = zero_state(k, v, call.score.order)
+    workspace, d = Workspace(values.dtype, k.device), k.shape[3]
+    for group, plan, ops in _groups(k, k, v, call):
+        state = linear.pack_state(linear.state_of_keys(ops, plan, workspace), d)
+        state = _with_nan_of_decays(ops, tuple(x.unflatten(0, ops.k.shape[:2]) for x in state))
+        _write_state((values, weights), group, state)
+    return values, weights
+
+
+def state_of_queries(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the given values and weights for a new state without gradients."""
+    values, weights = zero_state(k, v, call.score.order)
+    workspace, d = Workspace(values.dtype, k.device), k.shape[3]
+    factors = coefficients(d, _divisors(call.score, values.dtype), values)
+    for group, plan, ops in _groups(q, k, v, call):
+        state = linear.state_of_queries(ops, plan, _given_terms(ops, g, e, k.shape[1], group), workspace)
+        _write_state((values, weights), group, linear.pack_state(state, d))
+    return values.mul_(factors.unsqueeze(-1)), weights.mul_(factors)
+
+
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of g for values of a dtype: float32 in place of float16, whose range is too small."""
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the numerator (g) and of the denominator (e); see `fastmax.ops.gradients_of_sums`.
+
+    e is computed from the rounded g: where o is close to v the two terms of g.v + e cancel.
+    """
+    inverse = tiles.reciprocal(z).unsqueeze(-1)
+    g = (grad_o * inverse).to(sums_dtype(o.dtype)).contiguous()
+    e = -(g.to(z.dtype) * o).sum(-1)
+    return g, e if grad_z is None else e + torch.where(z == tiles.NO_KEYS, 0.0, grad_z)
+
+
+def backward_of_queries(
+    g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, state: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradient of q of `backward_from_state`, and for a call with decays the sums (b, h, n) over each query's pairs
+    with keys of other chunks."""
+    grads = InputGradients.zeros(q, k[:, :, :0], v[:, :, :0])
+    pairs = None if call.log_decay is None else torch.zeros_like(e, memory_format=torch.contiguous_format)
+    workspace, hk = Workspace(compute_dtype(q.dtype), q.device), k.shape[1]
+    for group, plan, ops in _groups(q, k, v, call):
+        sums = Gradients(ops, grads.of_group(group, hk))
+        if pairs is not None:
+            sums.decay = QueryPairs(split_heads(pairs, hk)[group])
+        before = linear.unpack_state(*(x[group].flatten(0, 1) for x in state), q.shape[3], call.score.order)
+        linear.backward_of_queries(ops, plan, _given_terms(ops, g, e, hk, group), sums, workspace, before)
+        sums.write()
+    return grads.q, pairs
+
+
+def backward_of_keys(
+    g: Tensor,
+    e: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    call: Call,
+    state_grads: tuple[Tensor, Tensor],
+    pairs: Tensor | None,
+    pairs_of_states: Tensor | None,
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """Return the gradients of (k, v) of `backward_from_state`, and that of log_decay from the pairs of `backward_of_queries`.
+
+    `pairs_of_states` (b, hk, 2): the pairs of the new state and of the given state.
+    """
+    grads = InputGradients.zeros(q[:, :, :0], k, v)
+    grad_decay = None if call.log_decay is None else torch.zeros_like(call.log_decay, memory_format=torch.contiguous_format)
+    workspace, hk = Workspace(compute_dtype(q.dtype), q.device), k.shape[1]
+    score = _divisors(call.score, state_grads[0].dtype)
+    factors = coefficients(q.shape[3], score, state_grads[0])
+    query_sums = state_grads[0] / factors.unsqueeze(-1), state_grads[1] / factors
+    for group, plan, ops in _groups(q, k, v, call):
+        sums = Gradients(ops, grads.of_group(group, hk))
+        if grad_decay is not None:
+            of_group = split_heads(pairs, hk)[group]
+            sums.decay.add_queries(0, of_group.flatten(2).flatten(0, 1).unsqueeze(-1), of_group.shape[2])
+        after = linear.unpack_state(*(x[group].flatten(0, 1) for x in query_sums), q.shape[3], call.score.order)
+        linear.backward_of_keys(ops, plan, _given_terms(ops, g, e, hk, group), sums, workspace, after, score)
+        sums.write()
+        if grad_decay is not None:
+            pairs_after, pairs_before = pairs_of_states[group].split(1, dim=-1)
+            grad_decay[group] = sums.decay.result(pairs_before, pairs_after).to(grad_decay.dtype)
+    return (grads.k, grads.v), grad_decay
+
+
+def _groups(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Iterator[tuple[Group, LinearPlan, Operands]]:
+    """Yield each head group with the plan and its operands; nothing for empty queries."""
+    plan, (b, hk) = linear_plan_of(q, k, v, call), k.shape[:2]
+    for group in head_groups(b, hk, plan.heads) if q.numel() > 0 else ():
+        yield group, plan, operands(q, k, v, call, group)
+
+
+def _given_terms(ops: Operands, g: Tensor, e: Tensor, kv_heads: int, group: Group) -> RowTerms:
+    """Return the function from a span of a head group's queries to its g and e."""
+    of_group = [split_heads(x, kv_heads)[group] for x in (g, e.unsqueeze(-1))]
+    return lambda span: tuple(to_blocks(x, span).to(ops.dtype) for x in of_group)
+
+
+def _filled(state: tuple[Tensor, Tensor], where: Tensor, x: float) -> tuple[Tensor, Tensor]:
+    """Return a state filled with x in the heads `where` (b, hk) selects."""
+    values, weights = state
+    return torch.where(where[..., None, None], x, values), torch.where(where[..., None], x, weights)
+
+
+def _with_nan_of_decays(ops: Operands, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the new state of a call, NaN in the heads where a decay of NaN follows one of the keys."""
+    if ops.decay is None or ops.decay.nan_state is None:
+        return state
+    return _filled(state, ops.decay.nan_state, torch.nan)
+
+
+def _pairs_of_state(state: tuple[Tensor | None, Tensor | None], grads: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
+    """Return the derivative by the logarithm of a common factor of the state, (b, hk, 1) in float64; None without gradients."""
+    # An element without a gradient contributes nothing, even if it is not finite or absent.
+    given = [(x, grad) for x, grad in zip(state, grads, strict=True) if grad is not None]
+    products = [torch.where(grad == 0.0, 0.0, x.double() * grad) for x, grad in given]
+    return sum(x.flatten(2).sum(-1, keepdim=True) for x in products) if products else None
+
+
+def _write_state(out: tuple[Tensor, Tensor], group: Group, state: tuple[Tensor, Tensor]) -> None:
+    """Copy the values and weights of a head group into those of all heads."""
+    for whole, x in zip(out, state, strict=True):
+        of_group = whole[group]
+        of_group.copy_(x.view_as(of_group))
+
+
+def _divisors(score: Score, dtype: torch.dtype) -> Score:
+    """Return the score with coefficients that gradients of states can be divided by."""
+    return score.without_zeros(torch.finfo(dtype).eps ** 2)
