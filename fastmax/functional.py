@@ -11,13 +11,13 @@ from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, log_of_sums
 from fastmax.eager.planner import choose_algorithm
 from fastmax.ops.exact_window import attention_with_exact_window
-from fastmax.prepare import spread
+from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import with_bounds
 from fastmax.prepare.normalization import normalize_queries_and_keys
 from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
 
 
-@spread.accepted
+@sharded_dispatch.dispatches_shards
 def fastmax_attention(
     q: Tensor,
     k: Tensor,
@@ -152,7 +152,7 @@ def fastmax_attention(
     return (o, lse) if return_lse else o
 
 
-@spread.accepted
+@sharded_dispatch.dispatches_shards
 def flash_attention(
     q: Tensor,
     k: Tensor,

@@ -21,7 +21,7 @@ from fastmax.decoding import init_state, prefill
 from fastmax.distributed import ContextParallel, Layout, TensorParallel, agreement, context_parallel
 from fastmax.distributed.context import Context
 from fastmax.distributed.layout import contiguous_layout
-from fastmax.prepare import spread
+from fastmax.prepare import sharded_dispatch
 
 N = 22
 LAYOUTS = {
@@ -141,21 +141,21 @@ def check_threads(group):
     mesh, q = mesh_of(group), torch.randn(1, 2, 6, 4, dtype=torch.float64)
     expected = fastmax_attention(q, q, q, normalize="sequence")
     with ThreadPoolExecutor(1) as thread, context_parallel(mesh):
-        outer = spread.current()
-        assert thread.submit(spread.current).result() is None
+        outer = sharded_dispatch.current()
+        assert thread.submit(sharded_dispatch.current).result() is None
         assert torch.equal(thread.submit(fastmax_attention, q, q, q, normalize="sequence").result(), expected)
 
         def in_another_context() -> bool:
             with context_parallel(mesh):
-                return spread.current() is not outer
+                return sharded_dispatch.current() is not outer
 
         assert thread.submit(in_another_context).result()
-        assert thread.submit(spread.current).result() is None
-        assert spread.current() is outer
+        assert thread.submit(sharded_dispatch.current).result() is None
+        assert sharded_dispatch.current() is outer
         with context_parallel(mesh):
-            assert spread.current() is not outer
-        assert spread.current() is outer
-    assert spread.current() is None
+            assert sharded_dispatch.current() is not outer
+        assert sharded_dispatch.current() is outer
+    assert sharded_dispatch.current() is None
 
 
 def test_a_context_is_of_one_thread():

@@ -11,7 +11,7 @@ import torch
 import fastmax
 from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention
 from fastmax.core import other_arguments
-from fastmax.prepare import spread
+from fastmax.prepare import sharded_dispatch
 
 Q = torch.ones(2, 4, 5, 8)
 PARAMETERS = Path(__file__).parents[1] / "docs" / "parameters.md"
@@ -85,7 +85,7 @@ def test_refused_in_a_context_too(function):
         raise AssertionError("the context got arguments that the function does not have")
 
     context = SimpleNamespace(call=call, telling=lambda check: check)
-    with spread.entered(context), pytest.raises(TypeError, match="is_causal is not an argument of"):
+    with sharded_dispatch.entered(context), pytest.raises(TypeError, match="is_causal is not an argument of"):
         function(Q, Q, Q, is_causal=True)
 
 

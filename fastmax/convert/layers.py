@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
 from fastmax.convert.batches import Batch, arguments_of, call, padding_of
-from fastmax.convert.masks import MaskOfTeacher
 from fastmax.core import validation
 from fastmax.nn.self_attention import FastmaxSelfAttention
 
@@ -18,8 +19,13 @@ Pairs = dict[str, tuple[nn.Module, nn.Module]]  # by name: the layer, and the te
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers")  # whoever has such a model has imported it
+    transformers = sys.modules.get("transformers")  # loaded already by the owner of such a model
     return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+
+
+def hugging_face() -> ModuleType:
+    """Returns `fastmax.convert.hugging_face`. Loaded by name, when a model of transformers is met: transformers is optional."""
+    return importlib.import_module("fastmax.convert.hugging_face")
 
 
 def check_module(name: str, module: object) -> None:
@@ -47,21 +53,15 @@ def pairs_of(model: nn.Module, teacher: nn.Module) -> Pairs:
 
 
 def _fastmax_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """By name, those whose attention is Fastmax."""
+    """Returns the layers whose attention is Fastmax, by name."""
     if not is_of_transformers(model):
         modules = model.named_modules()
         return {name: x for name, x in modules if isinstance(x, FastmaxSelfAttention) and x.attention == "fastmax"}
-    from fastmax.integrations.transformers.layers import attention_layers, runs_fastmax
-
-    return {name: layer for name, layer in attention_layers(model) if runs_fastmax(layer)}
+    return hugging_face().fastmax_layers(model)
 
 
 def _is_causal_self_attention(layer: nn.Module) -> bool:
-    if isinstance(layer, FastmaxSelfAttention):
-        return True
-    from fastmax.integrations.transformers.layers import is_causal_self_attention
-
-    return is_causal_self_attention(layer)
+    return isinstance(layer, FastmaxSelfAttention) or hugging_face().is_causal_self_attention(layer)
 
 
 def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str, Callable[[], Tensor], Tensor], None]) -> None:
@@ -73,7 +73,8 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
             argument `attention_mask` (b, n), or the layer's `attention_mask`, leaves out.
     """
     real = padding_of(arguments_of(teacher, batch))
-    masks, called = MaskOfTeacher(real), set()
+    is_ours = all(isinstance(layer, FastmaxSelfAttention) for layer, _ in pairs.values())
+    masks, called = None if is_ours else hugging_face().MaskOfTeacher(real), set()
 
     def hook_of(name: str, layer: nn.Module) -> Callable:
         def hook(own: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:

@@ -1,20 +1,18 @@
-"""What the layers of a Hugging Face teacher saw, as a mask for the model's: padding, and documents of packed rows."""
+"""The mask of a Hugging Face teacher's layers (padding, documents of packed rows) as a mask for the converted model's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask
 
 from fastmax.core import validation
-
-if TYPE_CHECKING:
-    from fastmax.integrations.transformers import FastmaxMask
+from fastmax.integrations.transformers import FastmaxMask
+from fastmax.integrations.transformers.layers import implementation
 
 
 class MaskOfTeacher:
-    """Of a batch: made where the first layer is called, for all that share the teacher's mask.
+    """The mask of one batch. The first layer called makes it; layers with the same teacher's mask share it.
 
     Models differ in whether packed rows are packed to them (OPT's are not), so the teacher's own mask is asked.
     """
@@ -38,10 +36,6 @@ class MaskOfTeacher:
         return self._made[1]
 
     def _make(self, layer: nn.Module, own: nn.Module, args: tuple, keywords: dict) -> FastmaxMask:
-        from transformers.masking_utils import create_causal_mask
-
-        from fastmax.integrations.transformers.layers import implementation
-
         hidden_states = args[0] if args else keywords["hidden_states"]
         b, n = hidden_states.shape[:2]
         if self._padding is not None and self._padding.shape != (b, n):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastmax.convert.batches import Batch, check_batches, fresh_casts
-from fastmax.convert.layers import Pairs, is_of_transformers, pairs_of, visit
+from fastmax.convert.layers import Pairs, hugging_face, is_of_transformers, pairs_of, visit
 from fastmax.core import validation
 from fastmax.nn.self_attention import EXPANSION_OF_EXP
 
@@ -139,14 +139,10 @@ def _measure(polynomial: _Polynomial, options: list[dict], pairs: Pairs, teacher
 
 
 def _options(model: nn.Module, pairs: Pairs) -> list[dict]:
-    """Those that the layers read, to be changed in place."""
+    """Returns the options that the layers read, to be changed in place."""
     if not is_of_transformers(model):
         return [layer.options for layer, _ in pairs.values()]
-    from fastmax.integrations.transformers.options import all_options, configurations
-
-    for config in configurations(model):
-        config.fastmax = all_options(config)
-    return [config.fastmax for config in configurations(model)]
+    return hugging_face().options_to_change(model)
 
 
 def _set(options: list[dict], polynomial: _Polynomial) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fastmax.convert.layers import check_module, is_of_transformers
+from fastmax.convert.layers import check_module, hugging_face, is_of_transformers
 from fastmax.core import validation
 from fastmax.nn.decay_gate import biases_of_half_lives
 from fastmax.nn.self_attention import DEFAULT_EXACT_WINDOW, FastmaxSelfAttention, options_of_fastmax
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 SHORTEST_NEW_HALF_LIFE = 1 / 8  # of the longest
 
@@ -58,7 +54,8 @@ def swap(
     if temperature is not None:
         validation.check_positive("temperature", temperature)
     if is_of_transformers(model):
-        return _swap_in_transformers(model, exact_window, layers, temperature, decay, longest_half_life)
+        half_lives = (longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life) if decay else None
+        return hugging_face().swap(model, exact_window, layers, temperature, half_lives)
 
     chosen = _chosen(_softmax_layers(model), layers)
     options = {
@@ -111,52 +108,3 @@ def _new_gate(layer: FastmaxSelfAttention, longest_half_life: float) -> nn.Linea
     with torch.no_grad():
         gate.bias.copy_(biases_of_half_lives(layer.num_kv_heads, longest_half_life, SHORTEST_NEW_HALF_LIFE * longest_half_life))
     return gate.train(layer.training)
-
-
-def _swap_in_transformers(
-    model: nn.Module,
-    exact_window: int,
-    layers: Iterable[int] | str | None,
-    temperature: float | None,
-    decay: bool,
-    longest_half_life: float,
-) -> list[str]:
-    import fastmax.integrations.transformers as integration
-
-    configs = list(integration.options.configurations(model))
-    before = [(config, config._attn_implementation, dict(vars(config))) for config in configs]
-    if any(implementation == integration.NAME for _, implementation, _ in before):
-        raise ValueError(f'model ({type(model).__name__}) must run softmax attention, got attn_implementation="fastmax"')
-    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
-    options = {"exact_window": exact_window, "temperature": temperature, "layers": layers}
-    merged = [_merged(config, options) for config in configs]
-    try:
-        for config, each in zip(configs, merged, strict=True):
-            integration.options.check_options(each)
-            config.fastmax = each
-        model.set_attn_implementation(integration.NAME)
-        if not decay:
-            return []
-        shortest = SHORTEST_NEW_HALF_LIFE * longest_half_life
-        gates = integration.add_decay(model, longest_half_life, shortest_half_life=shortest)
-    except Exception:
-        for config, _, attributes in before:
-            vars(config).clear()
-            vars(config).update(attributes)
-        raise
-    return [f"{name}.{integration.decay.GATE}.{part}" for name in gates for part in ("weight", "bias")]
-
-
-def _merged(config: PreTrainedConfig, options: dict) -> dict:
-    """These, of which None is not set, and what the configuration has beside them."""
-    from fastmax.integrations.transformers.options import all_options
-
-    before = all_options(config)
-    for name, value in options.items():
-        there = list(before[name]) if isinstance(before.get(name), tuple) else before.get(name)
-        if there not in (None, value):
-            raise ValueError(
-                f"config.fastmax of {config.model_type} has {name} = {there!r}, and swap got {value!r}: give the same, or "
-                "fastmax.integrations.transformers.configure(model) takes what was configured away"
-            )
-    return before | {name: value for name, value in options.items() if value is not None}

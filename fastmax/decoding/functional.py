@@ -23,7 +23,7 @@ from fastmax.decoding.state import DecodeState, width_of_keys
 from fastmax.decoding.varlen import prefill_packed
 from fastmax.decoding.window import Tokens, joined, kept, with_near_keys
 from fastmax.decoding.window import prefill as prefill_window
-from fastmax.prepare import spread
+from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import with_bounds
 from fastmax.prepare.normalization import normalize_queries_and_keys
 from fastmax.prepare.padding import RealFirst
@@ -383,9 +383,9 @@ def _check(
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.decoding.init_state, got {type(state).__name__}")
     q, k, v = _autocast(q, k, v, state)
-    if spread.current() is not None:
+    if sharded_dispatch.current() is not None:
         raise RuntimeError("decoding is of sequences that one rank has as a whole: leave fastmax.distributed.context_parallel")
-    spread.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
+    sharded_dispatch.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
     validation.check_qkv(q, k, v, causal=True)
     validation.check_attention_mask(mask, q, k)
     validation.check_log_decay(log_decay, q, k, causal=True)

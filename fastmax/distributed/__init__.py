@@ -1,11 +1,12 @@
-"""Attention to sequences whose tokens are spread over the ranks of a process group, on torch.distributed."""
+"""Attention over sequences whose tokens are sharded over the ranks of a process group, on torch.distributed."""
 
 from torch import distributed as _distributed
 
 if not _distributed.is_available():
     raise ImportError("fastmax.distributed needs torch.distributed, which this build of PyTorch does not have")
 
-from fastmax.distributed import sharding as _sharding  # noqa: F401, registers what operators do with DTensors
+from fastmax.distributed import dtensors as _dtensors
+from fastmax.distributed import sharding as _sharding  # noqa: F401, registers the DTensor rules of operators
 from fastmax.distributed.agreement import set_time_limit
 from fastmax.distributed.attention import (
     context_parallel_attention,
@@ -16,6 +17,7 @@ from fastmax.distributed.context import Context, ContextParallel, context_parall
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.tensor_parallel import TensorParallel
 from fastmax.distributed.traffic import exchanged_bytes
+from fastmax.prepare import sharded_dispatch as _sharded_dispatch
 
 __all__ = [
     "Context",
@@ -31,3 +33,5 @@ __all__ = [
     "tokens_before",
     "zigzag_layout",
 ]
+
+_sharded_dispatch.register_dtensor_handler(_dtensors.attend)

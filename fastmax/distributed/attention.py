@@ -27,7 +27,7 @@ from fastmax.ops.merge import merge_attention
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.normalization import normalize_queries_and_keys
 from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
-from fastmax.prepare.spread import outside_of_compiled_code
+from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
 
 Group = dist.ProcessGroup | DeviceMesh | None
 

@@ -34,9 +34,9 @@ from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
 from fastmax.nn.self_attention import FastmaxSelfAttention
 from fastmax.nn.short_convolution import ShortConvolution
-from fastmax.prepare import spread
+from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
-from fastmax.prepare.spread import outside_of_compiled_code
+from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
 
 _KINDS = ("contiguous", "zigzag")
 _OF_RANKS = {"fastmax_attention": context_parallel_attention, "flash_attention": context_parallel_flash_attention}
@@ -192,7 +192,7 @@ class Context:
         with telling(self.group):
             if not use_custom_gradient:
                 raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
-            spread.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
+            sharded_dispatch.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
             if not isinstance(q, Tensor):
                 raise TypeError(f"q must be a torch.Tensor, got {validation.describe(q)}")
             validation.check_dense("q", q)
@@ -202,7 +202,7 @@ class Context:
                 )
         # Without a layout the call itself exchanges the tokens of contiguous stretches.
         layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2])
-        with spread.entered(None):
+        with sharded_dispatch.entered(None):
             return attention(q, k, v, group=self.group, layout=layout, **options)
 
 
@@ -314,7 +314,7 @@ def context_parallel(
     whole = [None if any(x is y for y in no_restore_buffers) else x.clone() for x in buffers]
     _write(buffers, parts)
     try:
-        with spread.entered(context):
+        with sharded_dispatch.entered(context):
             yield
     finally:
         _write(buffers, whole)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from fastmax.core import other_arguments, validation
 from fastmax.functional import autocast_qkv, fastmax_attention
-from fastmax.prepare import spread
+from fastmax.prepare import sharded_dispatch
 
 OPTIONS = (
     "rpe_matrix", "mask", "dropout", "normalize", "temperature", "a0", "a1", "a2", "lim", "p", "algorithm", "exact_window",
@@ -116,7 +116,7 @@ class FASTMultiHeadAttention(nn.Module):
         causal = options.pop("mask")
         if lim is None and options["normalize"] is False:
             options["lim"] = validation.DEFAULT_LIM
-        context = spread.current() if self.context is None else self.context
+        context = sharded_dispatch.current() if self.context is None else self.context
         check = self._check if context is None else context.telling(self._check)
         check(others, q, k, v, causal, options["dropout"], drop_noise)
         if not self.training:

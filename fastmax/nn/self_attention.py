@@ -22,7 +22,7 @@ from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation, rotate
 from fastmax.nn.self_attention_state import SelfAttentionState
 from fastmax.nn.short_convolution import ShortConvolution
-from fastmax.prepare import spread
+from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.padding import PackedPlaces, RealFirst
 
@@ -415,7 +415,9 @@ class FastmaxSelfAttention(nn.Module):
             raise ValueError('step_ is of attention="fastmax", got a layer of "softmax", whose state grows: use forward')
         if state is None:
             raise TypeError("state must come from this layer's init_state, got None")
-        spread.refuse("of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight)
+        sharded_dispatch.refuse(
+            "of distributed weights there are local ones during a forward alone", weight=self.qkv_proj.weight
+        )
         self._check(x, state, None, attention_mask)
         if x.shape[1] != 1:
             raise ValueError(f"x must hold one token, (b, 1, embed_dim), got {x.shape[1]}; use forward for more")
@@ -436,7 +438,7 @@ class FastmaxSelfAttention(nn.Module):
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def _context(self) -> Context | None:
-        context = spread.current() if self.context is None else self.context
+        context = sharded_dispatch.current() if self.context is None else self.context
         if context is None:
             return None
         # The options that are no arguments of the attention and the convolution, which compare theirs.
@@ -508,7 +510,9 @@ class FastmaxSelfAttention(nn.Module):
         return self.out_proj(o)
 
     def _check_projected(self, x: Tensor, qkv: Tensor) -> None:
-        spread.refuse("heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv)
+        sharded_dispatch.refuse(
+            "heads are divided among ranks by fastmax.distributed.TensorParallel, on local ones", x=x, qkv_proj=qkv
+        )
         if qkv.shape[-1] != self._channels:
             raise ValueError(
                 f"qkv_proj must return {self._channels} channels, those of the layer's heads, got {qkv.shape[-1]}: heads are "

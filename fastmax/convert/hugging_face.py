@@ -1,0 +1,75 @@
+"""Conversion of Hugging Face models. `layers.hugging_face` loads this module, which needs transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from fastmax.convert.masks import MaskOfTeacher
+from fastmax.integrations.transformers import add_decay, options
+from fastmax.integrations.transformers.decay import GATE
+from fastmax.integrations.transformers.layers import attention_layers, is_causal_self_attention, runs_fastmax
+
+__all__ = ["MaskOfTeacher", "fastmax_layers", "is_causal_self_attention", "options_to_change", "swap"]
+
+
+def fastmax_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the layers whose attention is Fastmax, by name."""
+    return {name: layer for name, layer in attention_layers(model) if runs_fastmax(layer)}
+
+
+def options_to_change(model: nn.Module) -> list[dict]:
+    """Returns the options that the layers read, to be changed in place."""
+    for config in options.configurations(model):
+        config.fastmax = options.all_options(config)
+    return [config.fastmax for config in options.configurations(model)]
+
+
+def swap(
+    model: nn.Module,
+    exact_window: int,
+    layers: Iterable[int] | str | None,
+    temperature: float | None,
+    half_lives: tuple[float, float] | None,
+) -> list[str]:
+    """Sets Fastmax with these options in the configuration of the model; returns the names of the parameters of new gates.
+
+    Gates are added where `half_lives` (longest, shortest) are given. An error restores the configuration.
+    """
+    configs = list(options.configurations(model))
+    before = [(config, config._attn_implementation, dict(vars(config))) for config in configs]
+    if any(implementation == options.NAME for _, implementation, _ in before):
+        raise ValueError(f'model ({type(model).__name__}) must run softmax attention, got attn_implementation="fastmax"')
+    layers = list(layers) if isinstance(layers, Iterable) and not isinstance(layers, str) else layers
+    chosen = {"exact_window": exact_window, "temperature": temperature, "layers": layers}
+    merged = [_merged(config, chosen) for config in configs]
+    try:
+        for config, each in zip(configs, merged, strict=True):
+            options.check_options(each)
+            config.fastmax = each
+        model.set_attn_implementation(options.NAME)
+        if half_lives is None:
+            return []
+        longest, shortest = half_lives
+        gates = add_decay(model, longest, shortest_half_life=shortest)
+    except Exception:
+        for config, _, attributes in before:
+            vars(config).clear()
+            vars(config).update(attributes)
+        raise
+    return [f"{name}.{GATE}.{part}" for name in gates for part in ("weight", "bias")]
+
+
+def _merged(config: PreTrainedConfig, chosen: dict) -> dict:
+    """Returns the options of the configuration updated with those chosen; None leaves an option as it is."""
+    before = options.all_options(config)
+    for name, value in chosen.items():
+        there = list(before[name]) if isinstance(before.get(name), tuple) else before.get(name)
+        if there not in (None, value):
+            raise ValueError(
+                f"config.fastmax of {config.model_type} has {name} = {there!r}, and swap got {value!r}: give the same, or "
+                "fastmax.integrations.transformers.configure(model) takes what was configured away"
+            )
+    return before | {name: value for name, value in chosen.items() if value is not None}
