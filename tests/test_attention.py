@@ -318,6 +318,22 @@ def test_padded_batch_equals_its_sequences(side, causal, algorithm, custom, devi
 
 
 @by_gradient
+def test_large_values_of_masked_keys_do_not_overflow(custom, device):
+    """On the linear algorithm a value whose products overflow is multiplied by 0 before, not after."""
+    q, k, v = (torch.randn(1, 1, 8, 4, device=device) for _ in range(3))
+    mask = torch.arange(8, device=device)[None] != 3
+    results = []
+    for masked in (0.0, 3e38):
+        v[:, :, 3] = masked
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        options = {"causal": True, "attention_mask": mask, "algorithm": "linear", "use_custom_gradient": custom}
+        o = fastmax_attention(*leaves, **options)
+        results.append([o, *torch.autograd.grad(10.0 * o.sum(), leaves)])
+    for name, actual, expected in zip(("o", "q", "k", "v"), *reversed(results), strict=True):
+        assert torch.equal(actual, expected), name
+
+
+@by_gradient
 @by_algorithm
 @by_causal
 @by_order

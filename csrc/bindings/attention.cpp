@@ -1,5 +1,5 @@
 // fastmax::forward and fastmax::backward for CUDA tensors: checks, params, algorithm. The schemas are declared in Python
-// (fastmax/ops/__init__.py). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
+// (fastmax/ops/). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
 //
 // fastmax::far_forward_ and far_backward_: the same of a causal call whose keys are the far ones of an exact window, joined to what there
 // is of the near ones. Where the kernels do not join, fastmax::eager_far_forward_ and _backward_ take a call without it and do that.

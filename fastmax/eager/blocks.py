@@ -100,9 +100,9 @@ def from_blocks(x: Tensor, span: Span, like: Tensor) -> Tensor:
 class KeyFactors(NamedTuple):
     """The factors of a block of keys, each (B, length, 1) or None for 1, that multiply f(s) in the weights of these keys.
 
-    Every pair of a query and a key is computed either in a tile or through the state, and gets the factors there, once:
-    `weight` in a tile, whose exponent holds the decays, and `in_state` where the key enters the state. Their gradients of v get
-    the same factor in the same place: a tile by its weights, the state by `times_state_factor`.
+    Every pair of a query and a key is computed either in a tile or through the state. In a tile its weight is multiplied by
+    `weight`; the tile's exponent holds the decays. Where the key enters the state, its weight is multiplied by both. The
+    gradient of v gets the same factor: a tile's from the weights, the state's from `times_state_factor`.
     """
 
     weight: Tensor | None  # of the attention mask: 0 where a key is masked, else 1

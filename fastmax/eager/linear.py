@@ -215,8 +215,11 @@ class _Walk:
         return pad_head_dim(self.ops.q_block(span))
 
     def k_v(self, span: Span, decay: Tensor | None) -> tuple[Tensor, Tensor, KeyFactors]:
-        """Return k, v and the factors of a chunk of keys, whose decays are given."""
-        return pad_head_dim(self.ops.k_block(span)), self.ops.v_block(span), self.ops.key_factors(span)._replace(decay=decay)
+        """Return k, v and the factors of a chunk of keys, whose decays are given. v is 0 where a key is masked, since products
+        with a large v would overflow before the factor of 0 reaches them."""
+        factors = self.ops.key_factors(span)._replace(decay=decay)
+        v = self.ops.v_block(span)
+        return pad_head_dim(self.ops.k_block(span)), v if factors.weight is None else v * factors.weight, factors
 
     def k_v_before_queries(self, span: Span) -> tuple[Tensor, Tensor, KeyFactors]:
         """Return k, v and the factors of keys before all queries."""
@@ -274,8 +277,8 @@ def _scaled(tokens: tuple[Tensor, Tensor, Tensor | None], factor: Tensor | None)
 
 
 def _state_tokens(k: Tensor, v: Tensor, factors: KeyFactors) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return keys as tokens (x, y, weight) of the state, y and weight multiplied by the keys' factors."""
-    return _scaled((k, v, None), factors.in_state)
+    """Return keys as tokens (x, y, weight) of the state, with their factors; v is 0 where a key is masked (`_Walk.k_v`)."""
+    return _scaled((k, v, factors.weight), factors.decay)
 
 
 def forward(ops: Operands, plan: LinearPlan, sink: Sink, workspace: Workspace | None, state: State | None = None) -> State:
