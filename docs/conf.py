@@ -24,7 +24,7 @@ html_show_copyright = False
 nitpicky = True
 nitpick_ignore_regex = [  # in signatures: other libraries' classes, a type variable, and what no caller constructs
     ("py:class", r"(Tensor|collections|np|torch|transformers)\b.*"),
-    ("py:class", r"fastmax\.(softmax\.Array|score\.Score|key_value_cache\.Memory)"),
+    ("py:class", r"fastmax\.(softmax\.Array|core\.score\.Score|nn\.key_value_cache\.Memory)"),
 ]
 myst_heading_anchors = 3
 default_role = "code"  # docstrings write `this` for code, as Markdown does
