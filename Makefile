@@ -23,6 +23,7 @@ test: $(READY)  ## all tests; those that need a GPU are left out without one
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 docs: $(READY)  ## the site, in build/site; a broken link or reference is an error
 	$(BIN)/python -m sphinx -W --keep-going -E -q -b html -c docs -d build/doctrees . build/site

@@ -46,7 +46,7 @@ def report() -> list[tuple[str, str]]:
     return rows
 
 
-def main():
+def main() -> None:
     rows = report()
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:

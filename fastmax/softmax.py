@@ -8,7 +8,7 @@ Source: M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, 
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import numpy as np
@@ -122,7 +122,7 @@ def _runs_kernel(x: Array) -> bool:
     return isinstance(x, Tensor) and x.is_cuda and (torch.compiler.is_compiling() or not is_transformed())
 
 
-def _quiet(x: Array):
+def _quiet(x: Array) -> AbstractContextManager:
     """Without numpy's warning of -inf - -inf, which gives the documented NaN."""
     return nullcontext() if isinstance(x, Tensor) else np.errstate(invalid="ignore")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,7 +30,7 @@ class Traffic(NamedTuple):
         """Read and written."""
         return self.read + self.written
 
-    def __add__(self, other: Traffic) -> Traffic:
+    def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]
         return Traffic(self.read + other.read, self.written + other.written)
 
 
@@ -142,7 +142,7 @@ def hbm_traffic(
         matrix = seqlen * seqlen * dtype.itemsize
         return Traffic(3 * tensor + 2 * matrix, tensor + 2 * matrix)
     if exact_window > 0:
-        options = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
+        options: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
         parts = [hbm_traffic(seqlen, head_dim, dtype, "flash", causal=causal, window=exact_window, **options)]
         far = seqlen - exact_window
         if far > 0:
@@ -168,7 +168,16 @@ def _checked_bounds(cu_seqlens: Sequence[int], seqlen: int) -> list[int]:
     return bounds
 
 
-def _check_options(algorithm, causal, block_size, log_decay, bounds, window, exact_window, state) -> None:
+def _check_options(
+    algorithm: str,
+    causal: bool,
+    block_size: int | None,
+    log_decay: bool,
+    bounds: list[int] | None,
+    window: int | tuple[int, int] | None,
+    exact_window: int,
+    state: bool,
+) -> None:
     """That there is such a call."""
     given = {
         "log_decay": (log_decay, ("flash", "quadratic", "linear")),

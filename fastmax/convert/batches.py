@@ -6,13 +6,14 @@ import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from fastmax.core import validation
 
-Batch = Tensor | Mapping[str, object] | Sequence[object]
+Batch: TypeAlias = Tensor | Mapping[str, object] | Sequence[object]
 
 
 def call(model: nn.Module, batch: Batch) -> object:

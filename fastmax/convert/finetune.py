@@ -63,7 +63,8 @@ def finetune(
             raise ValueError(f"model ({type(model).__name__}) must have parameters that require a gradient, got none")
     else:
         trained = named(model, parameters)
-    decayed, rest = [], []
+    decayed: list[Tensor] = []
+    rest: list[Tensor] = []
     for name, x in trained.items():
         (decayed if x.dim() >= 2 and "decay" not in name else rest).append(x)
     groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

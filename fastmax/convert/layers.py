@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,7 +75,8 @@ def visit(pairs: Pairs, teacher: nn.Module, batch: Batch, compare: Callable[[str
     """
     real = padding_of(arguments_of(teacher, batch))
     is_ours = all(isinstance(layer, FastmaxSelfAttention) for layer, _ in pairs.values())
-    masks, called = None if is_ours else hugging_face().MaskOfTeacher(real), set()
+    masks: Any = None if is_ours else hugging_face().MaskOfTeacher(real)
+    called: set[str] = set()
 
     def hook_of(name: str, layer: nn.Module) -> Callable:
         def hook(own: nn.Module, args: tuple, keywords: dict, output: Tensor | tuple) -> None:

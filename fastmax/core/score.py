@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import copysign
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ class Score(NamedTuple):
         0. With the square of a rounding, nobody sees the difference in f."""
         used = (self.a0, self.a1, self.a2)[: 1 + self.order]
         limit = smallest * max(map(abs, used)) or 1.0
-        used = (copysign(max(abs(a), limit), a) for a in used)
-        return self._replace(**dict(zip(("a0", "a1", "a2"), used, strict=False)))
+        kept: dict[str, Any] = dict(zip(("a0", "a1", "a2"), (copysign(max(abs(a), limit), a) for a in used), strict=False))
+        return self._replace(**kept)
 
     @property
     def affine(self) -> tuple[float, float]:

@@ -128,7 +128,7 @@ class DecodeState(BatchState):
 
     def __setstate__(self, saved: dict) -> None:
         # Through __init__: a name that this version does not know, of a later version's file, is an error.
-        self.__init__(**(saved | {"score": Score(*saved["score"])}))
+        self.__init__(**(saved | {"score": Score(*saved["score"])}))  # type: ignore[misc]
 
 
 _TOKENS = ("near_keys", "near_values")  # in the dtype of q, k and v

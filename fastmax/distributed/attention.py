@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from fastmax.prepare.normalization import normalize_queries_and_keys
 from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
 from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
 
-Group = dist.ProcessGroup | DeviceMesh | None
+Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
 
 @outside_of_compiled_code
@@ -323,7 +323,7 @@ def _checked(
     return _Asked(causal, mask, log_decay, cu_seqlens)
 
 
-def _check_layout(layout, group: dist.ProcessGroup, n: int) -> Layout | None:
+def _check_layout(layout: object, group: dist.ProcessGroup, n: int) -> Layout | None:
     if layout is None:
         return None
     layout = layout if isinstance(layout, Layout) else Layout(layout)
@@ -372,7 +372,7 @@ def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, tokens: int, asked: _
     return choose_algorithm(tokens, tokens, q.shape[-1], v.shape[-1], causal, score.order, q.shape[1] // max(1, k.shape[1]))
 
 
-def _by_part(x: Tensor, parts: tuple[Part, ...], append) -> Tensor:
+def _by_part(x: Tensor, parts: tuple[Part, ...], append: Callable[[Tensor, int], Tensor]) -> Tensor:
     """(b, heads, n, d) with channels for the global positions of its tokens."""
     pieces = [append(x[:, :, part.local], part.start) for part in parts]
     return torch.cat(pieces, dim=2) if pieces else append(x, 0)

@@ -5,7 +5,7 @@ Whoever starts one may compute until it waits: on GPUs messages have a stream of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
@@ -106,7 +106,7 @@ def _started(what: str, group: dist.ProcessGroup, x: Tensor, out: Tensor, start:
 
 
 @contextmanager
-def _named(what: str, group: dist.ProcessGroup):
+def _named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed's own are of this kind

@@ -10,10 +10,11 @@ module. `context_parallel` here is used as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -188,7 +189,9 @@ class Context:
         return self._attend(_OF_RANKS[attention.__name__], **arguments)
 
     @outside_of_compiled_code
-    def _attend(self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options):
+    def _attend(
+        self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options: Any
+    ) -> Tensor | tuple[Tensor, Tensor]:
         with telling(self.group):
             if not use_custom_gradient:
                 raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
@@ -209,7 +212,8 @@ class Context:
 class _OfOneForward(Context):
     def __init__(self, mesh: DeviceMesh, layout: str | Layout, options: dict[str, object]):
         super().__init__(mesh, layout)
-        self._options, self._agreed = {name: str(x) for name, x in options.items()}, None
+        self._options = {name: str(x) for name, x in options.items()}
+        self._agreed: Layout | None = None
 
     @outside_of_compiled_code
     def layout_of(self, tokens: int) -> Layout:
@@ -279,7 +283,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] = (),
     no_restore_buffers: Collection[Tensor] = (),
     layout: str | Layout = "contiguous",
-):
+) -> Iterator[None]:
     """Spreads the tokens of all that this thread runs inside over a mesh: `fastmax_attention`, `flash_attention` and the layers
     made of them. It is used as `torch.distributed.tensor.experimental.context_parallel`, which does so for PyTorch's attention.
 

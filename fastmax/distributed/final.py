@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ def without_second_derivative(backward: Callable) -> Callable:
     """The backward of an autograd function, whose results refuse to be differentiated (`create_graph=True` records them)."""
 
     @wraps(backward)
-    def first(ctx, *grads: Tensor | None) -> tuple:
+    def first(ctx: Any, *grads: Tensor | None) -> tuple:
         with torch.no_grad():
             out = backward(ctx, *grads)
         if not torch.is_grad_enabled():
@@ -27,10 +28,10 @@ def without_second_derivative(backward: Callable) -> Callable:
 
 class _Final(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Views of the tensors behind those that they depend on."""
         return tuple(x.view_as(x) for x in tensors[given:])
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
         raise RuntimeError("fastmax.distributed: attention over more than one rank has no second derivative")

@@ -35,7 +35,7 @@ class TensorParallel(ParallelStyle):
             raise ValueError(f"num_kv_heads must be a multiple of the mesh's {ranks} ranks, got {module.num_kv_heads}")
         heads = _Heads(module, device_mesh)
         own = {"num_heads": module.num_heads // ranks, "num_kv_heads": module.num_kv_heads // ranks}
-        vars(module).update(own)  # the layer refuses to set them, since its weights have sizes
+        vars(module).update(own)  # type: ignore[attr-defined]  # the layer refuses to set them, since its weights have sizes
         module.register_forward_pre_hook(heads.enter, with_kwargs=True)
         module.register_forward_hook(heads.leave, always_call=True)
         return module

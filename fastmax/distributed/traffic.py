@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ class Bytes(NamedTuple):
     forward: int
     backward: int  # where q, k, v and log_decay all have gradients
 
-    def __add__(self, other: Bytes) -> Bytes:
+    def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
         return Bytes(self.forward + other.forward, self.backward + other.backward)
 
 
@@ -115,7 +116,7 @@ def _ring(layout: Layout, rank: int, keys: ring.Keys) -> Bytes:
 def _halo(layout: Layout, rank: int, keys: ring.Keys, before: int, behind: int, padded: bool) -> Bytes:
     plan = halo.plan(layout, rank, before, behind)
 
-    def tokens(moves) -> int:
+    def tokens(moves: Sequence[Sequence[halo.Move]]) -> int:
         return sum(move.source.stop - move.source.start for other, x in enumerate(moves) if other != rank for move in x)
 
     (b, hk, _, d), dv, wide = keys.k.shape, keys.v.shape[3], torch.finfo(eager.compute_dtype(keys.k.dtype)).bits // 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from fastmax.nn.multi_head_attention import OPTIONS, FASTMultiHeadAttention
 _PARAMETERS = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_bias", "bias_k", "bias_v")
 
 
-def swap_attention(model: nn.Module, **options) -> dict[str, nn.MultiheadAttention]:
+def swap_attention(model: nn.Module, **options: Any) -> dict[str, nn.MultiheadAttention]:
     """Replace every `nn.MultiheadAttention` in `model` by fastmax attention, in place and with the same Parameters.
 
     Keys of the state dict do not change, a module registered under several names stays one module, and the fast path of
@@ -85,7 +86,7 @@ class SwappedMultiheadAttention(nn.Module):
     `dropout`; training mode refuses another. The Parameters and `out_proj` are those of `original`, shared.
     """
 
-    def __init__(self, original: nn.MultiheadAttention, **options):
+    def __init__(self, original: nn.MultiheadAttention, **options: Any):
         super().__init__()
         _check_swappable("original", original)
         for name in ("mask", "causal"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,7 +126,7 @@ class KeyValueCache:
         longest = max(cache.keys.shape[2] for cache in caches)
         caches = [cache.with_padding(longest - cache.keys.shape[2]) for cache in caches]
         tensors = (torch.cat(x) for x in zip(*(cache.tensors().values() for cache in caches), strict=True))
-        return cls(*tensors, window=caches[0].window)
+        return cls(*tensors, window=caches[0].window)  # type: ignore[misc]
 
     def with_padding(self, tokens: int) -> KeyValueCache:
         """With so many masked tokens on the left."""
@@ -175,7 +176,7 @@ class KeyValueCache:
         return tensors | {"window": self.window}
 
     def __setstate__(self, saved: dict) -> None:
-        self.__init__(**saved)
+        self.__init__(**saved)  # type: ignore[misc]
 
 
 def attend(
@@ -214,7 +215,7 @@ def attend(
 
 
 def attend_packed(
-    q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, packed: PackedPlaces, *, log_decay: Tensor | None, **options
+    q: Tensor, k: Tensor, v: Tensor, cache: KeyValueCache, packed: PackedPlaces, *, log_decay: Tensor | None, **options: Any
 ) -> tuple[Tensor, KeyValueCache]:
     """`attend` of packed sequences, each of which continues from a batch entry of the cache: as rows, padded to the longest."""
     n = q.shape[2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -112,7 +112,7 @@ class FASTMultiHeadAttention(nn.Module):
             "algorithm": algorithm,
             "exact_window": exact_window,
         }
-        options = {name: getattr(self, name) if value is None else value for name, value in given.items()}
+        options: dict[str, Any] = {name: getattr(self, name) if value is None else value for name, value in given.items()}
         causal = options.pop("mask")
         if lim is None and options["normalize"] is False:
             options["lim"] = validation.DEFAULT_LIM

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -98,7 +100,7 @@ class _NormalizedSequence(torch.autograd.Function):
     all rows that have this F."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, lim: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, lim: float) -> Tensor:
         rows, factor, divisor, is_longest = _sequence_factor(x, lim)
         o = torch.mul(rows, factor, out=torch.empty_like(x))  # rounded as it is written
         ctx.save_for_backward(o, factor / divisor, is_longest)
@@ -106,7 +108,7 @@ class _NormalizedSequence(torch.autograd.Function):
         return o
 
     @staticmethod
-    def backward(ctx, grad_o: Tensor):
+    def backward(ctx: Any, grad_o: Tensor) -> tuple[Tensor, None]:
         o, factor, is_longest = ctx.saved_tensors
         with torch.no_grad():
             wide = grad_o.to(factor.dtype)
@@ -120,7 +122,7 @@ class _Final(torch.autograd.Function):
     """A gradient that cannot be differentiated again (create_graph=True records it)."""
 
     @staticmethod
-    def forward(ctx, grad: Tensor, grad_o: Tensor) -> Tensor:
+    def forward(ctx: Any, grad: Tensor, grad_o: Tensor) -> Tensor:
         return grad.view_as(grad)
 
     backward = staticmethod(ops.refuse_second_derivative)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from threading import Lock
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ _is_any_entered = False  # a bool, which compiled code can guard on
 _counting = Lock()
 _OTHERS = frozenset({Tensor, torch.nn.Parameter, type(None), str, bool, int, float, tuple})
 
-Result = Tensor | tuple[Tensor, Tensor]
+Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class ParallelContext(Protocol):
@@ -70,7 +70,7 @@ def outside_of_compiled_code(function: Callable) -> Callable:
     """
 
     @wraps(function)
-    def call(*arguments, **options):
+    def call(*arguments: Any, **options: Any) -> Any:
         if torch.compiler.is_compiling():
             return torch.compiler.disable(function)(*arguments, **options)
         return function(*arguments, **options)
@@ -92,7 +92,7 @@ def _of_this_thread() -> ParallelContext | None:
 
 
 @contextmanager
-def entered(context: ParallelContext | None):
+def entered(context: ParallelContext | None) -> Iterator[None]:
     """Runs the calls of this thread inside the block in the given context.
 
     The context is one of PyTorch's thread-local objects, a private API (`torch._C._stash_obj_in_tls`): autograd copies those to
@@ -128,7 +128,7 @@ def dispatches_shards(attention: Callable[..., Result]) -> Callable[..., Result]
     """
 
     @wraps(attention)
-    def attend(*args, **kwargs):
+    def attend(*args: Any, **kwargs: Any) -> Result:
         context = current()
         if context is not None:
             return context.call(attention, context.telling(_arguments)(attention, args, kwargs))
@@ -152,4 +152,4 @@ def _attend_on_dtensors(attention: Callable[..., Result], args: tuple, kwargs: d
     # A statement, because torch.compile traces it, but not importlib.import_module.
     import fastmax.distributed  # noqa: F401, registers the handler
 
-    return _dtensor_handler(attention, _arguments(attention, args, kwargs))
+    return _dtensor_handler(attention, _arguments(attention, args, kwargs))  # type: ignore[misc]

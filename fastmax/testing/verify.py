@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,7 +176,16 @@ def cases() -> list[Case]:
     return table
 
 
-def definition(q: Tensor, k: Tensor, v: Tensor, *, normalize=False, lim=1.0, rpe_matrix=None, **options):
+def definition(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    normalize: bool | str = False,
+    lim: float = 1.0,
+    rpe_matrix: Tensor | str | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """`fastmax_attention` (4-d) by its definition: the whole matrix of weights, in the dtype of its arguments."""
     n, m, d = q.shape[-2], k.shape[-2], q.shape[-1]
     if normalize == "token":
@@ -202,7 +211,11 @@ def _in_ball(x: Tensor, lim: float, lengths: list[int] | None) -> Tensor:
 
 
 def run(
-    function: Callable[..., Tensor | tuple[Tensor, Tensor]], tensors: dict[str, Tensor], options: dict, dtype=None, poison=False
+    function: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    tensors: dict[str, Tensor],
+    options: dict,
+    dtype: torch.dtype | None = None,
+    poison: bool = False,
 ) -> dict[str, Tensor]:
     """Outputs and gradients of `function` on the tensors cast to dtype; the loss is a fixed random projection of the outputs.
 
@@ -229,7 +242,7 @@ def run(
     return {name: x.detach() for name, x in outputs.items()} | dict(zip(variables, grads, strict=True))
 
 
-def _softmax(**arguments) -> tuple[Tensor, Tensor]:
+def _softmax(**arguments: Any) -> tuple[Tensor, Tensor]:
     return flash_attention(**arguments, return_lse=True)
 
 
@@ -699,14 +712,14 @@ def check_random(index: int, seed: int, device: str, hopper: bool) -> tuple[Case
     case = random_case(index, seed, device)
     if not hopper:
         return case, check(case, device, seed + index), set()
-    case = for_hopper(case)
-    if case is None:
+    brought = for_hopper(case)
+    if brought is None:
         raise ValueError(f"configuration {index} of seed {seed} is none for the Hopper kernels")
     with kernels_taken() as taken:
-        outcome = check(case, device, seed + index)
+        outcome = check(brought, device, seed + index)
     if not taken or any(not name.endswith("_sm90") for name in taken):
         outcome.wrong.append(f"not on the Hopper kernels: {', '.join(sorted(taken)) or 'no kernels at all'}")
-    return case, outcome, taken
+    return brought, outcome, taken
 
 
 def outcomes(check_index: Callable, indices: Sequence[int], processes: int) -> Iterator:
@@ -776,7 +789,7 @@ def main(arguments: list[str] | None = None) -> int:
         if reason is not None:
             print(f"the CUDA kernels do not run, PyTorch operations are checked: {reason}")
         if args.only_index is not None:
-            indices = [args.only_index]
+            indices: Sequence[int] = [args.only_index]
         else:
             indices = hopper_indices(args.random, args.seed, device) if args.hopper else range(args.random)
         return 1 if run_random(indices, args.seed, args.device, args.hopper, args.processes) else 0
