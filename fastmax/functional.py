@@ -13,8 +13,8 @@ from fastmax.eager.planner import choose_algorithm
 from fastmax.ops.exact_window import attention_with_exact_window
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import with_bounds
-from fastmax.prepare.normalization import normalize_queries_and_keys
-from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.prepare.positional import token_positions
+from fastmax.prepare.tensors import Positions, cast_for_autocast, dropout_noise, prepare_queries_and_keys
 
 
 @sharded_dispatch.dispatches_shards
@@ -105,17 +105,15 @@ def fastmax_attention(
         other_arguments.refuse("fastmax_attention", others)
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
-    q, k, v, rpe_matrix = autocast_qkv(q, k, v, rpe_matrix)
-    validation.check_qkv(q, k, v, causal)
+    q, k, v, rpe_matrix = cast_for_autocast(q, k, v, rpe_matrix)
+    validation.check_tensors(q, k, v, causal, attention_mask, log_decay)
     score = validation.check_score(temperature, a0, a1, a2, p)
     kind = validation.check_normalize(normalize, lim)
     dropout = validation.check_not_negative("dropout", dropout)
     validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
     validation.check_rpe(rpe_matrix, q, k)
-    validation.check_attention_mask(attention_mask, q, k)
     validation.check_algorithm(algorithm, rpe_matrix)
     validation.check_bool("return_lse", return_lse)
-    validation.check_log_decay(log_decay, q, k, causal)
     validation.check_exact_window(exact_window)
     validation.check_exact_window_of(exact_window, q, k, rpe_matrix)
     validation.check_cu_seqlens(cu_seqlens, q, k)
@@ -125,16 +123,12 @@ def fastmax_attention(
         validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
         validation.warn_if_leaking(causal, kind)
 
-    if kind is not None:
-        q, k = normalize_queries_and_keys(q, k, kind, lim, use_custom_gradient, attention_mask, cu_seqlens)
+    positions = None
     if isinstance(rpe_matrix, str):
-        q, k = append_sinusoidal_query(q, k.shape[-2] - q.shape[-2]), append_sinusoidal_key(k, 0)
-        rpe_matrix = None
-    noise = None
-    if dropout > 0.0:
-        shape = (*q.shape[:-1], v.shape[-1])
-        noise = torch.randn(shape, dtype=q.dtype, device=q.device) if drop_noise is None else drop_noise.to(q.dtype)
-        noise = noise.detach()
+        (n, m), rpe_matrix = (q.shape[-2], k.shape[-2]), None
+        positions = Positions(token_positions(m - n, n, q.device), token_positions(0, m, q.device))
+    q, k = prepare_queries_and_keys(q, k, kind, lim, positions, use_custom_gradient, attention_mask, cu_seqlens)
+    noise = dropout_noise(drop_noise, dropout, (*q.shape[:-1], v.shape[-1]), q)
 
     three_d = q.dim() == 3
     if three_d:
@@ -205,11 +199,9 @@ def flash_attention(
     validation.check_flag("causal", causal)
     validation.check_bool("use_custom_gradient", use_custom_gradient)
     validation.check_bool("return_lse", return_lse)
-    q, k, v = autocast_qkv(q, k, v)
-    validation.check_qkv(q, k, v, causal)
+    q, k, v = cast_for_autocast(q, k, v)
+    validation.check_tensors(q, k, v, causal, attention_mask, log_decay)
     score = Softmax(validation.check_scale(scale, q.shape[-1]))
-    validation.check_attention_mask(attention_mask, q, k)
-    validation.check_log_decay(log_decay, q, k, causal)
     left, right = validation.check_window(window)
     validation.check_cu_seqlens(cu_seqlens, q, k)
 
@@ -262,11 +254,3 @@ def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tenso
     """(b * h, n, d) and so on -> (b, h, n, d), b from the mask."""
     batch = 1 if mask is None else mask.shape[0]
     return tuple(x.unflatten(0, (batch, x.shape[0] // max(batch, 1))) for x in (q, k, v))
-
-
-def autocast_qkv(*tensors: object) -> tuple:
-    """As they are, or in autocast's dtype when it is on."""
-    if not isinstance(tensors[0], Tensor) or not ops.in_autocast(tensors[0]):
-        return tensors
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return tuple(ops.autocast_to(x, dtype) for x in tensors)

@@ -7,7 +7,7 @@ import torch
 from common import DTYPES, Case, by_causal, by_gradient, dtype_id, make_inputs, run, sinusoidal_rows
 
 from fastmax import fastmax_attention, rpe_matrix_creator
-from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query, token_positions
 
 
 @pytest.mark.parametrize("n", [1, 2, 17])
@@ -63,7 +63,8 @@ def test_appended_channels_stay_exact_far_away(d, device):
     """At position 5,000,000, where a fp32 angle is off by a quarter: the channels of keys, and `q . r_(i-j)` of the product."""
     first, n = 5_000_000, 3
     q, k = torch.randn(1, 1, n, d, device=device), torch.randn(1, 1, n, d, device=device)
-    appended_q, appended_k = append_sinusoidal_query(q, first + 2), append_sinusoidal_key(k, first)
+    appended_q = append_sinusoidal_query(q, token_positions(first + 2, n, q.device))
+    appended_k = append_sinusoidal_key(k, token_positions(first, n, k.device))
     assert torch.equal(appended_q[..., :d], q) and torch.equal(appended_k[..., :d], k)
     w = [10000.0 ** (-2.0 * f / d) for f in range((d + 1) // 2)]
     u = [[f((first + j) * x) for f in (math.cos, math.sin) for x in w] for j in range(n)]

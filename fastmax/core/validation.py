@@ -287,6 +287,15 @@ def check_attention_mask(mask: object, q: Tensor, k: Tensor) -> None:
     raise ValueError(f"attention_mask must have shape {accepted}, got {tuple(mask.shape)}")
 
 
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, attention_mask: object = None, log_decay: object = None
+) -> None:
+    """q, k, v and the tensors of their keys, which every attention function takes."""
+    check_qkv(q, k, v, causal)
+    check_attention_mask(attention_mask, q, k)
+    check_log_decay(log_decay, q, k, causal)
+
+
 def check_algorithm(algorithm: object, rpe_matrix: object) -> None:
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {describe(algorithm)}")

@@ -25,9 +25,9 @@ from fastmax.decoding.window import Tokens, joined, kept, with_near_keys
 from fastmax.decoding.window import prefill as prefill_window
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import with_bounds
-from fastmax.prepare.normalization import normalize_queries_and_keys
 from fastmax.prepare.padding import RealFirst
-from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.prepare.positional import token_positions
+from fastmax.prepare.tensors import Positions, cast_for_autocast, prepare_queries_and_keys
 
 
 def init_state(
@@ -140,7 +140,7 @@ def step(
 
 
 def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, DecodeState]:
-    q, k = _transform(q, tokens.keys, state)
+    q, k = _transform_token(q, tokens.keys, state)
     joins = tokens.mask
     tokens, token = _joining(tokens._replace(keys=k), state)
     o, values, weights = ops.decode_step(
@@ -188,7 +188,7 @@ def step_(
     with ops.without_autocast(q):
         if state.fold_every > 1:
             return _gathered_step_(q, Tokens(k, v, attention_mask, log_decay), state)
-        q, k = _transform(q, k, state)
+        q, k = _transform_token(q, k, state)
         if state.exact_window > 0:
             ops.refuse_to_record(q, k, v, log_decay, *state.tensors().values())
         tokens, token = _joining(Tokens(k, v, attention_mask, log_decay), state)
@@ -203,7 +203,7 @@ def step_(
 
 
 def _gathered_step_(q: Tensor, token: Tokens, state: DecodeState) -> Tensor:
-    q, k = _transform(q, token.keys, state)
+    q, k = _transform_token(q, token.keys, state)
     decays = token.decays if token.decays is None else token.decays.to(state.weights.dtype)
     token = token._replace(keys=k, decays=decays)
     sums = state.values, state.weights
@@ -382,13 +382,11 @@ def _check(
     """q, k and v as they are, or in the state's dtype under autocast."""
     if not isinstance(state, DecodeState):
         raise TypeError(f"state must come from fastmax.decoding.init_state, got {type(state).__name__}")
-    q, k, v = _autocast(q, k, v, state)
+    q, k, v = cast_for_autocast(q, k, v, dtype=state.dtype)
     if sharded_dispatch.current() is not None:
         raise RuntimeError("decoding is of sequences that one rank has as a whole: leave fastmax.distributed.context_parallel")
     sharded_dispatch.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
-    validation.check_qkv(q, k, v, causal=True)
-    validation.check_attention_mask(mask, q, k)
-    validation.check_log_decay(log_decay, q, k, causal=True)
+    validation.check_tensors(q, k, v, True, mask, log_decay)
     if q.dim() != 4:
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
     if q.shape[1] == 0:
@@ -442,13 +440,6 @@ def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, 
             raise ValueError(f"state must have near_{name} {shape} of {dtype} for its exact_window and fold_every, got {got}")
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor, state: DecodeState) -> tuple[Tensor, Tensor, Tensor]:
-    """As they are, or in the state's dtype under autocast."""
-    if state.dtype == torch.float64 or not ops.in_autocast(state.values):
-        return q, k, v
-    return tuple(ops.autocast_to(x, state.dtype) for x in (q, k, v))
-
-
 def _check_memory(tokens: dict[str, Tensor], state: DecodeState) -> None:
     """That every element of the state has memory of its own, so that writing it changes nothing else."""
     written = {f"state.{name}": x for name, x in state.tensors().items()}
@@ -481,14 +472,16 @@ def _is_apart(x: Tensor, y: Tensor) -> bool:
     return x_stop <= y_first or y_stop <= x_first or 0 in (x.numel(), y.numel())
 
 
-def _transform(q: Tensor, k: Tensor, state: DecodeState, use_custom_gradient: bool | None = None) -> tuple[Tensor, Tensor]:
-    """What `fastmax_attention` does to q and k before the operator, at positions that continue from the state. None: a custom
-    gradient where none is taken, as of a step, which has derivatives of all orders."""
-    if state.normalize is not None:
-        if use_custom_gradient is None:
-            use_custom_gradient = not eager.differentiating(q, k)
-        q, k = normalize_queries_and_keys(q, k, state.normalize, state.lim, use_custom_gradient)
+def _transform(q: Tensor, k: Tensor, state: DecodeState, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
+    """q and k as the operators take them, at positions that continue from the state."""
+    positions = None
     if state.positions is not None:
-        first = state.positions[:, None, None]
-        q, k = append_sinusoidal_query(q, first), append_sinusoidal_key(k, first)
-    return q, k
+        positions = token_positions(state.positions[:, None, None], q.shape[2], q.device)
+        positions = Positions(positions, positions)
+    return prepare_queries_and_keys(q, k, state.normalize, state.lim, positions, use_custom_gradient)
+
+
+def _transform_token(q: Tensor, k: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
+    """`_transform` of one token: a step has derivatives of all orders, which the custom gradient of a normalisation has not."""
+    use_custom_gradient = state.normalize is not None and not eager.differentiating(q, k)
+    return _transform(q, k, state, use_custom_gradient)

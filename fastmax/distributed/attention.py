@@ -22,12 +22,12 @@ from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
 from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
 from fastmax.eager.planner import choose_algorithm
-from fastmax.functional import autocast_qkv, fastmax_attention, flash_attention
+from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.ops.merge import merge_attention
 from fastmax.prepare.bounds import sequence_at
-from fastmax.prepare.normalization import normalize_queries_and_keys
-from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query
+from fastmax.prepare.positional import token_positions
 from fastmax.prepare.sharded_dispatch import outside_of_compiled_code
+from fastmax.prepare.tensors import Positions, cast_for_autocast, dropout_noise, prepare_queries_and_keys
 
 Group: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 
@@ -92,8 +92,8 @@ def context_parallel_attention(
     group = _process_group(group)
     with telling(group):
         validation.check_flag("causal", causal)
-        q, k, v = autocast_qkv(q, k, v)
-        _check_tokens(q, k, v, causal)
+        q, k, v = cast_for_autocast(q, k, v)
+        asked = _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
         score = validation.check_score(temperature, a0, a1, a2, p)
         kind = validation.check_normalize(normalize, lim)
         if kind == "sequence":
@@ -106,7 +106,6 @@ def context_parallel_attention(
         validation.check_bool("return_lse", return_lse)
         options = {"function": "context_parallel_attention", "score": score, "normalize": kind, "lim": float(lim)}
         options |= {"dropout": dropout, "rpe_matrix": rpe_matrix, "algorithm": algorithm, "exact_window": exact_window}
-        asked = _checked(q, k, causal, attention_mask, log_decay, cu_seqlens)
         layout = _check_layout(layout, group, q.shape[2])
     if group.size() == 1:
         return fastmax_attention(
@@ -116,17 +115,14 @@ def context_parallel_attention(
         )  # fmt: skip
     layout = _agreed(group, layout, q, k, v, asked, options)
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
-    if kind is not None:
-        q, k = normalize_queries_and_keys(q, k, kind, lim)
-    if rpe_matrix is not None:
-        parts = layout.of(group.rank())
-        q, k = (_by_part(x, parts, append) for x, append in ((q, append_sinusoidal_query), (k, append_sinusoidal_key)))
+    positions = None if rpe_matrix is None else _positions(layout.of(group.rank()), q.device)
+    q, k = prepare_queries_and_keys(q, k, kind, lim, positions)
     algorithm = _algorithm(algorithm, q, k, v, layout.tokens, asked, exact_window, score)
     with ops.without_autocast(q):
         o, lse = _attend(q, k, v, asked, Spread(layout, group), score, algorithm, exact_window)
-        if dropout > 0.0:
-            noise = torch.randn_like(o) if drop_noise is None else drop_noise.to(o.dtype)
-            o = torch.addcmul(o, o, noise.detach(), value=dropout)
+        noise = dropout_noise(drop_noise, dropout, o.shape, o)
+        if noise is not None:
+            o = torch.addcmul(o, o, noise, value=dropout)
     return (o, lse) if return_lse else o
 
 
@@ -170,14 +166,13 @@ def context_parallel_flash_attention(
     with telling(group):
         validation.check_flag("causal", causal)
         validation.check_bool("return_lse", return_lse)
-        q, k, v = autocast_qkv(q, k, v)
-        _check_tokens(q, k, v, causal)
+        q, k, v = cast_for_autocast(q, k, v)
+        asked = _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
         score = Softmax(validation.check_scale(scale, q.shape[-1]))
         left, right = validation.check_window(window)
         right = 0 if causal else right
         if (left < 0) != (right < 0) and not (causal and left < 0):
             raise ValueError(f"window must be bounded on both sides or on none, got {window!r}")
-        asked = _checked(q, k, causal, attention_mask, log_decay, cu_seqlens)
         layout = _check_layout(layout, group, q.shape[2])
     if group.size() == 1:
         return flash_attention(
@@ -305,19 +300,20 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     return group
 
 
-def _check_tokens(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    validation.check_qkv(q, k, v, causal)
+def _check_tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> _Asked:
+    validation.check_tensors(q, k, v, causal, mask, log_decay)
     if q.dim() != 4:
         raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) where tokens are spread over ranks, got {q.dim()}-d")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
-
-
-def _checked(
-    q: Tensor, k: Tensor, causal: bool, mask: Tensor | None, log_decay: Tensor | None, cu_seqlens: Tensor | None
-) -> _Asked:
-    validation.check_attention_mask(mask, q, k)
-    validation.check_log_decay(log_decay, q, k, causal)
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
         raise TypeError(f"cu_seqlens must be an int32 tensor or None, got {validation.describe(cu_seqlens)}")
     return _Asked(causal, mask, log_decay, cu_seqlens)
@@ -372,10 +368,11 @@ def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, tokens: int, asked: _
     return choose_algorithm(tokens, tokens, q.shape[-1], v.shape[-1], causal, score.order, q.shape[1] // max(1, k.shape[1]))
 
 
-def _by_part(x: Tensor, parts: tuple[Part, ...], append: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """(b, heads, n, d) with channels for the global positions of its tokens."""
-    pieces = [append(x[:, :, part.local], part.start) for part in parts]
-    return torch.cat(pieces, dim=2) if pieces else append(x, 0)
+def _positions(parts: tuple[Part, ...], device: torch.device) -> Positions:
+    """Returns the global positions of this rank's tokens."""
+    own = [token_positions(part.start, part.tokens, device) for part in parts]
+    positions = torch.cat(own) if own else token_positions(0, 0, device)
+    return Positions(positions, positions)
 
 
 # ---- attention

@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from fastmax.core import other_arguments, validation
-from fastmax.functional import autocast_qkv, fastmax_attention
+from fastmax.functional import fastmax_attention
 from fastmax.prepare import sharded_dispatch
+from fastmax.prepare.tensors import cast_for_autocast
 
 OPTIONS = (
     "rpe_matrix", "mask", "dropout", "normalize", "temperature", "a0", "a1", "a2", "lim", "p", "algorithm", "exact_window",
@@ -156,7 +157,7 @@ class FASTMultiHeadAttention(nn.Module):
             return
         strength = validation.check_not_negative("dropout", dropout)
         if drop_noise is not None:
-            q, k, v = autocast_qkv(q, k, v)
+            q, k, v = cast_for_autocast(q, k, v)
             validation.check_qkv(q, k, v, causal)
             validation.check_drop_noise(drop_noise, strength, q, v.shape[-1])
 

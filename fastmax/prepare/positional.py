@@ -52,16 +52,21 @@ def rpe_matrix_creator(
     return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[:, :d].to(dtype)
 
 
-def append_sinusoidal_query(q: Tensor, first: int | Tensor) -> Tensor:
-    """[q, q~] for queries at positions `first, first + 1, ...`: (..., n, d) -> (..., n, d + 2 ceil(d / 2)).
+def token_positions(first: int | Tensor, count: int, device: torch.device) -> Tensor:
+    """Returns positions `first, first + 1, ...`, float64 (count,), or (b, 1, count) for `first` (b, 1, 1)."""
+    return torch.arange(count, dtype=torch.float64, device=device) + first
 
-    `first` is a number, or an int64 tensor (b, 1, 1) for q (b, h, n, d): a number for each batch entry.
+
+def append_sinusoidal_query(q: Tensor, positions: Tensor) -> Tensor:
+    """Returns [q, q~] for queries at these positions: (..., n, d) -> (..., n, d + 2 ceil(d / 2)).
+
+    `positions` is float64 (n,), or (b, 1, n) for q (b, h, n, d).
 
     By the angle-addition formula `q_i . r_(i-j) = q~_i . u_j` with `u_j = [cos(j w), sin(j w)]`, so a sinusoidal rpe costs
     twice the head dim and no matrix.
     """
     d = q.shape[-1]
-    cos, sin = _angles(first, q.shape[-2], d, q)
+    cos, sin = _angles(positions, d, q.dtype)
     even, odd = q[..., 0::2], q[..., 1::2]
     if d % 2:
         odd = torch.nn.functional.pad(odd, (0, 1))
@@ -69,17 +74,16 @@ def append_sinusoidal_query(q: Tensor, first: int | Tensor) -> Tensor:
     return torch.cat([q, *(x.to(q.dtype) for x in rotated)], dim=-1)
 
 
-def append_sinusoidal_key(k: Tensor, first: int | Tensor) -> Tensor:
-    """[k, u] for keys at positions `first, first + 1, ...`: the other half of `append_sinusoidal_query`."""
-    cos, sin = _angles(first, k.shape[-2], k.shape[-1], k)
+def append_sinusoidal_key(k: Tensor, positions: Tensor) -> Tensor:
+    """Returns [k, u] for keys at these positions: the other half of `append_sinusoidal_query`."""
+    cos, sin = _angles(positions, k.shape[-1], k.dtype)
     u = torch.cat([cos, sin], dim=-1).to(k.dtype)
     return torch.cat([k, u.expand(*k.shape[:-1], u.shape[-1])], dim=-1)
 
 
-def _angles(first: int | Tensor, count: int, d: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of position times frequency, (..., count, ceil(d / 2)) with what `first` has before its last dimension; the
-    product in float64, for positions in the millions."""
-    positions = torch.arange(count, dtype=torch.float64, device=like.device) + first
-    angles = positions.unsqueeze(-1) * _frequencies(d, like.device)
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+def _angles(positions: Tensor, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns cos and sin of position times frequency, (..., tokens, ceil(d / 2)). The product is float64, because positions
+    can be in the millions; the result is float64 for float64 and float32 for other dtypes."""
+    angles = positions.unsqueeze(-1) * _frequencies(d, positions.device)
+    dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)
