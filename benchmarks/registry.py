@@ -317,7 +317,7 @@ SUITES = {
                 Case(
                     *(batch, heads, n, d, 2, None, "bf16"),
                     modes=("step",),
-                    providers=("fastmax_gathered", "fastmax_in_place", "sdpa_flash", "sdpa_cudnn"),
+                    providers=("fastmax_buffered", "fastmax_in_place", "sdpa_flash", "sdpa_cudnn"),
                     peer="sdpa_flash",
                     targets={"step": AtMost(1 / 4, of_peer=True)} if batch == d == 64 and n >= 16384 else {},
                 )

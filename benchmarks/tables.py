@@ -322,22 +322,22 @@ def decode_rate(results: Results) -> str:
 
 def decode_gain(results: Results) -> str:
     same = {"head_dim": 64, "batch": 64, "heads": 8}
-    ours, softmax = _steps(results, "fastmax_gathered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
+    ours, softmax = _steps(results, "fastmax_buffered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
     times = {tokens: softmax[tokens] / ours[tokens] for tokens in (16384, 131072)}
     return f"{times[16384]:.1f} times faster at 16k tokens of context and {times[131072]:.0f} times at 128k"
 
 
 def decode_context(results: Results) -> str:
     """Steps of Fastmax and of the faster softmax with a cache."""
-    lines, gathered = [], results.rows("decode", provider="fastmax_gathered", mode="step")
-    for d, batch, heads in dict.fromkeys((row["head_dim"], row["batch"], row["heads"]) for row in gathered):
+    lines, buffered = [], results.rows("decode", provider="fastmax_buffered", mode="step")
+    for d, batch, heads in dict.fromkeys((row["head_dim"], row["batch"], row["heads"]) for row in buffered):
         same = {"head_dim": d, "batch": batch, "heads": heads}
-        ours, softmax = _steps(results, "fastmax_gathered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
+        ours, softmax = _steps(results, "fastmax_buffered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
         in_place = min(_steps(results, "fastmax_in_place", **same).values())
         cells = (f"{number(softmax[n])} ({gain(softmax[n] / ours[n])})" for n in ours)
         lines.append([str(d), f"{batch} x {heads}", number(min(ours.values())), number(in_place), *cells])
-    contexts = (f"SDPA, {n // 1024}k" for n in dict.fromkeys(row["tokens"] for row in gathered))
-    header = ["head_dim", "batch x heads", "gathered, us", "in place, us", *contexts]
+    contexts = (f"SDPA, {n // 1024}k" for n in dict.fromkeys(row["tokens"] for row in buffered))
+    header = ["head_dim", "batch x heads", "buffered, us", "in place, us", *contexts]
     return table(header, lines, results.rows("decode"))
 
 

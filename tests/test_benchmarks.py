@@ -383,7 +383,7 @@ def test_decode(measure, monkeypatch):
 
 
 def test_decode_beside_a_cache(measure, monkeypatch):
-    case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_gathered", "fastmax_in_place", "sdpa_flash"))
+    case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_buffered", "fastmax_in_place", "sdpa_flash"))
     case = replace(case, peer="sdpa_flash")
     monkeypatch.setattr(decode, "_cache_bytes", lambda device: 2**12)
     status, rows = measure(case, workload="decode")
@@ -392,16 +392,16 @@ def test_decode_beside_a_cache(measure, monkeypatch):
 
 
 @pytest.mark.parametrize("cache_bytes", [2**12, 2**15], ids=["few states", "many states"])
-def test_a_pass_of_gathered_steps_has_its_share_of_folds(cache_bytes, monkeypatch):
+def test_a_pass_of_buffered_steps_has_its_share_of_folds(cache_bytes, monkeypatch):
     folds, honest = [], fastmax.decoding.step_
 
     def step_(*token_and_state):
-        folds.append((token_and_state[-1].gathered == 32).float().mean().item())
+        folds.append((token_and_state[-1].buffered == 32).float().mean().item())
         return honest(*token_and_state)
 
     monkeypatch.setattr(fastmax.decoding, "step_", step_)
-    case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_gathered",))
-    made = decode.make_pass("fastmax_gathered", case, torch.device("cpu"), cache_bytes, [])
+    case = Case(1, 2, 20, 8, algorithm=None, modes=("step",), providers=("fastmax_buffered",))
+    made = decode.make_pass("fastmax_buffered", case, torch.device("cpu"), cache_bytes, [])
     for _ in range(2):
         made.function()
     assert len(folds) == 2 * made.steps and sum(folds[made.steps :]) * 32 == made.steps

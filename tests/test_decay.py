@@ -651,10 +651,10 @@ def test_long_sums_of_values_above_zero(algorithm, custom):
 
 
 @pytest.mark.parametrize("form", ["step", "step, recorded", "step_", "step_ and prefill", "prefill", "prefill in parts"])
-@pytest.mark.parametrize("fold_every", [1, 8])
+@pytest.mark.parametrize("flush_interval", [1, 8])
 @pytest.mark.parametrize("window", [0, 1, 5, 30])
 @pytest.mark.parametrize("padding", [False, True])
-def test_values_above_zero_and_nan_in_states(padding, window, fold_every, form):
+def test_values_above_zero_and_nan_in_states(padding, window, flush_interval, form):
     """Outputs are those of one call of the tokens that take part; a NaN at the first token, where the state is empty, has no
     effect."""
     n = 70
@@ -669,7 +669,7 @@ def test_values_above_zero_and_nan_in_states(padding, window, fold_every, form):
     lengths = {"prefill": [n], "prefill in parts": [20, 1, 30, 19], "step_ and prefill": [1] * 12 + [21] + [1] * 37}.get(
         form, [1] * n
     )
-    state = fastmax.decoding.init_state(2, 2, 4, 3, dtype=torch.float64, exact_window=window, fold_every=fold_every)
+    state = fastmax.decoding.init_state(2, 2, 4, 3, dtype=torch.float64, exact_window=window, flush_interval=flush_interval)
     inputs["log_decay"].requires_grad_(form == "step, recorded")
     outputs, start = [], 0
     for length in lengths:

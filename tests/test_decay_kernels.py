@@ -444,7 +444,7 @@ def test_values_above_zero_and_nan_in_states(padding, window, form, p, dtype):
         *alone, decays = (x[entry : entry + 1].cpu().double()[:, :, real] for x in (q, k, v, log_decay))
         options = {"causal": True, "log_decay": decays, "exact_window": window, "p": p} | ({"a0": 20.0} if p == 1 else {})
         exact[entry : entry + 1, :, real] = fastmax_attention(*alone, **options)
-    fold_every = {"step_, folding": 8, "step_, folding 40": 40}.get(form, 1)
+    flush_interval = {"step_, folding": 8, "step_, folding 40": 40}.get(form, 1)
     state = fastmax.decoding.init_state(
         b,
         hk,
@@ -452,7 +452,7 @@ def test_values_above_zero_and_nan_in_states(padding, window, form, p, dtype):
         dtype=dtype,
         device=DEVICE,
         exact_window=window,
-        fold_every=fold_every,
+        flush_interval=flush_interval,
         p=p,
         **({"a0": 20.0} if p == 1 else {}),
     )

@@ -131,7 +131,7 @@ def test_select(indices, option, device):
 
 
 @by_decode_option
-def test_repeat_interleave(option, device):
+def test_repeat(option, device):
     """A prompt, and several continuations of it; against the definition."""
     inputs, _ = make_inputs(Case("", n=6, b=4, h=2, d=5, dv=3), torch.float64, device)
     for x in inputs.values():
@@ -139,7 +139,7 @@ def test_repeat_interleave(option, device):
     options = OPTIONS[option]
     state = fastmax.decoding.init_state(2, 2, 5, 3, dtype=torch.float64, device=device, **options)
     _, state = fastmax.decoding.prefill(*(x[::2, :, :4] for x in inputs.values()), state)
-    o = proceed(state.repeat_interleave(2), {name: x[:, :, 4:] for name, x in inputs.items()})
+    o = proceed(state.repeat(2), {name: x[:, :, 4:] for name, x in inputs.items()})
     torch.testing.assert_close(o, definition(**inputs, causal=True, **options)[:, :, 4:], rtol=1e-10, atol=1e-10)
 
 
@@ -184,7 +184,7 @@ def test_bad_indices(name):
 @pytest.mark.parametrize("repeats, exception", [(0, ValueError), (2.0, TypeError), (True, TypeError)])
 def test_bad_repeats(repeats, exception):
     with pytest.raises(exception, match="repeats"):
-        a_state()[0].repeat_interleave(repeats)
+        a_state()[0].repeat(repeats)
 
 
 # ---- the object

@@ -246,7 +246,7 @@ def with_gradient_of_the_denominators(arguments, grad_o):
 
 
 def test_the_library_registers_every_operator():
-    steps = ("decode_step", "decode_step_", "gathered_step_")
+    steps = ("decode_step", "decode_step_", "buffered_step_")
     pieces = ("prefill_kept_", "gradients_of_sums", "prefill_backward_of_queries", "prefill_backward_of_keys_")
     states = ("prefill", "prefill_backward", "state_of_keys", "state_of_queries", *pieces)
     for name in ("forward", "backward", "merge_", "far_forward_", "far_backward_", *steps, *states, "finite_decay"):
@@ -658,7 +658,7 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
     def counted(right):
         return lambda *args, **options: calls.append(None) or right(*args, **options)
 
-    for name in ("forward", "backward", "decode_step", "decode_step_", "gathered_step_"):
+    for name in ("forward", "backward", "decode_step", "decode_step_", "buffered_step_"):
         monkeypatch.setattr(eager, name, counted(getattr(eager, name)))
     for mode, algorithm, d in itertools.product(MODES, (*ALGORITHMS, "auto"), (1, 16, 37, 128)):
         with verify.matmul_precision(MODES[mode][1]):
@@ -669,7 +669,10 @@ def test_covered_calls_do_not_reach_the_pytorch_implementation(monkeypatch):
         for step in (fastmax.decoding.step, fastmax.decoding.step_):
             step(token, token, token, fastmax.decoding.init_state(2, 4, 64, dtype=dtype, device=DEVICE))
         fastmax.decoding.step_(
-            token, token, token, fastmax.decoding.init_state(2, 4, 64, dtype=dtype, device=DEVICE, exact_window=2, fold_every=4)
+            token,
+            token,
+            token,
+            fastmax.decoding.init_state(2, 4, 64, dtype=dtype, device=DEVICE, exact_window=2, flush_interval=4),
         )
         assert not calls, dtype
     both(*operands(size("", 50, d=300), "fp32", "auto"))

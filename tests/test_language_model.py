@@ -450,16 +450,16 @@ def test_generate_compares_states_with_caches(checkpoints, tmp_path, capsys):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("fold_every", [1, 8])
+@pytest.mark.parametrize("flush_interval", [1, 8])
 @pytest.mark.parametrize("options", MODELS[:2], ids=NAMES[:2])
-def test_a_graph_streams_what_plain_steps_do(options, fold_every):
+def test_a_graph_streams_what_plain_steps_do(options, flush_interval):
     import generate
 
     model = tiny(**options)
     model = loaded(model, "cuda", torch.bfloat16)
     prompt, streamed = torch.randint(32, (1, 5), device="cuda"), []
     for graph in (False, True):
-        logits, states = generate.read(model, prompt, model.init_states(1, fold_every=fold_every))
+        logits, states = generate.read(model, prompt, model.init_states(1, flush_interval=flush_interval))
         step = generate.make_step(model, states, graph)
         streamed.append(torch.cat(list(generate.generate(step, logits, 30, 1.0, torch.Generator("cuda").manual_seed(0)))))
     assert streamed[0].equal(streamed[1]) and len(streamed[0].unique()) > 1

@@ -120,11 +120,11 @@ SIZES = {
     "kv_heads": lambda size: fastmax.decoding.init_state(1, size, 4),
     "head_dim": lambda size: fastmax.decoding.init_state(1, 1, size),
     "value_dim": lambda size: fastmax.decoding.init_state(1, 1, 4, size),
-    "fold_every": lambda size: fastmax.decoding.init_state(1, 1, 4, fold_every=size),
+    "flush_interval": lambda size: fastmax.decoding.init_state(1, 1, 4, flush_interval=size),
     "batch of a layer": lambda size: fastmax.FastmaxSelfAttention(8, 2).init_state(size),
     "embed_dim": lambda size: fastmax.FastmaxSelfAttention(size, 1),
     "conv": lambda size: fastmax.FastmaxSelfAttention(8, 2, conv=size),
-    "repeats": lambda size: fastmax.decoding.init_state(1, 1, 4).repeat_interleave(size),
+    "repeats": lambda size: fastmax.decoding.init_state(1, 1, 4).repeat(size),
     "block_size": lambda size: fastmax.softmax.online_softmax(Q, block_size=size),
     "n": lambda size: fastmax.rpe_matrix_creator(size, 4),
     "d": lambda size: fastmax.rpe_matrix_creator(4, size),
@@ -176,9 +176,9 @@ WRONG = {
         lambda: fastmax.FastmaxSelfAttention(8, 2, attention="softmax", p=Q),
         'p has no effect with attention="softmax", got a tensor of shape',
     ),
-    "fold_every of softmax": (
-        lambda: fastmax.FastmaxSelfAttention(8, 2, attention="softmax").init_state(1, fold_every=Q),
-        "fold_every must be an int, got a tensor of shape",
+    "flush_interval of softmax": (
+        lambda: fastmax.FastmaxSelfAttention(8, 2, attention="softmax").init_state(1, flush_interval=Q),
+        "flush_interval must be an int, got a tensor of shape",
     ),
     "indices": (lambda: fastmax.decoding.init_state(1, 1, 4).select(None), "indices must be a tensor or sequence.*None"),
     "cu_seqlens of hbm_traffic": (

@@ -259,16 +259,16 @@ def test_in_place(option):
 
 @pytest.mark.parametrize("option", ["all", "no exact_window", "grouped", "p1"])
 @torch.no_grad()
-def test_in_place_with_gathered_tokens(option):
-    """Any pieces may lie between: the state takes in what it has gathered."""
+def test_in_place_with_buffered_tokens(option):
+    """Any pieces may lie between: the state takes in what it has buffered."""
     layer, x = make(**OPTIONS[option]), tokens()
-    y, state = in_pieces(layer, x[:, :3], [3], layer.init_state(2, fold_every=3))
+    y, state = in_pieces(layer, x[:, :3], [3], layer.init_state(2, flush_interval=3))
     outputs = [y, *(layer.step_(x[:, i : i + 1], state) for i in range(3, 8))]
     y, state = in_pieces(layer, x[:, 8:11], [1, 2], state)
     outputs += [y, *(layer.step_(x[:, i : i + 1], state) for i in range(11, N))]
     torch.testing.assert_close(torch.cat(outputs, dim=1), layer(x), rtol=1e-8, atol=1e-9)
-    with pytest.raises(ValueError, match='fold_every is of attention="fastmax", got 3'):
-        make(**SOFTMAX).init_state(2, fold_every=3)
+    with pytest.raises(ValueError, match='flush_interval is of attention="fastmax", got 3'):
+        make(**SOFTMAX).init_state(2, flush_interval=3)
 
 
 def test_in_place_leaves_the_state_where_it_refuses():
@@ -278,7 +278,7 @@ def test_in_place_leaves_the_state_where_it_refuses():
         layer.step_(x, state)
     assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
     with torch.inference_mode():
-        state = layer.init_state(2, fold_every=3)
+        state = layer.init_state(2, flush_interval=3)
     with torch.no_grad(), pytest.raises(RuntimeError, match="state was made in inference mode"):
         layer.step_(x, state)
     assert all(tensor.count_nonzero() == 0 for tensor in state.tensors().values())
@@ -293,7 +293,7 @@ def test_beams(options):
     for order in ([2, 0], [1, 1, 0, 2]):
         y, _ = in_pieces(layer, rest[order], [1, 4], state.select(order))
         torch.testing.assert_close(y, expected[order], rtol=1e-8, atol=1e-9)
-    y, _ = in_pieces(layer, rest.repeat_interleave(2, 0), [5], state.repeat_interleave(2))
+    y, _ = in_pieces(layer, rest.repeat_interleave(2, 0), [5], state.repeat(2))
     torch.testing.assert_close(y, expected.repeat_interleave(2, 0), rtol=1e-8, atol=1e-9)
     with pytest.raises(IndexError, match="indices must be from 0 to 2"):
         state.select([3])
@@ -487,12 +487,12 @@ def test_kernels(options, dtype):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("fold_every", [1, 3])
+@pytest.mark.parametrize("flush_interval", [1, 3])
 @torch.no_grad()
-def test_a_replayed_graph_advances_the_state(fold_every):
+def test_a_replayed_graph_advances_the_state(flush_interval):
     layer = make(torch.float32, **FASTMAX).cuda()
     x = tokens(dtype=torch.float32).cuda()
-    state, token = layer.init_state(2, fold_every=fold_every), x[:, :1].clone()
+    state, token = layer.init_state(2, flush_interval=flush_interval), x[:, :1].clone()
     graph, y = capture(lambda: layer.step_(token, state), warm_up=lambda: layer.step_(token, state.clone()))
     outputs = []
     for i in range(N):

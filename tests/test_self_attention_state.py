@@ -74,14 +74,14 @@ class Sequences:
 @torch.no_grad()
 @by_layer
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("steps", ["step", "step_", "step_ that gathers"])
+@pytest.mark.parametrize("steps", ["step", "step_", "step_ that buffers"])
 def test_padded_sequences_continue_as_each_alone(steps, side, options):
     """Whatever is held at padding, in every call; those of one token in place too."""
     softmax = "attention" in options
     if softmax and steps != "step":
         pytest.skip("the state of a softmax layer grows")
     layer = make(**options)
-    state = layer.init_state(4, **({"fold_every": 3} if "gathers" in steps else {}))
+    state = layer.init_state(4, **({"flush_interval": 3} if "buffers" in steps else {}))
     sequences = Sequences(4)
     for counts, n in CALLS:
         mask = mask_of(counts, n, side)
@@ -236,15 +236,15 @@ def test_gradients_through_packed_states(options):
 
 @torch.no_grad()
 @by_layer
-@pytest.mark.parametrize("fold_every", [1, 3])
-def test_prompts_that_were_read_apart_go_on_together(fold_every, options):
-    """With as many gathered tokens as each has."""
+@pytest.mark.parametrize("flush_interval", [1, 3])
+def test_prompts_that_were_read_apart_go_on_together(flush_interval, options):
+    """With as many buffered tokens as each has."""
     softmax = "attention" in options
-    if softmax and fold_every > 1:
-        pytest.skip("fold_every is of fastmax")
+    if softmax and flush_interval > 1:
+        pytest.skip("flush_interval is of fastmax")
     layer, sequences, states = make(**options), Sequences(4), []
     for i, (lengths, batch) in enumerate([((2, 1, 1), 1), ((9, 1), 2), ((1, 1), 1)]):
-        state = layer.init_state(batch, **({} if softmax else {"fold_every": fold_every}))
+        state = layer.init_state(batch, **({} if softmax else {"flush_interval": flush_interval}))
         for n in lengths:
             x = torch.randn(batch, n, C, dtype=torch.float64)
             if n == 1 and not softmax:
@@ -283,7 +283,11 @@ def test_cat_of_decode_states():
         ([states[0], after(2, temperature=2.0)], ValueError, r"states\[1\] must have the score of states\[0\]"),
         ([states[0], states[1].to(torch.float32)], ValueError, r"states\[1\] must have the dtype of states\[0\]"),
         ([states[0], states[1].to("meta")], ValueError, r"states\[1\] must have the device of states\[0\]"),
-        ([states[0], after(2, fold_every=2)], ValueError, r"states\[1\] must have the fold_every of states\[0\], 1, got 2"),
+        (
+            [states[0], after(2, flush_interval=2)],
+            ValueError,
+            r"states\[1\] must have the flush_interval of states\[0\], 1, got 2",
+        ),
     ):
         with pytest.raises(error, match=message):
             DecodeState.cat(others)
@@ -542,7 +546,7 @@ def test_padded_sequences_on_the_kernels(side, options):
     """Prompts with padding, then steps that gather, some of them masked, as each alone."""
     layer = FastmaxSelfAttention(64, 4, head_dim=64, device="cuda", **options)
     softmax, sequences = "attention" in options, Sequences(4)
-    state = layer.init_state(4, **({} if softmax else {"fold_every": 3}))
+    state = layer.init_state(4, **({} if softmax else {"flush_interval": 3}))
     for counts, n in [((70, 5, 0, 150), 150), *CALLS]:
         mask = mask_of(counts, n, side).cuda()
         x = torch.randn(4, n, 64, device="cuda")

@@ -162,9 +162,9 @@ def recorded(kv_heads: int) -> list[tuple]:
             (o.sum() + lse.sum()).backward()
         o, lse = flash_attention(q, k, v, window=4, return_lse=True)
         (o.sum() + lse.sum()).backward()
-        for fold_every in (1, 4):
-            options = {"exact_window": 3} if fold_every > 1 else {}
-            state = init_state(B, kv_heads, D, DV, dtype=torch.float64, fold_every=fold_every, **options)
+        for flush_interval in (1, 4):
+            options = {"exact_window": 3} if flush_interval > 1 else {}
+            state = init_state(B, kv_heads, D, DV, dtype=torch.float64, flush_interval=flush_interval, **options)
             o, state = prefill(q, k, v, state, log_decay=log_decay)
             (o.sum() + state.values.sum()).backward()
             with torch.no_grad():
@@ -200,7 +200,7 @@ def recorded(kv_heads: int) -> list[tuple]:
 
 
 def is_divided(name: str, x: Tensor, dim: int) -> bool:
-    return x.dim() > 2 or name == "gathered" or (dim == 0 and name == "attention_mask")
+    return x.dim() > 2 or name == "buffered" or (dim == 0 and name == "attention_mask")
 
 
 def check_operators(group, kv_heads, dim):

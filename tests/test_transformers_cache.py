@@ -326,21 +326,21 @@ CHANGES = {
 }
 
 
-@pytest.fixture(params=[1, 3], ids=["each token joins", "gathered"])
-def gathers(request, monkeypatch):
-    monkeypatch.setattr(cache_module, "fold_every_of", lambda device, p: request.param)
+@pytest.fixture(params=[1, 3], ids=["each token joins", "buffered"])
+def buffers(request, monkeypatch):
+    monkeypatch.setattr(cache_module, "flush_interval_of", lambda device, p: request.param)
     return request.param
 
 
 @pytest.mark.parametrize("options", [{}, {"exact_window": 4}, {"log_decay": [-0.1, -0.3]}], ids=str)
 @pytest.mark.parametrize("beams", [1, 2])
-def test_gathered_tokens(gathers, options, beams):
+def test_buffered_tokens(buffers, options, beams):
     model, ids, mask = llama(fastmax=options), tokens(3, 9), padding_mask("left")
     cache = FastmaxCache(model.config)
     expected = generate(model, ids, mask, num_beams=beams)
     assert torch.equal(generate(model, ids, mask, cache, num_beams=beams), expected)
-    assert {layer.state.fold_every for layer in cache.layers} == {gathers}
-    if beams == 1:  # a second turn, on what is gathered
+    assert {layer.state.flush_interval for layer in cache.layers} == {buffers}
+    if beams == 1:  # a second turn, on what is buffered
         text = torch.cat((expected, tokens(3, 2)), dim=1)
         mask = torch.nn.functional.pad(mask, (0, text.shape[1] - mask.shape[1]), value=1)
         assert torch.equal(generate(model, text, mask, cache), generate(model, text, mask))
@@ -348,7 +348,11 @@ def test_gathered_tokens(gathers, options, beams):
 
 def test_which_states_gather():
     on_gpu = torch.device("cuda")
-    assert [cache_module.fold_every_of(*given) for given in ((on_gpu, 2), (on_gpu, 1), (torch.device("cpu"), 2))] == [32, 1, 1]
+    assert [cache_module.flush_interval_of(*given) for given in ((on_gpu, 2), (on_gpu, 1), (torch.device("cpu"), 2))] == [
+        32,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("change, rows", CHANGES.values(), ids=CHANGES)

@@ -25,8 +25,8 @@ Token = tuple[Tensor, Tensor, Tensor]
 State = fastmax.decoding.DecodeState
 
 CONTEXT = 30  # tokens in the state that is timed
-FOLD_EVERY = 32
-FASTMAX = ("fastmax", "fastmax_in_place", "fastmax_gathered")
+FLUSH_INTERVAL = 32
+FASTMAX = ("fastmax", "fastmax_in_place", "fastmax_buffered")
 SOFTMAX = ("sdpa_flash", "sdpa_cudnn")  # with a cache of case.tokens keys and values
 NAMES = (*FASTMAX, *SOFTMAX, "copy")
 
@@ -96,7 +96,7 @@ def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, cac
     """The pass of a provider. `cache_bytes`: size of the device's cache. `caches`: keys and values, filled where needed."""
     if name in SOFTMAX:
         return _softmax(name, case, device, cache_bytes, caches)
-    state, tokens = _state(case, device, FOLD_EVERY if name == "fastmax_gathered" else 1)
+    state, tokens = _state(case, device, FLUSH_INTERVAL if name == "fastmax_buffered" else 1)
     bytes_of_state = state.values.nbytes + state.weights.nbytes
     count = math.ceil(8 * cache_bytes / bytes_of_state)
     if name == "copy":
@@ -118,13 +118,13 @@ def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, cac
 
         return Pass(new_state, count, 2 * bytes_of_state, partial(fastmax.decoding.step, *token, state))
     rounds, rate = 1, 2.0
-    if name == "fastmax_gathered":  # each state folds once in so many steps: one in so many, or each once, within a pass
-        rounds, rate = (1 if count >= FOLD_EVERY else FOLD_EVERY), 1 + 1 / FOLD_EVERY
-        count = math.ceil(count / FOLD_EVERY) * FOLD_EVERY if rounds == 1 else count
+    if name == "fastmax_buffered":  # each state folds once in so many steps: one in so many, or each once, within a pass
+        rounds, rate = (1 if count >= FLUSH_INTERVAL else FLUSH_INTERVAL), 1 + 1 / FLUSH_INTERVAL
+        count = math.ceil(count / FLUSH_INTERVAL) * FLUSH_INTERVAL if rounds == 1 else count
     states = [state.clone() for _ in range(count)]
     for i, x in enumerate(states):
-        if x.gathered is not None:
-            x.gathered.fill_(i % FOLD_EVERY)
+        if x.buffered is not None:
+            x.buffered.fill_(i % FLUSH_INTERVAL)
 
     def in_place() -> None:
         for x in itertools.chain.from_iterable(itertools.repeat(states, rounds)):
@@ -149,12 +149,18 @@ def _softmax(name: str, case: Case, device: torch.device, cache_bytes: int, cach
     return Pass(attend, len(caches), bytes_of_cache, one, PROVIDERS[name].context)
 
 
-def _state(case: Case, device: torch.device, fold_every: int = 1) -> tuple[State, Token]:
+def _state(case: Case, device: torch.device, flush_interval: int = 1) -> tuple[State, Token]:
     """Returns the state after CONTEXT tokens, and all tokens."""
     generator = torch.Generator(device).manual_seed(case.head_dim)
-    shape = (case.batch, case.heads, CONTEXT + FOLD_EVERY + 2, case.head_dim)
+    shape = (case.batch, case.heads, CONTEXT + FLUSH_INTERVAL + 2, case.head_dim)
     q, k, v = (torch.randn(shape, generator=generator, dtype=DTYPES[case.dtype], device=device) for _ in "qkv")
-    options = {"dtype": q.dtype, "device": device, "temperature": case.head_dim**0.5, "p": case.p, "fold_every": fold_every}
+    options = {
+        "dtype": q.dtype,
+        "device": device,
+        "temperature": case.head_dim**0.5,
+        "p": case.p,
+        "flush_interval": flush_interval,
+    }
     state = fastmax.decoding.init_state(case.batch, case.heads, case.head_dim, **options)
     return fastmax.decoding.prefill(*(x[:, :, :CONTEXT] for x in (q, k, v)), state)[1], (q, k, v)
 
@@ -166,7 +172,7 @@ def check_pass(name: str, case: Case, device: torch.device) -> float:
         WrongResult: the error is above the limit.
     """
     case = replace(case, batch=1, heads=min(case.heads * case.batch, 64))
-    state, (q, k, v) = _state(case, device, FOLD_EVERY if name == "fastmax_gathered" else 1)
+    state, (q, k, v) = _state(case, device, FLUSH_INTERVAL if name == "fastmax_buffered" else 1)
     n, outputs = q.shape[2], []
     for t in range(CONTEXT, n):
         token = tuple(x[:, :, t : t + 1] for x in (q, k, v))

@@ -1,4 +1,4 @@
-// fastmax::decode_step, decode_step_ and gathered_step_ for CUDA tensors: one token of generation (decode.h, gathered.h).
+// fastmax::decode_step, decode_step_ and buffered_step_ for CUDA tensors: one token of generation (decode.h, buffered.h).
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -16,7 +16,7 @@
 #include "bindings/torch_abi.h"
 #include "core/device.h"
 #include "decode/decode.h"
-#include "decode/gathered.h"
+#include "decode/buffered.h"
 
 namespace fastmax {
 namespace {
@@ -122,7 +122,7 @@ Tensor decode_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, c
 
 // What a state keeps beside its sums.
 struct Kept {
-  const Tensor &keys, &values, &mask, &decays, &gathered;
+  const Tensor &keys, &values, &mask, &decays, &buffered;
 };
 
 void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor& v, int64_t exact_window) {
@@ -135,13 +135,13 @@ void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor
   check_shape("near_values", kept.values, {b, hk, places, v.size(3)});
   check_shape("near_mask", kept.mask, {b, hk, places});
   check_shape("near_decays", kept.decays, {b, hk, places});
-  check_shape("gathered", kept.gathered, {b, hk});
+  check_shape("buffered", kept.buffered, {b, hk});
   const ScalarType wide = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
   const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"near_keys", &kept.keys, q.scalar_type()},
                                                                          {"near_values", &kept.values, q.scalar_type()},
                                                                          {"near_mask", &kept.mask, ScalarType::Bool},
                                                                          {"near_decays", &kept.decays, wide},
-                                                                         {"gathered", &kept.gathered, ScalarType::Int}};
+                                                                         {"buffered", &kept.buffered, ScalarType::Int}};
   for (const auto& [name, x, dtype] : expected) {
     check_device(name, *x, q);
     FASTMAX_CHECK(x->scalar_type() == dtype, name, " has the wrong dtype for q's");
@@ -149,16 +149,16 @@ void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor
   }
 }
 
-Tensor gathered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
+Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
                               const Tensor& near_keys, const Tensor& near_values, const Tensor& near_mask, const Tensor& near_decays,
-                              const Tensor& gathered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
+                              const Tensor& buffered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, values, weights, attention_mask, log_decay, scale, order);
-  check_kept({near_keys, near_values, near_mask, near_decays, gathered}, q, k, v, exact_window);
+  check_kept({near_keys, near_values, near_mask, near_decays, buffered}, q, k, v, exact_window);
   FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
                   "values and weights must be contiguous to be written in place");
-  const Tensor* const written[] = {&values, &weights, &near_keys, &near_values, &near_mask, &near_decays, &gathered};
+  const Tensor* const written[] = {&values, &weights, &near_keys, &near_values, &near_mask, &near_decays, &buffered};
   const Tensor* const read[] = {&q, &k, &v, attention_mask.has_value() ? &*attention_mask : nullptr,
                                 log_decay.has_value() ? &*log_decay : nullptr};
   for (const Tensor* const* x = std::begin(written); x != std::end(written); ++x) {
@@ -170,23 +170,23 @@ Tensor gathered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
     }
   }
   const int64_t places = near_keys.size(2);
-  if (!is_covered(q, v) || places > kMaxGatheredPlaces) {
-    return call_operator<1>("fastmax::eager_gathered_step_", q, k, v, values, weights, near_keys, near_values, near_mask, near_decays,
-                            gathered, attention_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
+  if (!is_covered(q, v) || places > kMaxBufferedPlaces) {
+    return call_operator<1>("fastmax::eager_buffered_step_", q, k, v, values, weights, near_keys, near_values, near_mask, near_decays,
+                            buffered, attention_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
   }
   const int device = q.get_device_index();
   const Tensor o = empty_output(q, v);
-  GatheredParams p{};
+  BufferedParams p{};
   p.step = params_of(q, k, v, values, weights, values, weights, attention_mask, log_decay, o, scale, a0, a1, a2, order);
-  p.exact_window = static_cast<int>(exact_window), p.fold_every = static_cast<int>(places - exact_window);
+  p.exact_window = static_cast<int>(exact_window), p.flush_interval = static_cast<int>(places - exact_window);
   p.near_keys = near_keys.data_ptr(), p.near_values = near_values.data_ptr();
   p.near_mask = static_cast<uint8_t*>(near_mask.data_ptr()), p.near_decays = static_cast<float*>(near_decays.data_ptr());
-  p.gathered = static_cast<int*>(gathered.data_ptr());
-  print_kernel("gathered_step_: gathered_sm80", p.step);
+  p.buffered = static_cast<int*>(buffered.data_ptr());
+  print_kernel("buffered_step_: buffered_sm80", p.step);
   if (p.step.b == 0) return o;
-  const Tensor workspace = allocate_workspace(gathered_workspace_bytes(p), device);
+  const Tensor workspace = allocate_workspace(buffered_workspace_bytes(p), device);
   p.workspace = workspace.data_ptr();
-  launch_gathered(p, current_stream(device));
+  launch_buffered(p, current_stream(device));
   return o;
 }
 
@@ -196,5 +196,5 @@ Tensor gathered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
 STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("decode_step", TORCH_BOX(&fastmax::decode_step));
   m.impl("decode_step_", TORCH_BOX(&fastmax::decode_step_in_place));
-  m.impl("gathered_step_", TORCH_BOX(&fastmax::gathered_step_in_place));
+  m.impl("buffered_step_", TORCH_BOX(&fastmax::buffered_step_in_place));
 }

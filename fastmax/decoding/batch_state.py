@@ -90,8 +90,9 @@ class BatchState:
         """The options that states of one batch share."""
         raise NotImplementedError
 
-    def repeat_interleave(self, repeats: int) -> Self:
-        """The state with each batch entry `repeats` times in a row: one prompt, several continuations. Differentiable."""
+    def repeat(self, repeats: int) -> Self:
+        """Returns the state with each batch entry `repeats` times in a row, as `torch.repeat_interleave`: one prompt, several
+        continuations. Differentiable."""
         validation.check_count("repeats", repeats)
         return self.map(lambda x: x.repeat_interleave(repeats, dim=0))
 
@@ -102,17 +103,33 @@ class BatchState:
         if any(x.is_inference() for x in self.tensors().values()):
             raise RuntimeError("state was made in inference mode, where alone PyTorch lets it be written: use state.clone()")
 
-    def _device_and_dtype(
-        self, device: torch.device | str | int | torch.dtype | None, dtype: torch.dtype | None
-    ) -> tuple[torch.device | str | int | None, torch.dtype]:
-        """What `to` was given, the first of which may be the dtype; checked, the state's own dtype for None."""
+    def to(
+        self,
+        device: torch.device | str | int | torch.dtype | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        non_blocking: bool = False,
+    ) -> Self:
+        """Returns the state on another device, or for tokens of another dtype; what is there already is shared, not copied.
+
+        Args:
+            device: the new device; as in `Tensor.to`, it may be the dtype.
+            dtype: of the q, k and v to come. The sums are float32 for float32, float16 and bfloat16, so between these none of
+                them is rounded; they become float64 for float64 and are rounded on the way back. Keys, values and inputs of
+                the convolution that the state keeps are rounded to the dtype.
+            non_blocking: as in `Tensor.to`.
+        """
         if isinstance(device, torch.dtype):
             if dtype is not None:
                 raise TypeError(f"to takes one device and one dtype, got {device} and {dtype}")
             device, dtype = None, device
         dtype = self.dtype if dtype is None else dtype
         validation.check_dtype("dtype", dtype)
-        return device, dtype
+        return self._moved(device, dtype, non_blocking)
+
+    def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> Self:
+        """Returns the state on a device, None being its own, for tokens of a dtype."""
+        raise NotImplementedError
 
 
 def _batch_entries(indices: Tensor | Sequence[int], batch: int, device: torch.device) -> Tensor:

@@ -1,7 +1,7 @@
-"""States that gather new tokens beside their sums: with every token in its place, and back.
+"""States with a buffer of new tokens beside their sums: flushing the buffer, and adding an empty one.
 
-`ops.gathered_step_` alone leaves tokens beside the sums that belong in them. Whatever else continues from such a state takes
-them in first, and leaves a state in which nothing is gathered yet.
+Only `ops.buffered_step_` leaves tokens in the buffer. Everything else that continues from such a state flushes it first, and
+returns a state with an empty buffer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fastmax.decoding.state import DecodeState, width_of_keys
 from fastmax.prepare.bounds import with_bounds
 
 
-def folded(state: DecodeState) -> DecodeState:
-    """The state with `fold_every` 1: gathered tokens are in its sums, and the last W alone beside them. Differentiable."""
-    if state.fold_every == 1:
+def flushed(state: DecodeState) -> DecodeState:
+    """Returns the state without a buffer: its tokens are in the sums, and only the last W beside them. Differentiable."""
+    if state.flush_interval == 1:
         return state
-    count, window = state.fold_every, state.exact_window
+    count, window = state.flush_interval, state.exact_window
     keys, tokens, mask, decays = _kept(state)
     there = mask.unsqueeze(-1)  # products with what masked tokens hold would leave a trace
     near = torch.where(there, keys, 0), torch.where(there, tokens, 0), mask, decays
     place = torch.arange(count, device=state.device)
-    is_gathered = place < state.gathered.unsqueeze(-1)  # (b, hk, T)
+    is_buffered = place < state.buffered.unsqueeze(-1)  # (b, hk, T)
     keys, tokens, mask, decays = (x[:, :, :count] for x in near)
-    mask, decays = mask & is_gathered, torch.where(is_gathered, decays, 0.0)
+    mask, decays = mask & is_buffered, torch.where(is_buffered, decays, 0.0)
     # Each head as a batch entry of its own, as each has a mask of its own; keys in the place of queries.
     keys, tokens, decays, values, weights = (
         x.flatten(0, 1).unsqueeze(1) for x in (keys, tokens, decays, state.values, state.weights)
@@ -39,20 +39,20 @@ def folded(state: DecodeState) -> DecodeState:
     changes = {
         "values": values.view_as(state.values),
         "weights": weights.view_as(state.weights),
-        "fold_every": 1,
-        "gathered": None,
+        "flush_interval": 1,
+        "buffered": None,
     }
     if window == 0:
         return replace(state, **changes, **dict.fromkeys(_KEPT))
-    place = state.gathered.unsqueeze(-1) + torch.arange(window, device=state.device)  # (b, hk, W)
+    place = state.buffered.unsqueeze(-1) + torch.arange(window, device=state.device)  # (b, hk, W)
     near = [x.gather(2, place.view(*place.shape, *(1,) * (x.dim() - 3)).expand(-1, -1, -1, *x.shape[3:])) for x in near]
     near[_KEPT.index("near_mask")] = near[_KEPT.index("near_mask")][:, 0]  # of every head the same
     return replace(state, **changes, **dict(zip(_KEPT, near, strict=True)))
 
 
-def gathering(state: DecodeState, fold_every: int) -> DecodeState:
-    """A `folded` state with places for so many tokens, none of them taken."""
-    if fold_every == 1:
+def with_buffer(state: DecodeState, flush_interval: int) -> DecodeState:
+    """Returns a `flushed` state with an empty buffer of so many tokens."""
+    if flush_interval == 1:
         return state
     b, heads, window = *state.weights.shape[:2], state.exact_window
     near = _kept(state)
@@ -66,9 +66,9 @@ def gathering(state: DecodeState, fold_every: int) -> DecodeState:
         )
     keys, values, mask, decays = near
     near = keys, values, mask.unsqueeze(1).expand(-1, heads, -1), decays
-    near = (F.pad(x, (*(0, 0) * (x.dim() - 3), 0, fold_every)) for x in near)
-    gathered = torch.zeros(b, heads, dtype=torch.int32, device=state.device)
-    return replace(state, fold_every=fold_every, gathered=gathered, **dict(zip(_KEPT, near, strict=True)))
+    near = (F.pad(x, (*(0, 0) * (x.dim() - 3), 0, flush_interval)) for x in near)
+    buffered = torch.zeros(b, heads, dtype=torch.int32, device=state.device)
+    return replace(state, flush_interval=flush_interval, buffered=buffered, **dict(zip(_KEPT, near, strict=True)))
 
 
 _KEPT = ("near_keys", "near_values", "near_mask", "near_decays")

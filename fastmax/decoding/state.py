@@ -32,10 +32,10 @@ class DecodeState(BatchState):
     (b, hk, W, dv), `near_mask` (b, W) and `near_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
     q, k and v, whether each takes part (False in places that no token has yet), and its log_decay, in the dtype of the sums.
 
-    With `fold_every` = T above 1, `step_` puts a token behind those W and takes the oldest T of them into the sums together,
-    once T are gathered: the `near_` tensors have W + T places, `near_mask` one for each head (b, hk, W + T), and `gathered`
-    (b, hk) int32 counts the tokens beyond the W, 0 to T, which are weighed as those in the sums. What lies behind them means
-    nothing.
+    With `flush_interval` = T above 1 there is a buffer of T tokens between the last W and the sums. `step_` puts a token behind
+    the W, and once T are buffered adds the oldest T to the sums together. The `near_` tensors have W + T places, `near_mask`
+    one for each head (b, hk, W + T), and `buffered` (b, hk) int32 counts the tokens in the buffer, 0 to T, which are weighed as
+    those in the sums. Places behind them hold no tokens.
 
     `torch.save`, `torch.load` (with its default `weights_only=True`), `copy.deepcopy` and `torch.utils._pytree` know it; two
     states are equal only where they are the same object.
@@ -55,8 +55,8 @@ class DecodeState(BatchState):
     near_values: Tensor | None = None
     near_mask: Tensor | None = None
     near_decays: Tensor | None = None
-    fold_every: int = 1
-    gathered: Tensor | None = None  # None where fold_every is 1
+    flush_interval: int = 1
+    buffered: Tensor | None = None  # None where flush_interval is 1
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by name. The first dimension of each is the batch."""
@@ -82,23 +82,7 @@ class DecodeState(BatchState):
         options = {name: x for name, x in vars(self).items() if name not in tensors and name != "tokens"}
         return options | {f"shape of {name}": tuple(x.shape[1:]) for name, x in tensors.items()}
 
-    def to(
-        self,
-        device: torch.device | str | int | torch.dtype | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        non_blocking: bool = False,
-    ) -> DecodeState:
-        """The state on another device, or for tokens of another dtype; what is there already is shared, not copied.
-
-        Args:
-            device: where to; as `Tensor.to`, it may be the dtype.
-            dtype: of the q, k and v to come. The sums are float32 for float32, float16 and bfloat16, so between these none of
-                them is rounded; they become float64 for float64 and are rounded on the way back. The keys and values of an
-                exact window, and those that are gathered, are rounded to the dtype.
-            non_blocking: as in `Tensor.to`.
-        """
-        device, dtype = self._device_and_dtype(device, dtype)
+    def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> DecodeState:
         wide = eager.compute_dtype(dtype)
 
         def move(name: str, x: Tensor) -> Tensor:
@@ -115,8 +99,8 @@ class DecodeState(BatchState):
         options |= {"temperature": f"{1.0 / self.score.scale:g}"}
         if self.exact_window > 0:
             options |= {"exact_window": self.exact_window}
-        if self.fold_every > 1:
-            options |= {"fold_every": self.fold_every}
+        if self.flush_interval > 1:
+            options |= {"flush_interval": self.flush_interval}
         options |= {name: f"{getattr(self.score, name):g}" for name in ("a0", "a1", "a2")}
         if self.normalize is not None:
             options |= {"normalize": repr(self.normalize), "lim": f"{self.lim:g}"}

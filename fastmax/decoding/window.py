@@ -8,6 +8,7 @@ continues from the sums, query i beside token i, and the last W are kept in plac
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -112,3 +113,16 @@ def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: T
     unseen = (lse == -torch.inf) | (between == -torch.inf)
     o, lse = torch.where(unseen.unsqueeze(-1), 0.0, o), torch.where(unseen, -torch.inf, lse + between)
     return merge_attention(*zip(near, (o, lse), strict=True))[0]
+
+
+def advanced(
+    state: DecodeState, n: int, values: Tensor, weights: Tensor, tokens: Tokens, count: Tensor | None = None
+) -> DecodeState:
+    """The state after n tokens, or as many as `count` (b,); `tokens` are the last ones, where it keeps some."""
+    changes = {"values": values, "weights": weights, "tokens": state.tokens + n}
+    if state.positions is not None:
+        changes["positions"] = state.positions + (n if count is None else count)
+    if state.exact_window > 0:  # copies, not views of all tokens
+        near = tokens._asdict().items()
+        changes |= {f"near_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in near}
+    return replace(state, **changes)

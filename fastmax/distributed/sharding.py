@@ -46,7 +46,7 @@ _AXES = {
     **dict.fromkeys(("q", "normalized_q", "of_q", "q_factor", "o", "z", "lse"), _QUERIES),
     **dict.fromkeys(("z_before", "z_behind", "o_far", "z_far", "g", "e", "pairs"), _QUERIES),
     **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "values", "weights", "new_values", "new_weights"), _KEYS),
-    **dict.fromkeys(("near_keys", "near_values", "near_mask", "near_decays", "gathered", "kept"), _KEYS),
+    **dict.fromkeys(("near_keys", "near_values", "near_mask", "near_decays", "buffered", "kept"), _KEYS),
     **dict.fromkeys(("finite", "shift", "pairs_of_states"), _KEYS),
     **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }

@@ -11,10 +11,10 @@ from fastmax.eager.blocks import (
     recording,
     token_major,
 )
+from fastmax.eager.buffered import buffered_step_
 from fastmax.eager.decay import finite_decay, not_above_zero, sum_of_decays, sums_in_window
 from fastmax.eager.dispatch import algorithm_of
 from fastmax.eager.features import state_rows
-from fastmax.eager.gathered import gathered_step_
 from fastmax.eager.merge import merge_
 from fastmax.eager.normalization import empty_factors, normalize_tokens, normalize_tokens_backward, token_factors, unit_rows
 from fastmax.eager.recurrent import decode_step, decode_step_, softmax_step, sums_of_weights
@@ -38,6 +38,7 @@ __all__ = [
     "backward_from_state",
     "backward_of_keys",
     "backward_of_queries",
+    "buffered_step_",
     "compute_dtype",
     "decode_step",
     "decode_step_",
@@ -47,7 +48,6 @@ __all__ = [
     "finite_decay",
     "forward",
     "forward_from_state",
-    "gathered_step_",
     "gradients_of_sums",
     "in_functorch",
     "is_transformed",

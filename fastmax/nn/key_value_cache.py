@@ -105,14 +105,14 @@ class KeyValueCache:
         """The cache with `function` of each of its tensors."""
         return KeyValueCache(**{name: function(x) for name, x in self.tensors().items()}, window=self.window)
 
-    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> KeyValueCache:
-        """On another device, or for tokens of another dtype, to which keys and values are rounded."""
-        dtype = self.dtype if dtype is None else dtype
+    def to(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> KeyValueCache:
+        """Returns the cache on a device, None being its own, for tokens of a dtype, to which keys and values are rounded."""
+        moved = {"device": device, "non_blocking": non_blocking}
         return KeyValueCache(
-            self.keys.to(device=device, dtype=dtype),
-            self.values.to(device=device, dtype=dtype),
-            self.mask.to(device=device),
-            self.decays.to(device=device, dtype=eager.compute_dtype(dtype)),
+            self.keys.to(dtype=dtype, **moved),
+            self.values.to(dtype=dtype, **moved),
+            self.mask.to(**moved),
+            self.decays.to(dtype=eager.compute_dtype(dtype), **moved),
             self.window,
         )
 

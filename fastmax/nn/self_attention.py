@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fastmax import ops
+from fastmax import decoding, ops
 from fastmax.core import validation
-from fastmax.decoding import functional as decode
-from fastmax.decoding.state import DecodeState
+from fastmax.decoding import DecodeState
+from fastmax.decoding.parallel_prefill import prefill_real_first
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.nn import key_value_cache
 from fastmax.nn.decay_gate import SHORTEST_HALF_LIFE, biases_of_half_lives, log_decay_of
@@ -285,7 +285,7 @@ class FastmaxSelfAttention(nn.Module):
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
-        fold_every: int = 1,
+        flush_interval: int = 1,
     ) -> SelfAttentionState:
         """The state before any token.
 
@@ -293,20 +293,21 @@ class FastmaxSelfAttention(nn.Module):
             batch: sequences that are generated together.
             dtype: of q, k and v; None: that of the weights. Under autocast they are cast to it.
             device: None: that of the weights.
-            fold_every: as in `fastmax.decoding.init_state`: above 1, `step_` gathers so many tokens before it writes the state.
+            flush_interval: as in `fastmax.decoding.init_state`: above 1, `step_` buffers so many tokens before it writes the
+                sums.
         """
         weight = self.qkv_proj.weight
         dtype, device = weight.dtype if dtype is None else dtype, weight.device if device is None else device
         validation.check_dtype("dtype", dtype)
         validation.check_count("batch", batch, least=0)
         if self.attention == "softmax":
-            validation.check_count("fold_every", fold_every)
-            if fold_every != 1:
-                raise ValueError(f'fold_every is of attention="fastmax", got {fold_every} for "softmax"')
+            validation.check_count("flush_interval", flush_interval)
+            if flush_interval != 1:
+                raise ValueError(f'flush_interval is of attention="fastmax", got {flush_interval} for "softmax"')
             state = KeyValueCache.empty(batch, self.num_kv_heads, self.head_dim, dtype, device, self.window)
         else:
-            options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"fold_every": fold_every}
-            state = decode.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
+            options = {name: x for name, x in self.options.items() if name != "algorithm"} | {"flush_interval": flush_interval}
+            state = decoding.init_state(batch, self.num_kv_heads, self.head_dim, dtype=dtype, device=device, **options)
         recent = None
         if self.conv is not None:
             recent = torch.zeros(batch, self.conv.width - 1, self._channels, dtype=dtype, device=device)
@@ -383,11 +384,11 @@ class FastmaxSelfAttention(nn.Module):
             else:
                 o, attention = key_value_cache.attend_packed(q, k, v, state.attention, packed, **options)
         elif x.shape[1] == 1 and cu_seqlens is None:
-            o, attention = decode.step(q, k, v, state.attention, log_decay=log_decay, attention_mask=mask)
+            o, attention = decoding.step(q, k, v, state.attention, log_decay=log_decay, attention_mask=mask)
         elif order is None:
-            o, attention = decode.prefill(q, k, v, state.attention, **options)
+            o, attention = decoding.prefill(q, k, v, state.attention, **options)
         else:
-            o, attention = decode.prefill_real_first(q, k, v, state.attention, order, **options)
+            o, attention = prefill_real_first(q, k, v, state.attention, order, **options)
         if packed is not None:
             count = packed.count
         positions = state.positions + (x.shape[1] if count is None else count)
@@ -426,7 +427,7 @@ class FastmaxSelfAttention(nn.Module):
         if attention_mask is not None:
             x, count = _without_padding(x, attention_mask), attention_mask.sum(1)
         q, k, v, log_decay, recent = self._heads(x, state, None, attention_mask, count=count)
-        o = decode.step_(q, k, v, state.attention, log_decay=log_decay, attention_mask=attention_mask)
+        o = decoding.step_(q, k, v, state.attention, log_decay=log_decay, attention_mask=attention_mask)
         if recent is not None:
             state.recent.copy_(recent)
         state.positions.add_(1 if count is None else count)

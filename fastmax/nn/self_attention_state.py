@@ -59,13 +59,10 @@ class SelfAttentionState(BatchState):
         shape = None if self.recent is None else tuple(self.recent.shape[1:])
         return {"kind of attention": type(self.attention).__name__, "shape of recent": shape} | self.attention.options()
 
-    def to(
-        self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
-    ) -> SelfAttentionState:
-        """The state on another device, or for q, k and v of another dtype, as `DecodeState.to`."""
-        device, dtype = self._device_and_dtype(device, dtype)
-        recent = None if self.recent is None else self.recent.to(device=device, dtype=dtype)
-        return SelfAttentionState(self.attention.to(device, dtype), recent, self.positions.to(device=device))
+    def _moved(self, device: torch.device | str | int | None, dtype: torch.dtype, non_blocking: bool) -> SelfAttentionState:
+        moved = {"device": device, "non_blocking": non_blocking}
+        recent = None if self.recent is None else self.recent.to(dtype=dtype, **moved)
+        return SelfAttentionState(self.attention.to(dtype=dtype, **moved), recent, self.positions.to(**moved))
 
 
 torch.serialization.add_safe_globals([KeyValueCache, SelfAttentionState])

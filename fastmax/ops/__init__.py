@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
 `exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `far_forward_`,
-`far_backward_`, `decode_step`, `decode_step_`, `gathered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
+`far_backward_`, `decode_step`, `decode_step_`, `buffered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
 `prefill_kept_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
 `finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
@@ -42,9 +42,9 @@ from fastmax.ops.states import prefill_backward_of_queries as prefill_backward_o
 from fastmax.ops.states import prefill_kept_ as prefill_kept_
 from fastmax.ops.states import state_of_keys as state_of_keys
 from fastmax.ops.states import state_of_queries as state_of_queries
+from fastmax.ops.steps import buffered_step_ as buffered_step_
 from fastmax.ops.steps import decode_step as decode_step
 from fastmax.ops.steps import decode_step_ as decode_step_
-from fastmax.ops.steps import gathered_step_ as gathered_step_
 from fastmax.ops.steps import refuse_to_record as refuse_to_record
 
 extension.load()

@@ -128,7 +128,7 @@ def _decode_step(q, k, v, values, *arguments, out_val=None) -> int:
     return 2 * b * (hk + q.shape[1]) * (features - 1) * dv  # the first feature is 1
 
 
-def _gathered_step(q, k, v, values, weights, near_keys, *arguments, out_val=None) -> int:
+def _buffered_step(q, k, v, values, weights, near_keys, *arguments, out_val=None) -> int:
     """Every token joins the sums in the end; those beside them are looked at one by one."""
     (b, h, _, d), places = q.shape, near_keys.shape[2]
     return _decode_step(q, k, v, values) + 2 * b * h * places * (d + v.shape[3])
@@ -193,7 +193,7 @@ FORMULAS = {
     "exact_tiles_backward": _exact_tiles_backward,
     "decode_step": _decode_step,
     "decode_step_": _decode_step,
-    "gathered_step_": _gathered_step,
+    "buffered_step_": _buffered_step,
     "prefill": _prefill,
     "prefill_backward": _prefill_backward,
     "state_of_keys": _state_of_keys,

@@ -75,7 +75,7 @@ def prefill(
     q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, denominators (b, h, n),
-    values and weights; see `fastmax.decoding.functional`. Transforms of torch.func and forward mode see PyTorch operations."""
+    values and weights; see `fastmax.decoding`. Transforms of torch.func and forward mode see PyTorch operations."""
     if eager.is_transformed():
         return eager.forward_from_state(q, k, v, call, values, weights)
     tensors = (q, k, v, call.attention_mask, call.log_decay, call.first_key, values, weights)

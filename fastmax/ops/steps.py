@@ -1,4 +1,4 @@
-"""`decode_step`, `decode_step_` and `gathered_step_`: one token of decoding."""
+"""`decode_step`, `decode_step_` and `buffered_step_`: one token of decoding."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ registration.define(
 )
 
 registration.define(
-    "gathered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
-    "Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) gathered, Tensor? attention_mask, "
+    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
+    "Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) buffered, Tensor? attention_mask, "
     "Tensor? log_decay, int exact_window, float scale, float a0, float a1, float a2, int p) -> (Tensor o)"
 )
 
@@ -77,32 +77,32 @@ def decode_step_(
         return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, *score)
 
 
-def gathered_step_(
+def buffered_step_(
     q: Tensor,
     token: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     sums: tuple[Tensor, Tensor],
     kept: tuple[Tensor, Tensor, Tensor, Tensor],
-    gathered: Tensor,
+    buffered: Tensor,
     exact_window: int,
     score: Score,
 ) -> Tensor:
-    """A step that writes over a state that gathers tokens, on 4-d, checked arguments: the output; see `fastmax.decoding`. The
+    """A step that writes over a state that buffers tokens, on 4-d, checked arguments: the output; see `fastmax.decoding`. The
     token and those that are kept: keys, values, mask and decays, in the dtype of the sums.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
     k, v, mask, log_decay = token
-    written = (*sums, *kept, gathered)
+    written = (*sums, *kept, buffered)
     tensors = (q, k, v, *written, mask, log_decay)
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.gathered_step_.default(*tensors, exact_window, *score)
+        return torch.ops.fastmax.buffered_step_.default(*tensors, exact_window, *score)
     if q.is_cuda:
         extension.warn_if_unused(q.device)
     torch.autograd.graph.increment_version(written)
     with torch._C._AutoDispatchBelowADInplaceOrView():  # as decode_step_
-        return extension.call(torch.ops.fastmax.gathered_step_.default, *tensors, exact_window, *score)
+        return extension.call(torch.ops.fastmax.buffered_step_.default, *tensors, exact_window, *score)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
@@ -123,19 +123,19 @@ def _decode_step_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, 
         return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
 
 
-def _gathered_step_(
-    q, k, v, values, weights, near_keys, near_values, near_mask, near_decays, gathered, mask, log_decay, exact_window, *score
+def _buffered_step_(
+    q, k, v, values, weights, near_keys, near_values, near_mask, near_decays, buffered, mask, log_decay, exact_window, *score
 ):
     kept = near_keys, near_values, near_mask, near_decays
     with without_autocast(q):
-        return eager.gathered_step_(q, k, v, values, weights, *kept, gathered, mask, log_decay, exact_window, Score(*score))
+        return eager.buffered_step_(q, k, v, values, weights, *kept, buffered, mask, log_decay, exact_window, Score(*score))
 
 
 registration.implement("decode_step", _decode_step)
 
 registration.implement("decode_step_", _decode_step_)
 
-registration.implement("gathered_step_", _gathered_step_)
+registration.implement("buffered_step_", _buffered_step_)
 
 
 @torch.library.register_fake("fastmax::decode_step", lib=LIBRARY)
@@ -149,8 +149,8 @@ def _decode_step_fake_(q, k, v, values, weights, mask, log_decay, scale, a0, a1,
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
-@torch.library.register_fake("fastmax::gathered_step_", lib=LIBRARY)
-def _gathered_step_fake_(q, k, v, *arguments):
+@torch.library.register_fake("fastmax::buffered_step_", lib=LIBRARY)
+def _buffered_step_fake_(q, k, v, *arguments):
     return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
@@ -166,20 +166,20 @@ def _decode_step_version(keyset, *args):
     return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
-def _gathered_step_autograd(keyset, *args):
+def _buffered_step_autograd(keyset, *args):
     refuse_to_record(*args[:12])
-    return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    return torch.ops.fastmax.buffered_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
 
-def _gathered_step_version(keyset, *args):
+def _buffered_step_version(keyset, *args):
     torch.autograd.graph.increment_version(args[3:10])
-    return torch.ops.fastmax.gathered_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
+    return torch.ops.fastmax.buffered_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
 
 LIBRARY.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
 
 LIBRARY.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
 
-LIBRARY.impl("gathered_step_", _gathered_step_autograd, "Autograd", with_keyset=True)
+LIBRARY.impl("buffered_step_", _buffered_step_autograd, "Autograd", with_keyset=True)
 
-LIBRARY.impl("gathered_step_", _gathered_step_version, "ADInplaceOrView", with_keyset=True)
+LIBRARY.impl("buffered_step_", _buffered_step_version, "ADInplaceOrView", with_keyset=True)

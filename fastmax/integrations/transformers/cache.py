@@ -15,13 +15,12 @@ from transformers.cache_utils import CacheLayerMixin
 
 from fastmax import ops
 from fastmax.core import validation
-from fastmax.decoding.functional import init_state, prefill, step, step_
-from fastmax.decoding.state import DecodeState
+from fastmax.decoding import DecodeState, init_state, prefill, step, step_
 from fastmax.integrations.transformers.masks import FastmaxMask, refuse_where
 from fastmax.integrations.transformers.options import GLOBAL, NAME, all_options, check_values, fastmax_layers
 from fastmax.integrations.transformers.unreadable import Unreadable
 
-FOLD_EVERY = 32  # tokens that a state on a GPU gathers: a step then mostly reads it (docs/cuda.md, "Gathered tokens")
+FLUSH_INTERVAL = 32  # tokens that a state on a GPU buffers: most steps then only read it (docs/cuda.md)
 _NOT_OF_A_STATE = {"dropout", "algorithm", "use_custom_gradient"}  # who computes, and noise: the rest says what
 _KEPT = ("keys", "values", "conv_states", "recurrent_states")  # by transformers' layers: tensors, or dicts of them
 _GOES_FORWARD = (
@@ -193,8 +192,8 @@ class FastmaxLayer(CacheLayerMixin):
         batch, kv_heads, _, head_dim = key.shape
         sizes = batch, kv_heads, head_dim, value.shape[3]
         options = {name: value for name, value in self.options.items() if name != "log_decay"}  # it comes with the tokens
-        fold_every = fold_every_of(query.device, options.get("p", 2))
-        self.state = init_state(*sizes, dtype=dtype, device=query.device, fold_every=fold_every, **options)
+        flush_interval = flush_interval_of(query.device, options.get("p", 2))
+        self.state = init_state(*sizes, dtype=dtype, device=query.device, flush_interval=flush_interval, **options)
         self.device = query.device
         self.is_initialized = True
 
@@ -224,7 +223,7 @@ class FastmaxLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self.state is not None:
-            self.state = self.state.repeat_interleave(repeats)
+            self.state = self.state.repeat(repeats)
             self.hidden = None if self.hidden is None else self.hidden.repeat_interleave(repeats)
 
     def offload(self) -> None:
@@ -326,9 +325,9 @@ def _of_state(options: dict) -> dict:
     return {name: value for name, value in options.items() if name not in _NOT_OF_A_STATE}
 
 
-def fold_every_of(device: torch.device, p: int) -> int:
+def flush_interval_of(device: torch.device, p: int) -> int:
     """A state of p = 1 is no larger than the tokens that it would gather; on a CPU a step does not wait for memory."""
-    return FOLD_EVERY if device.type == "cuda" and p == 2 else 1
+    return FLUSH_INTERVAL if device.type == "cuda" and p == 2 else 1
 
 
 def _can_overwrite(state: DecodeState) -> bool:

@@ -1,4 +1,4 @@
-"""A recurrent step that buffers tokens and adds them to the state in blocks of `fold_every`."""
+"""A recurrent step that buffers tokens and adds them to the state in blocks of `flush_interval`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastmax.eager.merge import merge_
 from fastmax.eager.recurrent import distinct_features, fading_to_last, query_features, softmax_of
 
 
-def gathered_step_(
+def buffered_step_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -21,30 +21,30 @@ def gathered_step_(
     near_values: Tensor,
     near_mask: Tensor,
     near_decays: Tensor,
-    gathered: Tensor,
+    buffered: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
     exact_window: int,
     score: Score,
 ) -> Tensor:
-    """The output (b, h, 1, dv) in q's dtype of a step that writes over the tensors of a state, `values` to `gathered`.
+    """The output (b, h, 1, dv) in q's dtype of a step that writes over the tensors of a state, `values` to `buffered`.
 
     q, k, v, mask and log_decay of `decode_step`; the tensors of `fastmax.decoding.DecodeState` with W = exact_window and
-    T = fold_every. Where T tokens are gathered already, the oldest T join the sums first.
+    T = flush_interval. Where T tokens are buffered already, the oldest T join the sums first.
     """
     b, heads = k.shape[:2]
     kept = near_keys, near_values, near_mask, near_decays
-    full = gathered >= near_keys.shape[2] - exact_window
+    full = buffered >= near_keys.shape[2] - exact_window
     if not is_at_hand(full) or bool(full.any()):
         _fold_(full, values, weights, kept, exact_window, score)
-        gathered.masked_fill_(full, 0)
-    at = gathered.long() + exact_window  # place of the token, (b, hk)
+        buffered.masked_fill_(full, 0)
+    at = buffered.long() + exact_window  # place of the token, (b, hk)
     decay = near_decays.new_zeros(b, heads, 1) if log_decay is None else not_above_zero(log_decay)
     takes_part = near_mask.new_ones(b, 1) if mask is None else mask
     for x, new in zip(kept, (k, v, takes_part.unsqueeze(1).expand(-1, heads, -1), decay), strict=True):
         place = at.view(b, heads, *(1,) * (x.dim() - 2)).expand_as(new)
         x.scatter_(2, place, new)
-    gathered.add_(1)
+    buffered.add_(1)
     return _read(q, values, weights, kept, at, exact_window, score)
 
 

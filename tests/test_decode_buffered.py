@@ -1,6 +1,6 @@
-"""States that gather tokens beside their sums (`fold_every`): `step`, `step_` and `prefill` in any split against one call of
-`fastmax_attention` for the real tokens of each sequence, and what is done with such a state between tokens. Splits are those
-of `test_decode_window.py`."""
+"""States with a buffer of new tokens (`flush_interval`): `step`, `step_` and `prefill` in any split against one call of
+`fastmax_attention` for the real tokens of each sequence, and moving, saving and joining such states. Splits are those of
+`test_decode_window.py`."""
 
 import copy
 import io
@@ -27,16 +27,16 @@ from test_decode_window import accompany, advance, check_within_contract
 import fastmax
 from fastmax import eager, fastmax_attention
 from fastmax.core.score import Score
-from fastmax.decoding.buffered import folded
+from fastmax.decoding.buffered import flushed
 from fastmax.testing import verify
 
 CASE = Case("", n=16, b=2, h=4, hk=2, d=5, dv=7)
 
 
-def new_state(case, window, fold_every, device="cpu", dtype=torch.float64, **options):
+def new_state(case, window, flush_interval, device="cpu", dtype=torch.float64, **options):
     sizes = case.b, case.hk, case.d, case.dv
     return fastmax.decoding.init_state(
-        *sizes, dtype=dtype, device=device, exact_window=window, fold_every=fold_every, **options
+        *sizes, dtype=dtype, device=device, exact_window=window, flush_interval=flush_interval, **options
     )
 
 
@@ -46,20 +46,20 @@ def new_state(case, window, fold_every, device="cpu", dtype=torch.float64, **opt
 @given(
     sizes=st.lists(st.sampled_from([1, 1, 1, 2, 7, 30]), min_size=1, max_size=25),
     window=st.sampled_from([0, 1, 3, 8, 40]),
-    fold_every=st.sampled_from([2, 3, 8, 33]),
+    flush_interval=st.sampled_from([2, 3, 8, 33]),
     decay=st.sampled_from([None, "ordinary", "none, ordinary or strong", "-inf at places"]),
     padded=st.booleans(),
     in_place=st.sampled_from([True, True, False]),
 )
-def test_any_split(sizes, window, fold_every, decay, padded, in_place):
+def test_any_split(sizes, window, flush_interval, decay, padded, in_place):
     """Also where nothing is seen: output 0."""
     case = Case("", n=sum(sizes), b=2, h=4, hk=2, d=4, dv=3)
     inputs, _ = make_inputs(case, torch.float64)
     given = accompany(case, "cpu", padded, decay)
-    actual, state = advance(inputs, sizes, new_state(case, window, fold_every), in_place, **given)
+    actual, state = advance(inputs, sizes, new_state(case, window, flush_interval), in_place, **given)
     expected = each_alone(fastmax_attention, inputs, **given, exact_window=window)
     torch.testing.assert_close(at_real(actual, given["mask"]), expected, rtol=1e-9, atol=1e-10)
-    assert state.tokens == case.n and state.fold_every == fold_every
+    assert state.tokens == case.n and state.flush_interval == flush_interval
 
 
 @by_decode_option
@@ -70,7 +70,7 @@ def test_every_option(option, window, device):
     actual, state = advance(inputs, sizes, new_state(CASE, window, 4, device, **options), True)
     expected, plain = advance(inputs, sizes, new_state(CASE, window, 1, device, **options))
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(folded(state).tensors(), plain.tensors(), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(flushed(state).tensors(), plain.tensors(), rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -84,17 +84,17 @@ def test_every_dtype(dtype, device):
     exact, sums = advance(exactly_of, [1] * case.n, new_state(case, 0, 1, device), log_decay=exactly(log_decay))
     assert actual.dtype == dtype
     assert_within_contract("o", actual, definition(**inputs, causal=True, log_decay=log_decay), exact)
-    if device.type != "cpu":  # `folded` runs the kernels of prefill, which round products of 16-bit tokens
+    if device.type != "cpu":  # `flushed` runs the kernels of prefill, which round products of 16-bit tokens
         return
-    for x, y in ((folded(state).values, sums.values), (folded(state).weights, sums.weights)):
+    for x, y in ((flushed(state).values, sums.values), (flushed(state).weights, sums.weights)):
         assert (x.double() - y).norm() <= (1e-12 if dtype == torch.float64 else 3e-6) * y.norm()
 
 
 @pytest.mark.parametrize("held", [torch.nan, torch.inf])
 @pytest.mark.parametrize("decay", [None, "-inf at places"])
 @pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize("fold_every", [1, 4])
-def test_what_a_masked_token_holds_leaves_no_trace(fold_every, window, decay, held, device):
+@pytest.mark.parametrize("flush_interval", [1, 4])
+def test_what_a_masked_token_holds_leaves_no_trace(flush_interval, window, decay, held, device):
     inputs, _ = make_inputs(CASE, torch.float32, device)
     given = accompany(CASE, device, True, decay)
     masked = ~given["mask"][:, None, :, None]
@@ -102,7 +102,7 @@ def test_what_a_masked_token_holds_leaves_no_trace(fold_every, window, decay, he
     ways = (([1] * 16, True), ([1] * 16, False), ([16], False), ([1, 1, 1, 1, 1, 7, 1, 1, 2], True))
 
     def all_ways():
-        start = new_state(CASE, window, fold_every, device, torch.float32)
+        start = new_state(CASE, window, flush_interval, device, torch.float32)
         return [advance(inputs, sizes, start.clone(), in_place, **given) for sizes, in_place in ways]
 
     expected = all_ways()
@@ -110,8 +110,8 @@ def test_what_a_masked_token_holds_leaves_no_trace(fold_every, window, decay, he
         inputs[name].masked_fill_(masked, held)  # in place: equal bits need equal addresses
     for (actual, same), (outputs, state) in zip(all_ways(), expected, strict=True):
         assert torch.equal(actual, outputs) and outputs.isfinite().all()
-        assert torch.equal(folded(same).values, folded(state).values)
-        assert torch.equal(folded(same).weights, folded(state).weights)
+        assert torch.equal(flushed(same).values, flushed(state).values)
+        assert torch.equal(flushed(same).weights, flushed(state).weights)
 
 
 @pytest.mark.parametrize("window", [0, 3])
@@ -131,7 +131,7 @@ def test_gradients_beside_what_a_masked_token_holds(sizes, window, device):
     assert not gradients(torch.nan)[1].masked_select(masked).any()
 
 
-# ---- what is gathered
+# ---- what is buffered
 
 
 def test_the_sums_are_written_at_every_fourth_token():
@@ -141,8 +141,8 @@ def test_the_sums_are_written_at_every_fourth_token():
         before = state.values.clone()
         fastmax.decoding.step_(*token, state)
         written.append(not torch.equal(state.values, before))
-        counts.append(state.gathered.unique().tolist())
-    # The fourth to leave the window is gathered; the step after it takes all four in. Two of the first have no token in them.
+        counts.append(state.buffered.unique().tolist())
+    # The fourth to leave the window is buffered; the step after it takes all four in. Two of the first have no token in them.
     assert counts == [[1], [2], [3], [4]] * 4
     assert written == [False] * 4 + [True, False, False, False] * 3
 
@@ -158,14 +158,14 @@ def test_a_step_leaves_the_given_state_as_it_was(device):
 
 
 def test_gradients(device):
-    """Through steps and a prefill, of what was gathered too, as where nothing is."""
+    """Through steps and a prefill, of what was buffered too, as where nothing is."""
     inputs, _ = make_inputs(CASE, torch.float64, device)
     inputs = {name: x[:, :, :9] for name, x in inputs.items()}
     log_decay = make_decay("ordinary", CASE.b, CASE.hk, 9, dtype=torch.float64, device=device)
     grads = []
-    for fold_every in (1, 4):
+    for flush_interval in (1, 4):
         with torch.no_grad():
-            _, state = advance(inputs, [1] * 6, new_state(CASE, 2, fold_every, device), True)
+            _, state = advance(inputs, [1] * 6, new_state(CASE, 2, flush_interval, device), True)
         state = state.map(lambda x: x.requires_grad_() if x.is_floating_point() else x)
         leaves = {name: x.clone().requires_grad_() for name, x in (inputs | {"log_decay": log_decay}).items()}
         decays = leaves["log_decay"]
@@ -185,7 +185,7 @@ def test_step_in_place_refuses_to_record():
 
 
 def some_steps(device="cpu", dtype=torch.float64, window=2):
-    """A state with three gathered tokens, and the inputs that follow."""
+    """A state with three buffered tokens, and the inputs that follow."""
     inputs, _ = make_inputs(CASE, dtype, device)
     _, state = advance(inputs, [1] * 7, new_state(CASE, window, 4, device, dtype), True)
     return state, {name: x[:, :, 7:] for name, x in inputs.items()}
@@ -203,16 +203,16 @@ def test_save_and_load(dtype, device):
     file.seek(0)
     loaded = torch.load(file)
     assert_same_states(loaded, state)
-    assert loaded.fold_every == 4 and "fold_every=4" in repr(loaded)
+    assert loaded.flush_interval == 4 and "flush_interval=4" in repr(loaded)
     torch.testing.assert_close(proceed(loaded, rest), proceed(state, rest))
 
 
 @pytest.mark.parametrize("window", [0, 2])
 def test_beams(window, device):
-    """Entries that have gathered different numbers of tokens go on together."""
+    """Entries that have buffered different numbers of tokens go on together."""
     state, rest = some_steps(device, window=window)
     _, other = advance({name: x[:, :, :2] for name, x in rest.items()}, [1] * 2, state.clone(), True)
-    assert state.gathered.unique().tolist() == [3] and other.gathered.unique().tolist() == [1]
+    assert state.buffered.unique().tolist() == [3] and other.buffered.unique().tolist() == [1]
     mixed = replace(state, **{name: torch.stack([x[1], getattr(other, name)[0]]) for name, x in state.tensors().items()})
     expected = {name: torch.stack([x[1], x[0]]) for name, x in rest.items()}
     separate = torch.stack(
@@ -220,14 +220,14 @@ def test_beams(window, device):
          proceed(other.select([0]), {name: x[1:] for name, x in expected.items()})[0]]
     )  # fmt: skip
     torch.testing.assert_close(proceed(mixed, expected), separate)
-    twice = proceed(state.repeat_interleave(2), {name: x.repeat_interleave(2, 0) for name, x in rest.items()})
+    twice = proceed(state.repeat(2), {name: x.repeat_interleave(2, 0) for name, x in rest.items()})
     torch.testing.assert_close(twice, proceed(state, rest).repeat_interleave(2, 0))
 
 
 def test_to_another_dtype():
     state, rest = some_steps(dtype=torch.float32)
     wide = state.to(torch.float64)
-    assert wide.near_keys.dtype == torch.float64 and wide.gathered.dtype == torch.int32
+    assert wide.near_keys.dtype == torch.float64 and wide.buffered.dtype == torch.int32
     actual = proceed(wide, {name: x.double() for name, x in rest.items()})
     torch.testing.assert_close(actual.float(), proceed(state, rest), rtol=1e-4, atol=1e-5)
 
@@ -239,22 +239,22 @@ def test_packed_prefill_continues(device):
     o, after = fastmax.decoding.prefill(*packed.values(), state, cu_seqlens=cu_seqlens)
     first = fastmax.decoding.prefill(*(x[:1, :, :3] for x in rest.values()), state.select([0]))[0]
     torch.testing.assert_close(o[:, :, :3], first)
-    assert after.fold_every == 4 and after.gathered.eq(0).all()
+    assert after.flush_interval == 4 and after.buffered.eq(0).all()
 
 
 # ---- arguments and compilers
 
 
-@pytest.mark.parametrize("fold_every, error", [(0, ValueError), (2.0, TypeError), (True, TypeError)], ids=str)
-def test_bad_numbers(fold_every, error):
-    with pytest.raises(error, match="fold_every"):
-        new_state(CASE, 0, fold_every)
+@pytest.mark.parametrize("flush_interval, error", [(0, ValueError), (2.0, TypeError), (True, TypeError)], ids=str)
+def test_bad_numbers(flush_interval, error):
+    with pytest.raises(error, match="flush_interval"):
+        new_state(CASE, 0, flush_interval)
 
 
 BAD_STATES = {
-    "another number": (lambda x: replace(x, fold_every=3), r"near_keys \(2, 2, 5, 5\).*got \(2, 2, 6, 5\)"),
-    "no count": (lambda x: replace(x, gathered=None), r"gathered \(2, 2\).*got None"),
-    "a long count": (lambda x: replace(x, gathered=x.gathered.long()), r"gathered \(2, 2\) of torch.int32.*int64"),
+    "another number": (lambda x: replace(x, flush_interval=3), r"near_keys \(2, 2, 5, 5\).*got \(2, 2, 6, 5\)"),
+    "no count": (lambda x: replace(x, buffered=None), r"buffered \(2, 2\).*got None"),
+    "a long count": (lambda x: replace(x, buffered=x.buffered.long()), r"buffered \(2, 2\) of torch.int32.*int64"),
     "a mask for all heads": (lambda x: replace(x, near_mask=x.near_mask[:, 0]), r"near_mask \(2, 2, 6\)"),
 }
 
@@ -279,7 +279,7 @@ def test_compiled_step(device, fresh_dynamo):
         for token in list(pieces(inputs))[:7]:
             torch.testing.assert_close(compiled(*token, state), fastmax.decoding.step_(*token, expected))
             torch.testing.assert_close(state.tensors(), expected.tensors())
-    assert "fastmax.gathered_step_.default" in calls.operators and calls.frame_count <= 2
+    assert "fastmax.buffered_step_.default" in calls.operators and calls.frame_count <= 2
 
 
 def test_the_operator_itself_refuses_to_record():
@@ -287,26 +287,26 @@ def test_the_operator_itself_refuses_to_record():
     q = torch.randn(2, 4, 1, 5, dtype=torch.float64, requires_grad=True)
     k, v = torch.randn(2, 2, 1, 5, dtype=torch.float64), torch.randn(2, 2, 1, 7, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="torch.no_grad"):
-        torch.ops.fastmax.gathered_step_(q, k, v, *state.tensors().values(), None, None, 2, 1.0, 1.0, 1.0, 0.5, 2)
+        torch.ops.fastmax.buffered_step_(q, k, v, *state.tensors().values(), None, None, 2, 1.0, 1.0, 1.0, 0.5, 2)
 
 
 # ---- CUDA
 
 
-def gathered_state(window, fold_every, gathered, hk, d, dv, dtype):
-    """Tensors of `ops.gathered_step_`, filled: finite junk in places that no token has."""
-    generator = torch.Generator("cuda").manual_seed(window + fold_every + gathered)
+def buffered_state(window, flush_interval, buffered, hk, d, dv, dtype):
+    """Tensors of `ops.buffered_step_`, filled: finite junk in places that no token has."""
+    generator = torch.Generator("cuda").manual_seed(window + flush_interval + buffered)
     k, v = (torch.randn(3, hk, 40, x, generator=generator, device="cuda", dtype=torch.float64) for x in (d, dv))
     state = fastmax.decoding.init_state(3, hk, d, dv, dtype=torch.float64, device="cuda", temperature=d**0.5)
     _, state = fastmax.decoding.prefill(k, k, v, state)
-    wide, places = eager.compute_dtype(dtype), (3, hk, window + fold_every)
+    wide, places = eager.compute_dtype(dtype), (3, hk, window + flush_interval)
     near = (torch.randn(*places, x, generator=generator, device="cuda").to(dtype) for x in (d, dv))
     mask = torch.rand(places, generator=generator, device="cuda") > 0.2
     decays = -torch.rand(places, generator=generator, device="cuda", dtype=wide) / 8
     decays[:, :, 1::7] = 0.0
     decays[0, :, window // 2] = -torch.inf
-    count = torch.full((3, hk), gathered, dtype=torch.int32, device="cuda")
-    count[1] = fold_every  # entries of their own
+    count = torch.full((3, hk), buffered, dtype=torch.int32, device="cuda")
+    count[1] = flush_interval  # entries of their own
     return [state.values.to(wide), state.weights.to(wide), *near, mask, decays, count]
 
 
@@ -314,13 +314,13 @@ def gathered_state(window, fold_every, gathered, hk, d, dv, dtype):
 @pytest.mark.parametrize("d, dv", [(64, 64), (128, 128), (96, 32), (37, 51), (1, 1), (5, 130), (256, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=dtype_id)
 @pytest.mark.parametrize(
-    "window, fold_every, gathered", [(0, 32, 0), (0, 32, 32), (128, 32, 5), (128, 32, 32), (3, 70, 70), (50, 2, 1)]
+    "window, flush_interval, buffered", [(0, 32, 0), (0, 32, 32), (128, 32, 5), (128, 32, 32), (3, 70, 70), (50, 2, 1)]
 )
 @by_order
-def test_the_kernel(p, window, fold_every, gathered, dtype, d, dv):
+def test_the_kernel(p, window, flush_interval, buffered, dtype, d, dv):
     """Against the PyTorch implementation in float64, with and without groups; twice the same bits."""
     for h, hk, layout in ((8, 2, verify.unaligned), (3, 3, torch.clone), (20, 1, torch.clone), (6, 3, verify.unaligned)):
-        state = gathered_state(window, fold_every, gathered, hk, d, dv, dtype)
+        state = buffered_state(window, flush_interval, buffered, hk, d, dv, dtype)
         if p == 1:
             state[0], state[1] = state[0][:, :, : 1 + d].contiguous(), state[1][:, :, : 1 + d].contiguous()
         q, k, v = (layout(torch.randn(3, heads, 1, x, device="cuda").to(dtype)) for heads, x in ((h, d), (hk, d), (hk, dv)))
@@ -328,12 +328,12 @@ def test_the_kernel(p, window, fold_every, gathered, dtype, d, dv):
         log_decay = torch.tensor([-0.3, -0.1, 0.0], dtype=state[1].dtype, device="cuda")[:, None, None].expand(3, hk, 1)
         score = Score(0.05 / d if p == 1 else d**-0.5, 1.0, 1.0, 0.5, p)
         exactly_of = [x.to(torch.float64 if x.is_floating_point() else x.dtype, copy=True) for x in state]
-        exact = eager.gathered_step_(*(x.double() for x in (q, k, v)), *exactly_of, mask, log_decay.double(), window, score)
+        exact = eager.buffered_step_(*(x.double() for x in (q, k, v)), *exactly_of, mask, log_decay.double(), window, score)
         verify.poison_free_memory(torch.device("cuda"))
         twice = []
         for _ in range(2):
             new = [x.clone() for x in state]
-            twice.append((torch.ops.fastmax.gathered_step_(q, k, v, *new, mask, log_decay, window, *score), *new))
+            twice.append((torch.ops.fastmax.buffered_step_(q, k, v, *new, mask, log_decay, window, *score), *new))
         assert all(torch.equal(x, y) for x, y in zip(*twice, strict=True))
         o, values, weights, *kept, count = twice[0]
         limit = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype) or verify.ROUNDING[str(dtype)[6:]]
@@ -341,7 +341,7 @@ def test_the_kernel(p, window, fold_every, gathered, dtype, d, dv):
         for x, y in ((values, exactly_of[0]), (weights, exactly_of[1])):
             assert relative(x, y) <= (1e-12 if dtype == torch.float64 else 2e-6)
         assert torch.equal(count, exactly_of[-1])
-        there = torch.arange(window + fold_every, device="cuda") < window + count.unsqueeze(-1)
+        there = torch.arange(window + flush_interval, device="cuda") < window + count.unsqueeze(-1)
         for x, y in zip(kept, exactly_of[2:-1], strict=True):
             assert torch.equal(x.double()[there], y.double()[there])
 
@@ -356,7 +356,7 @@ def relative(x, y):
 @pytest.mark.parametrize("window", [0, 1, 64, 128])
 def test_generating_on_the_kernels(window, dtype, p):
     case = Case("", n=500, b=2, h=4, hk=2, d=64, dv=64)
-    check_within_contract(case, (200, *[1] * 150, 70, *[1] * 80), window, dtype, p, fold_every=32)
+    check_within_contract(case, (200, *[1] * 150, 70, *[1] * 80), window, dtype, p, flush_interval=32)
 
 
 @pytest.mark.cuda

@@ -2,10 +2,10 @@
 //
 // Two launches. In the first, blocks take ranges of rows of a state, or a tile of the tokens that are kept beside it, and leave
 // partial sums in memory: a state is cut as finely as fills the device. Each block finds in the device's own count whether T
-// tokens are gathered, and then first adds them to its rows, so that the same graph serves every step. In the second launch a
+// tokens are buffered, and then first adds them to its rows, so that the same graph serves every step. In the second launch a
 // block for each state combines the partial sums, in one order, and keeps the token.
 
-#include "decode/gathered.h"
+#include "decode/buffered.h"
 
 #include <algorithm>
 
@@ -23,7 +23,7 @@ constexpr int kMinLog2Slice = 2, kMaxLog2Slice = 5;
 constexpr int kMaxHeads = 8;  // query heads of a launch
 constexpr int kStagedLoads = 8;  // elements that a thread has on their way into shared memory
 
-// Sums of a part for a query head: of a split of the rows, of the gathered tokens of a tile, of the exact tokens of a tile. These are
+// Sums of a part for a query head: of a split of the rows, of the buffered tokens of a tile, of the exact tokens of a tile. These are
 // in units of exp(maximum); those of a tile are as of its last token.
 struct Partials {
   float* numerators;    // (b h, parts, dv)
@@ -42,19 +42,19 @@ struct Work {
   __host__ __device__ int first_near() const { return splits + tiles; }
 };
 
-__device__ __forceinline__ int places(const GatheredParams& p) { return p.exact_window + p.fold_every; }
+__device__ __forceinline__ int places(const BufferedParams& p) { return p.exact_window + p.flush_interval; }
 
 // What a state holds when a step begins.
 struct Held {
-  bool folds;
+  bool flushes;
   int before;     // tokens that stay, before the one that comes
   int64_t first;  // place of the oldest of them, among those of all states
 
-  __device__ Held(const GatheredParams& p, int state) {
-    const int gathered = p.gathered[state];
-    folds = gathered >= p.fold_every;
-    before = p.exact_window + (folds ? 0 : max(gathered, 0));
-    first = int64_t{state} * places(p) + (folds ? p.fold_every : 0);
+  __device__ Held(const BufferedParams& p, int state) {
+    const int buffered = p.buffered[state];
+    flushes = buffered >= p.flush_interval;
+    before = p.exact_window + (flushes ? 0 : max(buffered, 0));
+    first = int64_t{state} * places(p) + (flushes ? p.flush_interval : 0);
   }
 };
 
@@ -163,9 +163,9 @@ __device__ __forceinline__ float4 faded_sum(float4 x, float factor, bool forgott
                      faded_sum(x.w, factor, forgotten));
 }
 
-// Adds the gathered tokens to rows [begin, end) of a state, and this launch's columns of them, in the order of time.
+// Adds the buffered tokens to rows [begin, end) of a state, and this launch's columns of them, in the order of time.
 template <class Vector>
-__device__ void fold(const GatheredParams& p, const Work& work, int state, int slice, int begin, int end, float* smem) {
+__device__ void flush(const BufferedParams& p, const Work& work, int state, int slice, int begin, int end, float* smem) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float);
   const DecodeParams& s = p.step;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -182,19 +182,19 @@ __device__ void fold(const GatheredParams& p, const Work& work, int state, int s
   const int64_t first_place = int64_t{state} * places(p);
   const float* decays = p.near_decays + first_place;
   bool has_nan = false;
-  for (int i = lane; i < p.fold_every; i += 32) has_nan |= isnan(decays[i]);
+  for (int i = lane; i < p.flush_interval; i += 32) has_nan |= isnan(decays[i]);
   BehindNan behind_nan;
   if (__any_sync(~0u, has_nan)) {
-    for (int i = 0; i < p.fold_every; ++i) behind_nan.take(decays[i], p.near_mask[first_place + i] != 0);
+    for (int i = 0; i < p.flush_interval; ++i) behind_nan.take(decays[i], p.near_mask[first_place + i] != 0);
   }
 
-  for (int first = 0; first < p.fold_every; first += kTile) {
-    const int count = min(kTile, p.fold_every - first);
+  for (int first = 0; first < p.flush_interval; first += kTile) {
+    const int count = min(kTile, p.flush_interval - first);
     const bool there = lane < count && p.near_mask[first_place + first + lane] != 0;
     const float after =
-        sum_behind(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.fold_every);
+        sum_behind(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.flush_interval);
     const float fade = !there ? 0.f : behind_nan.token ? nanf("") : expf(after);
-    const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.fold_every), factor = behind_nan.sums && first == 0 ? nanf("") : expf(of_sums);
+    const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.flush_interval), factor = behind_nan.sums && first == 0 ? nanf("") : expf(of_sums);
     const bool forgotten = of_sums == -INFINITY;
     const uint32_t takes_part = __ballot_sync(~0u, fade != 0.f);
     __syncthreads();
@@ -252,7 +252,7 @@ __device__ void fold(const GatheredParams& p, const Work& work, int state, int s
 
 // Reads a range of rows.
 template <class Vector, int kHeads>
-__device__ void read_rows(const GatheredParams& p, const Work& work, int state, int slice, int split, float* smem) {
+__device__ void read_rows(const BufferedParams& p, const Work& work, int state, int slice, int split, float* smem) {
   constexpr int kWidth = sizeof(Vector) / sizeof(float);
   const DecodeParams& s = p.step;
   const int lane = threadIdx.x % 32;
@@ -284,8 +284,8 @@ __device__ void read_rows(const GatheredParams& p, const Work& work, int state, 
   // Vectors in flight, refilled one by one as they are used; the first are on their way while the rest is fetched.
 #pragma unroll
   for (int i = 0; i < kUnroll; ++i) load(pending[i]);
-  if (work.first_head == 0 && Held(p, state).folds) {
-    fold<Vector>(p, work, state, slice, begin, end, region);
+  if (work.first_head == 0 && Held(p, state).flushes) {
+    flush<Vector>(p, work, state, slice, begin, end, region);
     source -= kUnroll * step, rows_left += rows_per_batch;
 #pragma unroll
     for (int i = 0; i < kUnroll; ++i) load(pending[i]);
@@ -367,7 +367,7 @@ __device__ void read_rows(const GatheredParams& p, const Work& work, int state, 
 
 // Reads a tile of the tokens beside the sums, the one that comes among them.
 template <int kHeads>
-__device__ void read_tokens(const GatheredParams& p, const Work& work, int state, int tile, float* smem) {
+__device__ void read_tokens(const BufferedParams& p, const Work& work, int state, int tile, float* smem) {
   constexpr int kParts = kWarps / kHeads;  // of the columns of keys
   const DecodeParams& s = p.step;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first = tile * kTile;
@@ -448,7 +448,7 @@ __device__ void read_tokens(const GatheredParams& p, const Work& work, int state
 
 template <class Vector, int kHeads>
 __global__ void __launch_bounds__(kThreads, kHeads == 1 ? 4 : kHeads == 4 ? 3 : 2)
-    gathered_kernel(const GatheredParams p, const Work work) {
+    buffered_kernel(const BufferedParams p, const Work work) {
   extern __shared__ float4 dynamic_smem[];
   float* smem = reinterpret_cast<float*>(dynamic_smem);
   const int64_t states = int64_t{p.step.b} * p.step.hk, blocks = states * work.slices * work.splits;
@@ -481,27 +481,27 @@ __device__ __forceinline__ void keep_row(void* to, int64_t first, const void* fr
 
 // Element: of so many bytes as q's.
 template <class Element>
-__device__ void keep_token(const GatheredParams& p, const Held& held, int state) {
+__device__ void keep_token(const BufferedParams& p, const Held& held, int state) {
   const DecodeParams& s = p.step;
   const int batch = state / s.hk, kv_head = state % s.hk;
   const int64_t first = int64_t{state} * places(p), place = first + held.before;
-  if (held.folds) {
-    move_to_front(static_cast<Element*>(p.near_keys) + first * s.d, p.exact_window, p.fold_every, s.d);
-    move_to_front(static_cast<Element*>(p.near_values) + first * s.dv, p.exact_window, p.fold_every, s.dv);
-    move_to_front(p.near_mask + first, p.exact_window, p.fold_every, 1);
-    move_to_front(p.near_decays + first, p.exact_window, p.fold_every, 1);
+  if (held.flushes) {
+    move_to_front(static_cast<Element*>(p.near_keys) + first * s.d, p.exact_window, p.flush_interval, s.d);
+    move_to_front(static_cast<Element*>(p.near_values) + first * s.dv, p.exact_window, p.flush_interval, s.dv);
+    move_to_front(p.near_mask + first, p.exact_window, p.flush_interval, 1);
+    move_to_front(p.near_decays + first, p.exact_window, p.flush_interval, 1);
   }
   keep_row<Element>(p.near_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
   keep_row<Element>(p.near_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
   if (threadIdx.x == 0) {
     p.near_mask[place] = joins_state(s, batch);
     p.near_decays[place] = decay_of_token(s, batch, kv_head);
-    p.gathered[state] = held.before - p.exact_window + 1;
+    p.buffered[state] = held.before - p.exact_window + 1;
   }
 }
 
 // A block for each state.
-__global__ void __launch_bounds__(kThreads, 3) combine_kernel(const GatheredParams p, const Work work) {
+__global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedParams p, const Work work) {
   extern __shared__ float4 dynamic_smem[];
   __shared__ float halves[kThreads];
   const DecodeParams& s = p.step;
@@ -633,7 +633,7 @@ Tiling choose_tiling(const DecodeParams& p) {
   return tiling;
 }
 
-int tiles_of(const GatheredParams& p) { return (p.exact_window + p.fold_every + kTile - 1) / kTile; }
+int tiles_of(const BufferedParams& p) { return (p.exact_window + p.flush_interval + kTile - 1) / kTile; }
 
 size_t shared_floats(const DecodeParams& p, const Tiling& tiling) {
   const int width = takes_vectors(p) ? 4 : 1, columns = width << tiling.log2_vectors;
@@ -645,15 +645,15 @@ size_t shared_floats(const DecodeParams& p, const Tiling& tiling) {
 }
 
 template <class Vector, int kHeads>
-void launch(const GatheredParams& p, const Tiling& tiling, const Work& work, cudaStream_t stream) {
+void launch(const BufferedParams& p, const Tiling& tiling, const Work& work, cudaStream_t stream) {
   const int64_t states = int64_t{p.step.b} * p.step.hk;
   const int smem_bytes = static_cast<int>(shared_floats(p.step, tiling) * sizeof(float));
-  launch_kernel("gathered", gathered_kernel<Vector, kHeads>, grid_1d(states * (tiling.slices * tiling.splits + work.tiles)), kThreads,
+  launch_kernel("buffered", buffered_kernel<Vector, kHeads>, grid_1d(states * (tiling.slices * tiling.splits + work.tiles)), kThreads,
                 smem_bytes, stream, p, work);
 }
 
 template <class Vector>
-void launch(const GatheredParams& p, const Tiling& tiling, const Work& work, cudaStream_t stream) {
+void launch(const BufferedParams& p, const Tiling& tiling, const Work& work, cudaStream_t stream) {
   if (tiling.heads == 1) return launch<Vector, 1>(p, tiling, work, stream);
   if (tiling.heads == 4) return launch<Vector, 4>(p, tiling, work, stream);
   launch<Vector, kMaxHeads>(p, tiling, work, stream);
@@ -661,12 +661,12 @@ void launch(const GatheredParams& p, const Tiling& tiling, const Work& work, cud
 
 }  // namespace
 
-size_t gathered_workspace_bytes(const GatheredParams& p) {
+size_t buffered_workspace_bytes(const BufferedParams& p) {
   const size_t parts = choose_tiling(p.step).splits + 2 * tiles_of(p), heads = size_t(p.step.b) * p.step.h;
   return sizeof(float) * heads * (parts * (p.step.dv + 1) + tiles_of(p));
 }
 
-void launch_gathered(const GatheredParams& p, cudaStream_t stream) {
+void launch_buffered(const BufferedParams& p, cudaStream_t stream) {
   const Tiling tiling = choose_tiling(p.step);
   Work work{p.step.h / p.step.hk, 0, tiling.slices, tiling.log2_vectors, tiling.splits, tiles_of(p), {}};
   const int64_t heads = int64_t{p.step.b} * p.step.h, states = int64_t{p.step.b} * p.step.hk;
@@ -677,7 +677,7 @@ void launch_gathered(const GatheredParams& p, cudaStream_t stream) {
     takes_vectors(p.step) ? launch<float4>(p, tiling, work, stream) : launch<float>(p, tiling, work, stream);
   }
   const int smem_bytes = static_cast<int>(sizeof(float)) * (work.tiles + 1 + kMaxHeads * work.parts());
-  launch_kernel("gathered", combine_kernel, grid_1d(states), kThreads, smem_bytes, stream, p, work);
+  launch_kernel("buffered", combine_kernel, grid_1d(states), kThreads, smem_bytes, stream, p, work);
 }
 
 }  // namespace fastmax

@@ -1,0 +1,141 @@
+"""What the tokens of a step or a prefill must be for a state, and how q and k are prepared at the positions after it."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from fastmax import eager
+from fastmax.core import validation
+from fastmax.decoding.state import DecodeState, width_of_keys
+from fastmax.decoding.window import kept
+from fastmax.prepare import sharded_dispatch
+from fastmax.prepare.positional import token_positions
+from fastmax.prepare.tensors import Positions, cast_for_autocast, prepare_queries_and_keys
+
+
+def check_tokens(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    mask: Tensor | None,
+    log_decay: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as they are, or in the state's dtype under autocast."""
+    if not isinstance(state, DecodeState):
+        raise TypeError(f"state must come from fastmax.decoding.init_state, got {type(state).__name__}")
+    q, k, v = cast_for_autocast(q, k, v, dtype=state.dtype)
+    if sharded_dispatch.current() is not None:
+        raise RuntimeError("decoding is of sequences that one rank has as a whole: leave fastmax.distributed.context_parallel")
+    sharded_dispatch.refuse("decoding runs on what a rank has, with a state of its heads: pass .to_local()", q=q, k=k, v=v)
+    validation.check_tensors(q, k, v, True, mask, log_decay)
+    if q.dim() != 4:
+        raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
+    if q.shape[1] == 0:
+        raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
+    batch, heads, rows, value_dim = state.values.shape
+    validation.check_cu_seqlens(cu_seqlens, q, k)
+    if cu_seqlens is not None and cu_seqlens.shape[0] != batch + 1:
+        raise ValueError(
+            f"cu_seqlens must have shape ({batch + 1},), a sequence for each batch entry of the state, got "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    batch_of_k = batch if cu_seqlens is None else 1
+    if k.shape[0] != batch_of_k or k.shape[1] != heads or k.shape[3] != state.head_dim:
+        expected = f"({batch_of_k}, {heads}, tokens, {state.head_dim})"
+        raise ValueError(f"k must have the state's shape {expected}, got {tuple(k.shape)}")
+    if v.shape[3] != value_dim:
+        raise ValueError(f"v must have the state's value_dim {value_dim}, got {v.shape[3]}")
+    if q.dtype != state.dtype:
+        raise TypeError(f"q, k and v must have the state's dtype {state.dtype}, got {q.dtype}")
+    if q.device != state.values.device:
+        raise ValueError(f"q, k and v must be on the state's device {state.values.device}, got {q.device}")
+    width = width_of_keys(state.head_dim, state.positions is not None)
+    shape = (batch, heads, eager.state_rows(width, state.score.order))
+    wide = eager.compute_dtype(state.dtype)
+    if state.weights.shape != shape or rows != shape[2] or not state.values.dtype == state.weights.dtype == wide:
+        raise ValueError(
+            f"state must have values {(*shape, value_dim)} and weights {shape} of {wide} for its options, got "
+            f"{tuple(state.values.shape)} of {state.values.dtype} and {tuple(state.weights.shape)} of {state.weights.dtype}"
+        )
+    places = state.exact_window + (state.flush_interval if state.flush_interval > 1 else 0)
+    _check_window(state, (batch, heads, places), width, value_dim)
+    return q, k, v
+
+
+def check_token(
+    q: Tensor, k: Tensor, v: Tensor, state: DecodeState, mask: Tensor | None, log_decay: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = check_tokens(q, k, v, state, mask, log_decay)
+    if q.shape[2] != 1 or k.shape[2] != 1:
+        raise ValueError(
+            f"q, k and v must hold one token, (b, h, 1, d), got {q.shape[2]} in q and {k.shape[2]} in k; "
+            "use fastmax.decoding.prefill for more"
+        )
+    return q, k, v
+
+
+def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, value_dim: int) -> None:
+    """The tokens that the state keeps."""
+    if places[2] == 0:
+        return
+    wide, buffers = eager.compute_dtype(state.dtype), state.flush_interval > 1
+    if buffers and (state.buffered is None or state.buffered.shape != places[:2] or state.buffered.dtype != torch.int32):
+        got = "None" if state.buffered is None else f"{tuple(state.buffered.shape)} of {state.buffered.dtype}"
+        raise ValueError(f"state must have buffered {places[:2]} of torch.int32 for its flush_interval, got {got}")
+    for (name, x), shape, dtype in zip(
+        kept(state)._asdict().items(),
+        ((*places, width), (*places, value_dim), places if buffers else (places[0], places[2]), places),
+        (state.dtype, state.dtype, torch.bool, wide),
+        strict=True,
+    ):
+        if x is None or x.shape != shape or x.dtype != dtype:
+            got = "None" if x is None else f"{tuple(x.shape)} of {x.dtype}"
+            raise ValueError(
+                f"state must have near_{name} {shape} of {dtype} for its exact_window and flush_interval, got {got}"
+            )
+
+
+def check_memory(tokens: dict[str, Tensor], state: DecodeState) -> None:
+    """That every element of the state has memory of its own, so that writing it changes nothing else."""
+    written = {f"state.{name}": x for name, x in state.tensors().items()}
+    for name, x in written.items():
+        if not x.is_contiguous():
+            raise ValueError(
+                f"{name} must be contiguous to be written in place, got strides {x.stride()} for shape {tuple(x.shape)}; "
+                "state.clone() is"
+            )
+    if torch.compiler.is_compiling():  # where there is no memory yet; the compiler keeps track of what is the same
+        return
+    if not eager.is_transformed():  # a look at each storage costs less than one at each pair
+        of_state, of_tokens = ([x.untyped_storage().data_ptr() for x in tensors.values()] for tensors in (written, tokens))
+        if len(set(of_state) - {0, *of_tokens}) == len(of_state):
+            return
+    for (name, x), (other, y) in combinations((written | tokens).items(), 2):
+        if name in written and torch._C._overlaps(x, y) and not _is_apart(x, y):
+            raise ValueError(f"{name} must not overlap {other} to be written in place; the memory of state.clone() does not")
+
+
+def _is_apart(x: Tensor, y: Tensor) -> bool:
+    """Whether one of two tensors in the same storage lies behind the other."""
+
+    def extent(x: Tensor) -> tuple[int, int]:
+        first = x.storage_offset() * x.element_size()
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+        return first, first + (last + 1) * x.element_size()
+
+    (x_first, x_stop), (y_first, y_stop) = extent(x), extent(y)
+    return x_stop <= y_first or y_stop <= x_first or 0 in (x.numel(), y.numel())
+
+
+def prepare_after(q: Tensor, k: Tensor, state: DecodeState, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
+    """q and k as the operators take them, at positions that continue from the state."""
+    positions = None
+    if state.positions is not None:
+        positions = token_positions(state.positions[:, None, None], q.shape[2], q.device)
+        positions = Positions(positions, positions)
+    return prepare_queries_and_keys(q, k, state.normalize, state.lim, positions, use_custom_gradient)

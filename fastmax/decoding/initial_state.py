@@ -1,0 +1,84 @@
+"""`init_state`: the state before any token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fastmax import eager
+from fastmax.core import validation
+from fastmax.decoding.buffered import with_buffer
+from fastmax.decoding.state import DecodeState, width_of_keys
+
+
+def init_state(
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+    normalize: bool | str = False,
+    temperature: float = 1.0,
+    a0: float = 1.0,
+    a1: float = 1.0,
+    a2: float = 0.5,
+    lim: float = 1.0,
+    p: int = 2,
+    rpe_matrix: str | None = None,
+    exact_window: int = 0,
+    flush_interval: int = 1,
+) -> DecodeState:
+    """The state before any token, for `step` and `prefill`.
+
+    Args:
+        batch, kv_heads, head_dim: of k, (batch, kv_heads, tokens, head_dim).
+        value_dim: of v; head_dim when None.
+        dtype, device: of q, k and v.
+        normalize: False or "token" ("sequence" looks at future tokens and has no recurrent form).
+        temperature, a0, a1, a2, lim, p: as in `fastmax_attention`.
+        rpe_matrix: None or "sinusoidal".
+        exact_window: as in `fastmax_attention`; so many keys and values are kept, beside the sums.
+        flush_interval: T, >= 1. Above 1, `step_` puts new tokens into a buffer of T places beside the sums, and adds them to
+            the sums (flushes the buffer) at every T-th step. It reads the sums at every step, but writes them only then. The
+            outputs are the same function; 32 is a good value where `step_` generates on a GPU.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Method: linear attention as a recurrence (Katharopoulos et al., 2020, arXiv:2006.16236), with the features of f.
+    """
+    value_dim = head_dim if value_dim is None else value_dim
+    sizes = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+    for name, size in sizes.items():
+        validation.check_count(name, size, least=0 if name == "batch" else 1)
+    validation.check_dtype("dtype", dtype)
+    score = validation.check_score(temperature, a0, a1, a2, p)
+    kind = validation.check_normalize(normalize, lim)
+    if kind == "sequence":
+        raise ValueError(f'normalize must be False or "token" for a recurrent state, got {normalize!r}: it looks at all tokens')
+    if rpe_matrix is not None and not (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
+        got = validation.describe(rpe_matrix)
+        raise ValueError(f'rpe_matrix must be None or "sinusoidal" for a recurrent state, got {got}')
+    validation.check_exact_window(exact_window)
+    validation.check_count("flush_interval", flush_interval)
+    validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
+    width = width_of_keys(head_dim, rpe_matrix is not None)
+    rows = eager.state_rows(width, score.order)
+    values = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
+    positions = None if rpe_matrix is None else torch.zeros(batch, dtype=torch.int64, device=device)
+    state = DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
+    if exact_window == 0:
+        return with_buffer(state, flush_interval)
+    places = (batch, kv_heads, exact_window)
+    state = replace(
+        state,
+        exact_window=exact_window,
+        near_keys=values.new_zeros(*places, width, dtype=dtype),
+        near_values=values.new_zeros(*places, value_dim, dtype=dtype),
+        near_mask=values.new_zeros(batch, exact_window, dtype=torch.bool),
+        near_decays=values.new_zeros(places),
+    )
+    return with_buffer(state, flush_interval)

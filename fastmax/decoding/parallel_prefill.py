@@ -1,0 +1,114 @@
+"""`prefill`: many tokens at once, in the parallel form of attention that continues from a state."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from fastmax import eager, ops
+from fastmax.core.call import Call
+from fastmax.decoding.arguments import check_tokens, prepare_after
+from fastmax.decoding.buffered import flushed, with_buffer
+from fastmax.decoding.state import DecodeState
+from fastmax.decoding.varlen import prefill_packed
+from fastmax.decoding.window import Tokens, advanced, joined
+from fastmax.decoding.window import prefill as prefill_window
+from fastmax.prepare.bounds import with_bounds
+from fastmax.prepare.padding import RealFirst
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    *,
+    attention_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, DecodeState]:
+    """Attend n tokens, causally, to themselves and all before them: n calls of `step` in one.
+
+    Args:
+        q: (b, h, n, d), in the state's dtype.
+        k, v: (b, hk, n, d) and (b, hk, n, dv).
+        state: from `init_state`, `step` or `prefill`. It is not modified.
+        attention_mask: bool (b, n), True = the token joins the state. The others, wherever they stand, leave no trace: each
+            sequence goes on as it would without them. They count neither in the exact window nor in positions, their
+            log_decay makes nothing fade, and their outputs mean nothing. (In `fastmax_attention` they do count, in a window
+            and in distances, and fade: there a mask takes keys away, and here tokens.)
+        log_decay: (b, hk, n), as in `fastmax_attention`.
+        cu_seqlens: int32 (s + 1,), as in `fastmax_attention`: the n tokens of a batch of one are s sequences end to end. The
+            state has s batch entries, and sequence i continues from entry i and leaves it for what follows; one of no token
+            leaves it as it is.
+
+    Returns:
+        The output (b, h, n, dv) in q's dtype and layout, and the state after n tokens. Differentiable.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Under autocast as `step`. On a GPU the linear algorithm's kernels compute it and its gradient, which has no derivative of
+    its own; `step`'s has. Packed sequences are taken in turn, in blocks of their mean length.
+    """
+    q, k, v = check_tokens(q, k, v, state, attention_mask, log_decay, cu_seqlens)
+    n = q.shape[2]
+    if k.shape[2] != n:
+        raise ValueError(f"k and v must have q's number of tokens {n}, got {k.shape[2]}")
+    if n == 0:  # the state that is returned may be changed in place, the given one not with it
+        return eager.empty_like_layout(q, v.shape[3]), state.clone()
+    tokens = Tokens(k, v, attention_mask, log_decay)
+    if attention_mask is None:
+        return _continued(q, tokens, state, cu_seqlens)
+    if state.exact_window == 0 and state.positions is None:  # sums do not depend on where tokens stand
+        return _continued(q, tokens.without_masked_decays(), state, cu_seqlens)
+    order = RealFirst.of(attention_mask, cu_seqlens)
+    decays = None if log_decay is None else order.first(log_decay, 2)
+    tokens = Tokens(order.first(k, 2), order.first(v, 2), order.mask, decays).without_masked_decays()
+    o, after = _continued(order.first(q, 2), tokens, state, cu_seqlens, order.count)
+    return order.back(o, 2), after
+
+
+def prefill_real_first(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: DecodeState,
+    order: RealFirst,
+    *,
+    log_decay: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, DecodeState]:
+    """`prefill` of tokens that are in that order already."""
+    q, k, v = check_tokens(q, k, v, state, order.mask, log_decay, cu_seqlens)
+    if q.shape[2] == 0:
+        return eager.empty_like_layout(q, v.shape[3]), state.clone()
+    return _continued(q, Tokens(k, v, order.mask, log_decay).without_masked_decays(), state, cu_seqlens, order.count)
+
+
+def _continued(
+    q: Tensor, tokens: Tokens, state: DecodeState, cu_seqlens: Tensor | None, count: Tensor | None = None
+) -> tuple[Tensor, DecodeState]:
+    """Masked tokens have no decay. With a `count`, of each sequence, only so many of its tokens are there, the first ones."""
+    with ops.without_autocast(q):
+        before = flushed(state)
+        if cu_seqlens is None:
+            o, after = _prefill(q, tokens, before, count)
+        else:
+            o, after = prefill_packed(q, tokens, before, cu_seqlens, _prefill, count)
+        return o, with_buffer(after, state.flush_interval)
+
+
+def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None) -> tuple[Tensor, DecodeState]:
+    """Output of n tokens, and the state after them. With a `count` (b,) only the first `count` tokens of a row exist; the
+    others, which are masked and have no decay, leave no trace."""
+    n = q.shape[2]
+    q, k = prepare_after(q, tokens.keys, state, use_custom_gradient=True)
+    tokens = tokens._replace(keys=k)
+    if state.exact_window > 0:
+        o, values, weights, tokens = prefill_window(q, joined(state, tokens), state, count)
+    else:
+        tokens = tokens.without_masked()
+        call = Call(state.score, causal=True, attention_mask=tokens.mask)
+        call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True)
+        o, _, values, weights = ops.prefill(q, tokens.keys, tokens.values, call, state.values, state.weights)
+    return o, advanced(state, n, values, weights, tokens, count)
