@@ -1,7 +1,9 @@
 """Layers and calls whose tokens are spread over ranks (`ContextParallel`, `context_parallel`), against one process."""
 
 import copy
+import ctypes
 import math
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -212,6 +214,31 @@ def check_compiled(group):
         assert_close(attend(part), alone, **EXACT)
         with context_parallel(mesh):
             assert_close(attend(part), whole[:, :, own], **EXACT)
+
+
+@pytest.mark.parametrize("steals", [False, True], ids=["as installed", "stolen references"])
+def test_a_context_keeps_its_references(steals, monkeypatch):
+    """Also where a thread-local object takes a reference that it does not own, as in PyTorch 2.11."""
+    stash = torch._C._stash_obj_in_tls
+
+    def stealing(key: str, x: object) -> None:
+        before = sys.getrefcount(x)
+        stash(key, x)
+        if sys.getrefcount(x) > before:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(x))
+
+    if steals:
+        monkeypatch.setattr(torch._C, "_stash_obj_in_tls", stealing)
+    sharded_dispatch._stash_steals.cache_clear()
+    outer, inner = object(), object()
+    counts = [sys.getrefcount(x) for x in (outer, inner)]
+    for _ in range(3):
+        with sharded_dispatch.entered(outer):
+            with sharded_dispatch.entered(inner), sharded_dispatch.entered(None):
+                assert sharded_dispatch.current() is None
+            assert sharded_dispatch.current() is outer
+    assert [sys.getrefcount(x) for x in (outer, inner)] == counts
+    sharded_dispatch._stash_steals.cache_clear()
 
 
 def test_compiled_code_looks_where_it_is():

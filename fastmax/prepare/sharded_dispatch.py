@@ -7,11 +7,12 @@ checks a flag and the types of its arguments.
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import lru_cache, wraps
 from threading import Lock
 from typing import Any, Protocol, TypeAlias
 
@@ -99,7 +100,7 @@ def entered(context: ParallelContext | None) -> Iterator[None]:
     the threads that run a backward pass. It does not copy `contextvars`, and there is no public equivalent.
     """
     outer = _of_this_thread()
-    torch._C._stash_obj_in_tls(_KEY, context)
+    _stash(context)
     _count(1)
     try:
         yield
@@ -108,7 +109,26 @@ def entered(context: ParallelContext | None) -> Iterator[None]:
         if outer is None and hasattr(torch._C, "_remove_obj_from_tls"):  # not in PyTorch 2.11
             torch._C._remove_obj_from_tls(_KEY)  # a thread that ends while it holds an object leaks it
         else:
-            torch._C._stash_obj_in_tls(_KEY, outer)
+            _stash(outer)
+
+
+def _stash(context: ParallelContext | None) -> None:
+    if _stash_steals():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(context))
+    torch._C._stash_obj_in_tls(_KEY, context)
+
+
+@lru_cache
+def _stash_steals() -> bool:
+    """Returns whether a thread-local object takes a reference that it does not own, as in PyTorch 2.11: when it is replaced,
+    the object would be freed while it is in use."""
+    probe = object()
+    count = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(_KEY, probe)
+    steals = sys.getrefcount(probe) == count
+    if steals:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return steals
 
 
 def _count(change: int) -> None:
