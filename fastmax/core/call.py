@@ -71,7 +71,8 @@ ACCOMPANYING = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if h
 # Tensors with a number for every token of every key/value head.
 PER_HEAD = tuple(name for name, x in ACCOMPANYING.items() if x.per_head)
 _DIFFERENTIABLE = tuple(name for name, x in ACCOMPANYING.items() if x.differentiable)
-_SCORE_SCHEMAS = {Score: "float scale, float a0, float a1, float a2, int p", Softmax: "float scale"}
+SCORE = "float scale, float a0, float a1, float a2, int p"  # in a schema
+_SCORE_SCHEMAS = {Score: SCORE, Softmax: "float scale"}
 _OPTION_TYPES = {
     "causal": "bool",
     "dropout": "float",
@@ -97,9 +98,16 @@ class Signature:
 
     @property
     def schema(self) -> str:
-        tensors = (f"Tensor? {name}" for name in self.tensor_names)
+        return f"{self.tensors_schema}, {self.options_schema}"
+
+    @property
+    def tensors_schema(self) -> str:
+        return ", ".join(f"Tensor? {name}" for name in self.tensor_names)
+
+    @property
+    def options_schema(self) -> str:
         options = (f"{_OPTION_TYPES[name]} {name}" for name in self.option_names)
-        return ", ".join((*tensors, _SCORE_SCHEMAS[self.score], *options, "bool allow_tf32"))
+        return ", ".join((_SCORE_SCHEMAS[self.score], *options, "bool allow_tf32"))
 
     @property
     def gradients_schema(self) -> str:
@@ -130,6 +138,8 @@ class Signature:
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("attention_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
 # Causal calls whose keys are far ones of an exact window.
 FAR = Signature(Score, ("algorithm",), tuple(name for name, x in ACCOMPANYING.items() if x.of_far_keys))
+# Calls that continue from a state, which are causal and run on the linear algorithm.
+CONTINUED = Signature(Score, (), FAR.tensor_names)
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("attention_mask", *PER_HEAD))
 EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("attention_mask", *PER_HEAD))
 FLASH = Signature(Softmax, ("causal", "left", "right"), ("attention_mask", *PER_HEAD))

@@ -4,14 +4,14 @@
 `prefill_kept_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
 `finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
-A family of operators has a file with its schemas, PyTorch implementations for every device, fake implementations and
-gradients: `fused`, `far`, `states`, `steps`, `decays`, `normalization` and `row_softmax`; `registration` declares them, and
-`autograd` records calls.
+A family of operators has a file, in which each operator has its implementation in PyTorch operations for every device, its fake
+implementation, its flop formula and its schema side by side: `fused`, `far`, `states`, `steps`, `decays`, `normalization` and
+`row_softmax`. `registration` registers them, and `autograd` records calls.
 The compiled library (`fastmax.ops.extension`) adds kernels under the key CUDA, which then take precedence. What they do not
 cover (float64, rpe matrices, head dims above 256, old devices) goes to `fastmax::eager_forward` and its like, the PyTorch
 implementation under names of its own. Arguments were checked by `fastmax.core.validation`;
 `fastmax.core.call` lays them out in a schema, and
-`fastmax.ops.flops` says what PyTorch's counter counts for them. On every device `exact_window_*` are made of others
+`fastmax.ops.flops` counts their products. On every device `exact_window_*` are made of others
 (`fastmax.ops.exact_window`); `exact_tiles_*` are the quadratic algorithm in PyTorch operations (`fastmax.eager.exact`).
 
 Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an exact window both, and what
@@ -20,10 +20,8 @@ Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an
 
 from __future__ import annotations
 
-import torch
-from torch.utils.flop_counter import register_flop_formula
 
-from fastmax.ops import extension, flops
+from fastmax.ops import extension
 from fastmax.ops import far as far  # registers its operators
 from fastmax.ops.autocast import autocast_to as autocast_to
 from fastmax.ops.autocast import in_autocast as in_autocast
@@ -48,5 +46,3 @@ from fastmax.ops.steps import decode_step_ as decode_step_
 from fastmax.ops.steps import refuse_to_record as refuse_to_record
 
 extension.load()
-for _name, _formula in flops.FORMULAS.items():
-    register_flop_formula(getattr(torch.ops.fastmax, _name), get_raw=True)(_formula)

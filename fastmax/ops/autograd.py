@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager
-from fastmax.core.call import Signature
+from fastmax.core.call import CONTINUED, Signature
 from fastmax.ops import extension
 from fastmax.ops.registration import LIBRARY
 
@@ -69,12 +69,6 @@ class Differentiable(NamedTuple):
         return self.signature.gradients(self.backward(grad_o, grad_z, *saved, *options))
 
 
-_OF_PREFILL = ("q", "k", "v", "log_decay", "values", "weights")
-
-
-PREFILL_GRADIENTS = ", ".join(f"Tensor grad_{name}" for name in _OF_PREFILL)
-
-
 class Prefill(NamedTuple):
     """`prefill` and its gradient."""
 
@@ -82,24 +76,26 @@ class Prefill(NamedTuple):
     backward: torch._ops.OpOverload
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
-        (q, k, v, mask, log_decay, *tokens_and_state), ctx.options = inputs[:8], inputs[8:]
-        o, z, *state = output
+        last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, values and weights
+        (o, z, *state), ctx.options = output, inputs[last:]
         # What the gradient of log_decay alone takes is not kept alive for others.
-        state = (None, None) if log_decay is None else state
-        ctx.save_for_backward(q, k, v, o, z, *state, mask, log_decay, *tokens_and_state)
+        state = (None, None) if self._tensors(inputs[3:])["log_decay"] is None else state
+        ctx.save_for_backward(*inputs[:3], o, z, *state, *inputs[3:last])
         ctx.set_materialize_grads(False)
 
     def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_values, grad_weights) -> tuple[Tensor | None, ...]:
         """Of q, k, v, what accompanies them, and the state."""
         if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
-            return (None,) * 8
-        _, _, _, o, _, _, _, _, log_decay, *_ = saved
+            return (None,) * (5 + len(CONTINUED.tensor_names))
         if grad_o is None:
-            grad_o = torch.zeros_like(o)
-        results = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
-        grads = dict(zip(_OF_PREFILL, results, strict=True))
-        of_decay = None if log_decay is None else grads["log_decay"]
-        return grads["q"], grads["k"], grads["v"], None, of_decay, None, grads["values"], grads["weights"]
+            grad_o = torch.zeros_like(saved[3])
+        *results, of_values, of_weights = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
+        tensors = tuple(self._tensors(saved[7:]).values())
+        return *CONTINUED.of_inputs(CONTINUED.gradients(results), tensors), of_values, of_weights
+
+    @staticmethod
+    def _tensors(arguments: tuple) -> dict[str, Tensor | None]:
+        return dict(zip(CONTINUED.tensor_names, arguments, strict=False))
 
 
 class Normalization(NamedTuple):

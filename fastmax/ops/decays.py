@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from fastmax import eager
-from fastmax.ops import extension, registration
-from fastmax.ops.registration import LIBRARY
-
-registration.define("finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)")
+from fastmax.ops import extension
+from fastmax.ops.registration import LIBRARY, register
 
 
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -20,7 +18,7 @@ def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tupl
         return eager.finite_decay(log_decay, continues, dtype)
     wide = dtype == torch.float64
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.finite_decay.default(log_decay, continues, wide)
+        return _OPERATOR(log_decay, continues, wide)
     return _FiniteDecay.apply(log_decay, continues, wide)
 
 
@@ -31,13 +29,16 @@ def _finite_decay(log_decay, continues, wide):
     return finite.contiguous(), first_key.contiguous()
 
 
-registration.implement("finite_decay", _finite_decay)
-
-
-@torch.library.register_fake("fastmax::finite_decay", lib=LIBRARY)
-def _finite_decay_fake(log_decay, continues, wide):
+def _fake_finite_decay(log_decay, continues, wide):
     dtypes = (torch.float64 if wide else torch.float32, torch.int32)
     return tuple([log_decay.new_empty(log_decay.shape, dtype=dtype) for dtype in dtypes])
+
+
+_OPERATOR = register(
+    "finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)",
+    _finite_decay,
+    _fake_finite_decay,
+)
 
 
 def _save_finite_decay(ctx, inputs, output):
@@ -51,9 +52,7 @@ def _differentiate_finite_decay(ctx, grad, _):
     return grad.masked_fill(constant, 0.0).to(log_decay.dtype), None, None
 
 
-torch.library.register_autograd(
-    "fastmax::finite_decay", _differentiate_finite_decay, setup_context=_save_finite_decay, lib=LIBRARY
-)
+torch.library.register_autograd(_OPERATOR, _differentiate_finite_decay, setup_context=_save_finite_decay, lib=LIBRARY)
 
 
 class _FiniteDecay(torch.autograd.Function):
@@ -62,7 +61,7 @@ class _FiniteDecay(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         with torch._C._AutoDispatchBelowAutograd():
-            output = extension.call(torch.ops.fastmax.finite_decay.default, *inputs)
+            output = extension.call(_OPERATOR, *inputs)
         _save_finite_decay(ctx, inputs, output)
         return output
 

@@ -7,25 +7,27 @@ import torch
 from fastmax import eager
 from fastmax.core.call import FAR, FASTMAX
 from fastmax.ops import checks as operator_checks
-from fastmax.ops import extension, registration
+from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
+from fastmax.ops.flops import count_attention
 from fastmax.ops.fused import fake_gradients
-from fastmax.ops.registration import LIBRARY
-
-registration.define("merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> (Tensor z)")
-
-registration.define(f"far_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {FAR.schema}) -> (Tensor z)")
-
-registration.define(
-    f"far_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad_o, Tensor? grad_z, "
-    f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FAR.schema}) -> (Tensor grad_log_decay)"
-)
+from fastmax.ops.registration import refuse_gradient, refuse_to_differentiate, register
 
 
 def _merge_(o, lse, o_far, z_far, shift):
     operator_checks.check_merge(o, lse, o_far, z_far, shift)
     with without_autocast(o):
         return eager.merge_(o, lse, o_far, z_far, shift)
+
+
+def _fake_merge_(o, lse, o_far, z_far, shift):
+    return z_far.new_empty(z_far.shape)
+
+
+_MERGE = register(
+    "merge_(Tensor(a!) o, Tensor(b!) lse, Tensor o_far, Tensor z_far, Tensor? shift) -> (Tensor z)", _merge_, _fake_merge_
+)
+refuse_gradient(_MERGE, refuse_to_differentiate("merge_", "fastmax.merge_attention"), written=slice(2))
 
 
 def _far_call(q, k, v, arguments):
@@ -40,7 +42,25 @@ def _far_forward_(o, lse, q, k, v, *arguments):
     operator_checks.check_joined(q, o=(o, (*q.shape[:3], v.shape[3])))
     operator_checks.check_results(q, v, lse=lse)
     o_far, z_far = extension.call(torch.ops.fastmax.forward.default, q, k, v, *tensors, *options)
-    return extension.call(torch.ops.fastmax.merge_.default, o, lse, o_far, z_far, None)
+    return extension.call(_MERGE, o, lse, o_far, z_far, None)
+
+
+def _fake_far_forward_(o, lse, *arguments):
+    return lse.new_empty(lse.shape)
+
+
+def _far_forward_flops(o, lse, q, k, v, *arguments, out_val=None) -> int:
+    return count_attention(q, k, v, FAR.call(arguments)._replace(causal=True), backward=False)
+
+
+_FAR_FORWARD = register(
+    f"far_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {FAR.schema}) -> (Tensor z)",
+    _far_forward_,
+    _fake_far_forward_,
+    flops=_far_forward_flops,
+)
+_INSTEAD = "fastmax.fastmax_attention with exact_window"
+refuse_gradient(_FAR_FORWARD, refuse_to_differentiate("far_forward_", _INSTEAD), written=slice(2))
 
 
 def _far_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
@@ -55,30 +75,19 @@ def _far_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *argum
     return grads["log_decay"]
 
 
-registration.implement("merge_", _merge_)
-
-registration.implement("far_forward_", _far_forward_)
-
-registration.implement("far_backward_", _far_backward_)
+def _fake_far_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
+    return fake_gradients(FAR, grad_o, grad_z, q, k, v, o, z, *arguments)[FAR.gradient_names.index("log_decay")]
 
 
-@torch.library.register_fake("fastmax::merge_", lib=LIBRARY)
-def _merge_fake_(o, lse, o_far, z_far, shift):
-    return z_far.new_empty(z_far.shape)
+def _far_backward_flops(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments, out_val=None) -> int:
+    return count_attention(q, k, v, FAR.call(arguments)._replace(causal=True), backward=True)
 
 
-@torch.library.register_fake("fastmax::far_forward_", lib=LIBRARY)
-def _far_forward_fake_(o, lse, *arguments):
-    return lse.new_empty(lse.shape)
-
-
-@torch.library.register_fake("fastmax::far_backward_", lib=LIBRARY)
-def _far_backward_fake_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
-    return fake_gradients(grad_o, grad_z, q, k, v, o, z, *arguments, signature=FAR)[FAR.gradient_names.index("log_decay")]
-
-
-registration.writes_over("merge_", 2, "fastmax.merge_attention")
-
-registration.writes_over("far_forward_", 2, "fastmax.fastmax_attention with exact_window")
-
-registration.writes_over("far_backward_", 3, "fastmax.fastmax_attention with exact_window")
+_FAR_BACKWARD = register(
+    f"far_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad_o, Tensor? grad_z, "
+    f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {FAR.schema}) -> (Tensor grad_log_decay)",
+    _far_backward_,
+    _fake_far_backward_,
+    flops=_far_backward_flops,
+)
+refuse_gradient(_FAR_BACKWARD, refuse_to_differentiate("far_backward_", _INSTEAD), written=slice(3))

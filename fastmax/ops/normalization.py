@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from fastmax import eager
 from fastmax.ops import checks as operator_checks
-from fastmax.ops import registration
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.autograd import (
     Normalization,
@@ -15,19 +13,7 @@ from fastmax.ops.autograd import (
     refuse_second_derivative_of_normalization,
     register_gradient,
 )
-from fastmax.ops.registration import LIBRARY
-
-_OPERATORS = torch.ops.fastmax
-
-registration.define(
-    "normalize_tokens(Tensor q, Tensor k, float lim) "
-    "-> (Tensor normalized_q, Tensor normalized_k, Tensor q_factor, Tensor k_factor)"
-)
-
-registration.define(
-    "normalize_tokens_backward(Tensor? grad_q, Tensor? grad_k, Tensor q, Tensor k, Tensor q_factor, "
-    "Tensor k_factor, float lim) -> (Tensor of_q, Tensor of_k)"
-)
+from fastmax.ops.registration import register
 
 
 def normalize_tokens(q: Tensor, k: Tensor, lim: float) -> tuple[Tensor, Tensor]:
@@ -51,22 +37,27 @@ def _normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
         return eager.normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim)
 
 
-registration.implement("normalize_tokens", _normalize_tokens)
-
-registration.implement("normalize_tokens_backward", _normalize_tokens_backward)
-
-
-@torch.library.register_fake("fastmax::normalize_tokens", lib=LIBRARY)
-def _normalize_tokens_fake(q, k, lim):
+def _fake_normalize_tokens(q, k, lim):
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k)), *map(eager.empty_factors, (q, k))
 
 
-@torch.library.register_fake("fastmax::normalize_tokens_backward", lib=LIBRARY)
-def _normalize_tokens_backward_fake(grad_q, grad_k, q, k, q_factor, k_factor, lim):
+def _fake_normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
     given = ((grad_q, q), (grad_k, k))
     return tuple([x.new_empty(0) if grad is None else eager.empty_like_layout(x, x.shape[-1]) for grad, x in given])
 
 
-_NORMALIZATION = Normalization(_OPERATORS.normalize_tokens.default, _OPERATORS.normalize_tokens_backward.default)
-
+_NORMALIZATION = Normalization(
+    register(
+        "normalize_tokens(Tensor q, Tensor k, float lim) "
+        "-> (Tensor normalized_q, Tensor normalized_k, Tensor q_factor, Tensor k_factor)",
+        _normalize_tokens,
+        _fake_normalize_tokens,
+    ),
+    register(
+        "normalize_tokens_backward(Tensor? grad_q, Tensor? grad_k, Tensor q, Tensor k, Tensor q_factor, "
+        "Tensor k_factor, float lim) -> (Tensor of_q, Tensor of_k)",
+        _normalize_tokens_backward,
+        _fake_normalize_tokens_backward,
+    ),
+)
 register_gradient(_NORMALIZATION, refuse_second_derivative_of_normalization)

@@ -6,24 +6,22 @@ import torch
 from torch import Tensor
 
 from fastmax.eager import softmax as rows
-from fastmax.ops import extension, registration
+from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
-from fastmax.ops.registration import LIBRARY
-
-registration.define("softmax(Tensor x, str algorithm) -> Tensor")
+from fastmax.ops.registration import LIBRARY, register
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
     """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online". There are no rules for what
     `eager.is_transformed` tells of."""
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.softmax.default(x, algorithm)
+        return _OPERATOR(x, algorithm)
     if x.is_cuda:
         extension.warn_if_unused(x.device)
     if torch.is_grad_enabled() and x.requires_grad:
-        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
+        return extension.call(_OPERATOR, x, algorithm)
     with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
-        return extension.call(torch.ops.fastmax.softmax.default, x, algorithm)
+        return extension.call(_OPERATOR, x, algorithm)
 
 
 def _softmax(x, algorithm):
@@ -31,12 +29,11 @@ def _softmax(x, algorithm):
         return rows.forward(x, algorithm)
 
 
-registration.implement("softmax", _softmax)
-
-
-@torch.library.register_fake("fastmax::softmax", lib=LIBRARY)
-def _softmax_fake(x, algorithm):
+def _fake_softmax(x, algorithm):
     return x.new_empty(x.shape)
+
+
+_OPERATOR = register("softmax(Tensor x, str algorithm) -> Tensor", _softmax, _fake_softmax)
 
 
 def _save_softmax(ctx, inputs, output):
@@ -48,4 +45,4 @@ def _differentiate_softmax(ctx, grad_y):
     return rows.backward(grad_y, y), None
 
 
-torch.library.register_autograd("fastmax::softmax", _differentiate_softmax, setup_context=_save_softmax, lib=LIBRARY)
+torch.library.register_autograd(_OPERATOR, _differentiate_softmax, setup_context=_save_softmax, lib=LIBRARY)

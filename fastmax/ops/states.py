@@ -2,73 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from fastmax import eager
-from fastmax.core.call import Call
+from fastmax.core.call import CONTINUED, PER_HEAD, Call, Signature
 from fastmax.core.score import Score
 from fastmax.ops import checks as operator_checks
-from fastmax.ops import extension, registration
+from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
 from fastmax.ops.autograd import (
-    PREFILL_GRADIENTS,
     Prefill,
     compute,
     refuse_derivative_of_state,
     refuse_second_derivative_of_prefill,
     register_gradient,
 )
+from fastmax.ops.flops import count_states, pairs_within_chunks
 from fastmax.ops.precision import allow_tf32_of
-from fastmax.ops.registration import LIBRARY
+from fastmax.ops.registration import LIBRARY, register
 
-_OPERATORS = torch.ops.fastmax
-
-registration.define(
-    "prefill(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, "
-    "Tensor values, Tensor weights, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-    "-> (Tensor o, Tensor z, Tensor new_values, Tensor new_weights)"
-)
-
-registration.define(
-    f"prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_values, Tensor? grad_new_weights, "
-    "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, Tensor? attention_mask, "
-    "Tensor? log_decay, Tensor? first_key, Tensor values, Tensor weights, float scale, float a0, float a1, float a2, "
-    f"int p, bool allow_tf32) -> ({PREFILL_GRADIENTS})"
-)
-
-registration.define(
-    "state_of_keys(Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, "
-    "float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) "
-    "-> (Tensor values, Tensor weights, Tensor kept)"
-)
-
-registration.define(
-    "prefill_kept_(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, "
-    "Tensor? values, Tensor? weights, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-    "-> (Tensor o, Tensor z)"
-)
-
-registration.define("gradients_of_sums(Tensor grad_o, Tensor? grad_z, Tensor o, Tensor z) -> (Tensor g, Tensor e)")
-
-registration.define(
-    "state_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? first_key, "
-    "float scale, float a0, float a1, float a2, int p, bool allow_tf32, bool keep) "
-    "-> (Tensor grad_values, Tensor grad_weights, Tensor kept)"
-)
-
-registration.define(
-    "prefill_backward_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, Tensor? attention_mask, "
-    "Tensor? log_decay, Tensor? first_key, Tensor? values, Tensor? weights, float scale, float a0, float a1, float a2, "
-    "int p, bool allow_tf32, int event) -> (Tensor grad_q, Tensor pairs)"
-)
-
-registration.define(
-    "prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, "
-    "Tensor k, Tensor v, Tensor? attention_mask, Tensor? log_decay, Tensor? first_key, Tensor? pairs, "
-    "Tensor? pairs_of_states, Tensor(a!) kept, float scale, float a0, float a1, float a2, int p, bool allow_tf32) "
-    "-> (Tensor grad_k, Tensor grad_v, Tensor grad_log_decay)"
-)
+# Queries are not masked.
+_UNMASKED = Signature(Score, (), tuple(name for name in CONTINUED.tensor_names if name in PER_HEAD))
 
 
 def prefill(
@@ -78,8 +35,8 @@ def prefill(
     values and weights; see `fastmax.decoding`. Transforms of torch.func and forward mode see PyTorch operations."""
     if eager.is_transformed():
         return eager.forward_from_state(q, k, v, call, values, weights)
-    tensors = (q, k, v, call.attention_mask, call.log_decay, call.first_key, values, weights)
-    return compute(_PREFILL, tensors, (*call.score, allow_tf32_of(q)))
+    tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
+    return compute(_PREFILL, (q, k, v, *tensors, values, weights), options)
 
 
 def prefill_backward(
@@ -94,15 +51,15 @@ def prefill_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights of `prefill`, from its results
     and their gradients, for callers that take the gradient of the new state from elsewhere. Not recorded."""
-    tensors = (call.attention_mask, call.log_decay, call.first_key, values, weights)
-    return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, *call.score, allow_tf32_of(q))
+    tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
+    return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, values, weights, *options)
 
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Values and weights in which `prefill` ends that begins with a state of zeros; with `keep` also, for `prefill_kept_`, what
     was computed on the way, uint8 (b, hk, bytes), where there are kernels that keep it: else of no bytes. Not recorded."""
-    tensors = (k, v, call.attention_mask, call.log_decay, call.first_key)
-    return extension.call(_OPERATORS.state_of_keys.default, *tensors, *call.score, allow_tf32_of(k), keep)
+    tensors, options = CONTINUED.flatten(call, allow_tf32_of(k))
+    return extension.call(_STATE_OF_KEYS, k, v, *tensors, *options, keep)
 
 
 def prefill_kept_(
@@ -110,15 +67,15 @@ def prefill_kept_(
 ) -> tuple[Tensor, Tensor]:
     """Output and denominators of `prefill`, by what `state_of_keys` kept of the same keys and call, which is used up; without a
     state, of a call that begins with one of zeros. Not recorded."""
-    tensors = (q, k, v, call.attention_mask, call.log_decay, call.first_key, values, weights, kept)
-    return extension.call(_OPERATORS.prefill_kept_.default, *tensors, *call.score, allow_tf32_of(q))
+    tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
+    return extension.call(_PREFILL_KEPT_, q, k, v, *tensors, values, weights, kept, *options)
 
 
 def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     """Of o = sum_j w_j v_j / z, z = sum_j w_j the gradients g of the first sum, grad_o / z (b, h, n, dv), and e of the second,
     grad_z - grad_o . o / z (b, h, n): what the gradient of `prefill` takes in pieces. Both are 0 where z is. g is of o's dtype,
     or float32 for float16. Not recorded."""
-    return extension.call(_OPERATORS.gradients_of_sums.default, grad_o, grad_z, o, z)
+    return extension.call(_GRADIENTS_OF_SUMS, grad_o, grad_z, o, z)
 
 
 def state_of_queries(
@@ -126,8 +83,8 @@ def state_of_queries(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of values and weights by `prefill_backward` where the new state has none; with `keep` also what
     `prefill_backward_of_keys_` takes, as `state_of_keys`. Not recorded."""
-    tensors = (g, e, q, k, v, call.log_decay, call.first_key)
-    return extension.call(_OPERATORS.state_of_queries.default, *tensors, *call.score, allow_tf32_of(q), keep)
+    tensors, options = _UNMASKED.flatten(call, allow_tf32_of(q))
+    return extension.call(_STATE_OF_QUERIES, g, e, q, k, v, *tensors, *options, keep)
 
 
 def prefill_backward_of_queries(
@@ -147,9 +104,9 @@ def prefill_backward_of_queries(
     Args:
         event: which was recorded before, and is again where kernels have done about a third of a call that they cut in pieces.
     """
-    tensors = (g, e, q, k, v, call.attention_mask, call.log_decay, call.first_key, values, weights)
+    tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
     handle = 0 if event is None else event.cuda_event
-    return extension.call(_OPERATORS.prefill_backward_of_queries.default, *tensors, *call.score, allow_tf32_of(q), handle)
+    return extension.call(_PREFILL_BACKWARD_OF_QUERIES, g, e, q, k, v, *tensors, values, weights, *options, handle)
 
 
 def prefill_backward_of_keys_(
@@ -173,18 +130,113 @@ def prefill_backward_of_keys_(
         pairs_of_states: with a decay, float64 (b, hk, 2): the sum of the products of the state that the call ended in and its
             gradient, and of the one that it began with.
     """
-    tensors = (call.attention_mask, call.log_decay, call.first_key, pairs, pairs_of_states, kept)
-    operator = _OPERATORS.prefill_backward_of_keys_.default
-    return extension.call(operator, g, e, *of_state, q, k, v, *tensors, *call.score, allow_tf32_of(q))
+    tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
+    tensors = (*tensors, pairs, pairs_of_states, kept)
+    return extension.call(_PREFILL_BACKWARD_OF_KEYS_, g, e, *of_state, q, k, v, *tensors, *options)
 
 
-def _prefill_call(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
-    """The call, checked."""
-    score = Score(scale, a0, a1, a2, p)
-    call = Call(score, causal=True, attention_mask=mask, log_decay=log_decay, first_key=first_key)
+def _parse(arguments: Sequence, count: int, signature: Signature = CONTINUED) -> tuple[Call, tuple, tuple]:
+    """Returns the call, the `count` arguments between its tensors and its options, and those behind its options."""
+    tensors = len(signature.tensor_names)
+    behind = tensors + count + len(Score._fields) + 1
+    between, options = arguments[tensors : tensors + count], arguments[tensors + count : behind]
+    call = signature.call((*arguments[:tensors], *options))._replace(causal=True)
+    return call, tuple(between), tuple(arguments[behind:])
+
+
+# ---- prefill
+
+
+def _check_prefill(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> None:
     operator_checks.check_call(q, k, v, call)
-    operator_checks.check_state(q, k, v, p, values=values, weights=weights)
-    return call
+    operator_checks.check_state(q, k, v, call.score.order, values=values, weights=weights)
+
+
+def _prefill_from(q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+    _check_prefill(q, k, v, call, values, weights)
+    with without_autocast(q):
+        o, z, *state = eager.forward_from_state(q, k, v, call, values, weights)
+    if q.numel() == 0:  # operators return no tensor that they were given
+        state = (x.clone(memory_format=torch.contiguous_format) for x in state)
+    return o, z, *state
+
+
+def _prefill(q, k, v, *arguments):
+    call, (values, weights), _ = _parse(arguments, 2)
+    return _prefill_from(q, k, v, call, values, weights)
+
+
+def _fake_prefill(q, k, v, *arguments):
+    _, (values, weights), _ = _parse(arguments, 2)
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+    return eager.empty_like_layout(q, v.shape[-1]), values.new_empty(q.shape[:3]), *state
+
+
+def _products(q: Tensor, v: Tensor, call: Call, passes: int, of_pair: int) -> int:
+    """Products of so many tokens, in all heads, that are added to states or read them, and of the pairs within chunks."""
+    (b, h, n, d), dv = q.shape, v.shape[3]
+    states = count_states(b, passes * n, eager.state_rows(d, call.score.order), dv)
+    return states + 2 * b * h * of_pair * pairs_within_chunks(n)
+
+
+def _prefill_flops(q, k, v, *arguments, out_val=None) -> int:
+    """Every token is added to a state and reads one."""
+    return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], q.shape[3] + v.shape[3])
+
+
+def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments):
+    """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights."""
+    call, (values, weights), _ = _parse(arguments, 2)
+    _check_prefill(q, k, v, call, values, weights)
+    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
+    states = eager.States((values, weights), (new_values, new_weights), (grad_new_values, grad_new_weights))
+    operator_checks.check_states(q, states, call.log_decay)
+    with without_autocast(q):
+        grads, grad_decay, of_state = eager.backward_from_state(grad_o, grad_z, q, k, v, o, z, call, states)
+    return *grads, q.new_empty(0) if grad_decay is None else grad_decay, *of_state
+
+
+def _fake_prefill_backward(
+    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments
+):
+    call, (values, weights), _ = _parse(arguments, 2)
+    of_decay, *state = (
+        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (call.log_decay, values, weights)
+    )
+    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), of_decay, *state
+
+
+def _prefill_backward_flops(
+    grad_o, grad_z, grad_values, grad_weights, q, k, v, o, z, new_values, new_weights, *arguments, out_val=None
+) -> int:
+    """Five passes through states, of keys, then of queries: every token is added, and reads."""
+    passes = 2 * q.shape[1] + 3 * k.shape[1]
+    return _products(q, v, _parse(arguments, 2)[0], passes, 3 * q.shape[3] + 2 * v.shape[3])
+
+
+_PREFILL = Prefill(
+    register(
+        f"prefill(Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, Tensor values, Tensor weights, "
+        f"{CONTINUED.options_schema}) -> (Tensor o, Tensor z, Tensor new_values, Tensor new_weights)",
+        _prefill,
+        _fake_prefill,
+        flops=_prefill_flops,
+    ),
+    register(
+        "prefill_backward(Tensor grad_o, Tensor? grad_z, Tensor? grad_new_values, Tensor? grad_new_weights, "
+        "Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, Tensor? new_values, Tensor? new_weights, "
+        f"{CONTINUED.tensors_schema}, Tensor values, Tensor weights, {CONTINUED.options_schema}) "
+        f"-> ({CONTINUED.gradients_schema}, Tensor grad_values, Tensor grad_weights)",
+        _prefill_backward,
+        _fake_prefill_backward,
+        flops=_prefill_backward_flops,
+    ),
+)
+register_gradient(_PREFILL, refuse_second_derivative_of_prefill)
+
+
+# ---- prefill in pieces
 
 
 def _nothing_kept(k):
@@ -192,23 +244,70 @@ def _nothing_kept(k):
     return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
 
 
-def _state_of_keys(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
-    call = Call(Score(scale, a0, a1, a2, p), True, attention_mask=mask, log_decay=log_decay, first_key=first_key)
+def _given_state(values_name, weights_name, values, weights, k, v, p):
+    """Zeros where there is none."""
+    operator_checks.check_together(values_name, weights_name, values, weights)
+    return eager.zero_state(k, v, p) if values is None else (values, weights)
+
+
+def _fake_state_of_tokens(k: Tensor, v: Tensor, call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    rows = eager.state_rows(k.shape[3], call.score.order)
+    values = k.new_empty(*k.shape[:2], rows, v.shape[3], dtype=eager.compute_dtype(k.dtype))
+    kept = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # the library knows
+    return values, values.new_empty(values.shape[:3]), k.new_empty(*k.shape[:2], kept, dtype=torch.uint8)
+
+
+def _state_of_keys(k, v, *arguments):
+    call, _, _ = _parse(arguments, 0)
     operator_checks.check_call(k, k, v, call)
     with without_autocast(k):
         return *eager.state_of_keys(k, v, call), _nothing_kept(k)
 
 
-def _prefill_kept_(q, k, v, mask, log_decay, first_key, values, weights, kept, *options):
+def _fake_state_of_keys(k, v, *arguments):
+    call, _, (keep,) = _parse(arguments, 0)
+    return _fake_state_of_tokens(k, v, call, keep)
+
+
+def _state_of_keys_flops(k, v, *arguments, out_val=None) -> int:
+    """Every token is added to a state."""
+    return _products(k, v, _parse(arguments, 0)[0], k.shape[1], 0)
+
+
+_STATE_OF_KEYS = register(
+    f"state_of_keys(Tensor k, Tensor v, {CONTINUED.tensors_schema}, {CONTINUED.options_schema}, bool keep) "
+    "-> (Tensor values, Tensor weights, Tensor kept)",
+    _state_of_keys,
+    _fake_state_of_keys,
+    flops=_state_of_keys_flops,
+)
+
+
+def _prefill_kept_(q, k, v, *arguments):
+    call, (values, weights, kept), _ = _parse(arguments, 3)
     operator_checks.check_kept(k, kept)
-    values, weights = _given_state("values", "weights", values, weights, k, v, options[4])
-    return _prefill(q, k, v, mask, log_decay, first_key, values, weights, *options)[:2]
+    values, weights = _given_state("values", "weights", values, weights, k, v, call.score.order)
+    return _prefill_from(q, k, v, call, values, weights)[:2]
 
 
-def _given_state(values_name, weights_name, values, weights, k, v, p):
-    """Zeros where there is none."""
-    operator_checks.check_together(values_name, weights_name, values, weights)
-    return eager.zero_state(k, v, p) if values is None else (values, weights)
+def _fake_prefill_kept_(q, k, v, *arguments):
+    return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
+
+
+def _prefill_kept_flops(q, k, v, *arguments, out_val=None) -> int:
+    """As of `prefill`; what was kept was added to states before."""
+    call, (_, _, kept), _ = _parse(arguments, 3)
+    passes = q.shape[1] if kept.numel() > 0 else k.shape[1] + q.shape[1]
+    return _products(q, v, call, passes, q.shape[3] + v.shape[3])
+
+
+_PREFILL_KEPT_ = register(
+    f"prefill_kept_(Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, Tensor? values, Tensor? weights, "
+    f"Tensor(a!) kept, {CONTINUED.options_schema}) -> (Tensor o, Tensor z)",
+    _prefill_kept_,
+    _fake_prefill_kept_,
+    flops=_prefill_kept_flops,
+)
 
 
 def _gradients_of_sums(grad_o, grad_z, o, z):
@@ -218,23 +317,52 @@ def _gradients_of_sums(grad_o, grad_z, o, z):
         return eager.gradients_of_sums(grad_o, grad_z, o, z)
 
 
-def _call_in_pieces(g, e, q, k, v, mask, log_decay, first_key, score):
-    """The call, checked."""
-    call = Call(Score(*score), True, attention_mask=mask, log_decay=log_decay, first_key=first_key)
+def _fake_gradients_of_sums(grad_o, grad_z, o, z):
+    return o.new_empty(o.shape, dtype=eager.sums_dtype(o.dtype)), z.new_empty(z.shape)
+
+
+_GRADIENTS_OF_SUMS = register(
+    "gradients_of_sums(Tensor grad_o, Tensor? grad_z, Tensor o, Tensor z) -> (Tensor g, Tensor e)",
+    _gradients_of_sums,
+    _fake_gradients_of_sums,
+)
+
+
+def _check_piece(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     operator_checks.check_call(q, k, v, call)
     operator_checks.check_tokens_of_state(q, k)
     operator_checks.check_gradients_of_sums(q, v, g, e)
-    return call
 
 
-def _state_of_queries(g, e, q, k, v, log_decay, first_key, *options):
-    call = _call_in_pieces(g, e, q, k, v, None, log_decay, first_key, options[:5])
+def _state_of_queries(g, e, q, k, v, *arguments):
+    call, _, _ = _parse(arguments, 0, _UNMASKED)
+    _check_piece(g, e, q, k, v, call)
     with without_autocast(q):
         return *eager.state_of_queries(g, e, q, k, v, call), _nothing_kept(k)
 
 
-def _prefill_backward_of_queries(g, e, q, k, v, mask, log_decay, first_key, values, weights, *options):
-    call = _call_in_pieces(g, e, q, k, v, mask, log_decay, first_key, options[:5])
+def _fake_state_of_queries(g, e, q, k, v, *arguments):
+    call, _, (keep,) = _parse(arguments, 0, _UNMASKED)
+    return _fake_state_of_tokens(k, v, call, keep)
+
+
+def _state_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
+    """As of keys, for every query head."""
+    return _products(q, v, _parse(arguments, 0, _UNMASKED)[0], q.shape[1], 0)
+
+
+_STATE_OF_QUERIES = register(
+    f"state_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, {_UNMASKED.schema}, bool keep) "
+    "-> (Tensor grad_values, Tensor grad_weights, Tensor kept)",
+    _state_of_queries,
+    _fake_state_of_queries,
+    flops=_state_of_queries_flops,
+)
+
+
+def _prefill_backward_of_queries(g, e, q, k, v, *arguments):
+    call, (values, weights), _ = _parse(arguments, 2)
+    _check_piece(g, e, q, k, v, call)
     values, weights = _given_state("values", "weights", values, weights, k, v, call.score.order)
     operator_checks.check_state(q, k, v, call.score.order, values=values, weights=weights)
     with without_autocast(q):
@@ -242,10 +370,28 @@ def _prefill_backward_of_queries(g, e, q, k, v, mask, log_decay, first_key, valu
     return grad_q, e.new_empty(0) if pairs is None else pairs
 
 
-def _prefill_backward_of_keys_(
-    g, e, grad_values, grad_weights, q, k, v, mask, log_decay, first_key, pairs, pairs_of_states, kept, *options
-):
-    call = _call_in_pieces(g, e, q, k, v, mask, log_decay, first_key, options[:5])
+def _fake_prefill_backward_of_queries(g, e, q, k, v, *arguments):
+    call, _, _ = _parse(arguments, 2)
+    return eager.empty_like_layout(q, q.shape[-1]), e.new_empty(0 if call.log_decay is None else e.shape)
+
+
+def _prefill_backward_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
+    """Of `prefill_backward` keys are added, and queries read; of five products a pair, three."""
+    return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], 2 * q.shape[3] + v.shape[3])
+
+
+_PREFILL_BACKWARD_OF_QUERIES = register(
+    f"prefill_backward_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, "
+    f"Tensor? values, Tensor? weights, {CONTINUED.options_schema}, int event) -> (Tensor grad_q, Tensor pairs)",
+    _prefill_backward_of_queries,
+    _fake_prefill_backward_of_queries,
+    flops=_prefill_backward_of_queries_flops,
+)
+
+
+def _prefill_backward_of_keys_(g, e, grad_values, grad_weights, q, k, v, *arguments):
+    call, (pairs, pairs_of_states, kept), _ = _parse(arguments, 3)
+    _check_piece(g, e, q, k, v, call)
     names = ("grad_new_values", "grad_new_weights")
     state_grads = _given_state(*names, grad_values, grad_weights, k, v, call.score.order)
     operator_checks.check_state(q, k, v, call.score.order, **dict(zip(names, state_grads, strict=True)))
@@ -256,97 +402,27 @@ def _prefill_backward_of_keys_(
     return *grads, q.new_empty(0) if grad_decay is None else grad_decay
 
 
-def _prefill(q, k, v, *arguments):
-    call, (values, weights) = _prefill_call(q, k, v, *arguments), arguments[3:5]
-    with without_autocast(q):
-        o, z, *state = eager.forward_from_state(q, k, v, call, values, weights)
-    if q.numel() == 0:  # operators return no tensor that they were given
-        state = (x.clone(memory_format=torch.contiguous_format) for x in state)
-    return o, z, *state
-
-
-def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments):
-    """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights."""
-    call = _prefill_call(q, k, v, *arguments)
-    operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
-    states = eager.States(arguments[3:5], (new_values, new_weights), (grad_new_values, grad_new_weights))
-    operator_checks.check_states(q, states, call.log_decay)
-    with without_autocast(q):
-        grads, grad_decay, of_state = eager.backward_from_state(grad_o, grad_z, q, k, v, o, z, call, states)
-    return *grads, q.new_empty(0) if grad_decay is None else grad_decay, *of_state
-
-
-registration.implement("prefill", _prefill)
-
-registration.implement("prefill_backward", _prefill_backward)
-
-registration.implement("state_of_keys", _state_of_keys)
-
-registration.implement("prefill_kept_", _prefill_kept_)
-
-registration.implement("gradients_of_sums", _gradients_of_sums)
-
-registration.implement("state_of_queries", _state_of_queries)
-
-registration.implement("prefill_backward_of_queries", _prefill_backward_of_queries)
-
-registration.implement("prefill_backward_of_keys_", _prefill_backward_of_keys_)
-
-
-@torch.library.register_fake("fastmax::prefill", lib=LIBRARY)
-def _prefill_fake(q, k, v, mask, log_decay, first_key, values, weights, scale, a0, a1, a2, p, allow_tf32):
-    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
-    return eager.empty_like_layout(q, v.shape[-1]), values.new_empty(q.shape[:3]), *state
-
-
-@torch.library.register_fake("fastmax::prefill_backward", lib=LIBRARY)
-def _prefill_backward_fake(
-    grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights,
-    mask, log_decay, first_key, values, weights, *options,
-):  # fmt: skip
-    of_decay, *state = (
-        q.new_empty(0) if x is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (log_decay, values, weights)
-    )
-    return *(eager.empty_like_layout(x, x.shape[-1]) for x in (q, k, v)), of_decay, *state
-
-
-@torch.library.register_fake("fastmax::state_of_keys", lib=LIBRARY)
-def _state_of_keys_fake(k, v, mask, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
-    values = k.new_empty(*k.shape[:2], eager.state_rows(k.shape[3], p), v.shape[3], dtype=eager.compute_dtype(k.dtype))
-    kept = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # the library knows
-    return values, values.new_empty(values.shape[:3]), k.new_empty(*k.shape[:2], kept, dtype=torch.uint8)
-
-
-@torch.library.register_fake("fastmax::prefill_kept_", lib=LIBRARY)
-def _prefill_kept_fake_(q, k, v, *arguments):
-    return eager.empty_like_layout(q, v.shape[-1]), q.new_empty(q.shape[:3], dtype=eager.compute_dtype(q.dtype))
-
-
-@torch.library.register_fake("fastmax::gradients_of_sums", lib=LIBRARY)
-def _gradients_of_sums_fake(grad_o, grad_z, o, z):
-    return o.new_empty(o.shape, dtype=eager.sums_dtype(o.dtype)), z.new_empty(z.shape)
-
-
-@torch.library.register_fake("fastmax::state_of_queries", lib=LIBRARY)
-def _state_of_queries_fake(g, e, q, k, v, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep):
-    return _state_of_keys_fake(k, v, None, log_decay, first_key, scale, a0, a1, a2, p, allow_tf32, keep)
-
-
-@torch.library.register_fake("fastmax::prefill_backward_of_queries", lib=LIBRARY)
-def _prefill_backward_of_queries_fake(g, e, q, k, v, mask, log_decay, *arguments):
-    return eager.empty_like_layout(q, q.shape[-1]), e.new_empty(0 if log_decay is None else e.shape)
-
-
-@torch.library.register_fake("fastmax::prefill_backward_of_keys_", lib=LIBRARY)
-def _prefill_backward_of_keys_fake_(g, e, grad_new_values, grad_new_weights, q, k, v, mask, log_decay, *arguments):
+def _fake_prefill_backward_of_keys_(g, e, grad_values, grad_weights, q, k, v, *arguments):
+    log_decay = _parse(arguments, 3)[0].log_decay
     of_decay = q.new_empty(0) if log_decay is None else torch.empty_like(log_decay, memory_format=torch.contiguous_format)
     return *(eager.empty_like_layout(x, x.shape[-1]) for x in (k, v)), of_decay
 
 
-_PREFILL = Prefill(_OPERATORS.prefill.default, _OPERATORS.prefill_backward.default)
+def _prefill_backward_of_keys_flops(g, e, grad_values, grad_weights, q, k, v, *arguments, out_val=None) -> int:
+    """The rest of `prefill_backward`; what was kept was added to states before."""
+    call, (_, _, kept), _ = _parse(arguments, 3)
+    passes = 2 * k.shape[1] if kept.numel() > 0 else 2 * k.shape[1] + q.shape[1]
+    return _products(q, v, call, passes, q.shape[3] + v.shape[3])
 
-register_gradient(_PREFILL, refuse_second_derivative_of_prefill)
 
-for _state_operator in (_OPERATORS.state_of_keys, _OPERATORS.state_of_queries):
-    torch.library.register_autograd(_state_operator.default, refuse_derivative_of_state, lib=LIBRARY)
+_PREFILL_BACKWARD_OF_KEYS_ = register(
+    "prefill_backward_of_keys_(Tensor g, Tensor e, Tensor? grad_new_values, Tensor? grad_new_weights, Tensor q, Tensor k, "
+    f"Tensor v, {CONTINUED.tensors_schema}, Tensor? pairs, Tensor? pairs_of_states, Tensor(a!) kept, "
+    f"{CONTINUED.options_schema}) -> (Tensor grad_k, Tensor grad_v, Tensor grad_log_decay)",
+    _prefill_backward_of_keys_,
+    _fake_prefill_backward_of_keys_,
+    flops=_prefill_backward_of_keys_flops,
+)
+
+for _state_operator in (_STATE_OF_KEYS, _STATE_OF_QUERIES):
+    torch.library.register_autograd(_state_operator, refuse_derivative_of_state, lib=LIBRARY)

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fastmax import eager
+from fastmax.core.call import SCORE
 from fastmax.core.score import Score
-from fastmax.ops import extension, registration
+from fastmax.ops import extension
 from fastmax.ops.autocast import without_autocast
-from fastmax.ops.registration import LIBRARY
-
-registration.define(
-    "decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, Tensor? attention_mask, "
-    "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) "
-    "-> (Tensor o, Tensor new_values, Tensor new_weights)"
-)
-
-registration.define(
-    "decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor? attention_mask, "
-    "Tensor? log_decay, float scale, float a0, float a1, float a2, int p) -> (Tensor o)"
-)
-
-registration.define(
-    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
-    "Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) buffered, Tensor? attention_mask, "
-    "Tensor? log_decay, int exact_window, float scale, float a0, float a1, float a2, int p) -> (Tensor o)"
-)
+from fastmax.ops.flops import count_step
+from fastmax.ops.registration import refuse_gradient, register
 
 
 def decode_step(
@@ -44,11 +31,11 @@ def decode_step(
     tensors = (q, k, v, values, weights, mask, log_decay)
     if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, score)
-    if q.is_cuda and not torch.compiler.is_compiling():
-        extension.warn_if_unused(q.device)
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.decode_step.default(*tensors, *score)
-    return extension.call(torch.ops.fastmax.decode_step.default, *tensors, *score)
+        return _DECODE_STEP(*tensors, *score)
+    if q.is_cuda:
+        extension.warn_if_unused(q.device)
+    return extension.call(_DECODE_STEP, *tensors, *score)
 
 
 def decode_step_(
@@ -66,15 +53,7 @@ def decode_step_(
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
-    tensors = (q, k, v, values, weights, mask, log_decay)
-    refuse_to_record(*tensors)
-    if torch.compiler.is_compiling():
-        return torch.ops.fastmax.decode_step_.default(*tensors, *score)
-    if q.is_cuda:
-        extension.warn_if_unused(q.device)
-    torch.autograd.graph.increment_version((values, weights))
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
-        return extension.call(torch.ops.fastmax.decode_step_.default, *tensors, *score)
+    return _in_place(_DECODE_STEP_, (q, k, v, values, weights, mask, log_decay), (values, weights), score)
 
 
 def buffered_step_(
@@ -86,23 +65,26 @@ def buffered_step_(
     exact_window: int,
     score: Score,
 ) -> Tensor:
-    """A step that writes over a state that buffers tokens, on 4-d, checked arguments: the output; see `fastmax.decoding`. The
-    token and those that are kept: keys, values, mask and decays, in the dtype of the sums.
+    """A step that writes over a state with a buffer of tokens, on 4-d, checked arguments: the output; see `fastmax.decoding`.
+    The token and those that are kept: keys, values, mask and decays, in the dtype of the sums.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
     k, v, mask, log_decay = token
     written = (*sums, *kept, buffered)
-    tensors = (q, k, v, *written, mask, log_decay)
+    return _in_place(_BUFFERED_STEP_, (q, k, v, *written, mask, log_decay), written, (exact_window, *score))
+
+
+def _in_place(operator: Callable, tensors: tuple[Tensor | None, ...], written: tuple[Tensor, ...], options: tuple) -> Tensor:
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
-        return torch.ops.fastmax.buffered_step_.default(*tensors, exact_window, *score)
-    if q.is_cuda:
-        extension.warn_if_unused(q.device)
+        return operator(*tensors, *options)
+    if tensors[0].is_cuda:
+        extension.warn_if_unused(tensors[0].device)
     torch.autograd.graph.increment_version(written)
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # as decode_step_
-        return extension.call(torch.ops.fastmax.buffered_step_.default, *tensors, exact_window, *score)
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+        return extension.call(operator, *tensors, *options)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
@@ -113,14 +95,48 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
         )
 
 
-def _decode_step(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
-    with without_autocast(q):
-        return eager.decode_step(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
+_TOKEN = "Tensor? attention_mask, Tensor? log_decay"
 
 
-def _decode_step_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
+def _decode_step(q, k, v, values, weights, mask, log_decay, *score):
     with without_autocast(q):
-        return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(scale, a0, a1, a2, p))
+        return eager.decode_step(q, k, v, values, weights, mask, log_decay, Score(*score))
+
+
+def _fake_decode_step(q, k, v, values, weights, *arguments):
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+    return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
+
+
+def _decode_step_flops(q, k, v, values, *arguments, out_val=None) -> int:
+    return count_step(q, values)
+
+
+_DECODE_STEP = register(
+    f"decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, {_TOKEN}, {SCORE}) "
+    "-> (Tensor o, Tensor new_values, Tensor new_weights)",
+    _decode_step,
+    _fake_decode_step,
+    flops=_decode_step_flops,
+)
+
+
+def _decode_step_(q, k, v, values, weights, mask, log_decay, *score):
+    with without_autocast(q):
+        return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(*score))
+
+
+def _fake_step_(q, k, v, *arguments):
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+_DECODE_STEP_ = register(
+    f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, {_TOKEN}, {SCORE}) -> (Tensor o)",
+    _decode_step_,
+    _fake_step_,
+    flops=_decode_step_flops,
+)
+refuse_gradient(_DECODE_STEP_, refuse_to_record, written=slice(3, 5))
 
 
 def _buffered_step_(
@@ -131,55 +147,18 @@ def _buffered_step_(
         return eager.buffered_step_(q, k, v, values, weights, *kept, buffered, mask, log_decay, exact_window, Score(*score))
 
 
-registration.implement("decode_step", _decode_step)
-
-registration.implement("decode_step_", _decode_step_)
-
-registration.implement("buffered_step_", _buffered_step_)
-
-
-@torch.library.register_fake("fastmax::decode_step", lib=LIBRARY)
-def _decode_step_fake(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
-    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
-    return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
+def _buffered_step_flops(q, k, v, values, weights, near_keys, *arguments, out_val=None) -> int:
+    """Every token joins the sums in the end; those beside them are looked at one by one."""
+    (b, h, _, d), places = q.shape, near_keys.shape[2]
+    return count_step(q, values) + 2 * b * h * places * (d + v.shape[3])
 
 
-@torch.library.register_fake("fastmax::decode_step_", lib=LIBRARY)
-def _decode_step_fake_(q, k, v, values, weights, mask, log_decay, scale, a0, a1, a2, p):
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-
-@torch.library.register_fake("fastmax::buffered_step_", lib=LIBRARY)
-def _buffered_step_fake_(q, k, v, *arguments):
-    return q.new_empty(*q.shape[:-1], v.shape[-1])
-
-
-def _decode_step_autograd(keyset, *args):
-    """For callers of the operator itself."""
-    refuse_to_record(*args[:7])
-    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
-def _decode_step_version(keyset, *args):
-    """Tells autograd, which may have saved the state for an earlier step, that it changes."""
-    torch.autograd.graph.increment_version(args[3:5])
-    return torch.ops.fastmax.decode_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-
-
-def _buffered_step_autograd(keyset, *args):
-    refuse_to_record(*args[:12])
-    return torch.ops.fastmax.buffered_step_.default.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-
-def _buffered_step_version(keyset, *args):
-    torch.autograd.graph.increment_version(args[3:10])
-    return torch.ops.fastmax.buffered_step_.default.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
-
-
-LIBRARY.impl("decode_step_", _decode_step_autograd, "Autograd", with_keyset=True)
-
-LIBRARY.impl("decode_step_", _decode_step_version, "ADInplaceOrView", with_keyset=True)
-
-LIBRARY.impl("buffered_step_", _buffered_step_autograd, "Autograd", with_keyset=True)
-
-LIBRARY.impl("buffered_step_", _buffered_step_version, "ADInplaceOrView", with_keyset=True)
+_BUFFERED_STEP_ = register(
+    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
+    f"Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) buffered, {_TOKEN}, int exact_window, "
+    f"{SCORE}) -> (Tensor o)",
+    _buffered_step_,
+    _fake_step_,
+    flops=_buffered_step_flops,
+)
+refuse_gradient(_BUFFERED_STEP_, refuse_to_record, written=slice(3, 10))
