@@ -238,11 +238,6 @@ def cuda(results: Results) -> str:
         row = rows[0]
         return f"{row['algorithm']} {size(row['case'])}, {row['p']}" + (", TF32, forward" if row["dtype"] == "tf32" else "")
 
-    def peers(rows: list[Row]) -> str:
-        peer = rows[0]["peer"]
-        times = both(results.median("cuda", case=row["case"], provider=peer, mode=row["mode"]) for row in rows)
-        return times + ("" if peer == "sdpa_cudnn" else f" ({peer.removeprefix('sdpa_')})")
-
     def judged(row: Row) -> str:
         return f"**{number(row['median'])}**" if row["met"] == "no" else number(row["median"])
 
@@ -250,7 +245,6 @@ def cuda(results: Results) -> str:
         "algorithm, (b, h, n, d), p": name,
         "fastmax": lambda rows: " / ".join(map(judged, rows)),
         "aim": lambda rows: " / ".join(f"{row['target']:g}" for row in rows),
-        "SDPA cuDNN": peers,
         "times the floor": lambda rows: " / ".join(f"{row['of_floor']:.1f}" for row in rows),
     }
     return by_columns(map(rows, results.cases("cuda", provider="fastmax", mode="fwd")), columns, results.rows("cuda"))
@@ -266,48 +260,20 @@ def cuda_host(results: Results) -> str:
     return f"{row['median']:.0f} us, {row['of_peer']:.2f} times SDPA's"
 
 
-def cold_forwards(results: Results) -> str:
-    """The two forwards at d = 128, measured with no softmax beside them."""
-    long = {"tokens": 65536, "head_dim": 128, "mode": "fwd"}
-    two, one = (number(results.median("peers", provider=f"fastmax_p{p}", **long)) for p in (2, 1))
-    return f"{two} and {one} ms"
-
-
-def short_forwards(results: Results) -> str:
-    short = {"tokens": 4096, "head_dim": 128, "mode": "fwd"}
-    ours, theirs = (results.median("peers", provider=name, **short) for name in ("fastmax_p1", "fla_linear"))
-    return f"{number(ours)} and {number(theirs)} ms"
-
-
 def crossover(results: Results) -> str:
-    """The n from which linear is faster than quadratic in bf16."""
+    """The n from which linear is faster than quadratic in bf16, by p and head_dim."""
     bf16 = {"dtype": "bf16", "mode": "fwd+bwd"}
 
-    def line(p: str, d: int) -> list[str]:
+    def cell(d: int, p: str) -> str:
         slow, fast = (
             _fastest(results.rows("crossover", p=p, head_dim=d, provider=name, **bf16)) for name in ("quadratic", "linear")
         )
         n = report.crossing(slow, fast)
-        text = f"above {max(slow)}" if n is None else f"{min(slow)} or less" if n == min(slow) else rounded(n)
-        return [f"p = {p}", str(d), text]
+        return f"above {max(slow)}" if n is None else f"{min(slow)} or less" if n == min(slow) else rounded(n)
 
-    sizes = dict.fromkeys((row["p"], row["head_dim"]) for row in results.rows("crossover", **bf16))
-    lines = (line(p, d) for p, d in sizes)
-    return table(["", "head_dim", "linear is faster from n ="], lines, results.rows("crossover"))
-
-
-def decode(results: Results) -> str:
-    """Steps with one new token of context, and the host's time of each."""
-    host = {"provider": "fastmax", "mode": "host"}
-    columns = {
-        "batch x heads": lambda row: str(row["batch"] * row["heads"]),
-        "us a step": lambda row: number(row["median"]),
-        "TB/s": lambda row: f"{row['gb_per_s'] / 1e3:.2f}",
-        "of the copy rate": lambda row: f"{1e9 * row['gb_per_s'] / COPY:.0%}",
-        "us of the host": lambda row: f"{results.median('decode', case=row['case'], **host):.0f}",
-    }
-    rows = results.rows("decode", provider="fastmax", tokens=1, mode="step")
-    return by_columns(rows, columns, results.rows("decode"))
+    orders, head_dims = (dict.fromkeys(row[key] for row in results.rows("crossover", **bf16)) for key in ("p", "head_dim"))
+    columns = {"linear is faster from n =": lambda p: f"p = {p}"} | {f"head_dim {d}": partial(cell, d) for d in head_dims}
+    return by_columns(orders, columns, results.rows("crossover"))
 
 
 def decode_rate(results: Results) -> str:
@@ -328,31 +294,31 @@ def decode_gain(results: Results) -> str:
 
 
 def decode_context(results: Results) -> str:
-    """Steps of Fastmax and of the faster softmax with a cache."""
+    """Steps of Fastmax and of the faster softmax with a cache of 16k tokens and more."""
     lines, buffered = [], results.rows("decode", provider="fastmax_buffered", mode="step")
+    shown = [n for n in dict.fromkeys(row["tokens"] for row in buffered) if n >= 16384]
     for d, batch, heads in dict.fromkeys((row["head_dim"], row["batch"], row["heads"]) for row in buffered):
         same = {"head_dim": d, "batch": batch, "heads": heads}
         ours, softmax = _steps(results, "fastmax_buffered", **same), _steps(results, "sdpa_flash", "sdpa_cudnn", **same)
         in_place = min(_steps(results, "fastmax_in_place", **same).values())
-        cells = (f"{number(softmax[n])} ({gain(softmax[n] / ours[n])})" for n in ours)
+        cells = (f"{number(softmax[n])} ({gain(softmax[n] / ours[n])})" for n in shown)
         lines.append([str(d), f"{batch} x {heads}", number(min(ours.values())), number(in_place), *cells])
-    contexts = (f"SDPA, {n // 1024}k" for n in dict.fromkeys(row["tokens"] for row in buffered))
-    header = ["head_dim", "batch x heads", "buffered, us", "in place, us", *contexts]
+    header = ["head_dim", "batch x heads", "buffered, us", "in place, us", *(f"SDPA, {n // 1024}k" for n in shown)]
     return table(header, lines, results.rows("decode"))
 
 
 def ancestor(results: Results) -> str:
-    columns = (("bf16", "fastmax"), ("tf32", "fastmax"), ("fp32", "fastmax"), ("fp32", "fastmax_autograd"))
+    """Forwards of the first implementation's largest sizes, in fp32 and TF32."""
+    columns = (("tf32", "fastmax"), ("fp32", "fastmax"), ("fp32", "fastmax_autograd"))
     lines = []
-    for first in results.rows("ancestor", dtype="bf16", provider="fastmax", causal="True"):
+    for first in results.rows("ancestor", dtype="tf32", provider="fastmax", causal="True", heads=16, tokens=10000):
         same = {key: first[key] for key in ("heads", "tokens", "head_dim")}
         times = [
             both(results.median("ancestor", dtype=dtype, provider=name, causal=causal, **same) for causal in ("True", "False"))
             for dtype, name in columns
         ]
         lines.append([f"({', '.join(str(x) for x in same.values())})", *times, first["published"].partition(" (")[0]])
-    names = ("bf16", "TF32", "fp32", "PyTorch operations, fp32")
-    header = ["(heads, tokens, head_dim)", *(f"{name}, causal / full" for name in names), "published"]
+    header = ["(heads, tokens, head_dim)", "TF32, causal / full", "fp32", "PyTorch operations, fp32", "published"]
     return table(header, lines, results.rows("ancestor"))
 
 
@@ -360,7 +326,6 @@ def peers(results: Results) -> str:
     titles = {
         "fastmax_p2": "Fastmax p = 2",
         "fla_based": "`parallel_based`",
-        "fla_based_chunk": "`fused_chunk_based`",
         "fastmax_p1": "Fastmax p = 1",
         "fla_linear": "`chunk_linear_attn`",
         "fla_retention": "`chunk_retention`",
@@ -372,28 +337,7 @@ def peers(results: Results) -> str:
         return both((times["fwd"], times["fwd+bwd"])) if times else ""
 
     columns = {"head_dim": str} | {title: partial(cell, name) for name, title in titles.items()}
-    return by_columns((16, 64, 128), columns, results.rows("peers"))
-
-
-def few_heads(results: Results) -> str:
-    """The time of 16 heads, and half of that of 32."""
-    long = {"tokens": 65536, "head_dim": 64, "mode": "fwd+bwd"}
-    some = results.median("scaling", provider="fastmax_p2", **long)
-    many = results.median("cuda", provider="fastmax", heads=32, **long)
-    return f"{number(some)}, where half of what 32 heads take would be {number(many / 2)}"
-
-
-def memory_of_bytes(results: Results) -> str:
-    """Peak memory over the bytes of q, k, v, o and their gradients."""
-    shown = (8192, 16384, 32768, 65536, 262144, 1048576)
-
-    def ratio(d: int, n: int, name: str) -> str:
-        rows = [row for row in results.rows("scaling", head_dim=d, tokens=n, mode="memory") if row["provider"] == name]
-        return f"{rows[0]['median'] * 2**20 / (8 * 16 * n * d * torch.bfloat16.itemsize):.2f}" if rows else ""
-
-    names = {"fastmax_p2": "p = 2", "fastmax_p1": "p = 1", "sdpa_cudnn": "softmax (cuDNN)", "sdpa_flash": "softmax (flash)"}
-    lines = ([title, *(ratio(64, n, name) for n in shown)] for name, title in names.items())
-    return table(["(1, 16, n, 64), n =", *map(str, shown)], lines, results.rows("scaling"))
+    return by_columns((64, 128), columns, results.rows("peers"))
 
 
 # ---- training, the CPU, options
@@ -428,21 +372,20 @@ def cpu(results: Results) -> str:
 
 
 def options(results: Results) -> str:
-    """The cost of each option: rows with a target against their peer, calls back to back first."""
+    """The cost of each option in calls back to back: rows with a target against their peer."""
 
     def mode(row: Row) -> str:
         return row["mode"].removeprefix(SUSTAINED)
 
-    def of(row: Row, **other: str) -> Row:
-        return results.row("options", **({key: row[key] for key in ("case", "mode", "provider")} | other))
+    def without(row: Row) -> float:
+        return results.median("options", case=row["case"], mode=row["mode"], provider=row["peer"])
 
     columns = {
         "option": lambda row: row["case"],
         "": mode,
         "with, ms": lambda row: number(row["median"]),
-        "without, ms": lambda row: number(of(row, provider=row["peer"])["median"]),
+        "without, ms": lambda row: number(without(row)),
         "ratio": lambda row: f"{row['of_peer']:.3g}",
-        "ratio of single calls": lambda row: f"{of(row, mode=mode(row))['of_peer']:.3g}",
         "at most": lambda row: f"{row['target']:.3g}{missed(row)}",
     }
     rows = (row for row in results.rows("options") if "target" in row and row["mode"].startswith(SUSTAINED))
@@ -769,11 +712,6 @@ def cpu_device(results: Results) -> str:
     return f"{row['device']}, PyTorch {row['torch']}"
 
 
-def cuda_device(results: Results) -> str:
-    row = results.rows("cuda")[0]
-    return f"{row['device'].partition(',')[0]} (PyTorch {row['torch']})"
-
-
 # ---- pages
 
 # Name of a mark in a page -> the function that writes its text.
@@ -785,17 +723,12 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "cuda": cuda,
     "cuda-memory": cuda_memory,
     "cuda-host": cuda_host,
-    "cold-forwards": cold_forwards,
-    "short-forwards": short_forwards,
     "crossover": crossover,
-    "decode": decode,
     "decode-rate": decode_rate,
     "decode-gain": decode_gain,
     "decode-context": decode_context,
     "ancestor": ancestor,
     "peers": peers,
-    "few-heads": few_heads,
-    "memory-of-bytes": memory_of_bytes,
     "train": train,
     "cpu": cpu,
     "options": options,
@@ -822,7 +755,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "traffic": traffic,
     "traffic-formula": traffic_formula,
     "cpu-device": cpu_device,
-    "cuda-device": cuda_device,
     "state-at-64": lambda results: f"{_state_bytes(64, 2) / 1e3:.0f} kB",
     "matmul-rate": lambda results: f"{MATMUL['bf16'] / 1e12:.0f}",
     "copy-rate": lambda results: f"{COPY / 1e12:.2f}",

@@ -20,7 +20,6 @@ Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an
 
 from __future__ import annotations
 
-
 from fastmax.ops import extension
 from fastmax.ops import far as far  # registers its operators
 from fastmax.ops.autocast import autocast_to as autocast_to
