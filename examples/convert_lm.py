@@ -11,7 +11,6 @@ checkpoint.pt for `generate.py`. Checkpoints of train_char_lm.py can be converte
 
 import argparse
 import copy
-import csv
 import math
 import shutil
 import time
@@ -24,7 +23,7 @@ from model import GPT, GPTConfig
 from options import count, count_or_none, positive
 from text import Batch, bpe_tokens, byte_tokens, load_bpe, load_documents, random_windows
 from torch import Tensor
-from training import autocast, evaluate_by_position
+from training import autocast, evaluate_by_position, write_csv
 
 from fastmax import convert
 
@@ -94,13 +93,6 @@ class Table:
         self.since = time.perf_counter()
 
 
-def write_csv(rows: list[dict], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def plot(stages: list[dict], curves: dict[str, list[float]], path: Path) -> None:
     import matplotlib
 
@@ -135,6 +127,7 @@ def main():
         parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
     if not 0 <= args.every <= config.n_layer:
         parser.error(f"--every must be from 0 to the {config.n_layer} layers of {args.checkpoint}, got {args.every}")
+    args.out.mkdir(parents=True, exist_ok=True)
     args.block_size = args.block_size or config.block_size
     softmax = GPT(config).to(args.device)
     softmax.load_state_dict(checkpoint["model"])
@@ -168,29 +161,23 @@ def main():
             options = {"steps": args.transfer_steps, "learning_rate": args.transfer_lr}
             rows = convert.transfer(model, softmax, batches, trained, **options)
             table.add(f"+ {args.transfer_steps} steps of transfer", model)
-            write_csv(rows, _made(args.out) / "transfer.csv")
+            write_csv(rows, args.out / "transfer.csv")
         for name, each in (("converted", model), ("softmax", softmax)):
             batches = keywords(draw(train, args, args.seed + 2))
             rows = convert.finetune(each, batches, steps=args.steps, learning_rate=args.lr)
             curves[name] = [row["loss"] for row in rows]
             table.add(f"{name}, {args.steps} steps of fine-tuning", each)
 
-    out = _made(args.out)
-    write_csv(table.rows, out / "stages.csv")
+    write_csv(table.rows, args.out / "stages.csv")
     steps = [{"step": i + 1} | {name: losses[i] for name, losses in curves.items()} for i in range(args.steps)]
-    write_csv(steps, out / "finetuning.csv")
-    plot(table.rows, curves, out / "convert.png")
+    write_csv(steps, args.out / "finetuning.csv")
+    plot(table.rows, curves, args.out / "convert.png")
     tokenizer = checkpoint.get("tokenizer")
     if tokenizer is not None:
-        shutil.copyfile(args.checkpoint.parent / tokenizer, out / tokenizer)
+        shutil.copyfile(args.checkpoint.parent / tokenizer, args.out / tokenizer)
     saved = {"config": asdict(config_of(model, args.every)), "model": model.state_dict(), "tokenizer": tokenizer}
-    torch.save(saved, out / "checkpoint.pt")
-    print(f"wrote stages.csv, finetuning.csv, convert.png and checkpoint.pt to {out}")
-
-
-def _made(out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    return out
+    torch.save(saved, args.out / "checkpoint.pt")
+    print(f"wrote stages.csv, finetuning.csv, convert.png and checkpoint.pt to {args.out}")
 
 
 if __name__ == "__main__":

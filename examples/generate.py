@@ -13,7 +13,6 @@ without decays. Both use CUDA graphs, or neither does for a hybrid. --compare wr
 
 import argparse
 import codecs
-import csv
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from options import count, not_negative
 from text import load_bpe
 from torch import Tensor
 from tqdm import tqdm
+from training import write_csv
 
 from fastmax import FastmaxSelfAttention
 from fastmax.decoding.state import DecodeState
@@ -244,10 +244,7 @@ def save_comparison(rows: list[dict], stem: Path) -> None:
     import matplotlib.pyplot as plt
 
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{stem}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(rows, stem.with_suffix(".csv"))
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for axis, quantity, label in zip(axes, ("mib", "ms"), ("memory (MiB)", "time per token (ms)"), strict=True):
         for name, title in (("state", "this model"), ("cache", "softmax with a key/value cache")):

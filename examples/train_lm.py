@@ -12,7 +12,6 @@ positions.csv (validation loss by position in the sequence) and losses.png. `gen
 
 import argparse
 import ast
-import csv
 import inspect
 import os
 import signal
@@ -27,7 +26,7 @@ from options import count, count_or_none, not_negative, positive
 from text import Text, bpe_tokens, byte_tokens, load_bpe, load_documents, packed_windows, random_windows, train_bpe
 from torch import Tensor
 from tqdm import tqdm
-from training import Recipe, Trainer, evaluate_by_position
+from training import Recipe, Trainer, evaluate_by_position, write_csv
 
 from fastmax import FastmaxSelfAttention
 
@@ -139,13 +138,6 @@ def save(checkpoint: dict, path: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(unfinished, path)
-
-
-def write_csv(rows: list[dict], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def by_position(mean: Tensor, count: Tensor) -> list[dict]:

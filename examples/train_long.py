@@ -35,8 +35,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from train_lm import add_model_arguments, add_training_arguments, make_config, parse, write_csv
-from training import Recipe, autocast, learning_rate, make_optimizer
+from train_lm import add_model_arguments, add_training_arguments, make_config, parse
+from training import Recipe, autocast, learning_rate, make_optimizer, write_csv
 
 from fastmax.distributed import ContextParallel
 

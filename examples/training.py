@@ -1,9 +1,11 @@
 """The training loop of the language-model examples: AdamW, a warm-up and cosine schedule, and rows of losses."""
 
+import csv
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from text import Batch
@@ -188,6 +190,14 @@ def _sums_by_position(model: nn.Module, batches: Iterable[Batch], bf16: bool) ->
         count = _extended(count, size) + torch.bincount(positions, minlength=size)
     model.train(training)
     return total, count
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Writes rows with the same keys, which become the header."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _extended(x: Tensor, size: int) -> Tensor:
