@@ -1,18 +1,18 @@
-"""Multi-query associative recall: how well does an attention look things up?
+"""Multi-query associative recall: how accurately does attention look up values by key?
 
-A sequence states key-value pairs and then asks for all of them in another order:
+A sequence states key-value pairs and then asks for all values in another order:
 
     (k3 v7) (k1 v2) (k8 v4) | k8 ? k3 ? k1 ?
 
-The task is that of Arora et al. 2023 ("Zoology"), with a pair read as one token, the sum of two embeddings: joining a key to
-its value is what an earlier layer or a short convolution does, and here the lookup alone is to be measured. Sequences are
-generated on the fly, so there is nothing to memorise but the method. The same small transformer is trained with Fastmax p = 1,
-p = 2 and softmax on a mix of sizes; the table shows the accuracy for each number of pairs.
+The task is from Arora et al. 2023 ("Zoology"), but a pair is one token, the sum of two embeddings. Joining a key to its value
+is the work of an earlier layer or a short convolution; this example measures the lookup alone. Every sequence is new, so the
+model cannot memorise answers. The same small transformer is trained with Fastmax p = 1, p = 2 and softmax on a mix of sizes.
+The table shows the accuracy for each number of pairs.
 
     python examples/associative_recall.py
 
-writes OUT/associative_recall.csv and .png. `--scales` compares scales of p = 2's scores instead and writes recall_scales.csv
-and .png: queries and keys RMS-normalised or not, temperature 1 or sqrt(head_dim), `normalize="token"`.
+writes OUT/associative_recall.csv and .png. `--scales` compares scales of the scores for p = 2 instead: queries and keys
+RMS-normalised or not, temperature 1 or sqrt(head_dim), `normalize="token"`. It writes OUT/recall_scales.csv and .png.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from model import PLAIN, Block, GPTConfig, make_layer
 from torch import Tensor, nn
 from tqdm import tqdm
 
-# What each gives to FastmaxSelfAttention.
+# Keywords of FastmaxSelfAttention.
 ATTENTIONS = {"fastmax p=1": {"p": 1}, "fastmax p=2": {}, "softmax": {"attention": "softmax"}}
 
 
@@ -42,7 +42,7 @@ def scales(head_dim: int) -> dict[str, dict]:
 
 
 class Recall(nn.Module):
-    """A transformer without positions: the answer depends on what was stated, not on where."""
+    """A transformer without positions: the answer depends on the pairs, not on their order."""
 
     def __init__(self, vocab: int, config: GPTConfig):
         super().__init__()
@@ -54,14 +54,14 @@ class Recall(nn.Module):
         self.head = nn.Linear(config.n_embd, vocab, bias=False)
 
     def forward(self, keys: Tensor, values: Tensor, asked: Tensor) -> Tensor:
-        """keys, values, asked (B, pairs) -> logits (B, pairs, vocab) of the values of the asked keys."""
+        """Returns logits (B, pairs, vocab) of the values of the asked keys, from keys, values and asked (B, pairs)."""
         stated = self.key(keys) + self.value(values)
         x = self.blocks(torch.cat([stated, self.key(asked)], dim=1))
         return self.head(self.norm(x[:, keys.shape[1] :]))
 
 
 def make_batch(batch_size: int, pairs: int, vocab: int, generator: torch.Generator) -> tuple[Tensor, ...]:
-    """keys, values, asked, answers: each (B, pairs), keys distinct within a sequence."""
+    """Returns keys, values, asked keys and their values, each (B, pairs). The keys of a sequence are distinct."""
     keys = torch.rand(batch_size, vocab, generator=generator).argsort(1)[:, :pairs]
     values = torch.randint(vocab, (batch_size, pairs), generator=generator)
     order = torch.rand(batch_size, pairs, generator=generator).argsort(1)
@@ -76,7 +76,7 @@ def accuracy(model: Recall, pairs: int, args: argparse.Namespace) -> float:
 
 
 def train(name: str, options: dict, args: argparse.Namespace) -> tuple[Recall, list[tuple[int, float]]]:
-    """The trained model and (step, accuracy at the largest number of pairs)."""
+    """Returns the trained model, and pairs of a step and the accuracy at the largest number of pairs."""
     torch.manual_seed(args.seed)
     options = PLAIN | {"rope": False} | options
     attention = options.pop("attention", "fastmax")
@@ -105,7 +105,7 @@ def train(name: str, options: dict, args: argparse.Namespace) -> tuple[Recall, l
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, nargs="+", default=[8, 16, 32, 64], help="sizes to train on and to report")
-    parser.add_argument("--vocab", type=int, default=64, help="how many keys there are, and how many values")
+    parser.add_argument("--vocab", type=int, default=64, help="number of keys, and of values")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--n-layer", type=int, default=1)
@@ -118,7 +118,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
     if max(args.pairs) > args.vocab:
-        parser.error(f"{max(args.pairs)} pairs need as many different keys, --vocab is {args.vocab}")
+        parser.error(f"--vocab must be at least the largest number of pairs {max(args.pairs)}, got {args.vocab}")
 
     table, curves = {}, {}
     for name, options in (scales(args.n_embd // args.n_head) if args.scales else ATTENTIONS).items():

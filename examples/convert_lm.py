@@ -1,17 +1,16 @@
-"""Convert a GPT that was trained with softmax to Fastmax: swap, fit the polynomial, transfer the attention, fine-tune.
+"""Convert a trained softmax GPT to Fastmax: swap, fit the polynomial, attention transfer, fine-tune.
 
     python examples/train_lm.py --attention softmax --out out/softmax
     python examples/convert_lm.py --checkpoint out/softmax/checkpoint.pt --out out/converted
     python examples/convert_lm.py --checkpoint out/softmax/checkpoint.pt --every 4      # softmax stays in every fourth layer
 
-The table has the validation loss of the softmax model, after each stage, and after as many steps of the same fine-tuning of
-the softmax model itself. OUT holds stages.csv, finetuning.csv (loss by step), convert.png and checkpoint.pt, which
-`generate.py` reads as it reads train_lm.py's. Checkpoints of train_char_lm.py work too.
+The table shows the validation loss of the softmax model, of the converted model after each stage, and of the softmax model
+after the same fine-tuning. OUT receives stages.csv, transfer.csv and finetuning.csv (losses by step), convert.png, and
+checkpoint.pt for `generate.py`. Checkpoints of train_char_lm.py can be converted too.
 """
 
 import argparse
 import copy
-import csv
 import math
 import shutil
 import time
@@ -24,7 +23,7 @@ from model import GPT, GPTConfig
 from options import count, count_or_none, positive
 from text import Batch, bpe_tokens, byte_tokens, load_bpe, load_documents, random_windows
 from torch import Tensor
-from training import autocast, evaluate_by_position
+from training import autocast, evaluate_by_position, write_csv
 
 from fastmax import convert
 
@@ -32,16 +31,16 @@ from fastmax import convert
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cuda, switch = torch.cuda.is_available(), argparse.BooleanOptionalAction
-    parser.add_argument("--checkpoint", type=Path, required=True, help="of train_lm.py or train_char_lm.py, with softmax")
-    parser.add_argument("--every", type=int, default=0, help="layers EVERY, 2 EVERY, ... stay softmax; 0: none")
-    parser.add_argument("--exact-window", type=count, default=128, help="tokens whose keys are weighed by exp")
-    parser.add_argument("--decay", action=switch, help="new decay gates where there are none; default: without --every")
-    parser.add_argument("--longest-half-life", type=positive, help="of new gates, in tokens (default: 8 contexts)")
-    parser.add_argument("--fit-batches", type=count_or_none, default=4, help="for the polynomial; 0: that of Taylor")
-    parser.add_argument("--transfer-steps", type=count_or_none, default=100, help="0: none")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="softmax model saved by train_lm.py or train_char_lm.py")
+    parser.add_argument("--every", type=int, default=0, help="keep softmax in every EVERY-th layer; 0: in none")
+    parser.add_argument("--exact-window", type=count, default=128, help="last keys that are weighed by exp")
+    parser.add_argument("--decay", action=switch, help="add decay gates where there are none (default: without --every)")
+    parser.add_argument("--longest-half-life", type=positive, help="of new gates, in tokens (default: 8 * BLOCK_SIZE)")
+    parser.add_argument("--fit-batches", type=count_or_none, default=4, help="to fit the polynomial; 0: keep 1 + s + s^2 / 2")
+    parser.add_argument("--transfer-steps", type=count_or_none, default=100, help="attention transfer; 0: none")
     parser.add_argument("--transfer-lr", type=positive, default=0.01)
     parser.add_argument("--steps", type=count, default=200, help="fine-tuning")
-    parser.add_argument("--lr", type=positive, default=3e-4, help="of the fine-tuning")
+    parser.add_argument("--lr", type=positive, default=3e-4, help="learning rate of fine-tuning")
     parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
     parser.add_argument("--batch-size", type=count, default=32)
     parser.add_argument("--block-size", type=count, help="tokens of a window (default: the checkpoint's)")
@@ -54,7 +53,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def load_text(args: argparse.Namespace, tokenizer: str | None) -> tuple[Tensor, Tensor]:
-    """Tokens for training and validation; `tokenizer` is the file beside the checkpoint, None: bytes."""
+    """Returns training and validation tokens. `tokenizer` is a file name beside the checkpoint; None: tokens are bytes."""
     documents = load_documents(args.data)
     text = bpe_tokens(documents, load_bpe(args.checkpoint.parent / tokenizer)) if tokenizer else byte_tokens(documents)
     return tuple(part.tokens.to(args.device) for part in text.split())
@@ -71,7 +70,7 @@ def keywords(batches: Iterator[Batch]) -> Iterator[dict]:
 
 
 def config_of(model: GPT, every: int) -> GPTConfig:
-    """What makes the converted model again."""
+    """Returns the config from which the converted model can be built."""
     layers = [block.attn for block in model.blocks]
     layer = next(layer for layer in layers if layer.attention == "fastmax")
     of_layer = layer.options | {"decay": layer.decay_proj is not None, "longest_half_life": layer.longest_half_life}
@@ -79,7 +78,7 @@ def config_of(model: GPT, every: int) -> GPTConfig:
 
 
 class Table:
-    """Rows of stage, loss, loss of the last quarter of positions, and seconds since the row before."""
+    """Rows of stage, validation loss, its mean over the last quarter of positions, and seconds since the previous row."""
 
     def __init__(self, held_out: list[Batch], bf16: bool):
         self.held_out, self.bf16, self.rows, self.since = held_out, bf16, [], time.perf_counter()
@@ -94,13 +93,6 @@ class Table:
         self.since = time.perf_counter()
 
 
-def write_csv(rows: list[dict], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def plot(stages: list[dict], curves: dict[str, list[float]], path: Path) -> None:
     import matplotlib
 
@@ -112,13 +104,13 @@ def plot(stages: list[dict], curves: dict[str, list[float]], path: Path) -> None
     left.barh(names, losses)
     left.set(xlabel="validation loss (nats per token)", xlim=(0.95 * min(losses), 1.01 * max(losses)))
     left.invert_yaxis()
-    gap = torch.tensor(curves["converted"]) - torch.tensor(curves["softmax"])  # of the same batches
+    gap = torch.tensor(curves["converted"]) - torch.tensor(curves["softmax"])  # on the same batches
     means = gap.unfold(0, min(len(gap), 10), 1).mean(-1)
     steps = range(1, len(gap) + 1)
-    right.plot(steps, gap, alpha=0.4, label="of a step")
+    right.plot(steps, gap, alpha=0.4, label="each step")
     right.plot(steps[-len(means) :], means, label="mean of the last 10")
     right.axhline(0.0, color="black", linewidth=0.8)
-    right.set(xlabel="step of fine-tuning", ylabel="train loss, converted less softmax")
+    right.set(xlabel="step of fine-tuning", ylabel="train loss: converted minus softmax")
     right.legend()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -128,13 +120,14 @@ def main():
     parser = arguments()
     args = parser.parse_args()
     if args.every and args.decay:
-        parser.error("--decay has no form with --every: a GPTConfig gives the layers that stay softmax the same parts")
+        parser.error("--decay excludes --every: all layers of a GPTConfig have the same parts, and softmax layers get no gates")
     checkpoint = torch.load(args.checkpoint, map_location=args.device, weights_only=True)
     config = GPTConfig(**checkpoint["config"])
     if config.attention != "softmax":
         parser.error(f"{args.checkpoint} was trained with {config.attention}, not softmax")
     if not 0 <= args.every <= config.n_layer:
         parser.error(f"--every must be from 0 to the {config.n_layer} layers of {args.checkpoint}, got {args.every}")
+    args.out.mkdir(parents=True, exist_ok=True)
     args.block_size = args.block_size or config.block_size
     softmax = GPT(config).to(args.device)
     softmax.load_state_dict(checkpoint["model"])
@@ -168,29 +161,23 @@ def main():
             options = {"steps": args.transfer_steps, "learning_rate": args.transfer_lr}
             rows = convert.transfer(model, softmax, batches, trained, **options)
             table.add(f"+ {args.transfer_steps} steps of transfer", model)
-            write_csv(rows, _made(args.out) / "transfer.csv")
+            write_csv(rows, args.out / "transfer.csv")
         for name, each in (("converted", model), ("softmax", softmax)):
             batches = keywords(draw(train, args, args.seed + 2))
             rows = convert.finetune(each, batches, steps=args.steps, learning_rate=args.lr)
             curves[name] = [row["loss"] for row in rows]
             table.add(f"{name}, {args.steps} steps of fine-tuning", each)
 
-    out = _made(args.out)
-    write_csv(table.rows, out / "stages.csv")
+    write_csv(table.rows, args.out / "stages.csv")
     steps = [{"step": i + 1} | {name: losses[i] for name, losses in curves.items()} for i in range(args.steps)]
-    write_csv(steps, out / "finetuning.csv")
-    plot(table.rows, curves, out / "convert.png")
+    write_csv(steps, args.out / "finetuning.csv")
+    plot(table.rows, curves, args.out / "convert.png")
     tokenizer = checkpoint.get("tokenizer")
     if tokenizer is not None:
-        shutil.copyfile(args.checkpoint.parent / tokenizer, out / tokenizer)
+        shutil.copyfile(args.checkpoint.parent / tokenizer, args.out / tokenizer)
     saved = {"config": asdict(config_of(model, args.every)), "model": model.state_dict(), "tokenizer": tokenizer}
-    torch.save(saved, out / "checkpoint.pt")
-    print(f"wrote stages.csv, finetuning.csv, convert.png and checkpoint.pt to {out}")
-
-
-def _made(out: Path) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    return out
+    torch.save(saved, args.out / "checkpoint.pt")
+    print(f"wrote stages.csv, finetuning.csv, convert.png and checkpoint.pt to {args.out}")
 
 
 if __name__ == "__main__":

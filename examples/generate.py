@@ -1,17 +1,18 @@
-"""Stream text from a checkpoint of train_lm.py or train_char_lm.py, in memory that does not grow with the text.
+"""Stream text from a checkpoint of train_lm.py, train_char_lm.py or convert_lm.py in constant memory.
 
     python examples/generate.py out/lm/checkpoint.pt --prompt "def main(" --tokens 2000
     python examples/generate.py out/lm/checkpoint.pt --compare --contexts 1024 16384 131072
 
-A fastmax layer goes on from a state of constant size; on a GPU a token is one CUDA graph. Softmax layers of a hybrid have a
-key/value cache, which grows. --compare measures memory and time per token as the context grows, beside the same model with
-softmax in all layers and a cache for each: keys and values in memory made once, PyTorch's scaled_dot_product_attention, no
-decays, the same graphs (none for either where the model is a hybrid). It writes OUT/generate.csv and .png.
+A Fastmax layer keeps a state of constant size, and on a GPU a token is one CUDA graph. Softmax layers of a hybrid have a
+key/value cache, which grows, so a hybrid runs without a graph.
+
+--compare measures memory and time per token at several context lengths, for this model and for the same model with softmax in
+all layers. The softmax model writes keys and values into preallocated memory and calls PyTorch's scaled_dot_product_attention,
+without decays. Both use CUDA graphs, or neither does for a hybrid. --compare writes OUT/generate.csv and .png.
 """
 
 import argparse
 import codecs
-import csv
 import itertools
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from options import count, not_negative
 from text import load_bpe
 from torch import Tensor
 from tqdm import tqdm
+from training import write_csv
 
 from fastmax import FastmaxSelfAttention
 from fastmax.decoding.state import DecodeState
@@ -33,12 +35,12 @@ from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.rotary import Rotation, rotate
 from fastmax.nn.self_attention_state import SelfAttentionState
 
-CHUNK = 2048  # tokens of a prompt that go through the model together
+CHUNK = 2048  # tokens of a prompt per forward pass
 
 
 @dataclass(eq=False)
 class CacheInPlace:
-    """Keys and values (b, hk, capacity, d) of `length` tokens, written in place: a cache at its best, to compare with."""
+    """Preallocated keys and values (b, hk, capacity, d) of which `length` tokens are in use."""
 
     keys: Tensor
     values: Tensor
@@ -46,7 +48,7 @@ class CacheInPlace:
 
     @classmethod
     def of(cls, cache: KeyValueCache, more: int) -> "CacheInPlace":
-        """With room for so many more tokens."""
+        """Copies a cache, with room for `more` tokens."""
         keys, values = F.pad(cache.keys, (0, 0, 0, more)), F.pad(cache.values, (0, 0, 0, more))
         return cls(keys, values, cache.keys.shape[2])
 
@@ -62,7 +64,7 @@ class CacheInPlace:
 
 
 class CachedLayer(FastmaxSelfAttention):
-    """A softmax layer without decays and window, whose `step_` takes a state with a CacheInPlace."""
+    """A softmax layer without decay and window whose `step_` updates a CacheInPlace."""
 
     def step_(self, x: Tensor, state: SelfAttentionState) -> Tensor:
         heads, qkv, cache = (self.num_heads, self.num_kv_heads, self.num_kv_heads), self.qkv_proj(x), state.attention
@@ -94,7 +96,10 @@ def load_model(checkpoint: dict, device: str, dtype: torch.dtype) -> GPT:
 
 
 def prepared(model: GPT, device: str, dtype: torch.dtype) -> GPT:
-    """Weights in `dtype`, but for the biases of decay gates: bfloat16 has no half-life between 977 and 1007 tokens."""
+    """Casts the model to `dtype` for inference, except the biases of decay gates.
+
+    bfloat16 represents no half-life between 977 and 1007 tokens.
+    """
     biases = {name: x.clone() for name, x in model.named_parameters() if name.endswith("decay_proj.bias")}
     model = model.to(device, dtype).eval().requires_grad_(False)
     for name, bias in biases.items():
@@ -103,7 +108,7 @@ def prepared(model: GPT, device: str, dtype: torch.dtype) -> GPT:
 
 
 def with_softmax(model: GPT) -> GPT:
-    """The model with a CachedLayer in all blocks, softmax without decays, and the same weights otherwise."""
+    """Returns the model with a CachedLayer in all blocks and the same weights, without decay gates."""
     parts = {name: x for name, x in model.config.parts.items() if name not in OF_FASTMAX | {"window"}} | {"decay": False}
     config = replace(model.config, attention="softmax", every=0, parts=parts)
     softmax = GPT(config, partial(make_layer, layer=CachedLayer))
@@ -114,27 +119,29 @@ def with_softmax(model: GPT) -> GPT:
 
 @torch.no_grad()
 def read(model: GPT, tokens: Tensor, states: list[SelfAttentionState]) -> tuple[Tensor, list[SelfAttentionState]]:
-    """tokens (B, T), T >= 1, through the model in chunks: the logits (B, vocab) of the last and the states after it."""
+    """Reads tokens (B, T), T >= 1, in chunks; returns the logits (B, vocab) of the last token and the new states."""
     for chunk in tokens.split(CHUNK, dim=1):
         logits, states = model.prefill(chunk, states)
     return logits[:, -1], states
 
 
 def in_place(states: list[SelfAttentionState], more: int) -> list[SelfAttentionState]:
-    """Copies for `CachedLayer`, with room for so many more tokens."""
+    """Returns copies of the states for `CachedLayer`, with room for `more` tokens."""
     return [replace(state.clone(), attention=CacheInPlace.of(state.attention, more)) for state in states]
 
 
 def make_step(model: GPT, states: list[SelfAttentionState], graph: bool) -> Callable[[Tensor], Tensor]:
-    """A function of tokens (B, 1) that takes the states one token further and returns logits (B, vocab), on the same memory at
-    every call. As a CUDA graph it repeats one step, so that a CacheInPlace does not grow: it is then good for timing alone. A
-    KeyValueCache, which the list has another of after each step, has no graph."""
+    """Returns a function that updates the states with tokens (B, 1) and returns logits (B, vocab).
+
+    With `graph=True` it replays a CUDA graph of one step. A CacheInPlace then does not grow: use it for timing only.
+    A KeyValueCache, which every step replaces, cannot be captured.
+    """
     if not graph:
         return lambda tokens: model.step_(tokens, states)[:, -1]
     tokens = torch.zeros(len(states[0].positions), 1, dtype=torch.int64, device=states[0].device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # libraries choose their kernels, on states that are thrown away
+    with torch.cuda.stream(side):  # libraries select kernels before the capture, on copies of the states
         for _ in range(2):
             model.step_(tokens, [state.clone() for state in states])
     torch.cuda.current_stream().wait_stream(side)
@@ -153,7 +160,7 @@ def make_step(model: GPT, states: list[SelfAttentionState], graph: bool) -> Call
 def generate(
     step: Callable[[Tensor], Tensor], logits: Tensor, count: int, temperature: float, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """`count` tokens (B, 1), the first by `logits` (B, vocab), the others by what `step` makes of the one before."""
+    """Yields `count` sampled tokens (B, 1): the first from `logits` (B, vocab), the others from `step(previous)`."""
     for made in range(count):
         token = sample(logits, temperature, generator)
         yield token
@@ -162,7 +169,7 @@ def generate(
 
 
 def decoder(tokenizer: Path | None) -> Callable[[int], str]:
-    """Turns one token after another into text, which waits until its last character is whole."""
+    """Returns a function from the next token to the text it completes, empty within a multi-byte character."""
     if tokenizer is None:
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         return lambda token: utf8.decode(bytes([token]))
@@ -177,7 +184,7 @@ def mib(states: list[SelfAttentionState]) -> float:
 
 
 def time_per_token(model: GPT, states: list[SelfAttentionState], steps: int, graph: bool) -> float:
-    """Milliseconds, the median of the steps."""
+    """Returns the median time of a step in milliseconds."""
     step = make_step(model, states, graph)
     device, batch = states[0].device, len(states[0].positions)
     tokens, times = torch.zeros(batch, 1, dtype=torch.int64, device=device), []
@@ -198,12 +205,12 @@ def synchronize(device: torch.device) -> None:
 
 @torch.no_grad()
 def init_states(model: GPT, batch: int) -> list[SelfAttentionState]:
-    """On a GPU such that mostly read their sums, which `step_` then writes at every 32nd token."""
-    return model.init_states(batch, fold_every=32 if next(model.parameters()).is_cuda else 1)
+    """Returns empty states. On a GPU they buffer 32 tokens, so most steps read the state without writing it."""
+    return model.init_states(batch, flush_interval=32 if next(model.parameters()).is_cuda else 1)
 
 
 def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool) -> list[dict]:
-    """Rows of context, MiB of the states after it and milliseconds of a token that follows; `cache`: softmax with a cache."""
+    """Returns rows of context length, MiB of the state and of the key/value cache, and ms of the next token with each."""
     softmax, rows = with_softmax(model), []
     states = init_states(model, batch)
     device, generator = states[0].device, torch.Generator().manual_seed(0)
@@ -220,7 +227,7 @@ def compare(model: GPT, contexts: list[int], batch: int, steps: int, graph: bool
 
 
 def cache_of_noise(state: SelfAttentionState, tokens: int) -> SelfAttentionState:
-    """After so many tokens; what they were does not matter to memory and time."""
+    """Returns the state with a cache of `tokens` random keys and values, which serves to measure memory and time."""
     keys, decays = state.attention.keys, state.attention.decays
     b, hk, _, d = keys.shape
     made = (keys.new_empty(b, hk, tokens, d).normal_() for _ in range(2))
@@ -237,10 +244,7 @@ def save_comparison(rows: list[dict], stem: Path) -> None:
     import matplotlib.pyplot as plt
 
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with open(f"{stem}.csv", "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
+    write_csv(rows, stem.with_suffix(".csv"))
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
     for axis, quantity, label in zip(axes, ("mib", "ms"), ("memory (MiB)", "time per token (ms)"), strict=True):
         for name, title in (("state", "this model"), ("cache", "softmax with a key/value cache")):
@@ -256,15 +260,15 @@ def arguments() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--prompt", default="def ")
-    parser.add_argument("--tokens", type=count, default=500, help="to generate")
-    parser.add_argument("--temperature", type=not_negative, default=0.8, help="0: always the likeliest token")
-    parser.add_argument("--compare", action="store_true", help="measure memory and time per token instead")
+    parser.add_argument("--tokens", type=count, default=500, help="tokens to generate")
+    parser.add_argument("--temperature", type=not_negative, default=0.8, help="0: the most likely token")
+    parser.add_argument("--compare", action="store_true", help="measure memory and time per token")
     contexts = [1024, 4096, 16384, 65536] if cuda else [256, 1024, 4096]
-    parser.add_argument("--contexts", type=count, nargs="+", default=contexts, help="of --compare")
-    parser.add_argument("--batch", type=count, default=1, help="sequences of --compare")
-    parser.add_argument("--steps", type=count, default=50, help="tokens that --compare times at each context")
+    parser.add_argument("--contexts", type=count, nargs="+", default=contexts, help="context lengths of --compare")
+    parser.add_argument("--batch", type=count, default=1, help="batch size of --compare")
+    parser.add_argument("--steps", type=count, default=50, help="timed tokens of --compare per context length")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16" if cuda else "float32")
-    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs, on a GPU")
+    parser.add_argument("--graph", action=argparse.BooleanOptionalAction, default=True, help="CUDA graphs on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--seed", type=int, default=1337)
     parser.add_argument("--out", type=Path, default=Path("out"))
@@ -275,7 +279,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments()
     args = parser.parse_args(argv)
     if not args.prompt:
-        parser.error("--prompt must have a character to go on from")
+        parser.error("--prompt must not be empty")
     checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
     model = load_model(checkpoint, args.device, getattr(torch, args.dtype))
     constant = all(isinstance(state.attention, DecodeState) for state in model.init_states(1))

@@ -1,7 +1,7 @@
-"""The GPT that the language-model examples share: blocks of `fastmax.FastmaxSelfAttention` and an MLP, each RMS-normalised.
+"""The GPT that the language-model examples share: pre-norm blocks of `fastmax.FastmaxSelfAttention` and an MLP.
 
-Positions are the rotary ones of the layer. `attention="softmax"` is the same model with softmax in every layer, `every=4` one
-with softmax in every fourth. A layer of another kind comes in through `make_layer`.
+Positions are the layer's rotary embeddings. `attention="softmax"` gives the same model with softmax in every layer, `every=4`
+one with softmax in every fourth. Pass `make_layer` to train another attention layer.
 """
 
 import math
@@ -17,26 +17,26 @@ from fastmax import FastmaxSelfAttention
 from fastmax.nn.key_value_cache import KeyValueCache
 from fastmax.nn.self_attention_state import SelfAttentionState
 
-# Parts of the layer, all switched off: attention, normalised q and k, and rotary positions are what is left.
+# Switches the parts of the layer off. Attention, normalised q and k, and rotary positions remain.
 PLAIN = {"decay": False, "exact_window": 0, "output_norm": False, "conv": 0, "output_gate": False}
 OF_FASTMAX = {"exact_window", "p", "a0", "a1", "a2", "temperature", "normalize", "algorithm"}  # keywords that softmax refuses
-LOGITS = 8192 * 50304  # so many are in memory together while a loss is computed: 1.5 GiB, and as much for their gradient
+LOGITS = 8192 * 50304  # at most this many in memory at a time in the loss: 1.5 GiB, and the same for their gradient
 
 
 @dataclass
 class GPTConfig:
     vocab_size: int = 256  # bytes
-    block_size: int = 128  # tokens of a training window; no limit of the model
+    block_size: int = 128  # tokens of a training window; the model accepts longer sequences
     n_layer: int = 4
     n_head: int = 4
     n_embd: int = 128
-    attention: str = "fastmax"  # or "softmax": of every layer
-    every: int = 0  # layers every, 2 every, ..., counted from 1, are full softmax with the same parts; 0: none
-    parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; softmax layers leave OF_FASTMAX out
+    attention: str = "fastmax"  # or "softmax"; in every layer
+    every: int = 0  # each `every`-th layer is full softmax attention with the same parts; 0: none
+    parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; softmax layers ignore those in OF_FASTMAX
 
 
 def make_layer(config: GPTConfig, index: int, layer: type[FastmaxSelfAttention] = FastmaxSelfAttention) -> FastmaxSelfAttention:
-    """Attention of the block `index`, from 0: x (B, T, C) -> (B, T, C)."""
+    """Returns the attention of block `index`, counted from 0: x (B, T, C) -> (B, T, C)."""
     full = config.every > 0 and (index + 1) % config.every == 0
     attention = "softmax" if full else config.attention
     left_out = (OF_FASTMAX if attention == "softmax" else set()) | ({"window"} if full else set())
@@ -74,12 +74,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """
     Args:
-        config: sizes, and the attention of the layers.
-        make_layer: (config, index) -> module x (B, T, C) -> (B, T, C) that takes `cu_seqlens`, None or as in
-            FastmaxSelfAttention. Its weights start as it made them; those of a FastmaxSelfAttention as GPT-2's.
+        config: sizes and attention.
+        make_layer: function (config, index) that returns the attention of a block, a module x (B, T, C) -> (B, T, C) that
+            takes `cu_seqlens`, None or as in FastmaxSelfAttention. The module initialises its weights; the output
+            projection of a FastmaxSelfAttention is then scaled as in GPT-2.
 
     Raises:
-        ValueError: `config.every` is no number of layers there are: no layer would be softmax.
+        ValueError: `config.every` is larger than the number of layers, so no layer would be softmax.
     """
 
     def __init__(self, config: GPTConfig, make_layer: Callable[[GPTConfig, int], nn.Module] = make_layer):
@@ -93,7 +94,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.head.weight = self.embedding.weight
         nn.init.normal_(self.embedding.weight, std=0.02)
-        # GPT-2: projections into the residual stream start smaller, so that it does not grow with depth
+        # As in GPT-2: smaller initial projections into the residual stream, so that its variance does not grow with depth
         into_residual = 1 / math.sqrt(2 * config.n_layer)
         for block in self.blocks:
             nn.init.normal_(block.mlp[0].weight, std=0.02)
@@ -108,12 +109,13 @@ class GPT(nn.Module):
         """
         Args:
             tokens: (B, T).
-            targets: (B, T), the tokens to be predicted; -100 where there is none.
-            cu_seqlens: int32 (s + 1,), as in FastmaxSelfAttention: the T tokens of a batch of one are s sequences.
-            reduction: of the losses, "mean", "sum" or "none".
+            targets: (B, T), the tokens to predict; -100 is ignored.
+            cu_seqlens: int32 (s + 1,), as in FastmaxSelfAttention: the row of T tokens (B = 1) packs s sequences.
+            reduction: "mean", "sum" or "none".
 
         Returns:
-            Logits (B, T, vocab); with targets the cross-entropy in nats, a number or (B, T), 0 where there is no target.
+            Logits (B, T, vocab) without targets, otherwise the cross-entropy in nats: a scalar, or (B, T) with "none", which
+            is 0 where a target is ignored.
         """
         x = self.embedding(tokens)
         for block in self.blocks:
@@ -122,7 +124,7 @@ class GPT(nn.Module):
         return self.head(x) if targets is None else self._loss(x.flatten(0, 1), targets, reduction)
 
     def _loss(self, x: Tensor, targets: Tensor, reduction: str) -> Tensor:
-        """Through the tokens in chunks, whose logits the backward computes again where there are more than LOGITS."""
+        """Returns the cross-entropy of x (B * T, C). Above LOGITS it works in chunks, whose logits the backward recomputes."""
         chunk = max(1, LOGITS // self.config.vocab_size)
         if len(x) <= chunk:
             losses = self._losses(x, targets.flatten())
@@ -136,17 +138,21 @@ class GPT(nn.Module):
     def _losses(self, x: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.head(x).float(), targets, reduction="none")
 
-    def init_states(self, batch: int, *, fold_every: int = 1, **options) -> list[SelfAttentionState]:
-        """The state of each layer before any token; `options` are those of `FastmaxSelfAttention.init_state`, `fold_every` too,
-        which softmax layers do not know."""
-        of_fastmax = {"fold_every": fold_every}
+    def init_states(self, batch: int, *, flush_interval: int = 1, **options) -> list[SelfAttentionState]:
+        """Returns the empty state of each layer.
+
+        Args:
+            batch: number of sequences.
+            flush_interval, options: as in `FastmaxSelfAttention.init_state`. Softmax layers do not take `flush_interval`.
+        """
+        of_fastmax = {"flush_interval": flush_interval}
         return [
             block.attn.init_state(batch, **options, **({} if block.attn.attention == "softmax" else of_fastmax))
             for block in self.blocks
         ]
 
     def prefill(self, tokens: Tensor, states: list[SelfAttentionState]) -> tuple[Tensor, list[SelfAttentionState]]:
-        """tokens (B, T), which continue from `states` -> logits (B, T, vocab) and the states after them."""
+        """Returns logits (B, T, vocab) of tokens (B, T) that continue from `states`, and the new states."""
         x, after = self.embedding(tokens), []
         for block, state in zip(self.blocks, states, strict=True):
             x, state = block.prefill(x, state)
@@ -155,8 +161,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def step_(self, tokens: Tensor, states: list[SelfAttentionState]) -> Tensor:
-        """tokens (B, 1) -> logits (B, 1, vocab). The states take the token in place; a KeyValueCache, which grows, is exchanged
-        in the list."""
+        """Returns logits (B, 1, vocab) of tokens (B, 1). States are updated in place; in the list, a KeyValueCache, which
+        grows, is replaced by a new one."""
         x = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
             if isinstance(states[index].attention, KeyValueCache):
@@ -167,7 +173,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, tokens: Tensor, count: int, temperature: float = 0.8, generator: torch.Generator | None = None):
-        """tokens (B, T) -> (B, T + count), sampled."""
+        """Samples `count` tokens after tokens (B, T); returns all (B, T + count)."""
         logits, states = self.prefill(tokens, self.init_states(len(tokens)))
         for _ in range(count):
             token = sample(logits[:, -1], temperature, generator)
@@ -177,7 +183,7 @@ class GPT(nn.Module):
 
 
 def sample(logits: Tensor, temperature: float, generator: torch.Generator | None = None) -> Tensor:
-    """logits (B, vocab) -> tokens (B, 1); the likeliest where the temperature is 0."""
+    """Samples tokens (B, 1) from logits (B, vocab); temperature 0 takes the most likely token."""
     if temperature == 0.0:
         return logits.argmax(-1, keepdim=True)
     return torch.multinomial((logits.float() / temperature).softmax(-1), 1, generator=generator)

@@ -1,4 +1,4 @@
-"""Types of numbers on the examples' command lines: a wrong one is named before anything runs."""
+"""Number types for the examples' command lines. argparse reports a value out of range before anything runs."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""Text for the language-model examples: files to tokens, tokens to batches."""
+"""Text for the language-model examples: files to tokens and tokens to batches."""
 
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,20 +12,20 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-NO_TARGET = -100  # what F.cross_entropy ignores
+NO_TARGET = -100  # ignored by F.cross_entropy
 END_OF_TEXT = "<|endoftext|>"
-BPE_BYTES = 64_000_000  # of text that a vocabulary is learnt from
+BPE_BYTES = 64_000_000  # of text from which the BPE vocabulary is learned
 
 
 class Batch(NamedTuple):
-    """tokens and targets (B, T) int64, on the device of the data; targets are NO_TARGET where no token follows."""
+    """Tokens and targets (B, T) int64, on the device of the data. Targets are NO_TARGET where no token follows."""
 
     tokens: Tensor
     targets: Tensor
-    cu_seqlens: Tensor | None = None  # int32 (s + 1,): the row's s sequences, for B = 1
+    cu_seqlens: Tensor | None = None  # int32 (s + 1,): boundaries of the s packed sequences of a row (B = 1)
 
     def positions(self) -> Tensor:
-        """(B, T) int64, where each token stands in its sequence."""
+        """Returns the position of each token in its sequence, (B, T) int64."""
         places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         if self.cu_seqlens is not None:
             sequence = torch.searchsorted(self.cu_seqlens, places, right=True, out_int32=True) - 1
@@ -34,11 +34,11 @@ class Batch(NamedTuple):
 
 
 def load_documents(paths: Sequence[Path] | None = None) -> list[bytes]:
-    """The files given, and those in the directories given; without paths the Python sources of this interpreter, its standard
-    library and what is installed.
+    """Reads files and the files of directories. Without paths it reads the Python sources of the standard library and of
+    installed packages.
 
-    Files of directories are shuffled by a fixed seed, so that the last tenth of the text is like the rest. Those with a zero
-    byte are no text and left out, as are empty ones and what is in hidden directories.
+    The files of a directory are shuffled with a fixed seed, so that the last tenth of the text, which is used for validation,
+    resembles the rest. Files that are empty or hold a zero byte, and hidden files and directories, are skipped.
     """
     if paths is None:
         roots = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")}
@@ -68,18 +68,19 @@ def _shuffled(files: set[Path]) -> list[Path]:
 
 
 def load_bytes(paths: Sequence[Path] | None = None) -> Tensor:
-    """The bytes of the documents, each with a line break behind it, (N,) uint8."""
+    """Returns the bytes of the documents, each followed by a line break, as uint8 (N,)."""
     return byte_tokens(load_documents(paths)).tokens
 
 
 class Text(NamedTuple):
-    """Documents end to end: tokens (N,), uint8 or int32, and where each begins, `starts` (s,) int64 on the CPU, from 0."""
+    """Concatenated documents: tokens (N,), uint8 or int32, and the index of each document's first token, `starts` (s,) int64 on
+    the CPU. `starts[0]` is 0."""
 
     tokens: Tensor
     starts: Tensor
 
     def split(self) -> tuple["Text", "Text"]:
-        """Training and validation: the first nine tenths of the tokens and the rest."""
+        """Returns training and validation text: the first nine tenths of the tokens and the rest."""
         train, validation = split(self.tokens)
         of_train = int(torch.searchsorted(self.starts, len(train)))
         later = self.starts[of_train:] - len(train)
@@ -89,7 +90,7 @@ class Text(NamedTuple):
 
 
 def byte_tokens(documents: Sequence[bytes]) -> Text:
-    """Their bytes, uint8, each document with a line break behind it."""
+    """Returns the bytes of the documents as uint8, each document followed by a line break."""
     tokens = torch.frombuffer(bytearray(b"\n".join([*documents, b""])), dtype=torch.uint8)
     return Text(tokens, _starts([len(document) + 1 for document in documents]))
 
@@ -99,7 +100,7 @@ def _starts(lengths: Sequence[int]) -> Tensor:
 
 
 def train_bpe(documents: Sequence[bytes], vocab_size: int) -> "Tokenizer":
-    """A tokenizer of byte pairs with so many tokens, learnt from the first 64 MB; any text can be written with it."""
+    """Trains a byte-level BPE tokenizer with `vocab_size` tokens on the first 64 MB. It can encode any text."""
     tokenizers = _import_tokenizers()
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -115,12 +116,12 @@ def train_bpe(documents: Sequence[bytes], vocab_size: int) -> "Tokenizer":
 
 
 def load_bpe(path: Path) -> "Tokenizer":
-    """What `Tokenizer.save` wrote."""
+    """Reads a file that `Tokenizer.save` wrote."""
     return _import_tokenizers().Tokenizer.from_file(str(path))
 
 
 def bpe_tokens(documents: Sequence[bytes], tokenizer: "Tokenizer") -> Text:
-    """Their tokens, int32, each document with END_OF_TEXT behind it."""
+    """Returns the tokens of the documents as int32, each document followed by END_OF_TEXT."""
     end, pieces = tokenizer.token_to_id(END_OF_TEXT), []
     for first in range(0, len(documents), 256):
         texts = [document.decode(errors="replace") for document in documents[first : first + 256]]
@@ -130,7 +131,7 @@ def bpe_tokens(documents: Sequence[bytes], tokenizer: "Tokenizer") -> Text:
 
 
 def _first(documents: Iterable[bytes], count: int) -> Iterator[str]:
-    """Documents until they have so many bytes."""
+    """Yields documents until their total length is at least `count` bytes."""
     for document in documents:
         yield document.decode(errors="replace")
         count -= len(document)
@@ -142,18 +143,18 @@ def _import_tokenizers():
     try:
         import tokenizers
     except ModuleNotFoundError:
-        raise SystemExit("BPE tokens need the package tokenizers: pip install tokenizers; bytes need nothing") from None
+        raise SystemExit("BPE needs the package tokenizers: pip install tokenizers. Bytes, the default, do not") from None
     return tokenizers
 
 
 def split(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Training and validation: the first nine tenths and the rest."""
+    """Returns training and validation data: the first nine tenths and the rest."""
     first = 9 * len(data) // 10
     return data[:first], data[first:]
 
 
 def random_windows(data: Tensor, block_size: int, batch_size: int, generator: torch.Generator) -> Batch:
-    """Windows of block_size tokens at random places of data (N,)."""
+    """Returns batch_size windows of block_size tokens from random positions of data (N,)."""
     if len(data) <= block_size:
         raise SystemExit(f"{len(data)} tokens of text are too few for a block of {block_size}")
     start = torch.randint(len(data) - block_size, (batch_size, 1), generator=generator).to(data.device)
@@ -162,10 +163,10 @@ def random_windows(data: Tensor, block_size: int, batch_size: int, generator: to
 
 
 def packed_windows(text: Text, block_size: int, batch_size: int, generator: torch.Generator) -> Batch:
-    """One row of batch_size * block_size tokens from a random place of the text, as the sequences that lie there.
+    """Returns one row of batch_size * block_size consecutive tokens from a random position, packed by document.
 
-    Documents are cut into sequences of block_size tokens. The last token of a document has no target. cu_seqlens is filled up
-    with empty sequences to a power of two, so that compiled code sees few shapes of it.
+    Documents longer than block_size are cut into sequences of block_size tokens. The last token of a document has no target.
+    cu_seqlens is padded with empty sequences to a power of two, so that compiled code sees few shapes.
     """
     data, starts = text
     n = batch_size * block_size
@@ -177,7 +178,7 @@ def packed_windows(text: Text, block_size: int, batch_size: int, generator: torc
     documents = [*starts[of_first - 1 : after].tolist(), end]
     bounds = [first]
     for start, next_start in pairwise(documents):
-        cut = start + max(0, -(-(first + 1 - start) // block_size)) * block_size  # the first one after the row's first token
+        cut = start + max(0, -(-(first + 1 - start) // block_size)) * block_size  # first boundary after the row's first token
         bounds += range(cut, next_start, block_size)
     bounds += [end] * (max(16, 2 ** len(bounds).bit_length()) - len(bounds))
     cu_seqlens = torch.tensor(bounds).sub(first).to(data.device, torch.int32)

@@ -1,8 +1,8 @@
-"""Train a small GPT with Fastmax attention, byte by byte, on text that is on every machine: Python's standard library.
+"""Train a small byte-level GPT with Fastmax attention on the sources of Python's standard library, which every machine has.
 
-    python examples/train_char_lm.py                        # fastmax.FastmaxSelfAttention: 2.5 minutes on two CPU cores
-    python examples/train_char_lm.py --attention softmax    # the same layer, weights and parts with softmax attention
-    python examples/train_char_lm.py --no-parts             # attention alone: no decay, window, convolution, norm or gate
+    python examples/train_char_lm.py                        # FastmaxSelfAttention; 2.5 minutes on two CPU cores
+    python examples/train_char_lm.py --attention softmax    # the same layer and initial weights with softmax attention
+    python examples/train_char_lm.py --no-parts             # no decay, window, convolution, output norm or gate
     python examples/train_char_lm.py --data my_text.txt
     python examples/train_char_lm.py --compare              # Fastmax and softmax, with parts and without, on one figure
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from training import Recipe, Trainer
 
-# Of --compare: what each has of the options.
+# Options of the runs of --compare.
 RUNS = {
     "fastmax": {"attention": "fastmax", "parts": True},
     "softmax": {"attention": "softmax", "parts": True},
@@ -47,9 +47,9 @@ def arguments() -> argparse.ArgumentParser:
         "--parts",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="decay, short convolution, norm and gate of the output, and for Fastmax an exact window",
+        help="decay, short convolution, output norm and gate, and for Fastmax an exact window",
     )
-    parser.add_argument("--exact-window", type=int, default=32, help="bytes that Fastmax weighs as softmax does, with parts")
+    parser.add_argument("--exact-window", type=int, default=32, help="last keys that are weighed by exp, with --parts")
     parser.add_argument("--compare", action="store_true", help="train " + ", ".join(RUNS) + ", one after another")
     parser.add_argument("--data", type=Path, help="text to train on (default: the standard library's sources)")
     parser.add_argument("--steps", type=count, default=600)
@@ -62,20 +62,20 @@ def arguments() -> argparse.ArgumentParser:
         "--qk-norm",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="RMS-normalise queries and keys, so that scores stay where a polynomial resembles exp",
+        help="RMS-normalise queries and keys, which keeps scores where the polynomial is close to exp",
     )
-    parser.add_argument("--temperature", type=float, help="divides Fastmax's scores (default: the layer's own)")
+    parser.add_argument("--temperature", type=float, help="divides Fastmax's scores (default: that of the layer)")
     parser.add_argument("--lr", type=positive, default=2e-3)
     parser.add_argument("--sample", type=count_or_none, default=300, help="bytes to generate at the end")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--seeds", type=count, default=1, help="with --compare: as many seeds, from --seed on")
+    parser.add_argument("--seeds", type=count, default=1, help="with --compare: number of seeds, from --seed on")
     parser.add_argument("--out", type=Path, default=Path("out"))
     return parser
 
 
 def load_data(path: Path | None, device: str) -> tuple[Tensor, Tensor]:
-    """Training and validation bytes, (N,) uint8: the first nine tenths and the rest."""
+    """Returns training and validation bytes, uint8 (N,): the first nine tenths and the rest."""
     paths = [path] if path is not None else sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if not paths:
         raise SystemExit("this Python has no standard library sources on disk: pass --data FILE")
@@ -83,13 +83,13 @@ def load_data(path: Path | None, device: str) -> tuple[Tensor, Tensor]:
 
 
 def validation_windows(data: Tensor, block_size: int) -> list[Batch]:
-    """Always the same."""
+    """Returns eight batches of 32 windows, the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return [random_windows(data, block_size, 32, generator) for _ in range(8)]
 
 
 def train(model: GPT, train_data: Tensor, val_data: Tensor, args: argparse.Namespace, label: str) -> list[dict]:
-    """Rows of step, train, val and tokens/s, ten to a run or so."""
+    """Trains the model; returns about ten rows of step, training and validation loss, and tokens per second."""
     block_size = model.config.block_size
     recipe = Recipe(args.steps, lr=args.lr, warmup=max(1, args.steps // 20), betas=(0.9, 0.99))
     batch = partial(random_windows, train_data, block_size, args.batch_size)
@@ -104,13 +104,13 @@ def train(model: GPT, train_data: Tensor, val_data: Tensor, args: argparse.Names
 
 
 def mean_of_seeds(history: list[dict], label: str, step: int) -> dict[str, float]:
-    """Of the numbers of a run at a step."""
+    """Returns losses and tokens per second of a run at a step, averaged over its seeds."""
     rows = [row for row in history if row["run"] == label and row["step"] == step]
     return {name: sum(row[name] for row in rows) / len(rows) for name in ("train", "val", "tokens_per_second")}
 
 
 def save_history(history: list[dict], stem: Path) -> None:
-    """The rows as stem.csv, the losses of every run, means over its seeds, as stem.png."""
+    """Writes the rows to stem.csv, and the losses of each run, averaged over its seeds, to stem.png."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -151,7 +151,7 @@ def main():
     parser = arguments()
     args = parser.parse_args()
     if args.seeds != 1 and not args.compare:
-        parser.error("--seeds is of --compare; one run takes --seed")
+        parser.error("--seeds needs --compare; a single run takes --seed")
     runs = [args]
     if args.compare:
         seeds = range(args.seed, args.seed + args.seeds)
@@ -161,7 +161,7 @@ def main():
     history = []
     for run in runs:
         config = make_config(run)
-        torch.manual_seed(run.seed)  # with the same parts, from the same weights
+        torch.manual_seed(run.seed)  # models with the same parts start from the same weights
         model = GPT(config).to(run.device)
         history += train(model, train_data, val_data, run, name_of(run))
 

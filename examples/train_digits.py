@@ -1,11 +1,11 @@
 """A small vision transformer on scikit-learn's handwritten digits: Fastmax against softmax attention.
 
-The 1,797 images of 8 x 8 pixels are cut into 16 patches of 2 x 2; a quarter of the images is kept for testing. Attention is
-not causal here: every patch sees every patch.
+The 1,797 images of 8 x 8 pixels are cut into 16 patches of 2 x 2. A quarter of the images is the test set. Attention is not
+causal: every patch attends to every patch.
 
     python examples/train_digits.py
 
-trains each attention from several seeds and writes OUT/digits.csv and .png.
+trains each attention with several seeds and writes OUT/digits.csv and .png.
 """
 
 import argparse
@@ -28,12 +28,12 @@ class SoftmaxAttention(nn.Module):
 
 
 def make_attention(name: str, head_dim: int) -> nn.Module:
-    """Attention on ready-made heads, (B, nh, T, hd) -> (B, nh, T, hd). The model normalises q and k before it."""
+    """Returns an attention function of heads q, k, v (B, nh, T, hd), whose rows of q and k the model has RMS-normalised."""
     if name == "softmax":
         return SoftmaxAttention()
     if name == "fastmax p=2":
         return FASTMultiHeadAttention(p=2, temperature=math.sqrt(head_dim))
-    # 1 + s has to stay positive: rows in the unit ball, and a temperature above 1
+    # 1 + s must stay positive, so rows are scaled into the unit ball and the temperature is above 1
     return FASTMultiHeadAttention(p=1, normalize="token", temperature=1.1)
 
 
@@ -65,14 +65,14 @@ class ViT(nn.Module):
         self.head = nn.Linear(dim, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """images (B, 8, 8) -> logits (B, 10)."""
+        """Returns logits (B, 10) of images (B, 8, 8)."""
         patches = rearrange(images, "b (i y) (j x) -> b (i j) (y x)", y=2, x=2)
         x = self.blocks(self.embed(patches) + self.position)
         return self.head(self.norm(x).mean(1))
 
 
 def train(attention: str, seed: int, data: tuple[Tensor, ...], args: argparse.Namespace) -> list[float]:
-    """Test accuracy after every epoch."""
+    """Trains a model; returns its test accuracy after every epoch."""
     x_train, x_test, y_train, y_test = data
     torch.manual_seed(seed)
     model = ViT(attention, args.dim, args.heads, args.layers).to(args.device)
@@ -97,14 +97,14 @@ def train(attention: str, seed: int, data: tuple[Tensor, ...], args: argparse.Na
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=2, help="runs of each attention")
+    parser.add_argument("--seeds", type=int, default=2, help="number of runs of each attention")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--seed", type=int, default=1337, help="the first of the seeds, and that of the split")
+    parser.add_argument("--seed", type=int, default=1337, help="first seed, and seed of the split into training and test set")
     parser.add_argument("--out", type=Path, default=Path("out"))
     args = parser.parse_args()
 

@@ -1,18 +1,17 @@
-"""Train a GPT of 25 M to 350 M parameters on one GPU, with Fastmax, softmax, or softmax in some of its layers.
+"""Train a GPT of 25 M to 350 M parameters on one GPU, with Fastmax, with softmax, or with softmax in some layers.
 
     python examples/train_lm.py --size 25m --out out/fastmax                          # bytes of this Python's sources
     python examples/train_lm.py --size 25m --out out/hybrid --every 4                 # softmax in every fourth layer
     python examples/train_lm.py --size 124m --out out/books --data books/ --bpe 32768 --packed --block-size 16384
     python examples/train_lm.py --size 25m --out out/p1 --parts p=1 exact_window=64 --without conv output_gate
 
-The same command again goes on where a run was stopped, at any moment: a checkpoint is written with every row of losses and on
-SIGTERM and SIGINT, and a run in pieces gives the losses of one run. OUT holds checkpoint.pt, tokenizer.json (with --bpe),
-losses.csv, positions.csv (validation loss by position in the sequence) and losses.png. `generate.py` reads the checkpoint.
+Run the same command again to resume. A checkpoint is written with every row of losses and on SIGTERM and SIGINT, and a resumed
+run has the same losses as an uninterrupted one. OUT receives checkpoint.pt, tokenizer.json (with --bpe), losses.csv,
+positions.csv (validation loss by position in the sequence) and losses.png. `generate.py` reads the checkpoint.
 """
 
 import argparse
 import ast
-import csv
 import inspect
 import os
 import signal
@@ -27,19 +26,19 @@ from options import count, count_or_none, not_negative, positive
 from text import Text, bpe_tokens, byte_tokens, load_bpe, load_documents, packed_windows, random_windows, train_bpe
 from torch import Tensor
 from tqdm import tqdm
-from training import Recipe, Trainer, evaluate_by_position
+from training import Recipe, Trainer, evaluate_by_position, write_csv
 
 from fastmax import FastmaxSelfAttention
 
 SIZES = {"25m": (8, 8, 512), "124m": (12, 12, 768), "350m": (24, 16, 1024)}  # layers, heads, width
-# By size. At 25m 2e-3 is the better of 1e-3 and 2e-3 (docs/parameters.md); the others are GPT-3's, not tuned.
+# At 25m the better of 1e-3 and 2e-3 (docs/parameters.md). The others are those of GPT-3, not tuned.
 LEARNING_RATES = {"25m": 2e-3, "124m": 6e-4, "350m": 3e-4}
 PARTS = {name for name, x in inspect.signature(FastmaxSelfAttention).parameters.items() if x.kind is x.KEYWORD_ONLY}
-MAY_CHANGE = {"out", "device", "compile", "fresh"}  # between the pieces of a run
+MAY_CHANGE = {"out", "device", "compile", "fresh"}  # when a run is resumed
 
 
 def part(text: str) -> tuple[str, object]:
-    """NAME=VALUE of --parts."""
+    """Parses a NAME=VALUE of --parts."""
     name, _, value = text.partition("=")
     if name not in PARTS or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE with a NAME of {', '.join(sorted(PARTS))}")
@@ -50,31 +49,31 @@ def part(text: str) -> tuple[str, object]:
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `make_config` reads."""
+    """Adds the options that `make_config` reads."""
     parser.add_argument("--size", choices=SIZES, default="25m")
-    parser.add_argument("--n-layer", type=int, help="in place of the size's; --n-head and --n-embd likewise")
+    parser.add_argument("--n-layer", type=int, help="overrides --size; so do --n-head and --n-embd")
     parser.add_argument("--n-head", type=int)
     parser.add_argument("--n-embd", type=int)
     parser.add_argument("--attention", choices=("fastmax", "softmax"), default="fastmax")
-    parser.add_argument("--every", type=int, default=0, help="layers EVERY, 2 EVERY, ... are full softmax; 0: none")
+    parser.add_argument("--every", type=int, default=0, help="softmax in every EVERY-th layer; 0: in none")
     parser.add_argument("--parts", type=part, nargs="+", default=[], metavar="NAME=VALUE", help="of FastmaxSelfAttention")
     parser.add_argument("--without", choices=PLAIN, nargs="+", default=[], help="parts of the layer to switch off")
 
 
 def add_training_arguments(parser: argparse.ArgumentParser, **defaults: object) -> None:
-    """Text, steps and checkpoints; `defaults` has `steps`, `warmup`, `val_batches` and `out`."""
+    """Adds options for text, steps and checkpoints. `defaults` has `steps`, `warmup`, `val_batches` and `out`."""
     parser.add_argument("--data", type=Path, nargs="+", help="files and directories (default: this Python's sources)")
-    parser.add_argument("--packed", action="store_true", help="documents apart from each other, packed end to end")
+    parser.add_argument("--packed", action="store_true", help="pack documents, which do not attend to each other")
     parser.add_argument("--steps", type=count)
     parser.add_argument("--lr", type=positive, help=f"default: by size, {LEARNING_RATES}")
     parser.add_argument("--warmup", type=count_or_none, help="steps")
     parser.add_argument("--weight-decay", type=not_negative, default=0.1)
-    parser.add_argument("--rows", type=count, default=10, help="rows of losses, and checkpoints, in the steps")
-    parser.add_argument("--val-batches", type=count, help="batches of validation")
+    parser.add_argument("--rows", type=count, default=10, help="number of rows of losses, and of checkpoints")
+    parser.add_argument("--val-batches", type=count, help="validation batches")
     on_gpu = torch.cuda.is_available()
     parser.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=on_gpu, help="default: on a GPU")
     parser.add_argument("--seed", type=int, default=1337)
-    parser.add_argument("--fresh", action="store_true", help="begin anew where OUT has a checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="do not resume from a checkpoint in OUT")
     parser.add_argument("--out", type=Path)
     parser.set_defaults(**defaults)
 
@@ -84,20 +83,20 @@ def arguments() -> argparse.ArgumentParser:
     cuda = torch.cuda.is_available()
     add_model_arguments(parser)
     add_training_arguments(parser, steps=1000, warmup=100, val_batches=8, out=Path("out/lm"))
-    parser.add_argument("--bpe", type=int, default=0, metavar="SIZE", help="vocabulary learnt from the text; 0: bytes")
-    parser.add_argument("--block-size", type=count, default=1024, help="tokens of a window; longer documents are cut")
+    parser.add_argument("--bpe", type=int, default=0, metavar="SIZE", help="train a BPE vocabulary on the text; 0: bytes")
+    parser.add_argument("--block-size", type=count, default=1024, help="tokens of a window; packed documents are cut to it")
     parser.add_argument(
-        "--batch-size", type=count, default=32, help="windows; packed: BATCH_SIZE * BLOCK_SIZE tokens in one row"
+        "--batch-size", type=count, default=32, help="windows; with --packed one row of BATCH_SIZE * BLOCK_SIZE tokens"
     )
-    parser.add_argument("--accumulate", type=count, default=1, help="batches to a step")
-    parser.add_argument("--seconds", type=positive, help="of training, after which it ends before its steps do")
+    parser.add_argument("--accumulate", type=count, default=1, help="batches per step")
+    parser.add_argument("--seconds", type=positive, help="time limit of the training")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     return parser
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, with the size's learning rate where none is given."""
+    """Parses the arguments; the default learning rate depends on --size."""
     args = parser.parse_args(argv)
     args.lr = LEARNING_RATES[args.size] if args.lr is None else args.lr
     return args
@@ -111,7 +110,7 @@ def make_config(args: argparse.Namespace, vocab_size: int) -> GPTConfig:
 
 
 def load_text(args: argparse.Namespace) -> tuple[Text, int, float]:
-    """The text, the vocabulary's size and bytes to a token; with --bpe the tokenizer is read from OUT, or written to it."""
+    """Returns the text, the vocabulary size and the bytes per token. With --bpe, OUT holds the tokenizer."""
     documents = load_documents(args.data)
     if not args.bpe:
         return byte_tokens(documents), 256, 1.0
@@ -126,13 +125,13 @@ def load_text(args: argparse.Namespace) -> tuple[Text, int, float]:
 
 
 def settings(args: argparse.Namespace, text: Text) -> dict:
-    """What the pieces of a run have in common."""
+    """Returns settings that must not change when a run is resumed."""
     chosen = {name: str(value) for name, value in vars(args).items() if name not in MAY_CHANGE}
     return chosen | {"data": f"{len(text.tokens)} tokens, CRC {zlib.crc32(text.tokens.numpy()):08x}"}
 
 
 def save(checkpoint: dict, path: Path) -> None:
-    """Whole or not at all."""
+    """Writes the checkpoint atomically: an interruption leaves the previous file."""
     unfinished = path.with_name(path.name + ".unfinished")
     with open(unfinished, "wb") as file:
         torch.save(checkpoint, file)
@@ -141,15 +140,8 @@ def save(checkpoint: dict, path: Path) -> None:
     os.replace(unfinished, path)
 
 
-def write_csv(rows: list[dict], path: Path) -> None:
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 def by_position(mean: Tensor, count: Tensor) -> list[dict]:
-    """Rows of first and last position, counted from 1, loss and tokens; the last positions are 1, 2, 4, 8 and so on."""
+    """Returns rows of first and last position, mean loss and number of tokens. Last positions are 1, 2, 4, 8, ..."""
     rows, seen = [], 0
     while seen < len(mean):
         last = min(max(1, 2 * seen), len(mean))
@@ -182,11 +174,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments()
     args = parse(parser, argv)
     if args.bpe and args.bpe <= 256:
-        parser.error(f"--bpe must be larger than the 256 bytes and the end of text, got {args.bpe}")
+        parser.error(f"--bpe must be at least 257, for 256 bytes and the end of text, got {args.bpe}")
     try:
         with torch.device("meta"):
             GPT(make_config(args, vocab_size=256))
-    except (TypeError, ValueError) as error:  # of the parts, before the text is read
+    except (TypeError, ValueError) as error:  # wrong --parts are reported before the text is read
         parser.error(str(error))
     args.out.mkdir(parents=True, exist_ok=True)
     text, vocab_size, bytes_per_token = load_text(args)
@@ -211,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
         was = checkpoint.get("settings", {})
         changed = [f"{name} was {was.get(name)}, is {value}" for name, value in common.items() if was.get(name) != value]
         if changed:
-            parser.error(f"{path} is of another run ({'; '.join(changed)}): --fresh begins anew, or choose another --out")
+            parser.error(f"{path} is of another run ({'; '.join(changed)}): pass --fresh to overwrite it, or another --out")
         model.load_state_dict(checkpoint["model"])
         trainer.load_state_dict(checkpoint["trainer"])
         history = checkpoint["history"]
@@ -237,7 +229,7 @@ def main(argv: list[str] | None = None) -> int:
                 progress.set_postfix(train=f"{row['train']:.3f}", val=f"{row['val']:.3f}")
         if not trainer.finished:
             save_checkpoint()
-            print(f"stopped after {trainer.step} of {args.steps} steps; the same command goes on from {path}")
+            print(f"stopped after {trainer.step} of {args.steps} steps; run the same command to resume from {path}")
             return 128 + stopped_by[-1]
     finally:
         for number, handler in handlers.items():

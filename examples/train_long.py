@@ -1,16 +1,15 @@
-"""Train the GPT of train_lm.py on sequences of 128k to 1M tokens, spread over the GPUs that torchrun gives.
+"""Train the GPT of train_lm.py on sequences of 128k to 1M tokens, split over the GPUs of torchrun.
 
     python examples/train_long.py --size 25m --context 131072 --out out/long                                  # one GPU
     torchrun --nproc-per-node 8 examples/train_long.py --size 124m --context 1048576 --out out/million
     torchrun --nproc-per-node 8 examples/train_long.py --size 124m --every 4 --layout zigzag --out out/hybrid
     torchrun --nproc-per-node 2 examples/train_long.py --n-layer 2 --n-head 2 --n-embd 64 --context 512       # without a GPU
 
-Every rank holds some of the tokens of each sequence (`fastmax.distributed.ContextParallel`) and some of the weights, gradients
-and moments (`fully_shard`). The loss is the mean over the tokens of all ranks. Text is bytes.
+Each rank holds a part of the tokens of every sequence (`fastmax.distributed.ContextParallel`) and a shard of the weights,
+gradients and optimizer states (`fully_shard`). The loss is the mean over the tokens of all ranks. Tokens are bytes.
 
-The same command again goes on where a run was stopped, with as many ranks as there are then: a checkpoint of
-`torch.distributed.checkpoint` is written with every row of losses and on SIGTERM and SIGINT. OUT holds checkpoints/,
-losses.csv.
+Run the same command again to resume, with any number of ranks. A checkpoint of `torch.distributed.checkpoint` is written with
+every row of losses and on SIGTERM and SIGINT. OUT receives checkpoints/ and losses.csv.
 """
 
 import argparse
@@ -36,31 +35,31 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from train_lm import add_model_arguments, add_training_arguments, make_config, parse, write_csv
-from training import Recipe, autocast, learning_rate, make_optimizer
+from train_lm import add_model_arguments, add_training_arguments, make_config, parse
+from training import Recipe, autocast, learning_rate, make_optimizer, write_csv
 
 from fastmax.distributed import ContextParallel
 
-MAY_CHANGE = {"out", "fresh", "layout", "recompute", "rows"}  # between the pieces of a run, as the number of ranks
+MAY_CHANGE = {"out", "fresh", "layout", "recompute", "rows"}  # when a run is resumed, as may the number of ranks
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_model_arguments(parser)
     add_training_arguments(parser, steps=100, warmup=10, val_batches=1, out=Path("out/long"))
-    parser.add_argument("--context", type=count, default=131072, help="tokens of a sequence, on all ranks together")
+    parser.add_argument("--context", type=count, default=131072, help="tokens of a sequence, over all ranks")
     parser.add_argument("--layout", choices=("contiguous", "zigzag"), default="contiguous", help="zigzag: for softmax layers")
     switch = argparse.BooleanOptionalAction
-    parser.add_argument("--recompute", action=switch, default=True, help="blocks are computed again in the backward")
+    parser.add_argument("--recompute", action=switch, default=True, help="activation checkpointing of each block")
     return parser
 
 
 class LongTrainer:
-    """Trains a GPT whose tokens and weights are spread over a mesh; every rank calls everything.
+    """Trains a GPT whose tokens and weights are sharded over a mesh. All ranks must call every method.
 
     Args:
-        model: whole, on the device of the rank, the same on all.
-        mesh: of one dimension.
+        model: the unsharded model, identical on all ranks, on the device of the rank.
+        mesh: with one dimension.
         layout, recompute, bf16: as in `arguments`.
     """
 
@@ -78,7 +77,7 @@ class LongTrainer:
         self.step, self.seconds, self.history = 0, 0.0, []
 
     def loss(self, batch: Batch) -> tuple[Tensor, int]:
-        """This rank's part of the mean loss of a sequence that all ranks drew, and the tokens with a target on all of them."""
+        """Returns this rank's part of the mean loss of a sequence, and its number of tokens with a target over all ranks."""
         total = int((batch.targets != NO_TARGET).sum())
         tokens, targets = (self.context.own(x, 1).to(self.device) for x in (batch.tokens, batch.targets))
         cu_seqlens = None if batch.cu_seqlens is None else batch.cu_seqlens.to(self.device)
@@ -86,7 +85,7 @@ class LongTrainer:
             return self.model(tokens, targets, cu_seqlens=cu_seqlens, reduction="sum") / total, total
 
     def train_step(self, batch: Batch) -> Tensor:
-        """The loss, this rank's part."""
+        """Trains on a batch; returns this rank's part of its loss."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.recipe, self.step, self.step / self.recipe.steps)
         loss = self.gradients(batch)
@@ -97,9 +96,9 @@ class LongTrainer:
         return loss
 
     def gradients(self, batch: Batch) -> Tensor:
-        """Of the mean loss over all tokens, in the model; the loss, this rank's part."""
+        """Computes gradients of the mean loss over all tokens; returns this rank's part of the loss."""
         loss, _ = self.loss(batch)
-        # A rank's part is a sum over its tokens: gradients add up, where fully_shard takes their mean.
+        # The loss is the sum of the ranks' parts, while fully_shard averages gradients.
         (loss * self.mesh.size()).backward()
         return loss.detach()
 
@@ -109,13 +108,13 @@ class LongTrainer:
         return self.sum(own) / sum(int((batch.targets != NO_TARGET).sum()) for batch in batches)
 
     def sum(self, *values: Tensor | float) -> float | list[float]:
-        """Over ranks."""
+        """Returns sums over ranks."""
         totals = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device) for x in values])
         distributed.all_reduce(totals, group=self.mesh.get_group())
         return totals.item() if len(values) == 1 else totals.tolist()
 
     def save(self, out: Path, settings: dict, generator: torch.Generator) -> None:
-        """Whole or not at all: `latest` names a checkpoint once all ranks have written it."""
+        """Saves a checkpoint. `latest` names it once all ranks have written it."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         run = {"settings": settings, "step": self.step, "seconds": self.seconds, "history": self.history}
         state = {"model": model, "optimizer": optimizer, "generator": generator.get_state(), "run": json.dumps(run)}
@@ -131,10 +130,10 @@ class LongTrainer:
         distributed.barrier(group=self.mesh.get_group())
 
     def load(self, out: Path, settings: dict, generator: torch.Generator) -> None:
-        """Whatever number of ranks wrote it.
+        """Loads the latest checkpoint, which any number of ranks may have written.
 
         Raises:
-            SystemExit: it is of another run.
+            SystemExit: the checkpoint is of another run.
         """
         path = out / "checkpoints" / (out / "checkpoints" / "latest").read_text()
         run, group = {"run": ""}, self.mesh.get_group()
@@ -143,7 +142,7 @@ class LongTrainer:
         was = run["settings"]
         changed = [f"{name} was {was.get(name)}, is {value}" for name, value in settings.items() if was.get(name) != value]
         if changed:
-            raise SystemExit(f"{path} is of another run ({'; '.join(changed)}): --fresh begins anew, or choose another --out")
+            raise SystemExit(f"{path} is of another run ({'; '.join(changed)}): pass --fresh to overwrite it, or another --out")
         model, optimizer = get_state_dict(self.model, self.optimizer)
         state = {"model": model, "optimizer": optimizer, "generator": generator.get_state()}
         dcp.load(state, checkpoint_id=path, process_group=group)
@@ -153,13 +152,13 @@ class LongTrainer:
 
 
 def settings_of(args: argparse.Namespace, text: Text) -> dict:
-    """What the pieces of a run have in common."""
+    """Returns settings that must not change when a run is resumed."""
     chosen = {name: str(value) for name, value in vars(args).items() if name not in MAY_CHANGE}
     return chosen | {"text": f"{len(text.tokens)} tokens, CRC {zlib.crc32(text.tokens.numpy()):08x}"}
 
 
 def train(args: argparse.Namespace, mesh: DeviceMesh, device: torch.device, stopping: list[int]) -> LongTrainer:
-    """On all ranks of the mesh, until the steps are done or a rank has something in `stopping`."""
+    """Trains on all ranks of the mesh until the steps are done, or `stopping` of any rank is not empty."""
     is_first = mesh.get_rank() == mesh.mesh[0]
     text = byte_tokens(load_documents(args.data))
     parts = [part if args.packed else part.tokens for part in text.split()]
@@ -207,13 +206,13 @@ def main(argv: list[str] | None = None) -> int:
         with torch.device("meta"):
             args.block_size = args.context
             GPT(make_config(args, vocab_size=256))
-    except (TypeError, ValueError) as error:  # of the parts, before the text is read
+    except (TypeError, ValueError) as error:  # wrong --parts are reported before the text is read
         parser.error(str(error))
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0))) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:  # torchrun's
+    if "RANK" in os.environ:  # set by torchrun
         distributed.init_process_group()
     else:
         distributed.init_process_group(store=distributed.HashStore(), rank=0, world_size=1)

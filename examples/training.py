@@ -1,9 +1,11 @@
-"""The training loop of the language-model examples: AdamW, warm-up and a cosine, one row of losses now and then."""
+"""The training loop of the language-model examples: AdamW, a warm-up and cosine schedule, and rows of losses."""
 
+import csv
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from text import Batch
@@ -13,22 +15,22 @@ from torch import Tensor, nn
 @dataclass
 class Recipe:
     steps: int
-    rows: int = 10  # a row of losses every steps / rows steps, and one at the end
+    rows: int = 10  # of losses: one every steps // rows steps, and one at the end
     lr: float = 1e-3
-    final_lr: float = 0.1  # of lr, at the end of the cosine
+    final_lr: float = 0.1  # fraction of lr at the end of the cosine
     warmup: int = 100  # steps
-    warmup_share: float | None = None  # of the training, in place of steps: as long for slow steps as for fast ones
+    warmup_share: float | None = None  # fraction of the training, replaces `warmup`
     betas: tuple[float, float] = (0.9, 0.95)
     weight_decay: float = 0.1
-    clip: float = 1.0  # of the gradient's norm
-    accumulate: int = 1  # batches whose gradients make one step
-    bf16: bool = False  # by autocast; the weights stay fp32
+    clip: float = 1.0  # largest norm of the gradient
+    accumulate: int = 1  # batches per step
+    bf16: bool = False  # autocast; the weights stay fp32
     compile: bool = False
-    seconds: float | None = None  # of training, after which it ends early; the cosine then ends there
+    seconds: float | None = None  # time limit of the training; the cosine ends with whichever limit is reached first
 
 
 def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Matrices are decayed, other weights are not, nor those of decay gates: they start at 0, where half-lives are right."""
+    """Returns AdamW with weight decay on all matrices but those of the decay gates, whose initial value is 0."""
     decayed, rest = [], []
     for name, parameter in model.named_parameters():
         (decayed if parameter.dim() == 2 and "decay_proj" not in name else rest).append(parameter)
@@ -38,7 +40,7 @@ def make_optimizer(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
 
 
 def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
-    """Of the step `step`, from 0; `progress` of the training, from 0 to 1, is behind it."""
+    """Returns the learning rate of step `step`, counted from 0. `progress`, from 0 to 1, is the part of the training done."""
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     warm = (step + 1) / max(1, recipe.warmup) if recipe.warmup_share is None else progress / recipe.warmup_share
     return recipe.lr * min(1.0, warm) * (recipe.final_lr + (1 - recipe.final_lr) * cosine)
@@ -49,10 +51,10 @@ class Trainer:
 
     Args:
         model: on its device.
-        recipe: how.
-        batch: a batch on that device, drawn with the generator it is given.
-        validation: batches whose loss is that of a row.
-        seed: of the batches.
+        recipe: hyperparameters.
+        batch: draws a batch, on the device of the model, with the generator it is given.
+        validation: batches of which each row has the mean loss.
+        seed: seed of the training batches.
     """
 
     def __init__(
@@ -68,13 +70,16 @@ class Trainer:
         self.optimizer = make_optimizer(model, recipe)
         self.generator = torch.Generator().manual_seed(seed)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
-        self.stop = False  # set from outside, it ends `run` after the step that runs; `run` goes on from there
-        self._losses: list[Tensor] = []  # of the steps since the last row
+        self.stop = False  # set it to end `run` after the current step; `run` can then be called again
+        self._losses: list[Tensor] = []  # training losses since the last row
         self._compiled = torch.compile(model) if recipe.compile else model
 
     def run(self, after_step: Callable[[], object] = lambda: None) -> Iterator[dict]:
-        """Rows of step, tokens, seconds (of training alone: no validation, no compilation), train and val (mean losses since
-        the last row and of the validation batches, nats per token) and peak_bytes (of a GPU's memory in training, or None)."""
+        """Trains, and yields rows of `step`, `tokens`, `seconds`, `train`, `val` and `peak_bytes`.
+
+        `seconds` excludes validation and compilation. `train` is the mean loss since the last row, `val` that of the validation
+        batches, both in nats per token. `peak_bytes` is the peak GPU memory of training, None on a CPU.
+        """
         self.model.train()
         self._warm_up()
         every, cuda = max(1, self.recipe.steps // self.recipe.rows), self.device.type == "cuda"
@@ -85,7 +90,7 @@ class Trainer:
             self.seconds = time.perf_counter() - began
             ended = self._progress() >= 1
             if self.step % every == 0 or ended or self.stop:
-                self.seconds = self._now() - began  # with what the device has still to do
+                self.seconds = self._now() - began  # includes work still queued on the device
             if self.step % every == 0 or ended:
                 train = torch.stack(self._losses).mean(dtype=torch.float64).item()
                 self._losses = []
@@ -102,7 +107,7 @@ class Trainer:
         return self._progress() >= 1
 
     def state_dict(self) -> dict:
-        """What `run` goes on from, but for the model."""
+        """Returns all that `run` needs to resume, except the model."""
         losses = [loss.item() for loss in self._losses]
         counts = {"step": self.step, "tokens": self.tokens, "seconds": self.seconds, "losses": losses}
         return counts | {"optimizer": self.optimizer.state_dict(), "generator": self.generator.get_state()}
@@ -132,14 +137,14 @@ class Trainer:
         self._losses.append(torch.stack(losses).sum())
 
     def _gradients(self, batch: Batch) -> Tensor:
-        """Added to those in the model; the loss, divided by the batches of a step."""
+        """Adds the gradients of a batch to the model's; returns its loss divided by the batches per step."""
         with autocast(self.device, self.recipe.bf16):
             loss = self._compiled(batch.tokens, batch.targets, cu_seqlens=batch.cu_seqlens) / self.recipe.accumulate
         loss.backward()
         return loss.detach()
 
     def _warm_up(self) -> None:
-        """Compiles, and lets libraries choose their kernels, before the clock starts."""
+        """Runs one batch before timing starts, for compilation and for libraries that select their kernels."""
         if self.recipe.compile or self.device.type == "cuda":
             self._gradients(self.batch(torch.Generator().manual_seed(0)))
             self.optimizer.zero_grad()
@@ -155,14 +160,17 @@ def autocast(device: torch.device, bf16: bool) -> torch.autocast:
 
 
 def evaluate(model: nn.Module, batches: Iterable[Batch], bf16: bool = False) -> float:
-    """Mean loss of the tokens that have a target, in nats."""
+    """Returns the mean loss over tokens with a target, in nats."""
     total, count = _sums_by_position(model, batches, bf16)
     return (total.sum() / count.sum()).item()
 
 
 def evaluate_by_position(model: nn.Module, batches: Iterable[Batch], bf16: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean loss in nats at each position of a sequence, and how many tokens it is of: (T,) each, float64 on the CPU. The loss
-    at position i is that of predicting the token after i + 1 others; NaN where there is none."""
+    """Returns the mean loss at each position of a sequence, in nats, and the number of tokens it averages.
+
+    Both are (T,), float64 on the CPU. The loss at position i is for predicting a token from i + 1 earlier ones, and NaN where
+    no sequence has such a token.
+    """
     total, count = _sums_by_position(model, batches, bf16)
     return total / count, count
 
@@ -182,6 +190,14 @@ def _sums_by_position(model: nn.Module, batches: Iterable[Batch], bf16: bool) ->
         count = _extended(count, size) + torch.bincount(positions, minlength=size)
     model.train(training)
     return total, count
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Writes rows with the same keys, which become the header."""
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def _extended(x: Tensor, size: int) -> Tensor:

@@ -5,6 +5,7 @@ import csv
 import io
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import fastmax
 from fastmax import info
 from fastmax.testing import verify
 
@@ -21,9 +23,12 @@ TEXT = "the quick brown fox jumps over the lazy dog\n" * 50
 TINY = ["--steps", "3", "--n-layer", "2", "--block-size", "16", "--batch-size", "2"]
 
 
-def run(script: str, *arguments: object, status: int = 0) -> str:
-    """What `python script arguments...` prints, run in this process, which has imported torch already; one thread, because
-    these models are too small for more."""
+def run(script: str, *arguments: object, status: int = 0, names: dict | None = None) -> str:
+    """Returns what `python script arguments...` prints.
+
+    It runs in this process, which has imported torch already, with one thread, because these models are too small for more.
+    `names` receives the script's global variables.
+    """
     printed, code, threads = io.StringIO(), 0, torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(devices=[]), contextlib.redirect_stdout(printed):
         patch.chdir(ROOT)
@@ -31,7 +36,9 @@ def run(script: str, *arguments: object, status: int = 0) -> str:
         patch.setattr(sys, "argv", [script, *map(str, arguments)])
         torch.set_num_threads(1)
         try:
-            runpy.run_path(str(ROOT / script), run_name="__main__")
+            variables = runpy.run_path(str(ROOT / script), run_name="__main__")
+            if names is not None:
+                names.update(variables)
         except SystemExit as end:
             code = end.code or 0
         finally:
@@ -158,53 +165,26 @@ def test_char_lm_custom_gradient_and_autograd_train_alike(tmp_path, trained):
     assert [checkpoint["config"]["parts"]["use_custom_gradient"] for checkpoint in checkpoints] == [True, False]
 
 
-@pytest.mark.parametrize("parts", [False, True], ids=["plain", "parts"])
-def test_swap_into_a_trained_checkpoint(tmp_path, trained, trained_with_parts, parts):
-    text, out = trained
-    if parts:
-        out = trained_with_parts
-    name = "softmax" if parts else "softmax_plain"
-    checkpoint = out / f"char_lm_{name}.pt"
-    printed = run(
-        "examples/swap_into_transformer.py",
-        "--checkpoint",
-        checkpoint,
-        "--steps",
-        2,
-        "--batch-size",
-        2,
-        "--data",
-        text,
-        "--device",
-        "cpu",
-        "--out",
-        tmp_path,
-    )
-    losses = dict(line.rsplit(maxsplit=1) for line in printed.splitlines() if " " in line)
-    losses = {name.strip(): loss for name, loss in losses.items()}
-    last = float(rows(out / f"char_lm_{name}.csv")[-1]["val"])
-    assert float(losses["softmax, as trained"]) == pytest.approx(last, abs=2e-4)
-    # With parts the exact window of 16 bytes holds the whole context.
-    swapped = float(losses["swapped, no training"])
-    assert (swapped == pytest.approx(float(losses["softmax, as trained"]), abs=2e-4)) is parts
-    assert all(0.0 < float(losses[f"{name}, 2 steps of fine-tuning"]) < 6.0 for name in ("fastmax_p2", "softmax"))
-    before, after = torch.load(checkpoint, weights_only=True), torch.load(tmp_path / "swap.pt", weights_only=True)
-    assert before["model"].keys() == after["model"].keys()
-    assert after["config"]["attention"] == "fastmax"
+def test_swap_into_transformer():
+    names = {}
+    printed = run("examples/swap_into_transformer.py", "--steps", 30, "--finetune-steps", 2, names=names)
+    losses = {line[:24].strip(): float(line[24:32]) for line in printed.splitlines()[1:]}
+    assert list(losses) == ["softmax", "swapped", "swapped, fine-tuned", "softmax, fine-tuned"]
+    assert losses["softmax"] != losses["swapped"] == pytest.approx(losses["softmax"], abs=0.5)
+    assert all(0.0 < loss < math.log(10) for loss in losses.values())  # log(10) is a guess
+    kinds = {name: type(layer.self_attn).__name__ for name in ("model", "softmax") for layer in names[name][1].layers}
+    assert kinds == {"model": "SwappedMultiheadAttention", "softmax": "MultiheadAttention"}
 
 
-def test_swap_refuses_a_fastmax_checkpoint(tmp_path, trained):
-    text, out = trained
-    run(
-        "examples/swap_into_transformer.py",
-        "--checkpoint",
-        out / "char_lm_fastmax_plain.pt",
-        "--data",
-        text,
-        "--out",
-        tmp_path,
-        status=2,
-    )
+def test_swap_hf():
+    integration = pytest.importorskip("fastmax.integrations.transformers")
+    names = {}
+    printed = run("examples/swap_hf.py", "--steps", 2, names=names).splitlines()
+    (before, trained), (swapped, tuned) = ([float(number) for number in re.findall(r"\d\.\d+", line)] for line in printed[1:3])
+    assert 6.0 > before > trained > tuned > 0.0  # log(256) = 5.5 is a guess
+    assert swapped == pytest.approx(trained, abs=0.1)
+    assert set(integration.check(names["model"]).values()) == {"fastmax"}
+    assert names["tokens"].shape == (1, 8 + 100) and names["cache"].get_seq_length() == 8 + 100 - 1  # the last is not read
 
 
 def test_associative_recall(tmp_path):
@@ -226,21 +206,21 @@ def test_digits(tmp_path):
     assert min(last.values()) > 0.3  # guessing is 0.1
 
 
-@pytest.mark.parametrize("p", [1, 2])
-def test_rope(tmp_path, p):
-    printed = run("examples/rope.py", "--tokens", 40, "--head-dim", 8, "--heads", 1, "--p", p, "--out", tmp_path)
-    table = {line[:42].strip(): float(line[42:52]) for line in printed.splitlines()[1:6]}
-    changed = table.pop("earlier tokens shuffled, with RoPE")
-    assert len(table) == 4 and max(table.values()) < 1e-8 and changed > 1e-3
-    assert (tmp_path / "rope.png").exists()
+@pytest.mark.parametrize("wrong", [False, True], ids=["right", "wrong"])
+def test_toggle_gradient(monkeypatch, wrong):
+    right, customs = fastmax.fastmax_attention, []
 
+    def attention(q, *others, use_custom_gradient, **options):
+        customs.append(use_custom_gradient)
+        if wrong and use_custom_gradient:
+            q = torch.lerp(q.detach(), q, 1.001)  # q itself, with a gradient too large by 0.1%
+        return right(q, *others, use_custom_gradient=use_custom_gradient, **options)
 
-def test_verify_gradient_of_one_configuration(tmp_path):
-    options = ["--tokens", 40, "--head-dim", 8, "--kv-heads", 2, "--dropout", 0.1, "--rpe", "--draws", 1]
-    run("examples/verify_gradient.py", *options, "--device", "cpu", "--out", tmp_path)
-    table = rows(tmp_path / "verify_gradient.csv")
-    assert [row["tensor"] for row in table] == ["o", "q", "k", "v", "rpe_matrix"]
-    assert all(row["passed"] == "True" for row in table)
+    monkeypatch.setattr(fastmax, "fastmax_attention", attention)
+    printed = run("examples/toggle_gradient.py", "--tokens", 40, "--device", "cpu")
+    errors = dict(line.rsplit(maxsplit=1) for line in printed.splitlines()[1:])
+    assert customs == [True, False] and list(errors) == ["output", "grad of q", "grad of k", "grad of v"]
+    assert {name for name, error in errors.items() if float(error) > 1e-5} == ({"grad of q"} if wrong else set())
 
 
 def test_verify_passes_every_configuration(capsys):
@@ -316,3 +296,9 @@ def test_convert_lm(tmp_path, monkeypatch, trained, options):
     model.load_state_dict(made["model"])
     assert [block.attn.attention for block in model.blocks] == ["fastmax", "softmax" if options else "fastmax"]
     run("examples/convert_lm.py", "--checkpoint", checkpoint, "--every", 3, "--out", tmp_path, status=2)  # of two layers
+
+
+def test_convert_refuses_a_fastmax_checkpoint(tmp_path, trained, capsys):
+    checkpoint = trained[1] / "char_lm_fastmax_plain.pt"
+    run("examples/convert_lm.py", "--checkpoint", checkpoint, "--data", trained[0], "--out", tmp_path, status=2)
+    assert f"{checkpoint} was trained with fastmax, not softmax" in capsys.readouterr().err

@@ -3,9 +3,9 @@
     python examples/notebooks/execute.py                            # all of them, in place
     python examples/notebooks/execute.py 01_online_softmax.ipynb --out out
 
-What would differ from one machine to the next is left out: timestamps, the versions of Python and of the kernel. A cell
-tagged `varies` prints what differs all the same (times, rounding errors); everything else should come out as it is stored.
-Each notebook runs in a temporary directory. One that ends by raising `Stop`, because the machine lacks what it needs, is
+Timestamps and the versions of Python and of the kernel are not stored, so the files do not depend on the machine. Cells tagged
+`varies` print times or rounding errors, which differ between machines; all other outputs should be the same as those stored.
+Each notebook runs in a temporary directory. A notebook that raises `Stop`, because the machine lacks something it needs, is
 reported and not stored.
 """
 
@@ -26,7 +26,7 @@ METADATA = {
 
 
 def execute(path: Path, timeout: int) -> nbformat.NotebookNode:
-    """The notebook at `path` with fresh outputs; a cell that raises or takes longer than `timeout` seconds is an error."""
+    """Executes the notebook at `path` and returns it. A cell that raises or exceeds `timeout` seconds is an error."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as directory:
         client = NotebookClient(
@@ -45,9 +45,9 @@ def execute(path: Path, timeout: int) -> nbformat.NotebookNode:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebooks", nargs="*", help="file names here, or paths; all here when none is given")
-    parser.add_argument("--timeout", type=int, default=120, help="seconds a cell may take")
-    parser.add_argument("--out", type=Path, default=DIRECTORY, help="where to store them; in place by default")
+    parser.add_argument("notebooks", nargs="*", help="file names in this directory, or paths (default: all notebooks here)")
+    parser.add_argument("--timeout", type=int, default=120, help="limit for a cell, in seconds")
+    parser.add_argument("--out", type=Path, default=DIRECTORY, help="directory of the results (default: in place)")
     args = parser.parse_args()
 
     args.out.mkdir(parents=True, exist_ok=True)
