@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention
 from fastmax.decoding import init_state, prefill
-from fastmax.distributed import ContextParallel, Layout, TensorParallel, agreement, context_parallel
+from fastmax.distributed import ContextParallel, Layout, TensorParallel, context_parallel, rank_consistency
 from fastmax.distributed.context import Context
 from fastmax.distributed.layout import contiguous_layout
 from fastmax.prepare import sharded_dispatch
@@ -317,11 +317,11 @@ def call_otherwise(case: str, differs: bool, mesh) -> None:
 def check_in_step(group, case):
     mesh = mesh_of(group)
     layer = parallelize_module(make_layer(LAYERS["defaults"]), mesh, ContextParallel())
-    x, limit = torch.randn(1, 4, 32, dtype=torch.float64), agreement.time_limit()
-    agreement.set_time_limit(30.0)
+    x, limit = torch.randn(1, 4, 32, dtype=torch.float64), rank_consistency.time_limit()
+    rank_consistency.set_time_limit(30.0)
     found = messages([lambda: call_otherwise(case, group.rank() == 1, mesh)])[0]
     assert layer(x).shape == x.shape
-    agreement.set_time_limit(limit.total_seconds())
+    rank_consistency.set_time_limit(limit.total_seconds())
     return found
 
 
@@ -365,7 +365,7 @@ def check_exchanges(group, options, layout, is_padded):
     parallel = parallelize_module(make_layer(options), mesh_of(group), ContextParallel(layout))
     x = torch.randn(1, own_tokens(parallel.context, N).numel(), 32, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(x.shape[:2], dtype=torch.bool) if is_padded else None
-    with mock.patch.object(agreement, "_exchange_of", wraps=agreement._exchange_of) as exchanges:
+    with mock.patch.object(rank_consistency, "_checker_of", wraps=rank_consistency._checker_of) as exchanges:
         y = parallel(x, attention_mask=mask)
         of_forward = exchanges.call_count
         y.sum().backward()

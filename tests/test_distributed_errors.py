@@ -17,11 +17,11 @@ from torch import distributed as dist
 
 from fastmax.distributed import (
     Layout,
-    agreement,
     context_parallel_attention,
     context_parallel_flash_attention,
     contiguous_layout,
     exchanged_bytes,
+    rank_consistency,
     set_time_limit,
     states,
     tokens_before,
@@ -215,14 +215,14 @@ class _Group:
 
 
 def in_threads(groups: list[_Group], *wanted: object) -> list:
-    """Results of `agree` on each rank; an exception stands in place of the result."""
+    """Results of `check_consistency` on each rank; an exception stands in place of the result."""
 
     def ask(group: _Group, options: object) -> object:
         try:
             if isinstance(options, Exception):
-                with agreement.telling(group):
+                with rank_consistency.report_errors(group):
                     raise options
-            return agreement.agree(group, options, tokens=group.rank())
+            return rank_consistency.check_consistency(group, options, tokens=group.rank())
         except (ValueError, RuntimeError) as error:
             return str(error)
 
@@ -254,7 +254,7 @@ def test_an_option_that_one_rank_lacks_is_named():
 
 
 def test_threads_exchange_in_groups_of_their_own(monkeypatch):
-    monkeypatch.setattr(agreement, "_time_limit", timedelta(seconds=20))
+    monkeypatch.setattr(rank_consistency, "_time_limit", timedelta(seconds=20))
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_ranks = [master, dist.TCPStore("127.0.0.1", master.port, is_master=False)]
     groups = [[_Group(rank, 2, dist.PrefixStore(name, of_ranks[rank])) for rank in range(2)] for name in "ab"]

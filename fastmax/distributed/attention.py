@@ -17,10 +17,10 @@ from fastmax.core import validation
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, log_of_sums
 from fastmax.distributed import ring, states
-from fastmax.distributed.agreement import agree, described, digest, telling
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
 from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
+from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, report_errors
 from fastmax.eager.planner import choose_algorithm
 from fastmax.functional import autocast_qkv, fastmax_attention, flash_attention
 from fastmax.ops.merge import merge_attention
@@ -90,7 +90,7 @@ def context_parallel_attention(
         RuntimeError: a rank ended or did not come within `set_time_limit`; a second derivative.
     """
     group = _process_group(group)
-    with telling(group):
+    with report_errors(group):
         validation.check_flag("causal", causal)
         q, k, v = autocast_qkv(q, k, v)
         _check_tokens(q, k, v, causal)
@@ -167,7 +167,7 @@ def context_parallel_flash_attention(
     "Striped Attention", 2023 (arXiv:2311.09431), in stretches.
     """
     group = _process_group(group)
-    with telling(group):
+    with report_errors(group):
         validation.check_flag("causal", causal)
         validation.check_bool("return_lse", return_lse)
         q, k, v = autocast_qkv(q, k, v)
@@ -223,7 +223,7 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
         TypeError, ValueError, RuntimeError: as `context_parallel_attention`.
     """
     group = _process_group(group)
-    with telling(group):
+    with report_errors(group):
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor (batch, tokens, channels), got {validation.describe(x)}")
         validation.check_count("count", count)
@@ -345,7 +345,7 @@ def _agreed(
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
         "head_dim of v": v.shape[3], "giving a attention_mask": asked.mask is not None,
         "log_decay": None if asked.log_decay is None else "given",
-        "cu_seqlens": None if asked.cu_seqlens is None else described(asked.cu_seqlens),
+        "cu_seqlens": None if asked.cu_seqlens is None else describe_cu_seqlens(asked.cu_seqlens),
     }  # fmt: skip
     layout = _agreed_layout(group, layout, q.shape[2], options)
     validation.check_cu_seqlens(asked.cu_seqlens, q, k, layout.tokens)
@@ -356,7 +356,7 @@ def _agreed_layout(group: dist.ProcessGroup, layout: Layout | None, n: int, opti
     if group.size() == 1:
         return contiguous_layout((n,))
     options = options | {"layout": None if layout is None else digest(layout.stretches)}
-    counts = agree(group, {name: str(x) for name, x in options.items()}, n)
+    counts = check_consistency(group, {name: str(x) for name, x in options.items()}, n)
     return contiguous_layout(counts) if layout is None else layout
 
 

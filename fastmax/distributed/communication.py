@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fastmax.distributed.agreement import time_limit
+from fastmax.distributed.rank_consistency import time_limit
 
 # PyTorch 2.13 renames it; 2.11 has the old name alone.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -24,7 +24,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from fastmax.core import validation
-from fastmax.distributed.agreement import agree, described, digest, of_all_ranks, telling
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
@@ -32,6 +31,7 @@ from fastmax.distributed.attention import (
 )
 from fastmax.distributed.communication import gather
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
+from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, mark_reported, report_errors
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
 from fastmax.nn.self_attention import FastmaxSelfAttention
 from fastmax.nn.short_convolution import ShortConvolution
@@ -79,7 +79,7 @@ class Context:
 
     def _layout_given(self, tokens: int) -> Layout:
         held = self.layout.count(self.group.rank())
-        with telling(self.group):
+        with report_errors(self.group):
             if held != tokens:
                 raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
         return self.layout
@@ -87,7 +87,7 @@ class Context:
     def _layout_agreed(self, tokens: int, options: dict[str, str]) -> Layout:
         kind = digest(self.layout.stretches) if isinstance(self.layout, Layout) else self.layout
         options = {"function": "a layer", "layout": kind} | options
-        counts = (tokens,) if self.mesh.size() == 1 else agree(self.group, options, tokens)
+        counts = (tokens,) if self.mesh.size() == 1 else check_consistency(self.group, options, tokens)
         return self.layout if isinstance(self.layout, Layout) else _layout(self.layout, counts)
 
     @outside_of_compiled_code
@@ -100,7 +100,7 @@ class Context:
 
         @outside_of_compiled_code
         def tell(*arguments: object) -> object:
-            with telling(self.group):
+            with report_errors(self.group):
                 return check(*arguments)
 
         return tell
@@ -137,8 +137,8 @@ class Context:
             # Whatever the sizes of messages and the verdict on gaps depend on.
             options = {"function": "a layer with attention_mask", "layout": digest(layout.stretches)}
             options |= {"batch of x": str(mask.shape[0]), "device of x": mask.device.type}
-            options |= {"cu_seqlens": "None" if cu_seqlens is None else described(cu_seqlens)}
-            agree(self.group, options, mask.shape[1])
+            options |= {"cu_seqlens": "None" if cu_seqlens is None else describe_cu_seqlens(cu_seqlens)}
+            check_consistency(self.group, options, mask.shape[1])
         longest = max(layout.count(rank) for rank in range(layout.world))
         own = F.pad(mask.to(torch.uint8), (0, longest - mask.shape[1]))
         of_ranks = gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
@@ -192,7 +192,7 @@ class Context:
     def _attend(
         self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        with telling(self.group):
+        with report_errors(self.group):
             if not use_custom_gradient:
                 raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
             sharded_dispatch.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
@@ -232,7 +232,7 @@ def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
     expected = tuple(layout.count(rank) for rank in range(layout.world))
     if counts != expected:
         error = ValueError(f"ranks must hold {expected} tokens in a zigzag layout of {sum(counts)}, got {counts}")
-        raise of_all_ranks(error)
+        raise mark_reported(error)
     return layout
 
 

@@ -39,32 +39,32 @@ def time_limit() -> timedelta:
     return _time_limit
 
 
-def agree(group: dist.ProcessGroup, options: dict[str, str], tokens: int) -> tuple[int, ...]:
+def check_consistency(group: dist.ProcessGroup, options: dict[str, str], tokens: int) -> tuple[int, ...]:
     """Returns the tokens of each rank, if all ranks ask for the same options.
 
     Raises:
         ValueError: they do not, on every rank.
         RuntimeError: a rank did not come within the time limit, on every rank that did, and on that rank if it comes later.
     """
-    return _exchange_of(group).agree({"options": options, "tokens": tokens})
+    return _checker_of(group).check({"options": options, "tokens": tokens})
 
 
-def of_all_ranks(error: Exception) -> Exception:
-    """Returns the error, which every rank raises, with a mark that `telling` has no rank to tell."""
-    error.fastmax_told = True
+def mark_reported(error: Exception) -> Exception:
+    """Returns the error, which every rank raises, with a mark that `report_errors` has no rank to tell."""
+    error.fastmax_reported = True
     return error
 
 
 @contextmanager
-def telling(group: dist.ProcessGroup) -> Iterator[None]:
-    """Tells the other ranks, which wait in `agree`, of an error in what this rank was given. An error that all ranks raise, or
+def report_errors(group: dist.ProcessGroup) -> Iterator[None]:
+    """Tells the other ranks, which wait in `check_consistency`, of an error in what this rank was given. An error that all ranks raise, or
     that they have been told, passes."""
     try:
         yield
     except (TypeError, ValueError) as error:
-        if group.size() > 1 and not getattr(error, "fastmax_told", False):
-            of_all_ranks(error)
-            _exchange_of(group).refuse(f"{type(error).__name__}: {error}")
+        if group.size() > 1 and not getattr(error, "fastmax_reported", False):
+            mark_reported(error)
+            _checker_of(group).refuse(f"{type(error).__name__}: {error}")
         raise
 
 
@@ -72,7 +72,7 @@ def digest(x: object) -> str:
     return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
 
 
-def described(cu_seqlens: Tensor) -> str:
+def describe_cu_seqlens(cu_seqlens: Tensor) -> str:
     """Values, too, where that does not make a device wait."""
     text = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device.type}"
     if cu_seqlens.device.type != "cpu":
@@ -81,7 +81,7 @@ def described(cu_seqlens: Tensor) -> str:
     return f"{text} {values if cu_seqlens.numel() <= _SHORT else digest(values)}"
 
 
-class _Exchange:
+class _Checker:
     """Exchanges of arguments in a group, each with a number that all ranks count alike."""
 
     def __init__(self, group: dist.ProcessGroup):
@@ -95,12 +95,12 @@ class _Exchange:
         self._written: list[str] = []  # keys of this rank that others may still read
         self._lock = Lock()
 
-    def agree(self, wanted: dict) -> tuple[int, ...]:
+    def check(self, wanted: dict) -> tuple[int, ...]:
         with self._lock, self._naming_a_lost_store():
             number = self._next()
             verdict = self._collect(number, wanted) if self._rank == 0 else self._ask(number, wanted)
         if "error" in verdict:
-            raise of_all_ranks((RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}"))
+            raise mark_reported((RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}"))
         return tuple(verdict["tokens"])
 
     def refuse(self, message: str) -> None:
@@ -202,14 +202,14 @@ class _Exchange:
             ) from error
 
 
-_of_group: WeakKeyDictionary[dist.ProcessGroup, _Exchange] = WeakKeyDictionary()
+_of_group: WeakKeyDictionary[dist.ProcessGroup, _Checker] = WeakKeyDictionary()
 _making = Lock()
 
 
-def _exchange_of(group: dist.ProcessGroup) -> _Exchange:
+def _checker_of(group: dist.ProcessGroup) -> _Checker:
     with _making:
         if group not in _of_group:
-            _of_group[group] = _Exchange(group)
+            _of_group[group] = _Checker(group)
         return _of_group[group]
 
 
