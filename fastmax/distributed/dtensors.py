@@ -28,7 +28,7 @@ def attend(attention: Callable[..., Result], arguments: dict[str, object]) -> Re
                 f"{name} must be a DTensor, as {distributed} is, got a torch.Tensor: of the same values on every rank it is "
                 f"DTensor.from_local({name}, mesh, [Replicate()] * mesh.ndim)"
             )
-    # The same errors on all ranks, before one of them computes: global shapes, no values.
+    # Checks the global shapes first, so that all ranks raise the same errors before any of them computes.
     attention(**{name: _without_values(x) for name, x in tensors.items()}, **options)
     if options.get("dropout") and "drop_noise" not in tensors:
         raise TypeError("dropout of DTensors needs drop_noise, a DTensor: ranks would draw numbers of their own, got None")
