@@ -1,7 +1,8 @@
 """Asynchronous collectives on torch.distributed.
 
-Each function starts a collective and returns a `Pending`, whose `wait` returns the result.
-The caller can compute between the two: collectives run on a separate stream on GPUs, and on a separate thread on CPUs.
+Each function starts a collective and returns a `Pending`, whose `wait` returns the result. The
+caller can compute between the two: collectives run on a separate stream on GPUs, and on a separate thread on
+CPUs.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def all_to_all(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def scatter_rows(what: str, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Pending:
-    """Sends `sent[r]` consecutive rows of x (rows, ...) to rank r. The result concatenates `received[r]` rows of each rank r."""
+    """Sends `sent[r]` consecutive rows of x (rows, ...) to rank r, and receives `received[r]` rows from rank r."""
     x = x.contiguous()
     out = x.new_empty(sum(received), *x.shape[1:])
     return _started(what, group, x, out, lambda: [dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)])
