@@ -94,7 +94,7 @@ def context_parallel_attention(
         score = validation.check_score(temperature, a0, a1, a2, p)
         kind = validation.check_normalize(normalize, lim)
         if kind == "sequence":
-            raise ValueError(f'normalize must be False or "token", got {normalize!r}: it looks at all ranks\' tokens')
+            raise ValueError(f'normalize must be False or "token", got {normalize!r}: "sequence" needs the tokens of all ranks')
         dropout = validation.check_not_negative("dropout", dropout)
         validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
         validation.check_rpe_name(rpe_matrix, "its rows would be those of the whole sequence")
@@ -292,7 +292,9 @@ class _Keys(NamedTuple):
 
 def _process_group(group: Group) -> dist.ProcessGroup:
     if not dist.is_initialized():
-        raise RuntimeError("fastmax.distributed needs torch.distributed.init_process_group, or torchrun's, before it")
+        raise RuntimeError(
+            "fastmax.distributed needs an initialized process group: call torch.distributed.init_process_group first"
+        )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group must be a one-dimensional DeviceMesh, got one of {group.ndim}: pick one, mesh['cp']")
@@ -307,7 +309,7 @@ def _process_group(group: Group) -> dist.ProcessGroup:
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
     validation.check_qkv(q, k, v, causal)
     if q.dim() != 4:
-        raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) where tokens are spread over ranks, got {q.dim()}-d")
+        raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
 
@@ -327,7 +329,7 @@ def _check_layout(layout: object, group: dist.ProcessGroup, n: int) -> Layout | 
         return None
     layout = layout if isinstance(layout, Layout) else Layout(layout)
     if layout.world != group.size():
-        raise ValueError(f"layout must have the parts of {group.size()} ranks, got those of {layout.world}")
+        raise ValueError(f"layout must be for {group.size()} ranks, got one for {layout.world}")
     if layout.count(group.rank()) != n:
         raise ValueError(f"q must have the {layout.count(group.rank())} tokens that layout[{group.rank()}] holds, got {n}")
     return layout
@@ -342,7 +344,7 @@ def _agreed(
     options = options | {
         "causal": bool(asked.causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
-        "head_dim of v": v.shape[3], "giving a attention_mask": asked.mask is not None,
+        "head_dim of v": v.shape[3], "presence of attention_mask": asked.mask is not None,
         "log_decay": None if asked.log_decay is None else "given",
         "cu_seqlens": None if asked.cu_seqlens is None else describe_cu_seqlens(asked.cu_seqlens),
     }  # fmt: skip

@@ -118,6 +118,6 @@ def _named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         yield
     except RuntimeError as error:  # errors of torch.distributed are RuntimeErrors
         raise RuntimeError(
-            f"fastmax.distributed: the exchange of {what} failed on rank {group.rank()} of {group.size()}: a rank has ended or "
-            f"raised an error, or did not come within the time limit ({error})"
+            f"fastmax.distributed: the exchange of {what} failed on rank {group.rank()} of {group.size()}: a rank has exited "
+            f"or raised an error, or did not join within the time limit ({error})"
         ) from error

@@ -62,7 +62,7 @@ class Context:
         if not (isinstance(layout, Layout) or (isinstance(layout, str) and layout in _KINDS)):
             raise ValueError(f'layout must be "contiguous", "zigzag" or a Layout, got {validation.describe(layout)}')
         if isinstance(layout, Layout) and layout.world != mesh.size():
-            raise ValueError(f"layout must have the parts of the mesh's {mesh.size()} ranks, got those of {layout.world}")
+            raise ValueError(f"layout must be for the {mesh.size()} ranks of the mesh, got one for {layout.world}")
         self.mesh, self.layout = mesh, layout
 
     @property
@@ -197,15 +197,15 @@ class Context:
     ) -> Tensor | tuple[Tensor, Tensor]:
         with report_errors(self.group):
             if not use_custom_gradient:
-                raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
+                raise ValueError(
+                    "use_custom_gradient=False is not supported with context parallelism: autograd cannot record collectives"
+                )
             sharded_dispatch.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
             if not isinstance(q, Tensor):
                 raise TypeError(f"q must be a torch.Tensor, got {validation.describe(q)}")
             validation.check_dense("q", q)
             if q.dim() != 4:
-                raise ValueError(
-                    f"q must be 4-d (batch, heads, tokens, head_dim) where tokens are spread over ranks, got {q.dim()}-d"
-                )
+                raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
         # For contiguous ranges, the call itself exchanges the numbers of tokens.
         layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2])
         with sharded_dispatch.entered(None):
@@ -269,7 +269,8 @@ class ContextParallel(ParallelStyle):
         layers = [layer for layer in module.modules() if isinstance(layer, (FastmaxSelfAttention, FASTMultiHeadAttention))]
         if not layers:
             raise TypeError(
-                f"ContextParallel is of FastmaxSelfAttention or FASTMultiHeadAttention, got {type(module).__name__} without one"
+                "ContextParallel needs a FastmaxSelfAttention or FASTMultiHeadAttention, got "
+                f"{type(module).__name__} without one"
             )
         for layer in layers:
             layer.context = context
@@ -307,15 +308,15 @@ def context_parallel(
     """
     context = Context(mesh, layout)
     if len(buffers) != len(buffer_seq_dims):
-        raise ValueError(f"buffer_seq_dims must be as many as buffers, got {len(buffer_seq_dims)} and {len(buffers)}")
+        raise ValueError(f"buffer_seq_dims must have one dimension per buffer, got {len(buffer_seq_dims)} for {len(buffers)}")
     for i, x in enumerate(buffers):
         if not isinstance(x, Tensor) or x.requires_grad:
             raise TypeError(f"buffers[{i}] must be a tensor without gradient, got {validation.describe(x)}")
         if not x.is_contiguous():
-            raise ValueError(f"buffers[{i}] must be contiguous, to be written over: pass a copy, got strides {x.stride()}")
+            raise ValueError(f"buffers[{i}] must be contiguous to be resized in place: pass a copy, got strides {x.stride()}")
     for x in no_restore_buffers:
         if not any(x is buffer for buffer in buffers):
-            raise ValueError("no_restore_buffers must be some of buffers")
+            raise ValueError("no_restore_buffers must be a subset of buffers")
     parts = [context.own(x, dim) for x, dim in zip(buffers, buffer_seq_dims, strict=True)]
     whole = [None if any(x is y for y in no_restore_buffers) else x.clone() for x in buffers]
     _write(buffers, parts)

@@ -55,14 +55,14 @@ class Layout:
         for rank, parts in enumerate(_sequence("layout", self.stretches)):
             own = [_stretch(f"layout[{rank}][{i}]", x) for i, x in enumerate(_sequence(f"layout[{rank}]", parts))]
             if any(b < a for (_, a), (b, _) in pairwise(own)):
-                raise ValueError(f"layout[{rank}] must rise, a rank holds its parts in the order of the sequence, got {own}")
+                raise ValueError(f"layout[{rank}] must be in ascending order, got {own}")
             stretches.append(tuple((start, stop) for start, stop in own if start < stop))
         object.__setattr__(self, "stretches", tuple(stretches))
         at = 0
         for part in self.parts:
             if part.start != at:
-                what = "has no" if part.start > at else "has more than one"
-                raise ValueError(f"layout must hold every token once, but {what} place for token {min(at, part.start)}")
+                what = "misses" if part.start > at else "repeats"
+                raise ValueError(f"layout must hold every token once, but it {what} token {min(at, part.start)}")
             at = part.stop
 
     @property
@@ -154,7 +154,7 @@ def zigzag_layout(tokens: int, world: int) -> Layout:
 
 def _sequence(name: str, value: object) -> Sequence:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        accepted = "for every rank a sequence of stretches (start, stop)"
+        accepted = "for every rank a sequence of ranges (start, stop)"
         raise TypeError(f"{name} must be a sequence ({accepted}), got {validation.describe(value)}")
     return value
 
@@ -162,5 +162,5 @@ def _sequence(name: str, value: object) -> Sequence:
 def _stretch(name: str, value: object) -> tuple[int, int]:
     pair = tuple(_sequence(name, value))
     if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in pair) or not 0 <= pair[0] <= pair[1]:
-        raise ValueError(f"{name} must be a stretch (start, stop), 0 <= start <= stop, got {validation.describe(value)}")
+        raise ValueError(f"{name} must be a range (start, stop), 0 <= start <= stop, got {validation.describe(value)}")
     return pair

@@ -149,8 +149,8 @@ class _Checker:
             verdict = json.loads(self._store.get(key))
         else:
             late = (
-                f"rank 0 of {self._world} did not come within {_time_limit} to compare arguments with {self._rank}: it has "
-                "ended, or calls with other arguments (or set_time_limit is too short)"
+                f"rank 0 of {self._world} did not call within {_time_limit} to compare arguments with {self._rank}: it has "
+                "exited, or calls with other arguments (or set_time_limit is too short)"
             )
             verdict = self._decide(number, {"error": late, "late": True})
         if verdict["by"] == 0:  # then rank 0 has read the keys of this rank
@@ -164,7 +164,7 @@ class _Checker:
                 return self._refused(rank, wanted["error"])
         for rank, wanted in enumerate(came):
             if wanted is None:
-                error = f"rank {rank} of {self._world} did not come within {_time_limit}: it has ended, or calls with other "
+                error = f"rank {rank} of {self._world} did not call within {_time_limit}: it has exited, or calls with other "
                 return {"error": error + "arguments", "late": True}
         first = came[0]["options"]
         for rank, wanted in enumerate(came):
@@ -213,7 +213,7 @@ class _Checker:
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"fastmax.distributed: the store of the process group does not answer on rank {self._rank} of {self._world}: "
-                f"the process that holds it has ended ({error})"
+                f"the process that holds it has exited ({error})"
             ) from error
 
 

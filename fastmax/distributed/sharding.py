@@ -121,8 +121,8 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
     for name in written:
         if tensors[name].placements != division.placements(name):
             raise ValueError(
-                f"{name}, which is written over, must lie as {division.placements(name)} (batch or heads in even parts, as all "
-                f"that is written), got {tensors[name].placements}: redistribute it"
+                f"{name}, which is modified in place, must have placements {division.placements(name)} (batch or heads in even "
+                f"shards), got {tensors[name].placements}: redistribute it"
             )
     return division
 

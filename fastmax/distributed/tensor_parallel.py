@@ -27,9 +27,9 @@ class TensorParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, FastmaxSelfAttention):
-            raise TypeError(f"TensorParallel is of a FastmaxSelfAttention, got {type(module).__name__}")
+            raise TypeError(f"TensorParallel needs a FastmaxSelfAttention, got {type(module).__name__}")
         if device_mesh.ndim != 1:
-            raise ValueError(f"TensorParallel takes a mesh of one dimension, got {device_mesh}")
+            raise ValueError(f"TensorParallel needs a one-dimensional mesh, got {device_mesh}")
         ranks = device_mesh.size()
         if module.num_kv_heads % ranks != 0:
             raise ValueError(f"num_kv_heads must be a multiple of the mesh's {ranks} ranks, got {module.num_kv_heads}")
