@@ -66,7 +66,7 @@ def as_rank(rank: int, world: int):
     import torch.testing._internal.distributed.fake_pg  # noqa: F401, registers "fake", the backend of groups without messages
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
-    agreed = mock.patch.object(attention, "agree", lambda group, options, tokens: (tokens,) * world)
+    agreed = mock.patch.object(attention, "check_consistency", lambda group, options, tokens: (tokens,) * world)
     # Buffers whose content no other rank would read are read by this one, so they must hold numbers.
     like = states._like
     unread = mock.patch.object(states, "_like", lambda *of_call: _numbers(like(*of_call)))

@@ -447,9 +447,9 @@ def distributed(results: Results) -> str:
         "(b, h, n, d)": lambda row: row["case"],
         "one GPU, ms": lambda row: f"{results.median('distributed', case=row['case'], provider='one GPU'):.3g}",
         "two GPUs, ms": lambda row: f"{row['median']:.3g}",
-        "of one GPU's rate": lambda row: f"{_work_of_rank(row) / row['of_peer']:.1%}",
-        "at least": at_least,
-        "MB received by a GPU": lambda row: f"{int(row['note'].split(' bytes received')[0]) / 1e6:.1f}",
+        "rate per GPU": lambda row: f"{_work_of_rank(row) / row['of_peer']:.1%}",
+        "target": at_least,
+        "MB received": lambda row: f"{int(row['note'].split(' bytes received')[0]) / 1e6:.1f}",
     }
     return by_columns(results.rows("distributed", provider="2 GPUs", mode="fwd+bwd"), columns, results.rows("distributed"))
 
@@ -462,7 +462,7 @@ def ranks_alone(results: Results) -> str:
         numbers = [row["median"] / (1 if one["mode"] == "fwd+bwd" else 1024) for row in (one, *ranks)]
         rate = f"{_work_of_rank(one) * numbers[0] / max(numbers):.1%}" if one["mode"] == "fwd+bwd" else ""
         lines.append([one["case"], *(f"{x:.3g}" for x in numbers), "ms" if one["mode"] == "fwd+bwd" else "GiB", rate])
-    header = ["(b, h, n, d)", "one GPU", "first of two ranks", "last", "", "of one GPU's rate"]
+    header = ["(b, h, n, d)", "one GPU", "rank 0", "rank 1", "", "rate per GPU"]
     return table(header, lines, results.rows("ranks_alone"))
 
 
@@ -487,13 +487,13 @@ def exchange(results: Results) -> str:
         layout = contiguous_layout([tokens] * world)
         received = sum(exchanged_bytes(layout, kv_heads=heads, head_dim=d))
         gathered = 2 * (world - 1) * heads * _state_bytes(d, 2)
-        way = "all states" if received == gathered else "shares"
+        collective = "all-gather" if received == gathered else "all-to-all"
         times = [received / rate * 1e3 for rate in _LINKS.values()]
         shares = [f"{x:.2f} ms, {x / ms:.1%}" for x in times]
         least = " / ".join(rounded(20 * x / ms * tokens) for x in times)
-        lines.append([str(world), way, f"{received / 1e6:.1f}", *shares, least])
-    header = ["GPUs", "exchange", "MB received by a GPU, fwd + bwd", *(f"at {name}, of {ms:.1f} ms" for name in _LINKS)]
-    return table([*header, "tokens a GPU at which it is 5%"], lines)
+        lines.append([str(world), collective, f"{received / 1e6:.1f}", *shares, least])
+    header = ["GPUs", "collective", "MB received", *(f"at {name}, of {ms:.1f} ms" for name in _LINKS)]
+    return table([*header, "tokens per GPU for 5%"], lines)
 
 
 def ring_hides(results: Results) -> str:

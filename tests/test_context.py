@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastmax import FASTMultiHeadAttention, fastmax_attention, flash_attention
 from fastmax.decoding import init_state, prefill
-from fastmax.distributed import ContextParallel, Layout, TensorParallel, agreement, context_parallel
+from fastmax.distributed import ContextParallel, Layout, TensorParallel, context_parallel, rank_consistency
 from fastmax.distributed.context import Context
 from fastmax.distributed.layout import contiguous_layout
 from fastmax.prepare import sharded_dispatch
@@ -344,11 +344,11 @@ def call_otherwise(case: str, differs: bool, mesh) -> None:
 def check_in_step(group, case):
     mesh = mesh_of(group)
     layer = parallelize_module(make_layer(LAYERS["defaults"]), mesh, ContextParallel())
-    x, limit = torch.randn(1, 4, 32, dtype=torch.float64), agreement.time_limit()
-    agreement.set_time_limit(30.0)
+    x, limit = torch.randn(1, 4, 32, dtype=torch.float64), rank_consistency.time_limit()
+    rank_consistency.set_time_limit(30.0)
     found = messages([lambda: call_otherwise(case, group.rank() == 1, mesh)])[0]
     assert layer(x).shape == x.shape
-    agreement.set_time_limit(limit.total_seconds())
+    rank_consistency.set_time_limit(limit.total_seconds())
     return found
 
 
@@ -392,7 +392,7 @@ def check_exchanges(group, options, layout, is_padded):
     parallel = parallelize_module(make_layer(options), mesh_of(group), ContextParallel(layout))
     x = torch.randn(1, own_tokens(parallel.context, N).numel(), 32, dtype=torch.float64, requires_grad=True)
     mask = torch.ones(x.shape[:2], dtype=torch.bool) if is_padded else None
-    with mock.patch.object(agreement, "_exchange_of", wraps=agreement._exchange_of) as exchanges:
+    with mock.patch.object(rank_consistency, "_checker_of", wraps=rank_consistency._checker_of) as exchanges:
         y = parallel(x, attention_mask=mask)
         of_forward = exchanges.call_count
         y.sum().backward()
@@ -448,18 +448,18 @@ def test_refuses_by_name():
     check_messages(
         check_refusals,
         'layout must be "contiguous", "zigzag" or a Layout',
-        "ContextParallel is of FastmaxSelfAttention or FASTMultiHeadAttention, got Linear without one",
-        "layout must have the parts of the mesh's 2 ranks, got those of 3",
+        "ContextParallel needs a FastmaxSelfAttention or FASTMultiHeadAttention, got Linear without one",
+        "layout must be for the 2 ranks of the mesh, got one for 3",
         "state is of sequences that one rank has as a whole",
         "state is of sequences that one rank has as a whole",
         "attention_mask of a context parallel layer must leave the real tokens of each sequence together",
         "attention_mask of a context parallel layer must leave the real tokens of each sequence together",
-        "use_custom_gradient=False has no context parallel form",
+        "use_custom_gradient=False is not supported with context parallelism",
         "x must have the ",
         "ranks must hold (5, 5) tokens in a zigzag layout of 10, got (3, 7)",
         "decoding is of sequences that one rank has as a whole",
         'normalize must be False or "token"',
-        "buffer_seq_dims must be as many as buffers, got 0 and 1",
-        "no_restore_buffers must be some of buffers",
+        "buffer_seq_dims must have one dimension per buffer, got 0 for 1",
+        "no_restore_buffers must be a subset of buffers",
         "buffers[0] must be contiguous",
     )

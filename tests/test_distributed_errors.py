@@ -17,11 +17,11 @@ from torch import distributed as dist
 
 from fastmax.distributed import (
     Layout,
-    agreement,
     context_parallel_attention,
     context_parallel_flash_attention,
     contiguous_layout,
     exchanged_bytes,
+    rank_consistency,
     set_time_limit,
     states,
     tokens_before,
@@ -63,7 +63,7 @@ DIFFERENT = {
     "temperature": ({}, {"temperature": 2.0}, "score must be the same on all ranks"),
     "algorithm": ({}, {"algorithm": "quadratic"}, "algorithm .* got linear on rank 0 and quadratic on rank 1"),
     "window": ({"exact_window": 3}, {}, "exact_window .* got 3 on rank 0 and 0 on rank 1"),
-    "mask": ({}, {"attention_mask": torch.ones(1, 6, dtype=torch.bool)}, "giving a attention_mask .* got False on rank 0"),
+    "mask": ({}, {"attention_mask": torch.ones(1, 6, dtype=torch.bool)}, "presence of attention_mask .* got False on rank 0"),
     "decay": ({"log_decay": torch.zeros(1, 2, 6)}, {}, "log_decay .* got given on rank 0 and None on rank 1"),
     "dropout": ({"dropout": 0.5}, {"dropout": 0.25}, "dropout must be the same on all ranks, got 0.5 on rank 0 and 0.25"),
     "sequences": (
@@ -92,7 +92,7 @@ REFUSED = {
     "sequence": ({"normalize": "sequence"}, "normalize must be False or .token."),
     "a matrix": ({"rpe_matrix": torch.zeros(11, 4)}, "rpe_matrix must be .sinusoidal. or None"),
     "tokens": ({"layout": [[(0, 7)], [(7, 14)]]}, "q must have the 7 tokens that layout.[01]. holds, got 6"),
-    "world": ({"layout": [[(0, 6)]]}, "layout must have the parts of 2 ranks, got those of 1"),
+    "world": ({"layout": [[(0, 6)]]}, "layout must be for 2 ranks, got one for 1"),
     "a type": ({"cu_seqlens": [0, 12]}, "cu_seqlens must be an int32 tensor"),
 }
 
@@ -144,25 +144,27 @@ def test_a_rank_that_does_not_come_or_ends_is_named(mortal):
     started = time.monotonic()
     mortal.start(limited, {}, {}, ranks=[0])
     (error,) = mortal.results()
-    with pytest.raises(RankError, match="rank 1 of 2 did not come within 0:00:02: it has ended, or calls with other arguments"):
+    with pytest.raises(
+        RankError, match="rank 1 of 2 did not call within 0:00:02: it has exited, or calls with other arguments"
+    ):
         raise error
     mortal.start(limited, {}, {}, ranks=[1])  # finds what rank 0 said
     (error,) = mortal.results()
-    with pytest.raises(RankError, match="rank 1 of 2 did not come within 0:00:02"):
+    with pytest.raises(RankError, match="rank 1 of 2 did not call within 0:00:02"):
         raise error
     assert mortal.run(attend, {}, {}) == [[1.0] * 6] * 2  # they are in step again
     mortal.start(limited, {}, {}, ranks=[1])
     (error,) = mortal.results()
-    with pytest.raises(RankError, match="rank 0 of 2 did not come within 0:00:02 to compare arguments with 1: it has ended"):
+    with pytest.raises(RankError, match="rank 0 of 2 did not call within 0:00:02 to compare arguments with 1: it has exited"):
         raise error
     mortal.start(limited, {}, {}, ranks=[0])  # rank 1 has given up
     (error,) = mortal.results()
-    with pytest.raises(RankError, match="rank 0 of 2 did not come within 0:00:02"):
+    with pytest.raises(RankError, match="rank 0 of 2 did not call within 0:00:02"):
         raise error
     assert mortal.run(attend, {}, {}) == [[1.0] * 6] * 2
     mortal.start(ending, {}, {})
     errors = mortal.results(ranks=[0])
-    with pytest.raises(RankError, match="the exchange of states failed on rank 0 of 2: a rank has ended"):
+    with pytest.raises(RankError, match="the exchange of states failed on rank 0 of 2: a rank has exited"):
         raise errors[0]
     assert time.monotonic() - started < 50.0
 
@@ -215,14 +217,14 @@ class _Group:
 
 
 def in_threads(groups: list[_Group], *wanted: object) -> list:
-    """Results of `agree` on each rank; an exception stands in place of the result."""
+    """Results of `check_consistency` on each rank; an exception stands in place of the result."""
 
     def ask(group: _Group, options: object) -> object:
         try:
             if isinstance(options, Exception):
-                with agreement.telling(group):
+                with rank_consistency.report_errors(group):
                     raise options
-            return agreement.agree(group, options, tokens=group.rank())
+            return rank_consistency.check_consistency(group, options, tokens=group.rank())
         except (ValueError, RuntimeError) as error:
             return str(error)
 
@@ -254,7 +256,7 @@ def test_an_option_that_one_rank_lacks_is_named():
 
 
 def test_threads_exchange_in_groups_of_their_own(monkeypatch):
-    monkeypatch.setattr(agreement, "_time_limit", timedelta(seconds=20))
+    monkeypatch.setattr(rank_consistency, "_time_limit", timedelta(seconds=20))
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     of_ranks = [master, dist.TCPStore("127.0.0.1", master.port, is_master=False)]
     groups = [[_Group(rank, 2, dist.PrefixStore(name, of_ranks[rank])) for rank in range(2)] for name in "ab"]
@@ -282,13 +284,13 @@ def test_without_a_group_the_error_says_what_is_missing():
 @pytest.mark.parametrize(
     ("stretches", "message"),
     [
-        ([[(0, 3)], [(4, 6)]], "has no place for token 3"),
-        ([[(0, 3)], [(2, 6)]], "has more than one place for token 2"),
-        ([[(1, 3)]], "has no place for token 0"),
-        ([[(3, 6), (0, 3)]], r"layout\[0\] must rise"),
-        ([[(0, 3, 6)]], r"layout\[0\]\[0\] must be a stretch"),
-        ([[(3, 0)]], r"layout\[0\]\[0\] must be a stretch"),
-        ([[(0, 1.5)]], r"layout\[0\]\[0\] must be a stretch"),
+        ([[(0, 3)], [(4, 6)]], "misses token 3"),
+        ([[(0, 3)], [(2, 6)]], "repeats token 2"),
+        ([[(1, 3)]], "misses token 0"),
+        ([[(3, 6), (0, 3)]], r"layout\[0\] must be in ascending order"),
+        ([[(0, 3, 6)]], r"layout\[0\]\[0\] must be a range"),
+        ([[(3, 0)]], r"layout\[0\]\[0\] must be a range"),
+        ([[(0, 1.5)]], r"layout\[0\]\[0\] must be a range"),
         ([3], r"layout\[0\] must be a sequence"),
         ("zigzag", "layout must be a sequence"),
     ],

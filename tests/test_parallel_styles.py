@@ -166,7 +166,7 @@ def check_refusals(group):
 def test_refuses_by_name():
     check_messages(
         check_refusals,
-        "TensorParallel is of a FastmaxSelfAttention, got Linear",
+        "TensorParallel needs a FastmaxSelfAttention, got Linear",
         "num_kv_heads must be a multiple of the mesh's 2 ranks, got 1",
         "qkv_proj must return 96 channels",
         "qkv_proj must be a torch.Tensor here, got a DTensor: heads are divided",

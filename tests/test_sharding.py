@@ -283,7 +283,7 @@ def test_refuses_by_name():
         "attention_mask must have shape (4, 9), got (3, 9)",
         "v must be a DTensor, as others of fastmax::flash_forward are",
         "q must be a torch.Tensor here, got a DTensor: decoding",
-        "values, which is written over, must lie as (Replicate(),)",
+        "values, which is modified in place, must have placements (Replicate(),)",
         "k must be on the mesh of q",
     )
 

@@ -7,7 +7,6 @@ if not _distributed.is_available():
 
 from fastmax.distributed import dtensors as _dtensors
 from fastmax.distributed import sharding as _sharding  # noqa: F401, registers the DTensor rules of operators
-from fastmax.distributed.agreement import set_time_limit
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
@@ -15,6 +14,7 @@ from fastmax.distributed.attention import (
 )
 from fastmax.distributed.context import Context, ContextParallel, context_parallel
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
+from fastmax.distributed.rank_consistency import set_time_limit
 from fastmax.distributed.tensor_parallel import TensorParallel
 from fastmax.distributed.traffic import exchanged_bytes
 from fastmax.prepare import sharded_dispatch as _sharded_dispatch

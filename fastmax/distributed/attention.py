@@ -1,5 +1,4 @@
-"""`context_parallel_attention` and `context_parallel_flash_attention`: attention whose tokens are spread over the ranks of a
-group."""
+"""Context parallel attention functions: the tokens of a sequence are sharded over the ranks of a process group."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from fastmax.core import validation
 from fastmax.core.call import Call
 from fastmax.core.score import Score, Softmax, log_of_sums
 from fastmax.distributed import ring, states
-from fastmax.distributed.agreement import agree, described, digest, telling
 from fastmax.distributed.carries import Carries
 from fastmax.distributed.halo import around, halo
 from fastmax.distributed.layout import Layout, Part, Spread, contiguous_layout
+from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, report_errors
 from fastmax.eager.planner import choose_algorithm
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.ops.merge import merge_attention
@@ -58,27 +57,25 @@ def context_parallel_attention(
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastmax_attention` of a sequence whose tokens are spread over the ranks of a group: each calls it with its own and gets
-    their outputs, and in the backward their gradients.
+    """Computes `fastmax_attention` of a sequence whose tokens are sharded over the ranks of a process group.
 
-    The linear algorithm exchanges states, whose size does not depend on the number of tokens; the quadratic one sends keys and
-    values around the ring of ranks. Both wait for the other ranks in the forward and in the backward, so every rank has to run
-    both, in the same order of calls.
+    Each rank passes its own tokens and gets their outputs, and in the backward their gradients. The linear algorithm exchanges
+    states, whose size does not depend on the number of tokens. The quadratic algorithm is ring attention. All ranks must run
+    the forward and the backward of the same calls in the same order.
 
     Args:
-        q: (b, h, n, d), the n tokens of this rank; dtypes as in `fastmax_attention`.
+        q: (b, h, n, d), the n local tokens; dtypes as in `fastmax_attention`.
         k: (b, hk, n, d), h a multiple of hk.
         v: (b, hk, n, dv).
         group: process group, or a one-dimensional DeviceMesh; None: the default group.
-        layout: which tokens each rank holds, the same on all ranks: a `Layout`, or for each rank its stretches (start, stop) of
-            global tokens, such as `zigzag_layout` gives. None: rank r holds the r-th stretch, of as many tokens as it passes;
-            ranks exchange these numbers in every call.
-        attention_mask: bool (b, n), of this rank's tokens, on all ranks or none.
-        drop_noise: of this rank's output. When None it is drawn from the rank's own generator.
+        layout: which tokens each rank holds, the same on all ranks: a `Layout`, or for each rank its ranges (start, stop) of
+            global tokens. None: rank r holds the r-th range, of as many tokens as it passes.
+        attention_mask: bool (b, n) of the local tokens; given on all ranks or on none.
+        drop_noise: noise of the local output. None: drawn from the generator of this rank.
         rpe_matrix: None or "sinusoidal".
         normalize: False or "token".
-        log_decay: (b, hk, n), of this rank's tokens.
-        cu_seqlens: int32 (s + 1,), of the whole sequence, the same on all ranks.
+        log_decay: (b, hk, n) of the local tokens.
+        cu_seqlens: int32 (s + 1,) of the whole sequence, the same on all ranks.
         causal, dropout, temperature, a0, a1, a2, lim, p, algorithm, exact_window, return_lse: as in `fastmax_attention`, the
             same on all ranks. "auto" chooses by the length of the whole sequence.
 
@@ -86,18 +83,18 @@ def context_parallel_attention(
         o (b, h, n, dv) in q's dtype; with `return_lse` also lse (b, h, n).
 
     Raises:
-        TypeError, ValueError: naming the argument, on all ranks that call; also where ranks differ in options.
-        RuntimeError: a rank ended or did not come within `set_time_limit`; a second derivative.
+        TypeError, ValueError: naming the argument, on all ranks that call; also if options differ between ranks.
+        RuntimeError: a rank exited or did not call within `set_time_limit`; a second derivative was requested.
     """
     group = _process_group(group)
-    with telling(group):
+    with report_errors(group):
         validation.check_flag("causal", causal)
         q, k, v = cast_for_autocast(q, k, v)
         asked = _check_tensors(q, k, v, causal, attention_mask, log_decay, cu_seqlens)
         score = validation.check_score(temperature, a0, a1, a2, p)
         kind = validation.check_normalize(normalize, lim)
         if kind == "sequence":
-            raise ValueError(f'normalize must be False or "token", got {normalize!r}: it looks at all ranks\' tokens')
+            raise ValueError(f'normalize must be False or "token", got {normalize!r}: "sequence" needs the tokens of all ranks')
         dropout = validation.check_not_negative("dropout", dropout)
         validation.check_drop_noise(drop_noise, dropout, q, v.shape[-1])
         validation.check_rpe_name(rpe_matrix, "its rows would be those of the whole sequence")
@@ -142,14 +139,15 @@ def context_parallel_flash_attention(
     group: Group = None,
     layout: Layout | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`flash_attention` (softmax) of a sequence whose tokens are spread over the ranks of a group, by ring attention: keys and
-    values travel from rank to rank while queries attend to those that are there.
+    """Computes `flash_attention` (softmax) of a sequence whose tokens are sharded over the ranks of a process group.
 
-    Causal, ranks have the same work with `layout=zigzag_layout(tokens, world)`; contiguous ones wait for the last.
+    Uses ring attention: keys and values are sent from rank to rank while each rank attends to those it has received. With a
+    window, ranks exchange only the tokens next to each part. For causal attention, `layout=zigzag_layout(tokens, world)` gives
+    all ranks the same work; with contiguous parts the last rank has the most.
 
     Args:
-        q, k, v: (b, h, n, d), (b, hk, n, d), (b, hk, n, dv), the n tokens of this rank.
-        window: bounded on both sides, or on the left when causal: then the tokens around each part are all that is sent.
+        q, k, v: (b, h, n, d), (b, hk, n, d), (b, hk, n, dv), the n local tokens.
+        window: None, or bounded on both sides, or on the left if causal.
         attention_mask, log_decay, cu_seqlens, group, layout: as in `context_parallel_attention`.
         causal, scale, return_lse: as in `flash_attention`.
 
@@ -157,13 +155,13 @@ def context_parallel_flash_attention(
         o (b, h, n, dv) in q's dtype; with `return_lse` also lse (b, h, n).
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `context_parallel_attention`.
+        TypeError, ValueError, RuntimeError: as in `context_parallel_attention`.
 
-    Method: Liu et al., "Ring Attention with Blockwise Transformers", 2023 (arXiv:2310.01889); zigzag as in Brandon et al.,
-    "Striped Attention", 2023 (arXiv:2311.09431), in stretches.
+    Method: Liu et al., "Ring Attention with Blockwise Transformers", 2023 (arXiv:2310.01889). The zigzag layout balances work
+    like Brandon et al., "Striped Attention", 2023 (arXiv:2311.09431), but with contiguous ranges.
     """
     group = _process_group(group)
-    with telling(group):
+    with report_errors(group):
         validation.check_flag("causal", causal)
         validation.check_bool("return_lse", return_lse)
         q, k, v = cast_for_autocast(q, k, v)
@@ -202,23 +200,24 @@ def context_parallel_flash_attention(
 
 @outside_of_compiled_code
 def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout | None = None) -> tuple[Tensor, ...]:
-    """For each part of this rank the tokens before it, which other ranks hold: what a causal convolution needs. Differentiable;
-    every rank has to call it, and run its backward.
+    """Returns the `count` tokens before each local part, which other ranks hold. A causal convolution needs them.
+
+    Differentiable. All ranks must call it and run its backward.
 
     Args:
-        x: (b, n, c), the n tokens of this rank; any floating dtype.
-        count: how many, >= 1.
+        x: (b, n, c), the n local tokens; any floating dtype.
+        count: number of tokens, >= 1.
         group, layout: as in `context_parallel_attention`.
 
     Returns:
-        (b, count, c) for each part, zeros where the sequence has no token; for a rank without parts one of no tokens,
-        (b, 0, c), through which its backward runs.
+        (b, count, c) for each part, zeros before the start of the sequence. On a rank without parts, one tensor (b, 0, c),
+        which keeps the rank in the backward.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `context_parallel_attention`.
+        TypeError, ValueError, RuntimeError: as in `context_parallel_attention`.
     """
     group = _process_group(group)
-    with telling(group):
+    with report_errors(group):
         if not isinstance(x, Tensor) or x.dim() != 3 or not x.is_floating_point():
             raise TypeError(f"x must be a floating-point tensor (batch, tokens, channels), got {validation.describe(x)}")
         validation.check_count("count", count)
@@ -232,7 +231,7 @@ def tokens_before(x: Tensor, count: int, *, group: Group = None, layout: Layout 
 
 
 class _Asked(NamedTuple):
-    """What accompanies q, k and v, of this rank but for cu_seqlens."""
+    """The arguments of a call beside q, k and v. `cu_seqlens` is global, the tensors are local."""
 
     causal: bool
     mask: Tensor | None
@@ -241,15 +240,15 @@ class _Asked(NamedTuple):
 
 
 class _Surrounded(NamedTuple):
-    """A part's tokens, those before and those behind them."""
+    """Keys, values, mask and decays of a part with its halo."""
 
     k: Tensor  # (b, hk, before + n + behind, d)
     v: Tensor
-    mask: Tensor | None  # bool (b, before + n + behind); with any around the part, False where there is no token
-    log_decay: Tensor | None  # (b, hk, before + n + behind), 0 where there is none
+    mask: Tensor | None  # bool (b, before + n + behind); False outside the sequence; never None with a halo
+    log_decay: Tensor | None  # (b, hk, before + n + behind), 0 outside the sequence
 
     def narrow(self, first: int, count: int) -> _Surrounded:
-        if count == self.k.shape[2]:  # the gradient of a view is written into zeros, though it be of the whole
+        if count == self.k.shape[2]:  # a view would cost a copy into zeros in the backward
             return self
         return self._each(lambda x, dim: x.narrow(dim, first, count))
 
@@ -264,11 +263,11 @@ _TOKEN_DIMENSIONS = (2, 2, 1, 2)
 
 
 class _Keys(NamedTuple):
-    """Of this rank."""
+    """Keys of this rank, part by part."""
 
     parts: list[_Surrounded]
-    none: _Surrounded  # no token, for ranks without parts, whose gradients others may wait for
-    own: _Surrounded | None = None  # the tokens of all parts, where there is nothing around them
+    none: _Surrounded  # zero tokens; connects the graph of a rank without parts, whose gradients others may wait for
+    own: _Surrounded | None = None  # all local tokens, if there is no halo
 
     def each(self, function: Callable[[_Surrounded], _Surrounded]) -> _Keys:
         return self._replace(parts=[function(x) for x in self.parts])
@@ -288,7 +287,9 @@ class _Keys(NamedTuple):
 
 def _process_group(group: Group) -> dist.ProcessGroup:
     if not dist.is_initialized():
-        raise RuntimeError("fastmax.distributed needs torch.distributed.init_process_group, or torchrun's, before it")
+        raise RuntimeError(
+            "fastmax.distributed needs an initialized process group: call torch.distributed.init_process_group first"
+        )
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(f"group must be a one-dimensional DeviceMesh, got one of {group.ndim}: pick one, mesh['cp']")
@@ -311,7 +312,7 @@ def _check_tensors(
 ) -> _Asked:
     validation.check_tensors(q, k, v, causal, mask, log_decay)
     if q.dim() != 4:
-        raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) where tokens are spread over ranks, got {q.dim()}-d")
+        raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"k and v must have q's number of tokens {q.shape[2]}, got {k.shape[2]}")
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
@@ -324,7 +325,7 @@ def _check_layout(layout: object, group: dist.ProcessGroup, n: int) -> Layout | 
         return None
     layout = layout if isinstance(layout, Layout) else Layout(layout)
     if layout.world != group.size():
-        raise ValueError(f"layout must have the parts of {group.size()} ranks, got those of {layout.world}")
+        raise ValueError(f"layout must be for {group.size()} ranks, got one for {layout.world}")
     if layout.count(group.rank()) != n:
         raise ValueError(f"q must have the {layout.count(group.rank())} tokens that layout[{group.rank()}] holds, got {n}")
     return layout
@@ -333,15 +334,15 @@ def _check_layout(layout: object, group: dist.ProcessGroup, n: int) -> Layout | 
 def _agreed(
     group: dist.ProcessGroup, layout: Layout | None, q: Tensor, k: Tensor, v: Tensor, asked: _Asked, options: dict
 ) -> Layout:
-    """The layout, once it is known that all ranks ask for the same."""
+    """Checks that all ranks pass the same options, tensor shapes and dtypes. Returns the layout."""
     tensors = {"q": q, "k": k, "v": v, "log_decay": asked.log_decay}
     grads = [name for name, x in tensors.items() if x is not None and x.requires_grad] if torch.is_grad_enabled() else []
     options = options | {
         "causal": bool(asked.causal), "dtype of q": q.dtype, "device of q": q.device.type, "tensors with gradients": grads,
         "batch of q": q.shape[0], "heads of q": q.shape[1], "heads of k": k.shape[1], "head_dim of q": q.shape[3],
-        "head_dim of v": v.shape[3], "giving a attention_mask": asked.mask is not None,
+        "head_dim of v": v.shape[3], "presence of attention_mask": asked.mask is not None,
         "log_decay": None if asked.log_decay is None else "given",
-        "cu_seqlens": None if asked.cu_seqlens is None else described(asked.cu_seqlens),
+        "cu_seqlens": None if asked.cu_seqlens is None else describe_cu_seqlens(asked.cu_seqlens),
     }  # fmt: skip
     layout = _agreed_layout(group, layout, q.shape[2], options)
     validation.check_cu_seqlens(asked.cu_seqlens, q, k, layout.tokens)
@@ -352,12 +353,12 @@ def _agreed_layout(group: dist.ProcessGroup, layout: Layout | None, n: int, opti
     if group.size() == 1:
         return contiguous_layout((n,))
     options = options | {"layout": None if layout is None else digest(layout.stretches)}
-    counts = agree(group, {name: str(x) for name, x in options.items()}, n)
+    counts = check_consistency(group, {name: str(x) for name, x in options.items()}, n)
     return contiguous_layout(counts) if layout is None else layout
 
 
 def _algorithm(name: str, q: Tensor, k: Tensor, v: Tensor, tokens: int, asked: _Asked, exact_window: int, score: Score) -> str:
-    """ "linear" or "quadratic", by what all ranks know."""
+    """Returns "linear" or "quadratic", chosen from arguments that are the same on all ranks."""
     if asked.cu_seqlens is not None:
         if not asked.causal and exact_window == 0:
             return validation.algorithm_without_state(name)
@@ -381,7 +382,7 @@ def _positions(parts: tuple[Part, ...], device: torch.device) -> Positions:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score, algorithm: str, window: int
 ) -> tuple[Tensor, Tensor]:
-    """Output and log of the sums of weights."""
+    """Returns the output and the log of the denominators."""
     if window == 0:
         if asked.causal:
             return _of_earlier_keys(q, _surrounded(k, v, asked, spread, 0, 0), asked, spread, score, algorithm)()
@@ -392,7 +393,7 @@ def _attend(
     behind = 0 if asked.causal else window
     surrounded = _surrounded(k, v, asked, spread, window, behind)
     far = [_of_earlier_keys(q, surrounded, asked, spread, score, algorithm, window)]
-    if not asked.causal:  # the keys behind are those before in the reversed sequence
+    if not asked.causal:  # later keys are earlier keys of the reversed sequence
         n, cu_seqlens = spread.layout.tokens, asked.cu_seqlens
         turned = asked._replace(cu_seqlens=None if cu_seqlens is None else (n - cu_seqlens).flip(0))
         mirrored = spread._replace(layout=spread.layout.mirrored())
@@ -414,10 +415,13 @@ def _of_earlier_keys(
     algorithm: str = "quadratic",
     window: int = 0,
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Starts attention to the keys at least `window` tokens before each query, so many of which every part has before its own;
-    what it returns gives the output and the log of the sums of weights.
+    """Starts causal attention to the keys at least `window` tokens before each query.
 
-    This is causal attention over a stream in which the keys come `window` tokens late: query i stands beside key i - `window`.
+    This is causal attention with keys shifted by `window` tokens: query i is at the position of key i - `window`. `surrounded`
+    must have `window` tokens before each part.
+
+    Returns:
+        A function that finishes the call and returns the output and the log of the denominators.
     """
     keys, first_keys, between = [], [], []
     for x, part in zip(surrounded.parts, spread.parts, strict=True):
@@ -449,7 +453,7 @@ def _of_earlier_keys(
         if between:
             faded = torch.cat(between, dim=2).to(lse.dtype)
             faded = faded.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-            lse = torch.where(lse == -torch.inf, lse, lse + faded)  # no far key: what is between is not looked at
+            lse = torch.where(lse == -torch.inf, lse, lse + faded)  # keeps -inf where no global key is visible
         return o, lse
 
     return finish
@@ -458,7 +462,7 @@ def _of_earlier_keys(
 def _of_all_keys(
     q: Tensor, k: Tensor, v: Tensor, asked: _Asked, spread: Spread, score: Score | Softmax
 ) -> tuple[Tensor, Tensor]:
-    """Output and log of the sums of weights, not causal, by the ring."""
+    """Non-causal ring attention. Returns the output and the log of the denominators."""
     ranges = None
     if asked.cu_seqlens is not None:
         of_parts = [_sequences(asked.cu_seqlens, part) for part in spread.parts]
@@ -471,12 +475,14 @@ def _of_all_keys(
 def _in_window(
     q: Tensor, surrounded: _Keys, asked: _Asked, spread: Spread, score: Softmax, left: int, right: int
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of each part to the `left` tokens before a query, the query's own, and the `right` behind it: all of
-    them surround the part."""
+    """Softmax attention to the `left` tokens before each query, its own position, and the `right` tokens after it.
+
+    `surrounded` must have these tokens as the halo of each part. Returns the output and the log-sum-exp.
+    """
     pieces = []
     for x, part in zip(surrounded.parts, spread.parts, strict=True):
         of_part, m = q[:, :, part.local], x.k.shape[2]
-        # Operators count from the last key: from there the window ends where the query stands, or before.
+        # Operators align the last query with the last key: query i with the key `right` tokens after it, where the window ends.
         call = Call(score, causal=right == 0, left=left + right, right=-1 if right == 0 else 0, attention_mask=x.mask)
         first = end = None
         if x.log_decay is not None:
@@ -489,7 +495,7 @@ def _in_window(
             first = begin if first is None else torch.maximum(first, begin)
         call = call._replace(first_key=first, end_key=None if call.causal else end)
         pieces.append(ops.attention(of_part, x.k, x.v, call))
-    if not pieces:  # in the graph of what others send gradients to
+    if not pieces:  # stays connected to the halo, whose backward is a collective
         o = q[..., :1].expand(*q.shape[:3], surrounded.none.v.shape[3])
         o = sum((x.sum().to(o.dtype) for x in surrounded.none if x is not None and x.is_floating_point()), o)
         return o, o[..., 0].to(eager.compute_dtype(q.dtype))
@@ -497,7 +503,7 @@ def _in_window(
 
 
 def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: Spread, before: int, behind: int) -> _Keys:
-    """The tokens of each part of this rank with so many around them."""
+    """Returns the keys of each local part with a halo of `before` and `behind` tokens."""
     wide = eager.compute_dtype(k.dtype)
     mask, decay = asked.mask, None if asked.log_decay is None else asked.log_decay.to(wide)
     if before + behind == 0:
@@ -517,7 +523,7 @@ def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: Spread, before: int
             is_there = is_there & (around(given[0], mask_halo, *at).squeeze(1) > 0)
         x_decay = None if decay is None else around(given[1], decay_halo, *at)
         parts.append(_Surrounded(around(k, k_halo, *at), around(v, v_halo, *at), is_there, x_decay))
-    # Joined to what came for no part, which is nothing.
+    # Concatenated with the empty halo, so that its backward runs on this rank too.
     none = _Surrounded(
         *(None if x is None else torch.cat([x[:, :, :0], of_x[:, :, :0]], dim=2) for x, of_x in ((k, k_halo), (v, v_halo))),
         torch.ones(k.shape[0], 0, dtype=torch.bool, device=k.device),
@@ -527,7 +533,7 @@ def _surrounded(k: Tensor, v: Tensor, asked: _Asked, spread: Spread, before: int
 
 
 def _sequences(cu_seqlens: Tensor, part: Part) -> tuple[Tensor, Tensor]:
-    """int64 (n,) twice: where the sequence of each token of a part begins and ends."""
+    """Returns the start and the end of the packed sequence of each token of a part, int64 (n,) each."""
     tokens = torch.arange(part.start, part.stop, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     sequence = sequence_at(cu_seqlens, tokens)
     return cu_seqlens[sequence].long(), cu_seqlens[sequence + 1].long()

@@ -1,4 +1,4 @@
-"""What is left of the keys of earlier parts: how much they fade over each part, and where they are forgotten."""
+"""Decay and resets across parts: how much each part decays the keys before it, and which keys a query can still see."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from fastmax.distributed.layout import Layout
 
 
 class Carries:
-    """Of every part of the layout, in the order of the sequence, known to all ranks once they are asked for."""
+    """Total decay and last reset of every part of the layout, in sequence order, all-gathered to all ranks.
+
+    The constructor starts the all-gather; the first access waits for it.
+    """
 
     def __init__(
         self, k: Tensor, log_decay: Tensor | None, first_keys: tuple[Tensor, ...], layout: Layout, group: dist.ProcessGroup
     ):
-        """Starts the exchange.
+        """Starts the all-gather.
 
         Args:
-            k: (b, hk, n, d), of the tokens of this rank.
+            k: (b, hk, n, d), the local keys.
             log_decay: (b, hk, n), finite.
-            first_keys: int (b, hk, tokens) for each part of this rank: the first key of the part that a query sees, -1 where it
-                sees those before the part too.
+            first_keys: int (b, hk, tokens) for each local part: the first key of the part that a query sees; -1 if it also sees
+                keys before the part.
         """
         self._layout = layout
         own = layout.of(group.rank())
@@ -38,7 +41,7 @@ class Carries:
         self._numbers: Tensor | None = None
 
     def _of_parts(self) -> Tensor:
-        """(parts, 2, b, hk)."""
+        """Returns (parts, 2, b, hk): sum of log decays; global index of the first visible key after a reset, or -1."""
         if self._numbers is None:
             came = self._pending.wait()
             places = [(part.rank, self._layout.of(part.rank).index(part)) for part in self._layout.parts]
@@ -47,15 +50,15 @@ class Carries:
 
     @cached_property
     def factors(self) -> Tensor:
-        """(parts, b * hk, 1), float64: what is left behind a part of a state before it."""
+        """Factor (parts, b * hk, 1), float64, by which each part decays a state before it; 0 if the part resets it."""
         totals, forgets = self._of_parts().unbind(1)
         return torch.where(forgets >= 0, 0.0, totals.exp()).flatten(1).unsqueeze(-1)
 
     def between(self, first: int, last: int) -> Tensor:
-        """(b, hk), float64: the sum of the decays of the parts from one place to before another, without what forgets."""
+        """Returns the sum of the log decays of parts `first` to `last - 1`, (b, hk) in float64. Resets are ignored."""
         return self._of_parts()[first:last, 0].sum(0)
 
     def forgotten(self, place: int) -> Tensor:
-        """(b, hk), float64: the first token that is seen behind the parts before this one; -1: all are."""
+        """Returns the first token before part `place` that is visible to it, (b, hk) in float64; -1 if all are visible."""
         numbers = self._of_parts()
         return numbers[:place, 1].amax(0) if place > 0 else torch.full_like(numbers[0, 1], -1.0)

@@ -1,6 +1,8 @@
-"""Messages between the ranks of a group, by torch.distributed: started here, waited for where they are needed.
+"""Asynchronous collectives on torch.distributed.
 
-Whoever starts one may compute until it waits: on GPUs messages have a stream of their own, on the CPU a thread.
+Each function starts a collective and returns a `Pending`, whose `wait` returns the result. The
+caller can compute between the two: collectives run on a separate stream on GPUs, and on a separate thread on
+CPUs.
 """
 
 from __future__ import annotations
@@ -14,23 +16,24 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from fastmax.distributed.agreement import time_limit
+from fastmax.distributed.rank_consistency import time_limit
 
-# PyTorch 2.13 renames it; 2.11 has the old name alone.
+# Renamed in PyTorch 2.13; 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Pending:
-    """What comes, once `wait` returns it; keeps what is sent alive until then."""
+    """A collective in progress. Holds a reference to the sent tensor until `wait`."""
 
     def __init__(self, what: str, group: dist.ProcessGroup, works: Sequence[dist.Work], sent: Tensor, result: Tensor):
         self._what, self._group, self._works, self._sent, self._result = what, group, works, sent, result
 
     def wait(self) -> Tensor:
+        """Returns the received tensor."""
         with _named(self._what, self._group):
             for work in self._works:
                 if self._result.is_cuda:
-                    work.wait()  # of the current stream, not of this thread
+                    work.wait()  # blocks the current stream, not this thread
                 else:
                     work.wait(time_limit())
         self._works, self._sent = (), None
@@ -38,20 +41,22 @@ class Pending:
 
 
 class Earlier(NamedTuple):
-    """A place in the current stream from which on a message may travel that is started later. What it fills was made before:
-    memory that is free by then may be in use from there on."""
+    """An event after which a deferred collective may start, and the tensor it fills.
 
-    event: torch.cuda.Event | None  # None on CPUs, which start at once
+    The tensor must be allocated before the event: memory allocated later may still be in use by work queued after the event.
+    """
+
+    event: torch.cuda.Event | None  # None on CPUs: the collective starts immediately
     into: Tensor
 
 
 def room(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """What `gather` fills."""
+    """Returns an empty tensor for the result of `gather`."""
     return x.new_empty(group.size() * x.shape[0], *x.shape[1:]) if x.dim() else x.new_empty(group.size())
 
 
 def gather(what: str, x: Tensor, group: dist.ProcessGroup, earlier: Earlier | None = None) -> Pending:
-    """x of every rank, (ranks, ...); of one shape."""
+    """All-gathers x, which has the same shape on all ranks. The result is (ranks, ...)."""
     x = x.contiguous()
     out = room(x, group) if earlier is None else earlier.into
     result = out.view(group.size(), *x.shape)
@@ -69,27 +74,29 @@ def gather(what: str, x: Tensor, group: dist.ProcessGroup, earlier: Earlier | No
 
 @lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where nothing runs: it waits for what messages of another stream wait for."""
+    """Returns a stream that only waits for events, so that a collective started on it waits for nothing else."""
     return torch.cuda.Stream(device)
 
 
 def all_to_all(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:
-    """x (ranks, ...), a row for each rank -> a row of each rank."""
+    """Sends row r of x (ranks, ...) to rank r. The result holds one row from each rank."""
     x = x.contiguous()
     out = torch.empty_like(x)
     return _started(what, group, x, out, lambda: [dist.all_to_all_single(out, x, group=group, async_op=True)])
 
 
 def scatter_rows(what: str, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Pending:
-    """x (rows, ...): the first `sent[0]` rows to rank 0 and so on -> `received[0]` rows of rank 0, and so on."""
+    """Sends `sent[r]` consecutive rows of x (rows, ...) to rank r, and receives `received[r]` rows from rank r."""
     x = x.contiguous()
     out = x.new_empty(sum(received), *x.shape[1:])
     return _started(what, group, x, out, lambda: [dist.all_to_all_single(out, x, received, sent, group=group, async_op=True)])
 
 
 def pass_on(what: str, x: Tensor, expected: int, group: dist.ProcessGroup, tag: int) -> Pending:
-    """x (elements,) to the next rank -> that of the one before, of `expected` elements. What has none is not sent. Messages
-    with other tags may be under way."""
+    """Ring send and receive: sends x (elements,) to the next rank and receives `expected` elements from the previous one.
+
+    Empty messages are not sent. Messages with different tags can be in progress at the same time.
+    """
     rank, world = group.rank(), group.size()
     x, out = x.contiguous(), x.new_empty(expected)
     todo = []
@@ -109,8 +116,8 @@ def _started(what: str, group: dist.ProcessGroup, x: Tensor, out: Tensor, start:
 def _named(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # torch.distributed's own are of this kind
+    except RuntimeError as error:  # errors of torch.distributed are RuntimeErrors
         raise RuntimeError(
-            f"fastmax.distributed: the exchange of {what} failed on rank {group.rank()} of {group.size()}: a rank has ended or "
-            f"raised an error, or did not come within the time limit ({error})"
+            f"fastmax.distributed: the exchange of {what} failed on rank {group.rank()} of {group.size()}: a rank has exited "
+            f"or raised an error, or did not join within the time limit ({error})"
         ) from error

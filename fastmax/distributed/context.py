@@ -1,11 +1,10 @@
 """Context parallel modules: `ContextParallel`, a style for `parallelize_module`, and `context_parallel`, a context manager.
 
-Either has a `Context`, which knows the tokens of this rank, take the place of what looks at other tokens in
-`FastmaxSelfAttention` (positions, convolution, attention) and of the attention functions.
+Both create a `Context`, which replaces every operation of `FastmaxSelfAttention` that involves several tokens (positions,
+convolution, attention), and the attention functions.
 
-`torch.distributed.tensor.experimental.context_parallel` cannot be extended to other attention: it exchanges
-`torch.nn.functional.scaled_dot_product_attention`, by name, and its ring is a table of ATen's attention operators in a private
-module. `context_parallel` here is used as it is.
+`context_parallel` has the interface of `torch.distributed.tensor.experimental.context_parallel`. That function cannot be
+extended: it replaces `torch.nn.functional.scaled_dot_product_attention` by name, and dispatches its ring by a private table.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.nn import functional as F
 
 from fastmax.core import validation
-from fastmax.distributed.agreement import agree, described, digest, of_all_ranks, telling
 from fastmax.distributed.attention import (
     context_parallel_attention,
     context_parallel_flash_attention,
@@ -32,6 +30,7 @@ from fastmax.distributed.attention import (
 )
 from fastmax.distributed.communication import gather
 from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
+from fastmax.distributed.rank_consistency import check_consistency, describe_cu_seqlens, digest, mark_reported, report_errors
 from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
 from fastmax.nn.self_attention import FastmaxSelfAttention
 from fastmax.nn.short_convolution import ShortConvolution
@@ -44,12 +43,12 @@ _OF_RANKS = {"fastmax_attention": context_parallel_attention, "flash_attention":
 
 
 class Context:
-    """The tokens of a rank among those of a group.
+    """A mesh and the layout of a sequence over its ranks.
 
     Args:
-        mesh: of one dimension.
-        layout: "contiguous": rank r holds the r-th stretch, of as many tokens as it has, which ranks exchange in every call;
-            "zigzag": as `zigzag_layout` of all tokens; or a `Layout`.
+        mesh: a one-dimensional mesh.
+        layout: "contiguous": rank r holds the r-th range of the sequence, of any length; "zigzag": the ranges of
+            `zigzag_layout`; or a `Layout`.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -63,7 +62,7 @@ class Context:
         if not (isinstance(layout, Layout) or (isinstance(layout, str) and layout in _KINDS)):
             raise ValueError(f'layout must be "contiguous", "zigzag" or a Layout, got {validation.describe(layout)}')
         if isinstance(layout, Layout) and layout.world != mesh.size():
-            raise ValueError(f"layout must have the parts of the mesh's {mesh.size()} ranks, got those of {layout.world}")
+            raise ValueError(f"layout must be for the {mesh.size()} ranks of the mesh, got one for {layout.world}")
         self.mesh, self.layout = mesh, layout
 
     @property
@@ -72,14 +71,14 @@ class Context:
 
     @outside_of_compiled_code
     def layout_of(self, tokens: int) -> Layout:
-        """Where this rank has so many."""
+        """Returns the layout, given the number of local tokens. Without a fixed `Layout`, this is a rank consistency check."""
         if isinstance(self.layout, Layout):
             return self._layout_given(tokens)
         return self._layout_agreed(tokens, {})
 
     def _layout_given(self, tokens: int) -> Layout:
         held = self.layout.count(self.group.rank())
-        with telling(self.group):
+        with report_errors(self.group):
             if held != tokens:
                 raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
         return self.layout
@@ -87,58 +86,62 @@ class Context:
     def _layout_agreed(self, tokens: int, options: dict[str, str]) -> Layout:
         kind = digest(self.layout.stretches) if isinstance(self.layout, Layout) else self.layout
         options = {"function": "a layer", "layout": kind} | options
-        counts = (tokens,) if self.mesh.size() == 1 else agree(self.group, options, tokens)
+        counts = (tokens,) if self.mesh.size() == 1 else check_consistency(self.group, options, tokens)
         return self.layout if isinstance(self.layout, Layout) else _layout(self.layout, counts)
 
     @outside_of_compiled_code
     def of_one_forward(self, options: dict[str, object]) -> Context:
-        """Returns the context for one forward of a layer, in which ranks agree once on the layout and the layer's options."""
+        """Returns a context for one forward of a layer, which checks the layout and the layer's options across ranks once."""
         return _OfOneForward(self.mesh, self.layout, options)
 
     def telling(self, check: Callable) -> Callable:
-        """Returns the check, whose errors the other ranks are told."""
+        """Wraps a check so that the other ranks raise its errors too."""
 
         @outside_of_compiled_code
         def tell(*arguments: object) -> object:
-            with telling(self.group):
+            with report_errors(self.group):
                 return check(*arguments)
 
         return tell
 
     @outside_of_compiled_code
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """(n,) int64, where they stand in the whole sequence."""
+        """Returns the global positions of the local tokens, int64 (n,)."""
         parts = self.layout_of(tokens).of(self.group.rank())
         pieces = [torch.arange(part.start, part.stop, device=device) for part in parts]
         return torch.cat(pieces) if pieces else torch.arange(0, device=device)
 
     @outside_of_compiled_code
     def convolve(self, convolution: ShortConvolution, x: Tensor, places: Tensor | None) -> Tensor:
-        """(b, n, channels), each part of this rank behind the tokens before it; `places` as in `ShortConvolution`."""
+        """Applies a causal convolution to x (b, n, channels), with the tokens before each part received from other ranks.
+
+        `places` is as in `ShortConvolution`.
+        """
         layout = self.layout_of(x.shape[1])
         before = tokens_before(x, convolution.width - 1, group=self.group, layout=layout)
         pieces = []
         for part, recent in zip(layout.of(self.group.rank()), before, strict=False):
             of_part = None if places is None else places[part.local]
             pieces.append(convolution(x[:, part.local], recent, of_part)[0])
-        # Without parts, what came for none: this rank's backward takes part in the exchange of the others.
+        # A rank without parts returns `before`, so that it takes part in the backward's collective.
         return torch.cat(pieces or (convolution(x)[0], *before), dim=1)
 
     @outside_of_compiled_code
     def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Raise on all ranks where padding stands between real tokens of a sequence, on whichever ranks they are: it would
-        count in positions, windows and the convolution. Every rank has to call it. `mask` is bool (b, n), True = real.
+        """Raises an error on all ranks if a sequence has padding between real tokens, which would count as positions.
+
+        All ranks must call it. `mask` is bool (b, n) of the local tokens, True = real token.
 
         Raises:
-            ValueError: it does; on a GPU, where values are not looked at, an assertion of the device.
+            ValueError: there is such padding. On a GPU, a device-side assertion fails instead.
         """
         layout = self.layout_of(mask.shape[1])
         if layout.world > 1:
-            # Whatever the sizes of messages and the verdict on gaps depend on.
+            # Everything that determines the message sizes and the result.
             options = {"function": "a layer with attention_mask", "layout": digest(layout.stretches)}
             options |= {"batch of x": str(mask.shape[0]), "device of x": mask.device.type}
-            options |= {"cu_seqlens": "None" if cu_seqlens is None else described(cu_seqlens)}
-            agree(self.group, options, mask.shape[1])
+            options |= {"cu_seqlens": "None" if cu_seqlens is None else describe_cu_seqlens(cu_seqlens)}
+            check_consistency(self.group, options, mask.shape[1])
         longest = max(layout.count(rank) for rank in range(layout.world))
         own = F.pad(mask.to(torch.uint8), (0, longest - mask.shape[1]))
         of_ranks = gather("padding of a layer", own, self.group).wait() if layout.world > 1 else own.unsqueeze(0)
@@ -146,7 +149,7 @@ class Context:
         for rank in range(layout.world):
             for part in layout.of(rank):
                 real[:, part.start : part.stop] = of_ranks[rank][:, part.local].bool()
-        begins = real.clone()  # a run of real tokens
+        begins = real.clone()  # first tokens of runs of real tokens
         begins[:, 1:] &= ~real[:, :-1]
         if cu_seqlens is None:
             runs = begins.sum(1)
@@ -166,7 +169,7 @@ class Context:
             raise ValueError(message)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """Of a whole sequence, the tokens of this rank: a tensor of its own."""
+        """Returns a copy of the local tokens of x, which holds the whole sequence in dimension `dim`."""
         tokens, group = x.shape[dim], self.group
         layout = self.layout
         if layout == "zigzag":
@@ -181,29 +184,29 @@ class Context:
 
     @property
     def attentions(self) -> tuple[Callable, Callable]:
-        """In the places of `fastmax_attention` and `flash_attention`."""
+        """The context parallel forms of `fastmax_attention` and `flash_attention`."""
         return tuple(partial(self._attend, attention) for attention in _OF_RANKS.values())
 
     def call(self, attention: Callable, arguments: dict) -> Tensor | tuple[Tensor, Tensor]:
-        """A call of one of the two."""
+        """Runs `fastmax_attention` or `flash_attention` on the local tokens."""
         return self._attend(_OF_RANKS[attention.__name__], **arguments)
 
     @outside_of_compiled_code
     def _attend(
         self, attention: Callable, q: Tensor, k: Tensor, v: Tensor, use_custom_gradient: bool = True, **options: Any
     ) -> Tensor | tuple[Tensor, Tensor]:
-        with telling(self.group):
+        with report_errors(self.group):
             if not use_custom_gradient:
-                raise ValueError("use_custom_gradient=False has no context parallel form: autograd would record the exchange")
+                raise ValueError(
+                    "use_custom_gradient=False is not supported with context parallelism: autograd cannot record collectives"
+                )
             sharded_dispatch.refuse("a context is of the tokens that a rank has, as local tensors", q=q, k=k, v=v)
             if not isinstance(q, Tensor):
                 raise TypeError(f"q must be a torch.Tensor, got {validation.describe(q)}")
             validation.check_dense("q", q)
             if q.dim() != 4:
-                raise ValueError(
-                    f"q must be 4-d (batch, heads, tokens, head_dim) where tokens are spread over ranks, got {q.dim()}-d"
-                )
-        # Without a layout the call itself exchanges the tokens of contiguous stretches.
+                raise ValueError(f"q must be 4-d (batch, heads, tokens, head_dim) with context parallelism, got {q.dim()}-d")
+        # For contiguous ranges, the call itself exchanges the numbers of tokens.
         layout = None if self.layout == "contiguous" else self.layout_of(q.shape[2])
         with sharded_dispatch.entered(None):
             return attention(q, k, v, group=self.group, layout=layout, **options)
@@ -232,30 +235,28 @@ def _layout(kind: str, counts: tuple[int, ...]) -> Layout:
     expected = tuple(layout.count(rank) for rank in range(layout.world))
     if counts != expected:
         error = ValueError(f"ranks must hold {expected} tokens in a zigzag layout of {sum(counts)}, got {counts}")
-        raise of_all_ranks(error)
+        raise mark_reported(error)
     return layout
 
 
 class ContextParallel(ParallelStyle):
-    """Spreads the tokens of a `FastmaxSelfAttention` or `FASTMultiHeadAttention`, or of all of them in a module, over a mesh.
+    """Shards the tokens of every `FastmaxSelfAttention` and `FASTMultiHeadAttention` in a module over a mesh.
 
         parallelize_module(model, mesh, {"blocks.*.attn": ContextParallel()})
 
-    Each rank passes the tokens that it has of each sequence, x (b, n of the rank, embed_dim), and gets theirs. Positions,
-    convolution, decays, windows and `cu_seqlens`, which is of the whole sequence and the same on all ranks, reach over ranks;
-    `attention_mask` is of the rank's tokens. It may mark padding on the left and on the right of a sequence; padding between
-    real tokens is refused. Softmax layers send keys and values around the ring. Every rank has to run each forward and
-    backward, in one order. There is no state with it: generation is a matter of one rank.
+    Each rank passes its local tokens x (b, n, embed_dim) and gets their outputs. Positions, convolutions, decays and windows
+    extend across ranks. `cu_seqlens` covers the whole sequence and is the same on all ranks. `attention_mask` covers the local
+    tokens; padding must be on the left or right of a sequence. All ranks must run the forwards and backwards in the same
+    order. Decoding states are not supported.
 
-    Gradients of weights are those of a rank's tokens: sum them over the ranks, if the loss is a sum over tokens or divided by
-    the tokens of all ranks.
+    The weight gradients of a rank are those of its local tokens. Sum them over ranks if the loss is a sum over tokens, or is
+    divided by the number of tokens of all ranks.
 
     Args:
-        layout: which tokens a rank holds: "contiguous", "zigzag" (in which ranks have the same work in softmax layers), or a
-            `Layout`.
+        layout: "contiguous", "zigzag" (balances softmax layers), or a `Layout`.
 
     Raises:
-        TypeError: there is no such layer in the module.
+        TypeError: the module contains no such layer.
         ValueError: the mesh has more than one dimension.
     """
 
@@ -268,7 +269,8 @@ class ContextParallel(ParallelStyle):
         layers = [layer for layer in module.modules() if isinstance(layer, (FastmaxSelfAttention, FASTMultiHeadAttention))]
         if not layers:
             raise TypeError(
-                f"ContextParallel is of FastmaxSelfAttention or FASTMultiHeadAttention, got {type(module).__name__} without one"
+                "ContextParallel needs a FastmaxSelfAttention or FASTMultiHeadAttention, got "
+                f"{type(module).__name__} without one"
             )
         for layer in layers:
             layer.context = context
@@ -284,36 +286,37 @@ def context_parallel(
     no_restore_buffers: Collection[Tensor] = (),
     layout: str | Layout = "contiguous",
 ) -> Iterator[None]:
-    """Spreads the tokens of all that this thread runs inside over a mesh: `fastmax_attention`, `flash_attention` and the layers
-    made of them. It is used as `torch.distributed.tensor.experimental.context_parallel`, which does so for PyTorch's attention.
+    """Context manager that shards the tokens of attention functions and layers over a mesh.
+
+    It applies to `fastmax_attention`, `flash_attention` and the layers built on them. The interface follows
+    `torch.distributed.tensor.experimental.context_parallel`.
 
     Args:
-        mesh: of one dimension.
-        buffers: tensors of whole sequences, the same on all ranks: inputs, targets, positions. Inside they hold the tokens of
-            this rank, in place.
-        buffer_seq_dims: which of their dimensions is that of the tokens.
-        no_restore_buffers: those of `buffers` that need not be whole again behind it.
+        mesh: a one-dimensional mesh.
+        buffers: tensors that hold whole sequences, such as inputs and targets, the same on all ranks. Inside the block they
+            hold the local tokens, in place.
+        buffer_seq_dims: the token dimension of each buffer.
+        no_restore_buffers: those of `buffers` that are not restored at the end of the block.
         layout: as in `ContextParallel`.
 
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Other threads have contexts of their own, except those in which autograd runs a backward that this thread calls.
-
-    The backward may run outside, but not where it computes activations again (`torch.utils.checkpoint`): what is computed again
-    looks where it then is. `ContextParallel` stays with a layer and has no such rule.
+    The context applies to the current thread and to the backward that this thread calls. Run the backward inside the block if
+    it needs a restored buffer or recomputes activations (`torch.utils.checkpoint`), since a recomputed forward uses the context
+    that is active at that time.
     """
     context = Context(mesh, layout)
     if len(buffers) != len(buffer_seq_dims):
-        raise ValueError(f"buffer_seq_dims must be as many as buffers, got {len(buffer_seq_dims)} and {len(buffers)}")
+        raise ValueError(f"buffer_seq_dims must have one dimension per buffer, got {len(buffer_seq_dims)} for {len(buffers)}")
     for i, x in enumerate(buffers):
         if not isinstance(x, Tensor) or x.requires_grad:
             raise TypeError(f"buffers[{i}] must be a tensor without gradient, got {validation.describe(x)}")
         if not x.is_contiguous():
-            raise ValueError(f"buffers[{i}] must be contiguous, to be written over: pass a copy, got strides {x.stride()}")
+            raise ValueError(f"buffers[{i}] must be contiguous to be resized in place: pass a copy, got strides {x.stride()}")
     for x in no_restore_buffers:
         if not any(x is buffer for buffer in buffers):
-            raise ValueError("no_restore_buffers must be some of buffers")
+            raise ValueError("no_restore_buffers must be a subset of buffers")
     parts = [context.own(x, dim) for x, dim in zip(buffers, buffer_seq_dims, strict=True)]
     whole = [None if any(x is y for y in no_restore_buffers) else x.clone() for x in buffers]
     _write(buffers, parts)

@@ -25,13 +25,13 @@ def attend(attention: Callable[..., Result], arguments: dict[str, object]) -> Re
     for name, x in tensors.items():
         if not is_dtensor(x):
             raise TypeError(
-                f"{name} must be a DTensor, as {distributed} is, got a torch.Tensor: of the same values on every rank it is "
+                f"{name} must be a DTensor, as {distributed} is, got a torch.Tensor: if all ranks hold the same values, pass "
                 f"DTensor.from_local({name}, mesh, [Replicate()] * mesh.ndim)"
             )
-    # The same errors on all ranks, before one of them computes: global shapes, no values.
+    # Checks the global shapes first, so that all ranks raise the same errors before any of them computes.
     attention(**{name: _without_values(x) for name, x in tensors.items()}, **options)
     if options.get("dropout") and "drop_noise" not in tensors:
-        raise TypeError("dropout of DTensors needs drop_noise, a DTensor: ranks would draw numbers of their own, got None")
+        raise TypeError("dropout of DTensors needs drop_noise, a DTensor: each rank would draw different noise, got None")
     results = ("o", "lse") if options.get("return_lse") else ("o",)
     out = on_shards(partial(attention, **options), tensors, results)
     return out if options.get("return_lse") else out[0]

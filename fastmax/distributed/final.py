@@ -1,4 +1,4 @@
-"""Gradients that have none of their own."""
+"""Autograd functions without second derivatives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def without_second_derivative(backward: Callable) -> Callable:
-    """The backward of an autograd function, whose results refuse to be differentiated (`create_graph=True` records them)."""
+    """Wraps the backward of an autograd function so that differentiating its results raises a RuntimeError."""
 
     @wraps(backward)
     def first(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -29,7 +29,7 @@ def without_second_derivative(backward: Callable) -> Callable:
 class _Final(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Views of the tensors behind those that they depend on."""
+        """Returns views of `tensors[given:]`. The first `given` tensors are inputs only to connect the graph."""
         return tuple(x.view_as(x) for x in tensors[given:])
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Tokens around the parts of a rank, which other ranks hold: the last ones before each part, the first ones behind it."""
+"""Halo exchange: the tokens next to each local part that other ranks hold, some before the part and some after it."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from fastmax.distributed.layout import Layout, Part
 
 
 class Move(NamedTuple):
-    """Tokens of the rank they come from, and places of the one that wants them, where the halos of its parts follow each
-    other."""
+    """Tokens to copy from a rank to the halo of another."""
 
-    source: slice
-    place: slice
+    source: slice  # local tokens of the sender
+    place: slice  # positions in the receiver's halo, which concatenates those of its parts
 
 
 class Plan(NamedTuple):
-    """Of a rank."""
+    """The halo exchange of a rank."""
 
     sent: tuple[tuple[Move, ...], ...]  # to each rank
-    received: tuple[tuple[Move, ...], ...]  # of each rank; those of its own are in both
-    places: int
+    received: tuple[tuple[Move, ...], ...]  # from each rank; moves within the rank are in both
+    places: int  # positions in the halo
 
 
 @lru_cache(maxsize=256)
 def plan(layout: Layout, rank: int, before: int, behind: int) -> Plan:
+    """Returns the exchange of `before` tokens before and `behind` tokens after each part."""
     sent = tuple(tuple(_moves(layout, rank, other, before, behind)) for other in range(layout.world))
     received = tuple(tuple(_moves(layout, other, rank, before, behind)) for other in range(layout.world))
     return Plan(sent, received, len(layout.of(rank)) * (before + behind))
@@ -57,14 +57,19 @@ def _moves_to(layout: Layout, target: int, before: int, behind: int) -> dict[int
 
 
 def halo(tensors: tuple[Tensor, ...], before: int, behind: int, layout: Layout, group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Of each tensor (b, heads, n, ...) its halo (b, heads, parts * (before + behind), ...): for each part of this rank the
-    tokens before it, then those behind it, zeros where there is none. Tensors of one dtype; differentiable, those with
-    `requires_grad`, which have to be the same on all ranks."""
+    """Returns the halo (b, heads, parts * (before + behind), ...) of each tensor (b, heads, n, ...).
+
+    The halo holds, for each local part, the `before` tokens before it and the `behind` tokens after it; positions outside the
+    sequence are zeros. Differentiable.
+
+    Args:
+        tensors: of one dtype; the same ones must have `requires_grad` on all ranks.
+    """
     return _Halo.apply(plan(layout, group.rank(), before, behind), group, *tensors)
 
 
 def around(x: Tensor, halo: Tensor, i: int, part: Part, before: int, behind: int) -> Tensor:
-    """The i-th part of a rank with what is before and behind it: (b, heads, before + n + behind, ...)."""
+    """Returns the i-th local part of x together with its halo: (b, heads, before + n + behind, ...)."""
     of_part = halo.narrow(2, i * (before + behind), before + behind)
     return torch.cat([of_part.narrow(2, 0, before), x[:, :, part.local], of_part.narrow(2, before, behind)], dim=2)
 
@@ -92,8 +97,8 @@ class _Halo(torch.autograd.Function):
 
 
 def _move(plan: Plan, group: dist.ProcessGroup, tensors, out, backward: bool) -> None:
-    """Adds to `out` what ranks send of `tensors`; backward, the other way."""
-    (sent, source), (received, target) = (plan.sent, 0), (plan.received, 1)  # and fields of Move
+    """Exchanges slices of `tensors` and adds them to `out`; the backward reverses the direction."""
+    (sent, source), (received, target) = (plan.sent, 0), (plan.received, 1)  # moves, and the field of Move that indexes them
     if backward:
         (sent, source), (received, target) = (received, target), (sent, source)
 

@@ -1,6 +1,6 @@
-"""Which tokens each rank of a group holds: parts of the sequence, as stretches (start, stop) of global tokens.
+"""Layouts: which tokens of the sequence each rank holds.
 
-A rank holds the tokens of its parts one after the other, in the order of the sequence.
+A rank holds parts, which are ranges (start, stop) of global tokens. Its local tensors concatenate them in sequence order.
 """
 
 from __future__ import annotations
@@ -18,27 +18,34 @@ from fastmax.core import validation
 
 
 class Part(NamedTuple):
+    """A range of the sequence on one rank."""
+
     start: int  # global tokens
     stop: int
     rank: int
-    offset: int  # of its first token among those of its rank
+    offset: int  # local index of the first token
 
     @property
     def tokens(self) -> int:
+        """Number of tokens."""
         return self.stop - self.start
 
     @property
     def local(self) -> slice:
-        """Its tokens among those of its rank."""
+        """Local indices of the tokens."""
         return slice(self.offset, self.offset + self.tokens)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Stretches (start, stop) of each rank, rising; all of them together are 0 .. n, each token once. Empty ones are left out.
+    """The ranges (start, stop) of global tokens that each rank holds.
+
+    Args:
+        stretches: for each rank its ranges, in ascending order. Together they must hold every token 0 .. n - 1 once. Empty
+            ranges are removed.
 
     Raises:
-        TypeError, ValueError: it is something else.
+        TypeError, ValueError: the ranges are not of this form.
     """
 
     stretches: tuple[tuple[tuple[int, int], ...], ...]
@@ -48,48 +55,51 @@ class Layout:
         for rank, parts in enumerate(_sequence("layout", self.stretches)):
             own = [_stretch(f"layout[{rank}][{i}]", x) for i, x in enumerate(_sequence(f"layout[{rank}]", parts))]
             if any(b < a for (_, a), (b, _) in pairwise(own)):
-                raise ValueError(f"layout[{rank}] must rise, a rank holds its parts in the order of the sequence, got {own}")
+                raise ValueError(f"layout[{rank}] must be in ascending order, got {own}")
             stretches.append(tuple((start, stop) for start, stop in own if start < stop))
         object.__setattr__(self, "stretches", tuple(stretches))
         at = 0
         for part in self.parts:
             if part.start != at:
-                what = "has no" if part.start > at else "has more than one"
-                raise ValueError(f"layout must hold every token once, but {what} place for token {min(at, part.start)}")
+                what = "misses" if part.start > at else "repeats"
+                raise ValueError(f"layout must hold every token once, but it {what} token {min(at, part.start)}")
             at = part.stop
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return len(self.stretches)
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Of all ranks, in the order of the sequence."""
+        """Parts of all ranks, in sequence order."""
         return tuple(sorted(part for rank in range(self.world) for part in self._of_rank(rank)))
 
     @property
     def tokens(self) -> int:
+        """Length of the sequence."""
         return self.parts[-1].stop if self.parts else 0
 
     @cached_property
     def most_parts(self) -> int:
-        """Of a rank, at least 1."""
+        """Largest number of parts of a rank, at least 1."""
         return max(1, *map(len, self.stretches))
 
     @cached_property
     def index(self) -> dict[Part, int]:
-        """The place of each part in the order of the sequence."""
+        """Position of each part in sequence order."""
         return {part: i for i, part in enumerate(self.parts)}
 
     def of(self, rank: int) -> tuple[Part, ...]:
+        """Returns the parts of a rank."""
         return tuple(self._of_rank(rank))
 
     def count(self, rank: int) -> int:
-        """Tokens of a rank."""
+        """Returns the number of tokens of a rank."""
         return sum(stop - start for start, stop in self.stretches[rank])
 
     def overlapping(self, start: int, stop: int) -> Iterator[tuple[Part, int, int]]:
-        """The parts that hold tokens of a stretch, and which of its global tokens."""
+        """Yields each part that holds tokens of the range, with the bounds of their intersection."""
         at = max(0, bisect_right(self.parts, start, key=lambda part: part.start) - 1)
         while at < len(self.parts) and self.parts[at].start < stop:
             part = self.parts[at]
@@ -99,7 +109,7 @@ class Layout:
             at += 1
 
     def mirrored(self) -> Layout:
-        """Of the reversed sequence, where each rank holds its tokens reversed."""
+        """Returns the layout of the reversed sequence, where each rank holds its tokens in reverse order."""
         n = self.tokens
         return Layout(tuple(tuple((n - stop, n - start) for start, stop in reversed(parts)) for parts in self.stretches))
 
@@ -111,27 +121,30 @@ class Layout:
 
 
 class Spread(NamedTuple):
-    """Where tokens are, for a rank of the group."""
+    """A layout and the process group whose ranks hold its parts."""
 
     layout: Layout
     group: dist.ProcessGroup
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """Of this rank."""
+        """Parts of this rank."""
         return self.layout.of(self.group.rank())
 
 
 def contiguous_layout(counts: Sequence[int]) -> Layout:
-    """Rank r holds the r-th stretch, of `counts[r]` tokens."""
+    """Returns the layout in which rank r holds the r-th range of the sequence, of `counts[r]` tokens."""
     for i, count in enumerate(counts):
         validation.check_count(f"counts[{i}]", count, least=0)
     return Layout(tuple((pair,) for pair in pairwise(accumulate(counts, initial=0))))
 
 
 def zigzag_layout(tokens: int, world: int) -> Layout:
-    """The layout that gives every rank the same work in causal attention of n^2: of 2 `world` stretches rank r holds the r-th
-    and the r-th from the end. Where they cannot be of one length, they differ by a token."""
+    """Returns the layout that balances causal attention of quadratic cost.
+
+    The sequence is split into `2 * world` ranges whose lengths differ by at most one token. Rank r holds the r-th range and the
+    r-th from the end.
+    """
     validation.check_count("tokens", tokens, least=0)
     validation.check_count("world", world)
     bounds = [i * tokens // (2 * world) for i in range(2 * world + 1)]
@@ -141,7 +154,7 @@ def zigzag_layout(tokens: int, world: int) -> Layout:
 
 def _sequence(name: str, value: object) -> Sequence:
     if isinstance(value, str) or not isinstance(value, Sequence):
-        accepted = "for every rank a sequence of stretches (start, stop)"
+        accepted = "for every rank a sequence of ranges (start, stop)"
         raise TypeError(f"{name} must be a sequence ({accepted}), got {validation.describe(value)}")
     return value
 
@@ -149,5 +162,5 @@ def _sequence(name: str, value: object) -> Sequence:
 def _stretch(name: str, value: object) -> tuple[int, int]:
     pair = tuple(_sequence(name, value))
     if len(pair) != 2 or any(isinstance(x, bool) or not isinstance(x, int) for x in pair) or not 0 <= pair[0] <= pair[1]:
-        raise ValueError(f"{name} must be a stretch (start, stop), 0 <= start <= stop, got {validation.describe(value)}")
+        raise ValueError(f"{name} must be a range (start, stop), 0 <= start <= stop, got {validation.describe(value)}")
     return pair

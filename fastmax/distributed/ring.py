@@ -1,12 +1,14 @@
-"""Attention by n^2 over parts of a sequence: keys and values travel from rank to rank, queries stay.
+"""Ring attention: quadratic and softmax attention with keys and values sent around the ring of ranks.
 
-In every step a rank attends its queries to the keys that it has, while the next ones are on their way. What comes out of the
-steps is put together by the sums of weights. The backward is a ring of its own: an operator that is given o and its statistic
-(denominator or log-sum-exp) of all keys returns its part of the gradients, so keys travel once more, and their gradients with
-them, one step further than the keys, home; what a rank adds for its own keys stays there.
+In each step a rank attends its queries to the keys it holds, while it receives the next ones. Partial outputs are merged by
+their denominators or log-sum-exp.
 
-Queries of one part see keys of another, earlier one without a diagonal. Where keys fade they are taken as one causal call of
-both parts' keys, of which the later ones are masked: their decays are what the earlier keys fade by.
+The backward is a second ring. Given o and its statistic (denominator or log-sum-exp) over all keys, an operator returns the
+gradients of one block. Keys and values are sent around again, and their gradients follow. Gradients make one more step than
+the keys, which brings them to the owner. The gradients of a rank's own keys are not sent.
+
+With decays, queries and the keys of an earlier part are one causal call over the keys of both parts. The keys of the later part
+are masked and contribute only their decays.
 """
 
 from __future__ import annotations
@@ -28,32 +30,32 @@ from fastmax.distributed.communication import Pending, all_to_all, pass_on
 from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Part, Spread
 
-_ALIGNED = 16  # bytes: where kernels want tensors to begin
+_ALIGNED = 16  # bytes: alignment of tensors in a message, for vectorised loads of kernels
 
 
 class Job(NamedTuple):
-    """What is asked for beside q, k, v and log_decay."""
+    """The arguments of a call beside q, k, v and log_decay."""
 
     score: Score | Softmax
     causal: bool
     spread: Spread
     mask: Tensor | None  # bool (b, n)
-    first_keys: tuple[Tensor, ...] | None  # causal: int32 (b, hk, n of the part), of each part; -1: earlier parts are seen
+    first_keys: tuple[Tensor, ...] | None  # causal: int32 (b, hk, tokens) of each part; -1: keys before the part are visible
     carries: Carries | None
-    ranges: tuple[Tensor, Tensor] | None  # not causal: int64 (n,) twice, global tokens from where and up to where queries see
+    ranges: tuple[Tensor, Tensor] | None  # not causal: start and end of the global keys that each query sees, int64 (n,) each
 
     def holder(self, step: int) -> int:
-        """The rank whose keys are here in a step."""
+        """Returns the rank whose keys this rank holds in a step."""
         return (self.spread.group.rank() - step) % self.spread.layout.world
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> tuple[Tensor, Tensor]:
-    """Output (b, h, n, dv) and denominators, or log-sum-exp, (b, h, n) of the tokens of this rank."""
+    """Returns o (b, h, n, dv) and the denominators, or log-sum-exp, (b, h, n) of the local tokens."""
     return _Ring.apply(job, q, k, v, log_decay)
 
 
 class Keys(NamedTuple):
-    """Of a rank, as they travel."""
+    """Keys and values of a rank with their decays and mask, as they are sent around the ring."""
 
     k: Tensor
     v: Tensor
@@ -61,11 +63,12 @@ class Keys(NamedTuple):
     mask: Tensor | None
 
     def of(self, tokens: slice) -> Keys:
+        """Returns a slice of the tokens."""
         k, v, decay = (None if x is None else x[:, :, tokens] for x in self[:3])
         return Keys(k, v, decay, None if self.mask is None else self.mask[:, tokens])
 
     def with_tokens(self, tokens: int) -> Keys:
-        """Of so many tokens, shapes alone."""
+        """Returns meta tensors with this number of tokens."""
 
         def shaped(x: Tensor | None, dim: int) -> Tensor | None:
             return None if x is None else x.new_empty((*x.shape[:dim], tokens, *x.shape[dim + 1 :]), device="meta")
@@ -78,8 +81,7 @@ def _bytes(x: Tensor) -> int:
 
 
 def _packed(tensors, like) -> Tensor:
-    """One message, uint8, with the shapes and dtypes of `like`, each tensor at a multiple of so many bytes that kernels read it
-    in place."""
+    """Packs tensors into one uint8 message with the shapes and dtypes of `like`, aligned so that kernels read them in place."""
     given = [x for x in tensors if x is not None]
     message = given[0].new_empty(message_bytes(like), dtype=torch.uint8)
     for place, x in zip(_unpacked(message, [x for x in like if x is not None]), given, strict=True):
@@ -88,7 +90,7 @@ def _packed(tensors, like) -> Tensor:
 
 
 def _unpacked(message: Tensor, like):
-    """Views of a message, with the shapes and dtypes of `like`."""
+    """Returns views of a message with the shapes and dtypes of `like`."""
     out, at = [], 0
     for x in like:
         if x is None:
@@ -101,11 +103,12 @@ def _unpacked(message: Tensor, like):
 
 
 def message_bytes(like) -> int:
+    """Returns the size of a message that holds tensors like these."""
     return sum(_bytes(x) for x in like if x is not None)
 
 
 class Block(NamedTuple):
-    """Queries of parts of this rank and keys of another's that they may see; parts that follow each other in their rank."""
+    """One attention call: queries of consecutive local parts, and keys of consecutive parts of another rank."""
 
     queries: tuple[Part, ...]
     keys: tuple[Part, ...]
@@ -115,23 +118,25 @@ class Block(NamedTuple):
 
     @property
     def rows(self) -> slice:
+        """Local indices of the queries."""
         return _span(self.queries)
 
     @property
     def columns(self) -> slice:
+        """Indices of the keys on their rank."""
         return _span(self.keys)
 
 
 def _span(parts: tuple[Part, ...]) -> slice:
-    """The tokens of parts that follow each other, among those of their rank."""
+    """Returns the local indices of consecutive parts of a rank."""
     return slice(parts[0].local.start, parts[-1].local.stop)
 
 
 def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """What the queries of this rank see of the keys of another.
+    """Yields the calls for the local queries and the keys of rank `holder`.
 
-    Where nothing but the order of the tokens decides, queries of several parts are one call, and so are keys: a rank holds its
-    parts in the order of the sequence, so those of its own are causal as they lie, and of another's a part sees the first ones.
+    Without decays, resets or ranges, consecutive parts share one call: a rank holds its parts in sequence order, so its own
+    keys are one causal call, and of the keys of another rank each part sees a prefix.
     """
     if own.log_decay is not None or job.first_keys is not None or job.ranges is not None:
         yield from _blocks_of_parts(job, own, held, holder)
@@ -156,7 +161,7 @@ def _block(job: Job, queries: tuple[Part, ...], keys: tuple[Part, ...], held: Ke
 
 
 def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
-    """The queries of each part of this rank with those of each part of the rank whose keys these are."""
+    """Yields one call for each pair of a local part and a visible part of rank `holder`."""
     for i, queries in enumerate(job.spread.parts):
         for keys in job.spread.layout.of(holder):
             if job.causal and keys.start > queries.start:
@@ -180,14 +185,14 @@ def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[B
 
 
 def _first_key(job: Job, i: int, keys: Part) -> Tensor:
-    """int32 (b, hk, n of the i-th part): the first key of an earlier part that its queries see."""
+    """Returns the first key of an earlier part that the queries of the i-th local part see, int32 (b, hk, tokens)."""
     forgotten = job.carries.forgotten(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
     first = (forgotten - keys.start).clamp(0, keys.tokens).to(torch.int32)
     return torch.where(job.first_keys[i] >= 0, keys.tokens, first)
 
 
 def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
-    """The block of two parts as a causal call, whose own keys are masked."""
+    """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
     (queries,), (keys,) = block.queries, block.keys
     between = job.carries.between(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])
     decay = own.log_decay.clone()
@@ -203,11 +208,12 @@ def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
 
 
 class _Sums:
-    """Attention of a part's queries over more and more keys."""
+    """Merges partial outputs of the queries of a part."""
 
     def __init__(self, score: Score | Softmax):
         self._softmax = isinstance(score, Softmax)
-        self._o: Tensor | None = None  # as it came of the only block, or in the compute dtype: numerators, for softmax o
+        # Of one block: its o. Of several, in the compute dtype: the numerator, or for softmax the normalised output.
+        self._o: Tensor | None = None
         self._statistic: Tensor | None = None
         self._blocks = 0
 
@@ -235,11 +241,14 @@ class _Sums:
         self._statistic = both
 
     def result(self) -> tuple[Tensor, Tensor]:
+        """Returns the output and its statistic."""
         o = quotient(self._o, self._statistic.unsqueeze(-1)) if self._blocks > 1 and not self._softmax else self._o
         return o, self._statistic
 
 
 class _Ring(torch.autograd.Function):
+    """Ring attention; the backward is a second ring."""
+
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         own = Keys(k, v, log_decay, job.mask)
@@ -282,7 +291,7 @@ class _Ring(torch.autograd.Function):
                     behind = part[3][..., tokens:]
                     of_queries[..., rows] += behind
                     between.add(block, behind[..., 0])
-            if step == 0:  # what a rank adds for its own keys stays there
+            if step == 0:  # gradients of a rank's own keys are not sent
                 of_own_keys = of_keys
                 continue
             if arriving is not None:
@@ -301,15 +310,20 @@ class _Ring(torch.autograd.Function):
 
 
 def gradients_of(keys: Keys, step: int) -> list[Tensor]:
-    """Those that are sent of keys in a step, shapes and dtypes: what one rank adds in the keys' own dtype, as its operators
-    return it (or a sum of several, rounded), sums over ranks in the dtype that they are computed in."""
+    """Returns tensors with the shapes and dtypes of the gradients that are sent after a step.
+
+    After step 1 they come from one rank and have the dtype of the keys. After later steps they are sums over ranks, in the
+    compute dtype.
+    """
     given = (x for x in keys.with_tokens(keys.k.shape[2])[:3] if x is not None)
     return [x if step == 1 else x.to(eager.compute_dtype(x.dtype)) for x in given]
 
 
 class _Totals:
-    """Sums over blocks of tensors (b, heads, tokens, ...), in the dtype that sums are computed in; those of a single block that
-    has all tokens are as they came."""
+    """Accumulates tensors (b, heads, tokens, ...) over blocks, in the compute dtype.
+
+    A single block that covers all tokens keeps its dtype.
+    """
 
     def __init__(self, like: tuple[Tensor | None, ...]):
         self._like = [x for x in like if x is not None]
@@ -335,7 +349,7 @@ class _Totals:
 
 
 def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
-    """The keys that are here in each step, and whose they are; while they are used, the next ones come."""
+    """Yields the keys held in each step and the rank that owns them. The next keys are received meanwhile."""
     held, message = own, None
     for step in range(job.spread.layout.world):
         arriving = None
@@ -350,7 +364,7 @@ def _travelling(job: Job, own: Keys) -> Iterator[tuple[Keys, int]]:
 
 
 class _Between:
-    """The gradient of the decays of the parts between queries and keys, which ranks that hold neither have to be told."""
+    """Accumulates the gradients of the decays of parts between queries and keys, and sends them to the ranks of those parts."""
 
     def __init__(self, job: Job, like: Tensor):
         self._job = job
@@ -365,7 +379,7 @@ class _Between:
             self._sums[part.rank, layout.of(part.rank).index(part)] += flow
 
     def result(self) -> Tensor:
-        """(b, hk, n), float64, of the tokens of this rank."""
+        """Sends the sums to their ranks. Returns the gradient of the local decays, (b, hk, n) in float64."""
         came = all_to_all("gradients of decays", self._sums, self._job.spread.group).wait().sum(0)
         out = came.new_zeros(*came.shape[1:], self._tokens)
         for x, part in zip(came, self._job.spread.parts, strict=False):

@@ -1,13 +1,12 @@
-"""DTensors in attention: over the batch, over the heads, else replicated; for the functions and for all registered operators.
+"""DTensor rules of the public functions and all registered operators: batch or heads may be sharded, the rest is replicated.
 
-Attention of one batch entry and key/value head knows nothing of another, so that a rank that holds some of them computes with
-the operator as it is. What a rank sums over its own part alone comes out as `Partial`: the gradient of an rpe matrix, which all
-heads share, and those of a single key/value head, whose query heads are on several ranks. A placement that is neither of the
-two (tokens, channels, partial sums) is replicated first, and so is what cannot be divided evenly.
+Batch entries and key/value heads are independent, so each rank runs the operator on its local shards. Gradients of tensors that
+several ranks share have placement `Partial`: that of an rpe matrix, and those of a single key/value head whose query heads are
+on several ranks. Other placements (tokens, channels, partial sums) and uneven shards are replicated first.
 
-Operators are registered by `torch.library.register_torch_dispatch`, not by `register_sharding`: DTensor's own dispatcher
-returns the first argument of any operator whose name ends in an underscore, divides heads unevenly (which would give queries
-other keys), and remembers results by arguments without those of type bool (`finite_decay` has a dtype by one).
+Operators are registered by `torch.library.register_torch_dispatch`, because `register_sharding` does not fit. DTensor's
+dispatcher returns the first argument of operators whose name ends in an underscore. It shards heads unevenly, which would pair
+queries with wrong keys. It caches output metadata without bool arguments, one of which sets the dtype of `finite_decay`.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from fastmax.ops.registration import NAMES
 
 
 class Axes(NamedTuple):
-    """The dimensions of batch and heads, None where a tensor has none; `of_keys`: the heads are those of keys and values."""
+    """The batch and head dimensions of a tensor; None if it has none."""
 
     batch: int | None
     heads: int | None
-    of_keys: bool = False
+    of_keys: bool = False  # the heads are key/value heads
 
 
 def _axes(names: str) -> Axes:
-    """Of the names of a tensor's dimensions."""
+    """Returns the axes of a tensor whose dimensions have these names, separated by spaces."""
     dims = names.split()
     heads = next((i for i, name in enumerate(dims) if name in ("h", "hk")), None)
     return Axes(dims.index("b") if "b" in dims else None, heads, of_keys="hk" in dims)
@@ -53,14 +52,14 @@ _AXES = {
 
 
 class Division(NamedTuple):
-    """What each dimension of a mesh divides: "batch", "heads", or None where its ranks compute the same."""
+    """How a mesh shards the tensors of a call."""
 
     mesh: DeviceMesh
-    axes: tuple[str | None, ...]
-    shared_keys: bool  # one key/value head, which the query heads of all ranks use
+    axes: tuple[str | None, ...]  # per mesh dimension: "batch", "heads", or None (replicated)
+    shared_keys: bool  # there is one key/value head, replicated for the query heads of all ranks
 
     def placements(self, name: str, is_gradient: bool = False) -> tuple[Placement, ...]:
-        """Of a tensor, or of the gradient that a rank computes of it."""
+        """Returns the placements of a tensor, or of its gradient as each rank computes it."""
         return tuple(self._placement(_AXES[name.removeprefix("grad_")], axis, is_gradient) for axis in self.axes)
 
     def _placement(self, axes: Axes, axis: str | None, is_gradient: bool) -> Placement:
@@ -70,28 +69,29 @@ class Division(NamedTuple):
         return Shard(dim) if dim is not None else Partial() if is_gradient else Replicate()
 
     def parts(self, axis: str) -> int:
+        """Returns the number of shards of an axis."""
         return math.prod([self.mesh.size(i) for i, divided in enumerate(self.axes) if divided == axis])
 
 
 def _given_axis(name: str, x: DTensor, mesh_dim: int) -> str | None:
-    """What a mesh dimension divides of a tensor as it comes."""
+    """Returns the axis of a tensor that a mesh dimension shards, or None."""
     placement, axes = x.placements[mesh_dim], _AXES[name.removeprefix("grad_")]
-    if type(placement) is not Shard:  # a strided one lies in another order
+    if type(placement) is not Shard:  # _StridedShard has another order
         return None
     return {axes.heads: "heads", axes.batch: "batch"}.get(placement.dim)
 
 
 def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_summed: bool = True) -> Division:
-    """By the placements of those that come first, where the sizes allow it.
+    """Chooses the sharding of a call: for each mesh dimension, that of the first tensor whose sharding is supported.
 
     Args:
-        tensors: by their names in a schema, 4-d q, k and v or (b * heads, n, d).
-        written: the names of those that an operator writes over, which stay where they are and go before the others.
-        keys_summed: whether gradients of a key/value head may be summed over ranks: not where one is of a state, too, or is
-            added to what is there.
+        tensors: tensors by their names in the schema; q, k and v are 4-d or (b * heads, n, d).
+        written: names of the tensors that the operator writes to. They are not redistributed and take precedence.
+        keys_summed: whether gradients of a key/value head may be summed over ranks. Not if the head also has a state, or if
+            the operator accumulates into the gradient.
 
     Raises:
-        ValueError: naming a tensor on another mesh, or a written one that lies otherwise.
+        ValueError: naming a tensor on another mesh, or a written tensor whose placement is not supported.
     """
     names = (*written, *(name for name in tensors if name not in written))
     first = tensors[names[0]]
@@ -101,7 +101,7 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
     mesh = first.device_mesh
     queries = next((tensors[name] for name in ("q", "o", "log_decay", "positions") if name in tensors), first)
     keys = next((tensors[name] for name in ("k", "shift") if name in tensors), queries)
-    if "q" in tensors and queries.dim() == 3:  # batch and heads are one dimension
+    if "q" in tensors and queries.dim() == 3:  # batch and heads are flattened
         batch, heads, kv_heads = tensors.get("attention_mask", keys).shape[0], 0, 0
     elif queries.dim() >= 3:
         batch, heads, kv_heads = queries.shape[0], queries.shape[1], keys.shape[1]
@@ -121,17 +121,17 @@ def divide(tensors: Mapping[str, DTensor], written: tuple[str, ...] = (), keys_s
     for name in written:
         if tensors[name].placements != division.placements(name):
             raise ValueError(
-                f"{name}, which is written over, must lie as {division.placements(name)} (batch or heads in even parts, as all "
-                f"that is written), got {tensors[name].placements}: redistribute it"
+                f"{name}, which is modified in place, must have placements {division.placements(name)} (batch or heads in even "
+                f"shards), got {tensors[name].placements}: redistribute it"
             )
     return division
 
 
 def on_shards(function: Callable, tensors: Mapping[str, DTensor | None], results: tuple[str, ...]) -> tuple[DTensor, ...]:
-    """`function(**tensors)`, which returns one or several `results`, of what each rank has; differentiable.
+    """Calls `function(**tensors)` on the local shards and returns its results, named `results`, as DTensors. Differentiable.
 
     Raises:
-        ValueError: the tensors are on several meshes.
+        ValueError: the tensors are on different meshes.
     """
     given = {name: x for name, x in tensors.items() if x is not None}
     division = divide(given)
@@ -148,7 +148,7 @@ def on_shards(function: Callable, tensors: Mapping[str, DTensor | None], results
 
 
 def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None, *, results):
-    """An operator whose tensors are DTensors."""
+    """Runs an operator on the local shards of its DTensors. `results` names its results."""
     schema = operator._schema
     names = [argument.name for argument in schema.arguments]
     args = (*args, *((kwargs or {})[name] for name in names[len(args) :]))
@@ -157,9 +157,9 @@ def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple =
         if not isinstance(x, DTensor):
             raise TypeError(f"{name} must be a DTensor, as others of {schema.name} are, got a torch.Tensor")
     written = tuple(x.name for x in schema.arguments if x.alias_info is not None and x.alias_info.is_write)
-    # What has no elements stands for a tensor that the call does not have, and has neither batch nor heads.
+    # A tensor of shape (0,) stands for an absent one and has no axes.
     with_axes = {name: x for name, x in tensors.items() if tuple(x.shape) != (0,)}
-    with torch.no_grad():  # autograd has recorded the operator itself
+    with torch.no_grad():  # autograd has already recorded the operator
         keys_summed = "grad_new_values" not in names and "grad_k" not in written
         division = divide(with_axes, written, keys_summed)
         everywhere = (Replicate(),) * division.mesh.ndim
@@ -179,7 +179,7 @@ def _run(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple =
 
 
 def _softmax(cls: type, operator: torch._ops.OpOverload, types: tuple, args: tuple = (), kwargs: dict | None = None):
-    """Any division of the rows."""
+    """Runs `fastmax::softmax` on local shards. Every dimension but the last may be sharded."""
     x, algorithm = args
     with torch.no_grad():
         of_rows = (type(p) is Shard and p.dim < x.dim() - 1 for p in x.placements)

@@ -1,14 +1,14 @@
-"""Causal and full Fastmax by the linear algorithm over parts of a sequence: parts exchange states, not keys.
+"""The linear algorithm over sharded tokens: ranks exchange states, whose size does not depend on the number of tokens.
 
-A part makes the state of its own keys, all states are exchanged once, and the part runs from the state that it starts with,
-the sum over the parts before it. The gradient goes the other way: the gradient of the state that a part ends in is a sum over
-the queries of the parts behind it. What fades, fades by a factor a part (`Carries`).
+Each part computes the state of its own keys. After one exchange, it starts from the decayed sum of the states of earlier parts.
+The backward reverses the direction: the gradient of the state in which a part ends is a sum over the queries of later parts.
+`Carries` holds the decay factor of each part.
 
-Kernels keep what they compute on the way to a part's own state, so that it is added up once. The first part has no state to add
-to that, and in the backward the last. The gradient of the queries takes nothing that is behind, and is computed while the
-gradients of states are exchanged.
+Kernels save the chunk states that they compute with a part's own state, so that keys are accumulated once. The gradient of
+the queries does not depend on later parts, and is computed during the exchange of gradients.
 
-From a handful of ranks on no rank receives all states. Each scans its share of them for all ranks, in two messages all to all.
+A few ranks all-gather their states. With more ranks, each receives one slice of all states, computes its prefix sums for all
+parts, and returns them: two all-to-all collectives (`by_shares`).
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from fastmax.distributed.communication import Earlier, Pending, all_to_all, gath
 from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part, Spread
 
-# Rows of k, of head dims above 32, from which on kernels cut a call in several pieces (csrc/linear/order2/plan.h: 832 MiB of
-# states at a time).
+# From this many rows of k on, with head dims above 32, kernels split a call: csrc/linear/order2/plan.h limits states to 832 MiB
+# at a time.
 _ROWS_IN_PIECES = 1 << 20
 
-# Bytes in the time that one more message takes: 20 us at 300 GB/s. Gathering receives the states of all other ranks, shares
-# about those of two; the difference has to be worth a message.
+# Bytes that take as long as the latency of one collective: 20 us at 300 GB/s. The all-to-all exchange has one collective more
+# than the all-gather, so it must save at least these bytes.
 _BYTES_OF_A_MESSAGE = 6 << 20
 
 
 def by_shares(world: int, state_bytes: int) -> bool:
-    """Whether ranks scan shares of states; `state_bytes` of a rank's."""
+    """Returns whether all-to-all, not all-gather, exchanges the states. `state_bytes` is the size of the states of one rank."""
     return (world - 1) * (1 - 2 / world) * state_bytes > _BYTES_OF_A_MESSAGE
 
 
 class Exchange:
-    """Of one state for each part (channels, elements): for each part of this rank the sum of those before it, or behind it,
-    None where there are none."""
+    """Exchange of one state (channels, elements) per part.
+
+    The result holds for each local part the sum of the states of earlier parts, or of later parts in the backward; None if
+    there are no such parts.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,16 @@ class Exchange:
         backward: bool,
         earlier: Earlier | None = None,
     ):
-        """Starts it; `like` (channels, elements), of a rank without parts too. `earlier`: of `gather`."""
+        """Starts the exchange.
+
+        Args:
+            own: packed state of each local part.
+            like: (channels, elements), a placeholder for missing parts; needed on ranks without parts.
+            carries: decay factors of the parts; None: no decays.
+            spread: layout and process group.
+            backward: sums run over later parts.
+            earlier: as in `gather`.
+        """
         self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
         layout, group = spread
         self._carries = carries
@@ -79,6 +91,7 @@ class Exchange:
         self._pending = all_to_all(f"shares of {what}", scanned, group)
 
     def wait(self) -> list[Tensor | None]:
+        """Returns the sum for each local part."""
         came = self._pending.wait()
         if self._shares:
             came = came.permute(1, 2, 0, 3).flatten(2)[..., : self._elements]
@@ -87,7 +100,7 @@ class Exchange:
         return [found[part] for part in self._parts]
 
     def passed_on(self, came: list[Tensor | None]) -> list[Tensor | None]:
-        """Of each part of this rank what came and its own state; None where nobody reads it."""
+        """Returns the sum for the part after each local part: `came` joined with its own state. None if there is none."""
         unread = _ends(self._layout, not self._backward)
         return [
             None if part in unread else self._joined(before, own, self._layout.index[part]).to(own.dtype)
@@ -98,7 +111,7 @@ class Exchange:
         return self._layout.of(part.rank).index(part)
 
     def _scan(self, states: Tensor, wanted: tuple[Part, ...]):
-        """states (ranks, parts of a rank, channels, elements): each wanted part with its sum."""
+        """Yields each wanted part with its sum over `states` (ranks, parts of a rank, channels, elements)."""
         total = None
         left = set(wanted)
         parts = list(enumerate(self._layout.parts))
@@ -111,31 +124,32 @@ class Exchange:
             total = self._joined(total, states[part.rank, self._slot(part)], i)
 
     def _joined(self, before: Tensor | None, own: Tensor, place: int) -> Tensor:
-        """In float64, but a single state, which is as it is."""
+        """Adds the state of the part at `place` to the decayed sum, in float64. A single state is not converted."""
         if before is None:
             return own
         before = before.double()
         if self._carries is None:
             return before + own
-        factor = self._carries.factors[place]  # NaN where a decay is; what is 0 stays 0
+        factor = self._carries.factors[place]  # NaN if a decay is NaN; zeros stay zeros
         return own + torch.where((factor == 0.0) | (before == 0.0), 0.0, before * factor)
 
 
 def _ends(layout: Layout, backward: bool) -> tuple[Part, ...]:
-    """The part, if there is one, before which nothing comes."""
+    """Returns the part that no other part precedes in the direction of the scan, or ()."""
     return layout.parts[-1:] if backward else layout.parts[:1]
 
 
 class Job(NamedTuple):
-    """What is asked for beside q, k, v and log_decay."""
+    """The arguments of a call beside q, k, v and log_decay."""
 
     score: Score
     spread: Spread
     mask: Tensor | None  # bool (b, n)
-    first_keys: tuple[Tensor, ...] | None  # int32 (b, hk, n of the part), of each part; -1: the state is seen
+    first_keys: tuple[Tensor, ...] | None  # int32 (b, hk, tokens) of each part; -1: the state before the part is visible
     carries: Carries | None
 
     def call(self, i: int, log_decay: Tensor | None) -> Call:
+        """Returns the `Call` of the i-th local part."""
         local = self.spread.parts[i].local
         mask = None if self.mask is None else self.mask[:, local]
         decay = None if log_decay is None else log_decay[..., local]
@@ -144,25 +158,31 @@ class Job(NamedTuple):
 
 
 def begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Causal attention: starts to exchange states. What it returns waits for them, and gives output (b, h, n, dv) and
-    denominators (b, h, n) of the tokens of this rank. In the backward, what is computed in between comes in between too."""
+    """Starts causal attention and the exchange of states.
+
+    Operations between this call and the returned function overlap with the exchange, in the backward too.
+
+    Returns:
+        A function that waits for the states and returns o (b, h, n, dv) and the denominators (b, h, n) of the local tokens.
+    """
     call = _Call(job)
     ticket = _Begin.apply(call, q, k, v, log_decay)
     return lambda: _Finish.apply(call, ticket, *(None if x is None else x.detach() for x in (q, k, v, log_decay)))
 
 
 def attend_to_all(q: Tensor, k: Tensor, v: Tensor, job: Job) -> tuple[Tensor, Tensor]:
-    """The same, not causal: every query reads the sum of all states."""
+    """Non-causal attention: every query reads the sum of all states. Returns o and the denominators."""
     return _FromTotal.apply(job, q, k, v)
 
 
 def _pack(state: tuple[Tensor, Tensor]) -> Tensor:
-    """Values (b, hk, rows, dv) and weights (b, hk, rows) -> (b * hk, rows * (dv + 1))."""
+    """Packs a state, values (b, hk, rows, dv) and weights (b, hk, rows), into (b * hk, rows * (dv + 1))."""
     values, weights = state
     return torch.cat([values.flatten(2), weights], dim=2).flatten(0, 1)
 
 
 def _unpack(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `_pack`; takes the sizes from v."""
     b, hk, _, dv = v.shape
     rows = x.shape[1] // (dv + 1)
     values, weights = x.unflatten(0, (b, hk)).split([rows * dv, rows], dim=2)
@@ -170,25 +190,28 @@ def _unpack(x: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _like(k: Tensor, v: Tensor, score: Score) -> Tensor:
-    """A packed state whose numbers nobody reads."""
+    """Returns an uninitialised packed state, whose values are never read."""
     (b, hk, _, d), dv = k.shape, v.shape[3]
     rows = eager.state_rows(d, score.order)
     return k.new_empty(b * hk, rows * (dv + 1), dtype=eager.compute_dtype(k.dtype))
 
 
 def _joined(pieces: list[tuple[Tensor, ...]], empty: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """Tensors (b, heads, n, ...) of all parts from those of each; of a single part the same. `empty` makes those of no parts:
-    beside others they would be as large as a rank's."""
+    """Concatenates the tensors (b, heads, tokens, ...) of the local parts. `empty` makes the result of a rank without parts.
+
+    `empty` is a function, so that its tensors, which have the size of the result, are allocated only if needed.
+    """
     if len(pieces) == 1:
         return tuple(pieces[0])
     return tuple(torch.cat(x, dim=2) for x in zip(*pieces, strict=True)) if pieces else empty()
 
 
 def _of(part: Part, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Returns the tokens of a part."""
     return tuple(None if x is None else x[:, :, part.local] for x in tensors)
 
 
-_State = tuple[Tensor | None, Tensor | None]  # values and weights, None for zeros
+_State = tuple[Tensor | None, Tensor | None]  # values and weights; None means zeros
 
 
 def _states(packed: list[Tensor | None], v: Tensor) -> list[_State]:
@@ -196,35 +219,38 @@ def _states(packed: list[Tensor | None], v: Tensor) -> list[_State]:
 
 
 def _pairs(state: _State, grads: _State, k: Tensor) -> Tensor:
-    """(b, hk), float64: the sum of the products of a state's numbers and their gradients."""
-    # What has no gradient has no part in it, even if it is not finite.
+    """Returns the inner product of a state and its gradient, (b, hk) in float64."""
+    # Elements whose gradient is 0 do not contribute, even if they are not finite.
     given = [(x, grad) for x, grad in zip(state, grads, strict=True) if x is not None and grad is not None]
     products = ((x * grad).masked_fill_(grad == 0.0, 0.0) for x, grad in given)
     return sum((x.flatten(2).sum(-1, dtype=torch.float64) for x in products), k.new_zeros(k.shape[:2], dtype=torch.float64))
 
 
 def _without_nan(call: Call, state: _State) -> tuple[Call, _State]:
-    """The call and the state before it, with NaN as the first decay in place of a state of NaN: queries that do not see the
-    state have factors of 0 for it, which leave NaN as it is."""
+    """Replaces a NaN state by a NaN first decay. Returns the call and the state.
+
+    Queries that do not see the state multiply it by 0, and 0 * NaN would be NaN.
+    """
     values, weights = state
     if call.log_decay is None or values is None:
         return call, state
     is_nan = weights[..., 0].isnan()
     decay = call.log_decay.clone()
     decay[..., 0].masked_fill_(is_nan, torch.nan)
-    # Weights of 1: there are keys in the state.
+    # Weights of 1 mark the state as non-empty.
     state = values.masked_fill(is_nan[..., None, None], 0.0), weights.masked_fill(is_nan[..., None], 1.0)
     return call._replace(log_decay=decay), state
 
 
 class _Call:
-    """What the two functions of a causal call, between which it waits, hand each other."""
+    """Data that `_Begin` and `_Finish` of one causal call share."""
 
     def __init__(self, job: Job):
         self.job = job
         self.states: Exchange | None = None
-        self.kept: list[Tensor] = []  # of each part, on the way to its own state
-        self.gradients: Callable[[], tuple[Tensor, ...]] | None = None  # of q, k, v and log_decay, once theirs are exchanged
+        self.kept: list[Tensor] = []  # per part: chunk states saved by state_of_keys
+        # Waits for the exchange of the backward and returns the gradients of q, k, v and log_decay.
+        self.gradients: Callable[[], tuple[Tensor, ...]] | None = None
 
 
 def _nothing_kept(k: Tensor) -> Tensor:
@@ -234,10 +260,10 @@ def _nothing_kept(k: Tensor) -> Tensor:
 def _own_states(
     state_of: Callable[[int, Part], tuple[Tensor, ...]], job: Job, like: Tensor, k: Tensor, backward: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The packed state of each part of this rank, and what was kept of it.
+    """Returns the packed state of each local part, and the chunk states saved with it.
 
-    Nobody reads the state of the last part, or in the backward of the first. Where kernels keep something of it, it is made all
-    the same, while the others make theirs: a rank that came to the exchange early would wait on multiprocessors.
+    No rank reads the state of the last part, or in the backward of the first. If kernels save chunk states, it is computed
+    anyway: a rank that starts the collective early would occupy multiprocessors while it waits.
     """
     own, kept = [], []
     unread = () if k.is_cuda and job.score.order == 2 else _ends(job.spread.layout, not backward)
@@ -251,13 +277,13 @@ def _own_states(
 
 
 def _computes_first(k: Tensor, job: Job, like: Tensor) -> bool:
-    """Whether a rank has more to do, in the backward, than it needs for the exchange: the one with the first part alone, where
-    states are gathered.
+    """Returns whether this rank computes the gradient of its queries before the exchange of the backward.
 
-    Nobody reads the gradient of the state that this part begins with. What comes for it could be added to states that it kept
-    in place of that; but it has the gradient of its queries to compute all the same, and then goes on from what has come, as in
-    one process. The others come to the exchange when they have walked over their tokens once; this rank does where it is about
-    as far, in the midst of its queries, as who comes early waits on multiprocessors.
+    True for the rank that holds only the first part, if states are all-gathered and kernels split the call. No rank reads the
+    gradient of its initial state, so it computes none. It starts from the received gradient as a single process would.
+
+    The other ranks join the collective after one pass over their tokens. This rank joins after about as much work, in the
+    middle of the gradient of its queries, because a rank that joins early occupies multiprocessors while it waits.
     """
     layout = job.spread.layout
     rows = k.shape[0] * k.shape[1] * k.shape[2]
@@ -266,13 +292,16 @@ def _computes_first(k: Tensor, job: Job, like: Tensor) -> bool:
 
 
 def _has_first_part_alone(job: Job) -> bool:
-    """And no rank has several."""
+    """Returns whether this rank holds only the first part, and every rank at most one part."""
     layout = job.spread.layout
     return layout.most_parts == 1 and job.spread.parts == layout.parts[:1]
 
 
 class _Begin(torch.autograd.Function):
-    """Of q, k, v and log_decay a ticket, an empty tensor; the gradient of the whole call."""
+    """First half of a call: starts the exchange and returns an autograd token, an empty tensor.
+
+    Its backward runs after that of `_Finish` and returns the gradients of the whole call.
+    """
 
     @staticmethod
     def forward(ctx, call: _Call, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
@@ -294,14 +323,17 @@ class _Begin(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Of the ticket, and q, k, v and log_decay without gradients, the results."""
+    """Second half of a call: waits for the states and returns the results. q, k, v and log_decay are detached.
+
+    Its backward starts the exchange of gradients and computes what does not depend on it.
+    """
 
     @staticmethod
     def forward(ctx, call: _Call, ticket: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None):
         ctx.call, job = call, call.job
         came = call.states.wait()
         before = _states(came, v)
-        after = [] if log_decay is None else _states(call.states.passed_on(came), v)  # for its gradient
+        after = [] if log_decay is None else _states(call.states.passed_on(came), v)  # for the gradient of log_decay
         call.states = came = None
         pieces = []
         for i, part in enumerate(job.spread.parts):
@@ -342,7 +374,7 @@ class _Finish(torch.autograd.Function):
         else:
             own, kept = _own_states(state_of, job, like, k, backward=True)
             exchange = Exchange(own, like, job.carries, job.spread, backward=True)
-            # While gradients of states are on their way:
+            # Overlaps with the exchange.
             of_queries = [of_queries_of(i, part) for i, part in enumerate(parts)]
 
         def gradients() -> tuple[Tensor, ...]:
@@ -367,6 +399,8 @@ class _Finish(torch.autograd.Function):
 
 
 class _FromTotal(torch.autograd.Function):
+    """Non-causal attention: all queries read the sum of all states."""
+
     @staticmethod
     def forward(ctx, job: Job, q: Tensor, k: Tensor, v: Tensor):
         call = Call(job.score, causal=True, attention_mask=job.mask)
@@ -387,7 +421,7 @@ class _FromTotal(torch.autograd.Function):
         grads, results = (grad_o, grad_z, None, None), (o, z, None, None)
         grad_q, _, _, _, *own = ops.prefill_backward(grads, q, k, v, results, _reading(call, k), *_unpack(total, v))
         grad_total = _total(_pack(own), ctx.job, "gradients of states")
-        # Queries that ask for nothing, so that the gradient of the state that the keys end in is all there is.
+        # Zero gradients of the outputs, so that only the gradient of the final state contributes.
         nothing = torch.zeros_like(o)
         grads, results = (nothing, None, *_unpack(grad_total, v)), (nothing, torch.ones_like(z), None, None)
         none = torch.zeros_like(total)
@@ -396,9 +430,10 @@ class _FromTotal(torch.autograd.Function):
 
 
 def _total(own: Tensor, job: Job, what: str) -> Tensor:
+    """Returns the sum of `own` over ranks, accumulated in float64."""
     return gather(what, own, job.spread.group).wait().sum(0, dtype=torch.float64).to(own.dtype)
 
 
 def _reading(call: Call, k: Tensor) -> Call:
-    """The call in which no key joins the state."""
+    """Returns the call with all keys masked: queries read only the state before it."""
     return call._replace(attention_mask=torch.zeros(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device))

@@ -1,4 +1,4 @@
-"""Tensor parallel `FastmaxSelfAttention`: each rank has some of the heads, as a style for `parallelize_module`."""
+"""Tensor parallel `FastmaxSelfAttention`: a style for `parallelize_module` that shards the heads."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from fastmax.nn.self_attention import FastmaxSelfAttention
 
 
 class TensorParallel(ParallelStyle):
-    """Divides the heads of a `FastmaxSelfAttention` among the ranks of a mesh; x and y are whole on each.
+    """Shards the heads of a `FastmaxSelfAttention` over the ranks of a mesh. Its input and output are replicated.
 
         parallelize_module(model, mesh, {"blocks.*.attn": TensorParallel()})
 
-    Weights become DTensors in the shapes and the order that they have, so that checkpoints do not change: those of the gate,
-    of the decays and of the output lie with their heads (column-wise, row-wise); those of q, k and v, one matrix, and of the
-    convolution lie in equal parts and are gathered for each forward, of which a rank uses the rows of its heads. The outputs
-    are summed over the ranks, once a layer; the gradient of x, too. States (`init_state`) are those of a rank's heads.
+    Weights become DTensors of unchanged shape, so checkpoints stay compatible. The weights of the gate, the decays and the
+    output are sharded by head. Those of q, k and v, which are one matrix, and of the convolution are sharded evenly and
+    all-gathered in each forward; a rank then uses the rows of its heads. Each forward has one all-reduce, of the output, and
+    each backward one, of the gradient of x. `init_state` returns the state of the local heads.
 
     Raises:
-        TypeError: the module is no FastmaxSelfAttention.
-        ValueError: the mesh has more than one dimension, or a size that does not divide the key/value heads.
+        TypeError: the module is not a FastmaxSelfAttention.
+        ValueError: the mesh has more than one dimension, or its size does not divide `num_kv_heads`.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if not isinstance(module, FastmaxSelfAttention):
-            raise TypeError(f"TensorParallel is of a FastmaxSelfAttention, got {type(module).__name__}")
+            raise TypeError(f"TensorParallel needs a FastmaxSelfAttention, got {type(module).__name__}")
         if device_mesh.ndim != 1:
-            raise ValueError(f"TensorParallel takes a mesh of one dimension, got {device_mesh}")
+            raise ValueError(f"TensorParallel needs a one-dimensional mesh, got {device_mesh}")
         ranks = device_mesh.size()
         if module.num_kv_heads % ranks != 0:
             raise ValueError(f"num_kv_heads must be a multiple of the mesh's {ranks} ranks, got {module.num_kv_heads}")
@@ -42,7 +42,7 @@ class TensorParallel(ParallelStyle):
 
 
 class _Heads:
-    """What a rank makes of DTensor weights for a forward, in which the layer sees local tensors of its own heads alone."""
+    """Hooks of a forward: replace the DTensor weights of the layer by local tensors of the local heads, and restore them."""
 
     def __init__(self, module: FastmaxSelfAttention, mesh: DeviceMesh):
         self.mesh = mesh
@@ -72,14 +72,14 @@ class _Heads:
             owner, leaf = _find(module, name)
             owner._parameters[leaf] = whole
         self.whole = {}
-        if output is None:  # it raised an error
+        if output is None:  # the forward raised an error
             return None
         y, *state = output if isinstance(output, tuple) else (output,)
         y = DTensor.from_local(y, self.mesh, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
         return (y, *state) if state else y
 
     def _shared(self, x: object) -> object:
-        """x, whose gradient is the sum of what the heads of all ranks make of it."""
+        """Returns x, with its gradient summed over ranks."""
         if not isinstance(x, Tensor):
             return x
         return DTensor.from_local(x, self.mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
@@ -91,11 +91,11 @@ class _Heads:
         if isinstance(_lies(name), Shard):
             return whole.to_local()
         x = whole.to_local(grad_placements=[Partial()])
-        return x * 0 if name == "out_proj.bias" and self.mesh.get_local_rank() > 0 else x  # the sum over ranks has it once
+        return x * 0 if name == "out_proj.bias" and self.mesh.get_local_rank() > 0 else x  # added by rank 0 only
 
 
 def _lies(name: str) -> Placement:
-    """Of a parameter of the layer."""
+    """Returns the placement of a parameter of the layer."""
     if name == "out_proj.weight":
         return Shard(1)
     return Replicate() if "norm" in name or name == "out_proj.bias" else Shard(0)

@@ -1,4 +1,4 @@
-"""How many bytes a rank receives from the others in a call of `fastmax.distributed`: by formula, without running it."""
+"""Number of bytes that a rank receives in a call of `fastmax.distributed`, calculated without running the call."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fastmax.distributed import halo, ring
 from fastmax.distributed.layout import Layout
 from fastmax.distributed.states import by_shares
 
-_CARRY = 16  # bytes: two float64 numbers a part and key/value head
+_CARRY = 16  # bytes: two float64 numbers per part and key/value head
 
 
 class Bytes(NamedTuple):
-    """Received by a rank."""
+    """Bytes that a rank receives."""
 
     forward: int
-    backward: int  # where q, k, v and log_decay all have gradients
+    backward: int  # if q, k, v and log_decay all require gradients
 
     def __add__(self, other: Bytes) -> Bytes:  # type: ignore[override]
         return Bytes(self.forward + other.forward, self.backward + other.backward)
@@ -42,24 +42,27 @@ def exchanged_bytes(
     attention_mask: bool = False,
     cu_seqlens: bool = False,
 ) -> Bytes:
-    """Bytes that a rank receives from the others in one call of `context_parallel_attention`, or of
-    `context_parallel_flash_attention` (`algorithm="softmax"`, without a window), forward and backward.
+    """Returns the bytes that a rank receives from other ranks in one call, forward and backward.
 
-        states      b hk F (dv + 1) numbers of a part, F = 1 + d (p = 1) or 1 + d + d(d + 1)/2: those of the other ranks, or
-                    where that is less about twice a rank's own, forward and backward; independent of the tokens
-        ring        k and v of the other ranks, forward and backward; in the backward as many messages of gradients, of
-                    which the first is in the dtype of k and v, the others in fp32
-        window      k and v of `exact_window` tokens around each part, forward; their gradients, backward
+    The call is one of `context_parallel_attention`, or of `context_parallel_flash_attention` without a window
+    (`algorithm="softmax"`).
 
-    `log_decay` and `cu_seqlens` add two numbers a part and head, decays and masks what they weigh beside k and v. What the
-    collective library adds is not counted, nor what passes through a rank on the way to others.
+        states      b hk F (dv + 1) numbers per part, F = 1 + d (p = 1) or 1 + d + d(d + 1)/2: the states of the other ranks,
+                    or about two states where that is less, in each direction; independent of the number of tokens
+        ring        k and v of the other ranks, in each direction; in the backward as many messages of gradients, the first
+                    in the dtype of k and v, the others in fp32
+        window      forward: k and v of `exact_window` tokens around each part; backward: their gradients
+
+    `log_decay` and `cu_seqlens` add two numbers per part and head. Decays and masks add their own size where k and v are sent.
+    Overhead of the collective library is not counted, nor are bytes that a rank only forwards.
 
     Args:
-        layout: of the call.
-        rank: whose bytes.
-        kv_heads, head_dim, value_dim, batch, dtype: of k and v; with a sinusoidal rpe_matrix head_dim is twice that, if even.
+        layout: layout of the call.
+        rank: the receiving rank.
+        kv_heads, head_dim, value_dim, batch, dtype: sizes of k and v. With a sinusoidal `rpe_matrix` and an even head dim,
+            pass twice the head dim.
         algorithm: "linear", "quadratic" or "softmax".
-        causal, p, exact_window: of the call.
+        causal, p, exact_window: as in the call.
         log_decay, attention_mask, cu_seqlens: whether the call has them.
     """
     if layout.world == 1:
@@ -69,7 +72,7 @@ def exchanged_bytes(
     value_dim = head_dim if value_dim is None else value_dim
     v, decay = like.new_empty(batch, kv_heads, 0, value_dim), like.new_empty(batch, kv_heads, 0, dtype=wide)
     mask = like.new_empty(batch, 0, dtype=torch.bool)
-    # Around a window every part has a mask, of the tokens that are there.
+    # With a window every part has a mask, which marks the tokens inside the sequence.
     masked = attention_mask or exact_window > 0
     keys = ring.Keys(like, v, decay if log_decay else None, mask if masked else None)
     if exact_window == 0:
@@ -104,7 +107,7 @@ def _states(layout: Layout, keys: ring.Keys, causal: bool, p: int) -> Bytes:
 def _ring(layout: Layout, rank: int, keys: ring.Keys) -> Bytes:
     of_ranks = [keys.with_tokens(layout.count(other)) for other in range(layout.world)]
     forward = sum(ring.message_bytes(x) for other, x in enumerate(of_ranks) if other != rank)
-    # In step s, from the second on, a rank gets those of the keys that it has in the next one; in the last, of its own.
+    # In each step after the first, a rank receives the gradients of the keys it holds next; in the last, of its own keys.
     of_steps = ((step, of_ranks[(rank - step - 1) % layout.world]) for step in range(1, layout.world))
     gradients = sum(ring.message_bytes(ring.gradients_of(keys, step)) for step, keys in of_steps)
     if keys.log_decay is not None:

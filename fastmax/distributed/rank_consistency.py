@@ -1,10 +1,12 @@
-"""Rank consistency check: every call begins with an exchange of arguments, so that a rank that differs is an error on all ranks
-and not a wrong result, nor a collective that never ends.
+"""Rank consistency check: compares the arguments of a call across ranks before the first collective.
 
-A rank cannot tell from its own arguments whether those of another rank have changed, so nothing is remembered between calls.
-Ranks exchange arguments in the key-value store of the group, where no message has a size that two ranks could see differently.
-This takes time of the host and none of a GPU. Each rank writes what it asks for, rank 0 compares, and all ranks read its
-verdict. Exchanges are numbered. An exchange has one verdict, the first that a rank writes, so all ranks return from it alike.
+Ranks with different arguments would compute wrong results or wait forever in a collective. The check raises an error on all
+ranks instead. It runs in every call, because a rank cannot see that the arguments of another rank have changed.
+
+Each rank writes its arguments to the key-value store of the process group. Rank 0 compares them and writes a verdict, which all
+ranks read. The check uses the host only. A store, unlike a collective, does not need messages of the same size on all ranks.
+
+Checks are numbered. Each has exactly one verdict, the first that any rank writes, so all ranks see the same outcome.
 """
 
 from __future__ import annotations
@@ -22,58 +24,71 @@ from torch import distributed as dist
 
 from fastmax.core import validation
 
-_SHORT = 16  # values of cu_seqlens that a message shows
+_SHORT = 16  # up to this length, a message shows the values of cu_seqlens
 
 _time_limit = timedelta(minutes=5)
 
 
 def set_time_limit(seconds: float) -> None:
-    """How long a rank waits for the others (default: 300 s) where they look whether all ask for the same, and on the CPU in
-    every exchange. On GPUs NCCL's own limit, the `timeout` of the process group, holds for exchanges."""
+    """Sets how long a rank waits for the other ranks (default: 300 s).
+
+    The limit applies to rank consistency checks and, on CPUs, to every collective. On GPUs, collectives have the `timeout` of
+    the process group.
+
+    Args:
+        seconds: > 0.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
     validation.check_positive("seconds", seconds)
     global _time_limit
     _time_limit = timedelta(seconds=seconds)
 
 
 def time_limit() -> timedelta:
+    """Returns the limit that `set_time_limit` has set."""
     return _time_limit
 
 
-def agree(group: dist.ProcessGroup, options: dict[str, str], tokens: int) -> tuple[int, ...]:
-    """Returns the tokens of each rank, if all ranks ask for the same options.
+def check_consistency(group: dist.ProcessGroup, options: dict[str, str], tokens: int) -> tuple[int, ...]:
+    """Checks that all ranks pass the same options. Returns the number of tokens of each rank.
 
     Raises:
-        ValueError: they do not, on every rank.
-        RuntimeError: a rank did not come within the time limit, on every rank that did, and on that rank if it comes later.
+        ValueError: options differ, or a rank reported invalid arguments. Raised on all ranks.
+        RuntimeError: a rank did not call within the time limit. Raised on all ranks, on the late one when it calls.
     """
-    return _exchange_of(group).agree({"options": options, "tokens": tokens})
+    return _checker_of(group).check({"options": options, "tokens": tokens})
 
 
-def of_all_ranks(error: Exception) -> Exception:
-    """Returns the error, which every rank raises, with a mark that `telling` has no rank to tell."""
-    error.fastmax_told = True
+def mark_reported(error: Exception) -> Exception:
+    """Marks an error that all ranks raise, so that `report_errors` does not report it. Returns the error."""
+    error.fastmax_reported = True
     return error
 
 
 @contextmanager
-def telling(group: dist.ProcessGroup) -> Iterator[None]:
-    """Tells the other ranks, which wait in `agree`, of an error in what this rank was given. An error that all ranks raise, or
-    that they have been told, passes."""
+def report_errors(group: dist.ProcessGroup) -> Iterator[None]:
+    """Reports a TypeError or ValueError in the block to the other ranks, whose `check_consistency` raises it.
+
+    Errors marked by `mark_reported` are not reported again.
+    """
     try:
         yield
     except (TypeError, ValueError) as error:
-        if group.size() > 1 and not getattr(error, "fastmax_told", False):
-            of_all_ranks(error)
-            _exchange_of(group).refuse(f"{type(error).__name__}: {error}")
+        if group.size() > 1 and not getattr(error, "fastmax_reported", False):
+            mark_reported(error)
+            _checker_of(group).refuse(f"{type(error).__name__}: {error}")
         raise
 
 
 def digest(x: object) -> str:
+    """Returns a short hash of `repr(x)`."""
     return hashlib.sha256(repr(x).encode()).hexdigest()[:16]
 
 
-def described(cu_seqlens: Tensor) -> str:
-    """Values, too, where that does not make a device wait."""
+def describe_cu_seqlens(cu_seqlens: Tensor) -> str:
+    """Returns dtype, shape and device, and on the CPU the values: reading them from a GPU would synchronise."""
     text = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)} on {cu_seqlens.device.type}"
     if cu_seqlens.device.type != "cpu":
         return text
@@ -81,30 +96,30 @@ def described(cu_seqlens: Tensor) -> str:
     return f"{text} {values if cu_seqlens.numel() <= _SHORT else digest(values)}"
 
 
-class _Exchange:
-    """Exchanges of arguments in a group, each with a number that all ranks count alike."""
+class _Checker:
+    """Runs the checks of one process group. Every rank counts them, so a check has the same number on all ranks."""
 
     def __init__(self, group: dist.ProcessGroup):
         self._rank, self._world = group.rank(), group.size()
-        # A connection of its own: a rank that waits does not keep other threads, or groups, from the store.
+        # A separate connection: a waiting rank must not block the store for other threads or groups.
         store = _store_of(group).clone()
-        # A group may be destroyed and made again on a store that holds what the first one left.
+        # A group that is destroyed and recreated on the same store must not read the keys of the first one.
         lifetime = store.add(f"fastmax/lifetimes/{self._rank}", 1)
         self._store = dist.PrefixStore(f"fastmax/{lifetime}", store)
         self._held = 0
-        self._written: list[str] = []  # keys of this rank that others may still read
+        self._written: list[str] = []  # keys of this rank that other ranks may still read
         self._lock = Lock()
 
-    def agree(self, wanted: dict) -> tuple[int, ...]:
+    def check(self, wanted: dict) -> tuple[int, ...]:
         with self._lock, self._naming_a_lost_store():
             number = self._next()
             verdict = self._collect(number, wanted) if self._rank == 0 else self._ask(number, wanted)
         if "error" in verdict:
-            raise of_all_ranks((RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}"))
+            raise mark_reported((RuntimeError if verdict["late"] else ValueError)(f"fastmax.distributed: {verdict['error']}"))
         return tuple(verdict["tokens"])
 
     def refuse(self, message: str) -> None:
-        """Does not wait for the others."""
+        """Reports an error as the outcome of the next check. Does not wait for the other ranks."""
         with self._lock, self._naming_a_lost_store():
             number = self._next()
             if self._rank == 0:
@@ -123,7 +138,7 @@ class _Exchange:
         else:
             came = [json.loads(self._store.get(key)) if self._store.check([key]) else None for key in keys]
         verdict = self._decide(number, self._compare([wanted, *came]))
-        if all_came:  # so all ranks have read the verdicts of earlier exchanges
+        if all_came:  # then all ranks have read the verdicts of earlier checks
             self._clean(keep=1)
         return verdict
 
@@ -134,22 +149,22 @@ class _Exchange:
             verdict = json.loads(self._store.get(key))
         else:
             late = (
-                f"rank 0 of {self._world} did not come within {_time_limit} to compare arguments with {self._rank}: it has "
-                "ended, or calls with other arguments (or set_time_limit is too short)"
+                f"rank 0 of {self._world} did not call within {_time_limit} to compare arguments with {self._rank}: it has "
+                "exited, or calls with other arguments (or set_time_limit is too short)"
             )
             verdict = self._decide(number, {"error": late, "late": True})
-        if verdict["by"] == 0:  # which has read what this rank wrote
+        if verdict["by"] == 0:  # then rank 0 has read the keys of this rank
             self._clean(keep=0)
         return verdict
 
     def _compare(self, came: list[dict | None]) -> dict:
-        """The verdict of rank 0 on what each rank wants, None where it did not come."""
+        """Returns the verdict of rank 0 on the arguments of each rank. None stands for a rank that did not call in time."""
         for rank, wanted in enumerate(came):
             if wanted is not None and "error" in wanted:
                 return self._refused(rank, wanted["error"])
         for rank, wanted in enumerate(came):
             if wanted is None:
-                error = f"rank {rank} of {self._world} did not come within {_time_limit}: it has ended, or calls with other "
+                error = f"rank {rank} of {self._world} did not call within {_time_limit}: it has exited, or calls with other "
                 return {"error": error + "arguments", "late": True}
         first = came[0]["options"]
         for rank, wanted in enumerate(came):
@@ -170,24 +185,24 @@ class _Exchange:
         self._store.set(key, json.dumps(wanted))
 
     def _decide(self, number: int, verdict: dict) -> dict:
-        """The verdict of the exchange: this one, unless another rank has written one."""
+        """Writes a verdict unless another rank has written one. Returns the verdict of the check."""
         key = f"{number}/verdict"
         if self._rank == 0:
             self._written.append(key)
         return json.loads(self._store.compare_set(key, "", json.dumps(verdict | {"by": self._rank})))
 
     def _clean(self, keep: int) -> None:
-        """Deletes the keys of this rank, except the last `keep`."""
+        """Deletes the keys of this rank except the last `keep`."""
         while len(self._written) > keep:
             self._store.delete_key(self._written.pop(0))
 
     def _arrive(self, keys: list[str]) -> bool:
-        """Whether all keys are there within the time limit."""
+        """Waits for the keys. Returns whether all were written within the time limit."""
         try:
             self._store.wait(keys, _time_limit)
         except dist.DistNetworkError:
             raise
-        except RuntimeError:  # of each kind of store its own
+        except RuntimeError:  # a timeout; each kind of store raises its own subclass
             return False
         return True
 
@@ -198,18 +213,18 @@ class _Exchange:
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"fastmax.distributed: the store of the process group does not answer on rank {self._rank} of {self._world}: "
-                f"the process that holds it has ended ({error})"
+                f"the process that holds it has exited ({error})"
             ) from error
 
 
-_of_group: WeakKeyDictionary[dist.ProcessGroup, _Exchange] = WeakKeyDictionary()
+_of_group: WeakKeyDictionary[dist.ProcessGroup, _Checker] = WeakKeyDictionary()
 _making = Lock()
 
 
-def _exchange_of(group: dist.ProcessGroup) -> _Exchange:
+def _checker_of(group: dist.ProcessGroup) -> _Checker:
     with _making:
         if group not in _of_group:
-            _of_group[group] = _Exchange(group)
+            _of_group[group] = _Checker(group)
         return _of_group[group]
 
 
