@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,12 +132,6 @@ def compiled(group, case: dict) -> list[torch.Tensor]:
         o = function(q, k, v)
         results.append([o.detach(), *torch.autograd.grad(o.square().sum(), (q, k, v))])
     return results
-
-
-def computing_first(group, case: dict) -> dict[str, torch.Tensor]:
-    """The rank with the first part computes the gradient of its queries before it exchanges, as it does on GPUs."""
-    with mock.patch.object(states, "_computes_first", lambda k, job, like: states._has_first_part_alone(job)):
-        return on_rank(group, case)
 
 
 class _Copies(TorchDispatchMode):

@@ -70,7 +70,7 @@ def arguments(operator, device):
         if operator == "prefill_kept_":
             return operands | {"attention_mask": mask} | state | kept | options
         if operator == "prefill_backward_of_queries":
-            return sums | operands | {"attention_mask": mask} | state | options | {"event": 0}
+            return sums | operands | {"attention_mask": mask} | state | options
         if operator == "prefill_backward_of_keys_":
             grads = {f"grad_new_{name}": state.pop(name) for name in ("values", "weights")}
             pairs = {"pairs": None, "pairs_of_states": None}

@@ -10,7 +10,6 @@ import torch
 from common import relative
 from distributed_cases import (
     compiled,
-    computing_first,
     copied,
     counted,
     differentiated,
@@ -27,7 +26,7 @@ from benchmarks import distributed
 from benchmarks.messages import as_rank
 from benchmarks.timing import Protocol
 from fastmax import fastmax_attention, flash_attention
-from fastmax.distributed import Layout, contiguous_layout, states, zigzag_layout
+from fastmax.distributed import Layout, contiguous_layout, zigzag_layout
 
 WORLD = 4
 
@@ -205,17 +204,6 @@ def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
         assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-@pytest.mark.parametrize("window", [0, 9])
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_the_first_rank_may_come_later_to_the_exchange(ranks, decay, window):
-    options = {"causal": True, "algorithm": "linear", "exact_window": window}
-    layout = Layout([[(0, 30)], [(30, 71)], [(71, 90)]])
-    case = {"shape": (1, 4, 2, 90, 8, 8), "layout": layout, "options": options, "decay": decay, "dtype": torch.float32}
-    plain, later = (ranks.run(function, case, world=3) for function in (on_rank, computing_first))
-    for one, other in zip(plain, later, strict=True):
-        assert all(torch.equal(x, other[name]) for name, x in one.items())
-
-
 def test_results_repeat_bit_by_bit(ranks):
     for algorithm in ("linear", "quadratic"):
         options = {"causal": True, "algorithm": algorithm, "exact_window": 9}
@@ -282,11 +270,9 @@ def test_the_benchmark_measures_ranks_without_the_others(algorithm, sizes):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_rank_without_the_others_computes_with_numbers(monkeypatch, first):
+def test_a_rank_without_the_others_computes_with_numbers(first):
     case = distributed.Case(64, 8, heads=2, dtype="fp32", decay=True, exact_window=5)
     tensors = distributed.make_inputs(case, 64, torch.device("cpu"), seed=0)
-    if first:
-        monkeypatch.setattr(states, "_computes_first", lambda k, job, like: states._has_first_part_alone(job))
     with as_rank(0 if first else 1, 2):
         o = distributed.attend(case, tensors, case.layout(2))
         grads = torch.autograd.grad(o, [tensors[name] for name in ("q", "k", "v", "log_decay")], tensors["g"])

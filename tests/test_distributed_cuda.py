@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
-from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +23,6 @@ from fastmax.distributed import (
     context_parallel_attention,
     context_parallel_flash_attention,
     contiguous_layout,
-    states,
     zigzag_layout,
 )
 
@@ -107,39 +104,6 @@ def test_any_parts_and_options_in_float64(ranks, seed):
         finite = x.isfinite()
         assert torch.equal(got[name].isfinite(), finite), name
         assert not finite.any() or relative(got[name][finite], x[finite]) < 1e-9, name
-
-
-def first_rank_both_ways(group, decay: bool) -> tuple[list[bool], bool, dict[str, float]]:
-    """Whether this rank computes before it exchanges, in two calls; whether they give the same bits; how far they are from one
-    in which it keeps states: of these tokens kernels cut the gradient of queries in pieces."""
-    device = gpu()
-    made = torch.Generator(device).manual_seed(group.rank())
-    q, k, v, grad_o = (torch.randn(1, 16, 65536, 64, generator=made, device=device).bfloat16() for _ in range(4))
-    given = {"q": q.requires_grad_(), "k": k.requires_grad_(), "v": v.requires_grad_()}
-    if decay:
-        given["log_decay"] = (-0.01 * torch.rand(1, 16, 65536, generator=made, device=device)).requires_grad_()
-
-    def gradients(computes_first: Callable[..., bool]) -> tuple[torch.Tensor, ...]:
-        with mock.patch.object(states, "_computes_first", computes_first):
-            o = context_parallel_attention(**given, causal=True, algorithm="linear", temperature=8.0, group=group)
-            return torch.autograd.grad(o, list(given.values()), grad_o)
-
-    computes_first, answers = states._computes_first, []
-
-    def noted(*of_call) -> bool:
-        answers.append(computes_first(*of_call))
-        return answers[-1]
-
-    one, again, kept = gradients(noted), gradients(noted), gradients(lambda *of_call: False)
-    errors = {name: relative(x, y.double()) for name, x, y in zip(given, one, kept, strict=True)}
-    return answers, all(map(torch.equal, one, again)), errors
-
-
-@pytest.mark.parametrize("decay", [False, True])
-def test_the_first_rank_may_come_later_to_the_exchange(ranks, decay):
-    for rank, (answers, repeats, errors) in enumerate(ranks.run(first_rank_both_ways, decay)):
-        assert answers == [rank == 0] * 2
-        assert repeats and all(error < 5e-2 for error in errors.values()), errors
 
 
 def recomputed_in_a_block(group) -> list[torch.Tensor | bool]:

@@ -9,7 +9,6 @@ from ranks import LATE, RankError, Ranks
 from test_distributed import WORLD, check, drawn
 
 from fastmax.distributed import communication
-from fastmax.distributed.communication import Earlier
 
 
 @pytest.fixture(scope="module")
@@ -70,26 +69,6 @@ def test_what_is_sent_must_stay_as_it_is(ranks, device):
     for error in ranks.results():
         with pytest.raises(RankError, match="the exchange of x failed .* is sent was written to before its message"):
             raise error
-
-
-def from_an_event(group, sleep: int) -> tuple[bool, bool]:
-    """Whether the message has left while the current stream was still at what followed the event; whether it came."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    stream, x = torch.cuda.current_stream(), torch.full((1 << 20,), float(group.rank()), device=device)
-    room = communication.room(x.unsqueeze(0), group)
-    earlier = Earlier(stream.record_event(), room)
-    torch.cuda._sleep(sleep)
-    pending = communication.gather("x", x.unsqueeze(0), group, earlier)
-    pending._works[0].started()
-    early = not stream.query()
-    return early, all((row == rank).all().item() for rank, row in enumerate(pending.wait()))
-
-
-@pytest.mark.cuda
-def test_a_message_from_an_event_does_not_wait_for_what_follows(ranks):
-    ranks.run(from_an_event, 1)  # kernels are loaded at first use, which waits for others
-    for early, came in ranks.run(from_an_event, 1 << 31):
-        assert early and came
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -405,7 +405,7 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
                                                        const Tensor& v_in, const OptionalTensor& attention_mask,
                                                        const OptionalTensor& log_decay, const OptionalTensor& first_key,
                                                        const OptionalTensor& values_in, const OptionalTensor& weights_in, double scale,
-                                                       double a0, double a1, double a2, int64_t order, bool allow_tf32, int64_t event) {
+                                                       double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
   const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
@@ -414,7 +414,7 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
   if (!is_covered(inputs)) {
     const auto [grad_q, pairs] =
         call_operator<2>("fastmax::eager_prefill_backward_of_queries", g, e, q_in, k_in, v_in, attention_mask, log_decay, first_key,
-                         values_in, weights_in, scale, a0, a1, a2, order, allow_tf32, event);
+                         values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
     return {grad_q, pairs};
   }
   const Tensor pairs = log_decay.has_value() ? empty_per_query(q_in) : no_elements(e);
@@ -431,7 +431,6 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
   if (log_decay.has_value()) p.pairs_by_query = mutable_floats(pairs);
   p.state.values = floats(values), p.state.weights = floats(weights);
   p.state.d = static_cast<int>(q_in.size(3)), p.state.dv = static_cast<int>(v_in.size(3));
-  p.event = reinterpret_cast<cudaEvent_t>(event);
   run("prefill_backward_of_queries", kLinearFromState, p, device);
   return {grad_q.result(), pairs};
 }

@@ -156,8 +156,6 @@ struct BwdParams : AttentionParams {
   // state.grad_values is null.
   void* kept;
   bool from_nothing;  // state.grad_new_values is of zeros
-  // Of grad_q alone, or null: recorded behind about a third of the work, where that is cut (linear/order2/plan.h).
-  cudaEvent_t event;
 };
 
 }  // namespace fastmax

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,42 +38,11 @@ class Pending:
         return self._result
 
 
-class Earlier(NamedTuple):
-    """An event after which a deferred collective may start, and the tensor it fills.
-
-    The tensor must be allocated before the event: memory allocated later may still be in use by work queued after the event.
-    """
-
-    event: torch.cuda.Event | None  # None on CPUs: the collective starts immediately
-    into: Tensor
-
-
-def room(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns an empty tensor for the result of `gather`."""
-    return x.new_empty(group.size() * x.shape[0], *x.shape[1:]) if x.dim() else x.new_empty(group.size())
-
-
-def gather(what: str, x: Tensor, group: dist.ProcessGroup, earlier: Earlier | None = None) -> Pending:
+def gather(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:
     """All-gathers x, which has the same shape on all ranks. The result is (ranks, ...)."""
     x = x.contiguous()
-    out = room(x, group) if earlier is None else earlier.into
-    result = out.view(group.size(), *x.shape)
-
-    def start() -> list[dist.Work]:
-        if earlier is None or earlier.event is None:
-            return [_all_gather(out, x, group=group, async_op=True)]
-        stream = _side_stream(x.device)
-        stream.wait_event(earlier.event)
-        with torch.cuda.stream(stream):
-            return [_all_gather(out, x, group=group, async_op=True)]
-
-    return _started(what, group, x, result, start)
-
-
-@lru_cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Returns a stream that only waits for events, so that a collective started on it waits for nothing else."""
-    return torch.cuda.Stream(device)
+    out = x.new_empty(group.size() * x.shape[0], *x.shape[1:]) if x.dim() else x.new_empty(group.size())
+    return _started(what, group, x, out.view(group.size(), *x.shape), lambda: [_all_gather(out, x, group=group, async_op=True)])
 
 
 def all_to_all(what: str, x: Tensor, group: dist.ProcessGroup) -> Pending:

@@ -25,13 +25,9 @@ from fastmax import eager, ops
 from fastmax.core.call import Call
 from fastmax.core.score import Score
 from fastmax.distributed.carries import Carries
-from fastmax.distributed.communication import Earlier, Pending, all_to_all, gather, room
+from fastmax.distributed.communication import Pending, all_to_all, gather
 from fastmax.distributed.final import without_second_derivative
 from fastmax.distributed.layout import Layout, Part, Spread
-
-# From this many rows of k on, with head dims above 32, kernels split a call: csrc/linear/order2/plan.h limits states to 832 MiB
-# at a time.
-_ROWS_IN_PIECES = 1 << 20
 
 # Bytes that take as long as the latency of one collective: 20 us at 300 GB/s. The all-to-all exchange has one collective more
 # than the all-gather, so it must save at least these bytes.
@@ -57,7 +53,6 @@ class Exchange:
         carries: Carries | None,
         spread: Spread,
         backward: bool,
-        earlier: Earlier | None = None,
     ):
         """Starts the exchange.
 
@@ -67,7 +62,6 @@ class Exchange:
             carries: decay factors of the parts; None: no decays.
             spread: layout and process group.
             backward: sums run over later parts.
-            earlier: as in `gather`.
         """
         self._layout, self._parts, self._own, self._backward = spread.layout, spread.parts, own, backward
         layout, group = spread
@@ -79,7 +73,7 @@ class Exchange:
         self._shares = by_shares(layout.world, states.numel() * states.element_size())
         what = "gradients of states" if backward else "states"
         if not self._shares:
-            self._pending: Pending = gather(what, states, group, earlier)
+            self._pending: Pending = gather(what, states, group)
             return
         world = layout.world
         states = F.pad(states, (0, -self._elements % world)).unflatten(2, (world, -1)).permute(2, 0, 1, 3)
@@ -276,27 +270,6 @@ def _own_states(
     return own, kept
 
 
-def _computes_first(k: Tensor, job: Job, like: Tensor) -> bool:
-    """Returns whether this rank computes the gradient of its queries before the exchange of the backward.
-
-    True for the rank that holds only the first part, if states are all-gathered and kernels split the call. No rank reads the
-    gradient of its initial state, so it computes none. It starts from the received gradient as a single process would.
-
-    The other ranks join the collective after one pass over their tokens. This rank joins after about as much work, in the
-    middle of the gradient of its queries, because a rank that joins early occupies multiprocessors while it waits.
-    """
-    layout = job.spread.layout
-    rows = k.shape[0] * k.shape[1] * k.shape[2]
-    in_pieces = k.is_cuda and job.score.order == 2 and k.shape[3] > 32 and rows >= _ROWS_IN_PIECES
-    return in_pieces and _has_first_part_alone(job) and not by_shares(layout.world, like.nbytes)
-
-
-def _has_first_part_alone(job: Job) -> bool:
-    """Returns whether this rank holds only the first part, and every rank at most one part."""
-    layout = job.spread.layout
-    return layout.most_parts == 1 and job.spread.parts == layout.parts[:1]
-
-
 class _Begin(torch.autograd.Function):
     """First half of a call: starts the exchange and returns an autograd token, an empty tensor.
 
@@ -363,19 +336,12 @@ class _Finish(torch.autograd.Function):
         def state_of(i: int, part: Part) -> tuple[Tensor, ...]:
             return ops.state_of_queries(*_of(part, g, e, q, k, v), calls[i], keep=True)
 
-        def of_queries_of(i: int, part: Part, event: torch.cuda.Event | None = None) -> tuple[Tensor, Tensor]:
-            return ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i], event)
-
-        if _computes_first(k, job, like):
-            into = room(like.unsqueeze(0), job.spread.group)
-            event = torch.cuda.current_stream(k.device).record_event() if k.is_cuda else None
-            of_queries, kept = [of_queries_of(0, parts[0], event)], [_nothing_kept(k)]
-            exchange = Exchange([like], like, job.carries, job.spread, backward=True, earlier=Earlier(event, into))
-        else:
-            own, kept = _own_states(state_of, job, like, k, backward=True)
-            exchange = Exchange(own, like, job.carries, job.spread, backward=True)
-            # Overlaps with the exchange.
-            of_queries = [of_queries_of(i, part) for i, part in enumerate(parts)]
+        own, kept = _own_states(state_of, job, like, k, backward=True)
+        exchange = Exchange(own, like, job.carries, job.spread, backward=True)
+        # Overlaps with the exchange.
+        of_queries: list[tuple[Tensor, Tensor] | None] = [
+            ops.prefill_backward_of_queries(*_of(part, g, e, q, k, v), calls[i], *before[i]) for i, part in enumerate(parts)
+        ]
 
         def gradients() -> tuple[Tensor, ...]:
             nonlocal exchange

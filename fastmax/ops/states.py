@@ -96,17 +96,11 @@ def prefill_backward_of_queries(
     call: Call,
     values: Tensor | None,
     weights: Tensor | None,
-    event: torch.cuda.Event | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The gradient of q by `prefill_backward`, without a state of a call that began with one of zeros; with a decay also what
-    `prefill_backward_of_keys_` takes as `pairs`. Nothing of it depends on what is behind the tokens. Not recorded.
-
-    Args:
-        event: which was recorded before, and is again where kernels have done about a third of a call that they cut in pieces.
-    """
+    `prefill_backward_of_keys_` takes as `pairs`. It does not depend on later tokens. Not recorded."""
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
-    handle = 0 if event is None else event.cuda_event
-    return extension.call(_PREFILL_BACKWARD_OF_QUERIES, g, e, q, k, v, *tensors, values, weights, *options, handle)
+    return extension.call(_PREFILL_BACKWARD_OF_QUERIES, g, e, q, k, v, *tensors, values, weights, *options)
 
 
 def prefill_backward_of_keys_(
@@ -382,7 +376,7 @@ def _prefill_backward_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) 
 
 _PREFILL_BACKWARD_OF_QUERIES = register(
     f"prefill_backward_of_queries(Tensor g, Tensor e, Tensor q, Tensor k, Tensor v, {CONTINUED.tensors_schema}, "
-    f"Tensor? values, Tensor? weights, {CONTINUED.options_schema}, int event) -> (Tensor grad_q, Tensor pairs)",
+    f"Tensor? values, Tensor? weights, {CONTINUED.options_schema}) -> (Tensor grad_q, Tensor pairs)",
     _prefill_backward_of_queries,
     _fake_prefill_backward_of_queries,
     flops=_prefill_backward_of_queries_flops,

@@ -124,14 +124,12 @@ struct Passes {
   void* kept = nullptr;  // where the plan keeps snapshots
   Snapshots origin = Snapshots::kSummed;
   UncountedRows uncounted{};
-  cudaEvent_t event = nullptr;  // recorded between phases, about a third of them behind it
 
   // Runs the phases: the states, then whoever reads them.
   template <class Consume>
   void run(const StateArgs& a, const Consume& consume) const {
     for (int i = 0; i < plan.phases(); ++i) {
       const Phase phase = plan.phase(i);
-      if (event != nullptr && i == std::max(1, plan.phases() / 3)) check_cuda(cudaEventRecord(event, stream), "cudaEventRecord");
       const bool are_ready = origin == Snapshots::kReady;
       if (phase.loads && !are_ready) kernels.load(p, carry(phase, loads), stream);
       if (origin == Snapshots::kAddedTo) add(phase, a);
@@ -528,7 +526,6 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   const CarriedGradients& c = p.state;
   const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
   Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
-  over_prefixes.event = p.event;
   if (p.grad_q != nullptr) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
   if (p.grad_q != nullptr && p.grad_k == nullptr) return;
 
