@@ -9,6 +9,7 @@ import math
 import reprlib
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -171,13 +172,13 @@ def check_dtype(name: str, dtype: object) -> None:
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
 
 
-def check_degree(p: object) -> None:
+def check_degree(p: Any) -> None:
     """1 or 2."""
     if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):
         raise ValueError(f"p must be 1 or 2, got {describe(p)}")
 
 
-def check_score(temperature: object, a0: object, a1: object, a2: object, p: object) -> Score:
+def check_score(temperature: object, a0: object, a1: object, a2: object, p: Any) -> Score:
     """The polynomial from its parameters."""
     temperature = _number("temperature", temperature)
     if temperature <= 0.0:
@@ -211,7 +212,7 @@ def check_normalize(normalize: object, lim: object) -> str | None:
     return "sequence" if normalize is True else normalize
 
 
-def check_drop_noise(drop_noise: object, dropout: float, q: Tensor, dv: int) -> None:
+def check_drop_noise(drop_noise: Any, dropout: float, q: Tensor, dv: int) -> None:
     """None or a tensor of the output's shape."""
     if drop_noise is None:
         return
@@ -236,13 +237,13 @@ def check_drop_noise(drop_noise: object, dropout: float, q: Tensor, dv: int) -> 
         raise ValueError("drop_noise has no effect without dropout, which is its strength: got a drop_noise and dropout = 0")
 
 
-def check_rpe_name(rpe_matrix: object, why: str) -> None:
+def check_rpe_name(rpe_matrix: Any, why: str) -> None:
     """None or "sinusoidal", where there is no place for a tensor."""
     if rpe_matrix is not None and not (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
         raise TypeError(f'rpe_matrix must be "sinusoidal" or None here, got {describe(rpe_matrix)}; {why}')
 
 
-def check_rpe(rpe_matrix: object, q: Tensor, k: Tensor) -> None:
+def check_rpe(rpe_matrix: Any, q: Tensor, k: Tensor) -> None:
     """None, "sinusoidal", or an (n + m - 1, d) tensor."""
     if rpe_matrix is None or (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
         return
@@ -264,7 +265,7 @@ def check_rpe(rpe_matrix: object, q: Tensor, k: Tensor) -> None:
         raise ValueError(f"rpe_matrix must be on q's device {q.device}, got {rpe_matrix.device}")
 
 
-def check_attention_mask(mask: object, q: Tensor, k: Tensor) -> None:
+def check_attention_mask(mask: Any, q: Tensor, k: Tensor) -> None:
     """None or a bool (batch, m) tensor. For 3-d q its batch must divide batch * heads of q and of k."""
     if mask is None:
         return
@@ -287,16 +288,14 @@ def check_attention_mask(mask: object, q: Tensor, k: Tensor) -> None:
     raise ValueError(f"attention_mask must have shape {accepted}, got {tuple(mask.shape)}")
 
 
-def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, attention_mask: object = None, log_decay: object = None
-) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool, attention_mask: Any = None, log_decay: Any = None) -> None:
     """q, k, v and the tensors of their keys, which every attention function takes."""
     check_qkv(q, k, v, causal)
     check_attention_mask(attention_mask, q, k)
     check_log_decay(log_decay, q, k, causal)
 
 
-def check_algorithm(algorithm: object, rpe_matrix: object) -> None:
+def check_algorithm(algorithm: object, rpe_matrix: Any) -> None:
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}, got {describe(algorithm)}")
     if algorithm == "linear" and isinstance(rpe_matrix, Tensor):
@@ -314,7 +313,7 @@ def algorithm_without_state(algorithm: str) -> str:
     return "quadratic"
 
 
-def check_log_decay(log_decay: object, q: Tensor, k: Tensor, causal: bool) -> None:
+def check_log_decay(log_decay: Any, q: Tensor, k: Tensor, causal: bool) -> None:
     """None or a floating-point tensor with a number for every key of every key/value head."""
     if log_decay is None:
         return
@@ -335,7 +334,7 @@ def check_exact_window(window: object) -> None:
     check_count("exact_window", window, least=0)
 
 
-def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: object) -> None:
+def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: Any) -> None:
     """What a call with an exact window cannot have."""
     if window == 0:
         return
@@ -366,7 +365,7 @@ def check_window(window: object) -> tuple[int, int]:
     return sides
 
 
-def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor, tokens: int | None = None) -> None:
+def check_cu_seqlens(cu_seqlens: Any, q: Tensor, k: Tensor, tokens: int | None = None) -> None:
     """None or an int32 (sequences + 1,) tensor. Its values are looked at where that does not make a device wait. `tokens`: of
     all sequences, where q holds a part of them."""
     if cu_seqlens is None:
@@ -392,7 +391,7 @@ def check_cu_seqlens(cu_seqlens: object, q: Tensor, k: Tensor, tokens: int | Non
         raise ValueError(f"cu_seqlens must go from 0 to n = {n} without falling, got {_SHORT.repr(cu_seqlens.tolist())}")
 
 
-def check_parts(outputs: object, lses: object) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def check_parts(outputs: Any, lses: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Of `merge_attention`, as tuples."""
     for name, parts in (("outputs", outputs), ("lses", lses)):
         if isinstance(parts, Tensor) or not isinstance(parts, Sequence):

@@ -73,15 +73,15 @@ class Context:
     def layout_of(self, tokens: int) -> Layout:
         """Returns the layout, given the number of local tokens. Without a fixed `Layout`, this is a rank consistency check."""
         if isinstance(self.layout, Layout):
-            return self._layout_given(tokens)
+            return self._layout_given(self.layout, tokens)
         return self._layout_agreed(tokens, {})
 
-    def _layout_given(self, tokens: int) -> Layout:
-        held = self.layout.count(self.group.rank())
+    def _layout_given(self, layout: Layout, tokens: int) -> Layout:
+        held = layout.count(self.group.rank())
         with report_errors(self.group):
             if held != tokens:
                 raise ValueError(f"x must have the {held} tokens of rank {self.group.rank()} in the layout, got {tokens}")
-        return self.layout
+        return layout
 
     def _layout_agreed(self, tokens: int, options: dict[str, str]) -> Layout:
         kind = digest(self.layout.stretches) if isinstance(self.layout, Layout) else self.layout
@@ -171,10 +171,11 @@ class Context:
     def own(self, x: Tensor, dim: int) -> Tensor:
         """Returns a copy of the local tokens of x, which holds the whole sequence in dimension `dim`."""
         tokens, group = x.shape[dim], self.group
-        layout = self.layout
-        if layout == "zigzag":
+        if isinstance(self.layout, Layout):
+            layout = self.layout
+        elif self.layout == "zigzag":
             layout = zigzag_layout(tokens, group.size())
-        elif layout == "contiguous":
+        else:
             ends = [rank * tokens // group.size() for rank in range(group.size() + 1)]
             layout = contiguous_layout([stop - start for start, stop in pairwise(ends)])
         if layout.tokens != tokens:
@@ -185,7 +186,8 @@ class Context:
     @property
     def attentions(self) -> tuple[Callable, Callable]:
         """The context parallel forms of `fastmax_attention` and `flash_attention`."""
-        return tuple(partial(self._attend, attention) for attention in _OF_RANKS.values())
+        fastmax, flash = _OF_RANKS.values()
+        return partial(self._attend, fastmax), partial(self._attend, flash)
 
     def call(self, attention: Callable, arguments: dict) -> Tensor | tuple[Tensor, Tensor]:
         """Runs `fastmax_attention` or `flash_attention` on the local tokens."""
@@ -222,7 +224,7 @@ class _OfOneForward(Context):
     def layout_of(self, tokens: int) -> Layout:
         if self._agreed is None or self._agreed.count(self.group.rank()) != tokens:
             if isinstance(self.layout, Layout):
-                self._layout_given(tokens)
+                self._layout_given(self.layout, tokens)
             self._agreed = self._layout_agreed(tokens, self._options)
         return self._agreed
 

@@ -63,7 +63,7 @@ def check_consistency(group: dist.ProcessGroup, options: dict[str, str], tokens:
 
 def mark_reported(error: Exception) -> Exception:
     """Marks an error that all ranks raise, so that `report_errors` does not report it. Returns the error."""
-    error.fastmax_reported = True
+    error.fastmax_reported = True  # type: ignore[attr-defined]
     return error
 
 
@@ -166,14 +166,15 @@ class _Checker:
             if wanted is None:
                 error = f"rank {rank} of {self._world} did not call within {_time_limit}: it has exited, or calls with other "
                 return {"error": error + "arguments", "late": True}
-        first = came[0]["options"]
-        for rank, wanted in enumerate(came):
+        arguments = [wanted for wanted in came if wanted is not None]  # all of them
+        first = arguments[0]["options"]
+        for rank, wanted in enumerate(arguments):
             other = wanted["options"]
             for name in first | other:
                 if first.get(name) != other.get(name):
                     values = f"{first.get(name)} on rank 0 and {other.get(name)} on rank {rank}"
                     return {"error": f"{name} must be the same on all ranks, got {values}", "late": False}
-        return {"tokens": [wanted["tokens"] for wanted in came]}
+        return {"tokens": [wanted["tokens"] for wanted in arguments]}
 
     @staticmethod
     def _refused(rank: int, message: str) -> dict:

@@ -63,7 +63,7 @@ class FASTMultiHeadAttention(nn.Module):
         validation.check_algorithm(algorithm, rpe_matrix)
         validation.check_exact_window(exact_window)
         self.use_custom_gradient = use_custom_gradient
-        self.context = None  # where tokens are parts of sequences: see `fastmax.distributed.ContextParallel`
+        self.context: Any = None  # where tokens are parts of sequences: see `fastmax.distributed.ContextParallel`
         self.rpe_matrix, self.mask, self.dropout = rpe_matrix, mask, dropout
         self.normalize, self.lim, self.temperature = normalize, lim, temperature
         self.a0, self.a1, self.a2, self.p = a0, a1, a2, p

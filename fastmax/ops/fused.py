@@ -46,8 +46,13 @@ def _part(call: Call) -> Differentiable:
 
 
 def _exact(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Differentiable:
-    """What computes a call with an exact window: where PyTorch operations walk over all tiles anyway, one walk does both kinds
-    of weights. Compiled code is to hold for other sizes too."""
+    """Returns the operator that computes a call with an exact window.
+
+    The quadratic algorithm in PyTorch operations visits all tiles, so one walk can apply both kinds of weights. Forward and
+    backward on one CPU core, in place of a call for the near keys and others for the far keys, 4 heads of 64: 1.75 times as
+    fast at 64 tokens, 1.1 to 1.2 times at 256 to 1024, equal at 2048; without `causal` 2.7, 1.4 to 1.8 and 1.02 times.
+    Compiled code must hold for other sizes too.
+    """
     if q.is_cuda or torch.compiler.is_compiling():
         return _EXACT_WINDOW
     algorithm = eager.algorithm_of(q, k, v, call._replace(exact_window=0))
