@@ -16,6 +16,7 @@ from benchmarks import tables
 from fastmax.integrations.mha import SwappedMultiheadAttention
 
 ROOT = Path(__file__).resolve().parents[1]
+EXECUTED = ("generating.md",)  # pages whose Python blocks are a script
 CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/learn/*.csv")
 
 
@@ -114,6 +115,19 @@ def test_code_of_the_readme_runs():
     loaded = "from_pretrained(name,"
     assert loaded in transformers
     exec(transformers.replace(loaded, "from_config(config,"), names | {"config": config})
+
+
+@pytest.mark.parametrize("page", EXECUTED)
+def test_code_of_the_page_runs(page, tmp_path, monkeypatch):
+    """Its blocks run in order, in one namespace; results are compared where a block does so itself."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    text, names = (ROOT / "docs" / page).read_text(), {}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if "transformers" in block[1]:
+            pytest.importorskip("transformers")
+        first_line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * first_line + block[1], str(ROOT / "docs" / page), "exec"), names)
 
 
 def test_commands_of_the_readme_are_targets_of_make():
