@@ -1,5 +1,6 @@
 """README and docs: their tables are those of the CSVs, and the API page lists what the library has."""
 
+import ast
 import re
 import runpy
 import shutil
@@ -16,7 +17,7 @@ from benchmarks import tables
 from fastmax.integrations.mha import SwappedMultiheadAttention
 
 ROOT = Path(__file__).resolve().parents[1]
-EXECUTED = ("generating.md",)  # pages whose Python blocks are a script
+EXECUTED = ("generating.md", "verifying.md")  # pages whose Python blocks are a script
 CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/learn/*.csv")
 
 
@@ -128,6 +129,32 @@ def test_code_of_the_page_runs(page, tmp_path, monkeypatch):
             pytest.importorskip("transformers")
         first_line = text[: block.start(1)].count("\n")
         exec(compile("\n" * first_line + block[1], str(ROOT / "docs" / page), "exec"), names)
+
+
+def messages() -> str:
+    """The strings of the package, with ... where a value stands, and the sources whose messages are not Python's."""
+
+    def joined(node: ast.JoinedStr) -> str:
+        return "".join(x.value if isinstance(x, ast.Constant) else "..." for x in node.values)
+
+    texts = [(ROOT / name).read_text() for name in ("setup.py", "csrc/core/device.cu")]
+    for path in (ROOT / "fastmax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(joined(node))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_messages_of_troubleshooting_are_those_of_the_sources():
+    """What stands in double quotes outside code; ... stands for a value."""
+    prose = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.DOTALL)
+    quotes, known = re.findall(r'"([^"]+)"', prose), messages()
+    assert len(quotes) > 30
+    pieces = (piece.strip(" ,:()") for quote in quotes for piece in " ".join(quote.split()).split("..."))
+    missing = [piece for piece in pieces if piece not in known]
+    assert not missing
 
 
 def test_commands_of_the_readme_are_targets_of_make():
