@@ -1,4 +1,4 @@
-"""README and docs: their tables are those of the CSVs, and the API page lists what the library has."""
+"""README and docs: their tables are those of the CSVs, their code runs, and the API page has what the library has."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ from benchmarks import tables
 from fastmax.integrations.mha import SwappedMultiheadAttention
 
 ROOT = Path(__file__).resolve().parents[1]
-EXECUTED = ("generating.md", "verifying.md")  # pages whose Python blocks are a script
+EXECUTED = ("api.md", "generating.md", "verifying.md")  # pages whose Python blocks are a script
 CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/learn/*.csv")
 
 
@@ -173,10 +173,23 @@ def test_docstrings_keep_their_formulas_on_the_site():
     assert "\n".join(lines) == text.replace("First.\n\n", "First.\n\n::\n\n")
 
 
-def test_api_page_lists_what_the_library_has():
+def public_names() -> set[str]:
+    """As `fastmax.name` and `fastmax.module.name`."""
+    modules = {"convert", "decoding", "distributed", "softmax"}
+    names = {f"fastmax.{name}" for name in fastmax.__all__ if name not in {*modules, "integrations"}}
+    return names | {f"fastmax.{module}.{x}" for module in modules for x in getattr(fastmax, module).__all__}
+
+
+def test_reference_lists_what_the_library_has():
+    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", (ROOT / "docs/reference.rst").read_text(), re.MULTILINE))
+    assert public_names() <= listed, public_names() - listed
+
+
+def test_api_has_an_example_for_each_name():
+    """A section by the name, with code that has it. Pages hold no directives, which a code host shows as they are."""
     page = (ROOT / "docs/api.md").read_text()
-    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", page, re.MULTILINE))
-    modules = {"decoding", "integrations", "softmax"}
-    public = {f"fastmax.{name}" for name in fastmax.__all__ if name not in modules}
-    public |= {f"fastmax.{name}.{x}" for name in ("decoding", "softmax") for x in getattr(fastmax, name).__all__}
-    assert public <= listed, public - listed
+    sections = dict(re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    for name in {name.rpartition(".")[2] for name in public_names()}:
+        code = "".join(re.findall(r"^```python\n(.*?)^```", sections[name], re.MULTILINE | re.DOTALL))
+        assert re.search(rf"\b{name}\b", code), name
+    assert not any("eval-rst" in path.read_text() for path in (ROOT / "docs").glob("*.md"))
