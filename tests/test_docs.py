@@ -17,7 +17,14 @@ from benchmarks import tables
 from fastmax.integrations.mha import SwappedMultiheadAttention
 
 ROOT = Path(__file__).resolve().parents[1]
-EXECUTED = ("api.md", "generating.md", "getting_started.md", "swapping.md", "verifying.md")  # pages whose Python blocks are a script
+EXECUTED = (
+    "api.md",
+    "generating.md",
+    "getting_started.md",
+    "swapping.md",
+    "training.md",
+    "verifying.md",
+)  # pages whose Python blocks are a script
 CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/learn/*.csv")
 
 
