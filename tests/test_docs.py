@@ -19,6 +19,7 @@ from fastmax.integrations.mha import SwappedMultiheadAttention
 ROOT = Path(__file__).resolve().parents[1]
 EXECUTED = (
     "api.md",
+    "converting.md",
     "generating.md",
     "getting_started.md",
     "swapping.md",
