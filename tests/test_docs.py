@@ -22,6 +22,7 @@ EXECUTED = (
     "converting.md",
     "generating.md",
     "getting_started.md",
+    "softmax.md",
     "swapping.md",
     "training.md",
     "verifying.md",
