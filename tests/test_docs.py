@@ -1,6 +1,7 @@
 """README and docs: their tables are those of the CSVs, their code runs, and the API page has what the library has."""
 
 import ast
+import inspect
 import re
 import runpy
 import shutil
@@ -17,7 +18,7 @@ from benchmarks import tables
 from fastmax.integrations.mha import SwappedMultiheadAttention
 
 ROOT = Path(__file__).resolve().parents[1]
-# Pages whose Python blocks are a script. distributed.md takes two ranks (test_distributed_page.py), profiling.md has a fragment.
+# Pages whose Python blocks are a script. distributed.md takes two ranks (test_distributed_page.py), profiling.md is a fragment.
 EXECUTED = sorted(
     path.name
     for path in (ROOT / "docs").glob("*.md")
@@ -188,6 +189,22 @@ def public_names() -> set[str]:
 def test_reference_lists_what_the_library_has():
     listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", (ROOT / "docs/reference.rst").read_text(), re.MULTILINE))
     assert public_names() <= listed, public_names() - listed
+
+
+@pytest.mark.parametrize(
+    "function, heading",
+    [
+        (fastmax.fastmax_attention, "Attention"),
+        (fastmax.flash_attention, "Attention"),
+        (fastmax.FASTMultiHeadAttention, "Attention"),
+        (fastmax.FastmaxSelfAttention, "The layer"),
+    ],
+)
+def test_parameters_has_a_row_for_each_option(function, heading):
+    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", (ROOT / "docs/parameters.md").read_text(), re.MULTILINE | re.DOTALL)
+    rows = "".join(re.findall(r"^\|([^|]*)\|", section, re.MULTILINE))
+    listed = set(re.findall(r"\w+", rows)) | {"embed_dim", "num_heads", "dimensions", "others"}
+    assert set(inspect.signature(function).parameters) <= listed
 
 
 def test_api_has_an_example_for_each_name():
