@@ -13,7 +13,7 @@ version = release = fastmax.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 
 root_doc = "docs/index"
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "csrc/README.md", "examples/README.md"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/*.rst", "*/README.md"]
 exclude_patterns = [".*", "build", "out", "dist", "*.egg-info"]
 
 html_theme = "furo"

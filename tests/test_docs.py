@@ -1,5 +1,7 @@
-"""README and docs: their tables are those of the CSVs, and the API page lists what the library has."""
+"""README and docs: their tables are those of the CSVs, their code runs, and the API page has what the library has."""
 
+import ast
+import inspect
 import re
 import runpy
 import shutil
@@ -16,6 +18,12 @@ from benchmarks import tables
 from fastmax.integrations.mha import SwappedMultiheadAttention
 
 ROOT = Path(__file__).resolve().parents[1]
+# Pages whose Python blocks are a script. distributed.md takes two ranks (test_distributed_page.py), profiling.md is a fragment.
+EXECUTED = sorted(
+    path.name
+    for path in (ROOT / "docs").glob("*.md")
+    if "```python" in path.read_text() and path.name not in ("distributed.md", "profiling.md")
+)
 CSVS = ("docs/figures/*.csv", "benchmarks/results/*.csv", "benchmarks/results/learn/*.csv")
 
 
@@ -116,6 +124,45 @@ def test_code_of_the_readme_runs():
     exec(transformers.replace(loaded, "from_config(config,"), names | {"config": config})
 
 
+@pytest.mark.parametrize("page", EXECUTED)
+def test_code_of_the_page_runs(page, tmp_path, monkeypatch):
+    """Its blocks run in order, in one namespace; results are compared where a block does so itself."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    text, names = (ROOT / "docs" / page).read_text(), {}
+    for block in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if "transformers" in block[1]:
+            pytest.importorskip("transformers")
+        first_line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * first_line + block[1], str(ROOT / "docs" / page), "exec"), names)
+
+
+def messages() -> str:
+    """The strings of the package, with ... where a value stands, and the sources whose messages are not Python's."""
+
+    def joined(node: ast.JoinedStr) -> str:
+        return "".join(x.value if isinstance(x, ast.Constant) else "..." for x in node.values)
+
+    texts = [(ROOT / name).read_text() for name in ("setup.py", "csrc/core/device.cu")]
+    for path in (ROOT / "fastmax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(joined(node))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return "\n".join(texts)
+
+
+def test_messages_of_troubleshooting_are_those_of_the_sources():
+    """What stands in double quotes outside code; ... stands for a value."""
+    prose = re.sub(r"```.*?```|`[^`]*`", "", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.DOTALL)
+    quotes, known = re.findall(r'"([^"]+)"', prose), messages()
+    assert len(quotes) > 30
+    pieces = (piece.strip(" ,:()") for quote in quotes for piece in " ".join(quote.split()).split("..."))
+    missing = [piece for piece in pieces if piece not in known]
+    assert not missing
+
+
 def test_commands_of_the_readme_are_targets_of_make():
     commands = set(re.findall(r"^    make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {"demo", "test"} == commands
@@ -132,10 +179,39 @@ def test_docstrings_keep_their_formulas_on_the_site():
     assert "\n".join(lines) == text.replace("First.\n\n", "First.\n\n::\n\n")
 
 
-def test_api_page_lists_what_the_library_has():
+def public_names() -> set[str]:
+    """As `fastmax.name` and `fastmax.module.name`."""
+    modules = {"convert", "decoding", "distributed", "softmax"}
+    names = {f"fastmax.{name}" for name in fastmax.__all__ if name not in {*modules, "integrations"}}
+    return names | {f"fastmax.{module}.{x}" for module in modules for x in getattr(fastmax, module).__all__}
+
+
+def test_reference_lists_what_the_library_has():
+    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", (ROOT / "docs/reference.rst").read_text(), re.MULTILINE))
+    assert public_names() <= listed, public_names() - listed
+
+
+@pytest.mark.parametrize(
+    "function, heading",
+    [
+        (fastmax.fastmax_attention, "Attention"),
+        (fastmax.flash_attention, "Attention"),
+        (fastmax.FASTMultiHeadAttention, "Attention"),
+        (fastmax.FastmaxSelfAttention, "The layer"),
+    ],
+)
+def test_parameters_has_a_row_for_each_option(function, heading):
+    (section,) = re.findall(rf"^## {heading}\n(.*?)^## ", (ROOT / "docs/parameters.md").read_text(), re.MULTILINE | re.DOTALL)
+    rows = "".join(re.findall(r"^\|([^|]*)\|", section, re.MULTILINE))
+    listed = set(re.findall(r"\w+", rows)) | {"embed_dim", "num_heads", "dimensions", "others"}
+    assert set(inspect.signature(function).parameters) <= listed
+
+
+def test_api_has_an_example_for_each_name():
+    """A section by the name, with code that has it. Pages hold no directives, which a code host shows as they are."""
     page = (ROOT / "docs/api.md").read_text()
-    listed = set(re.findall(r"^\.\. auto\w+:: (\S+)", page, re.MULTILINE))
-    modules = {"decoding", "integrations", "softmax"}
-    public = {f"fastmax.{name}" for name in fastmax.__all__ if name not in modules}
-    public |= {f"fastmax.{name}.{x}" for name in ("decoding", "softmax") for x in getattr(fastmax, name).__all__}
-    assert public <= listed, public - listed
+    sections = dict(re.findall(r"^### `([\w.]+)`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    for name in {name.rpartition(".")[2] for name in public_names()}:
+        code = "".join(re.findall(r"^```python\n(.*?)^```", sections[name], re.MULTILINE | re.DOTALL))
+        assert re.search(rf"\b{name}\b", code), name
+    assert not any("eval-rst" in path.read_text() for path in (ROOT / "docs").glob("*.md"))

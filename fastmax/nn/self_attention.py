@@ -71,7 +71,7 @@ class FastmaxSelfAttention(nn.Module):
         o = attention(q, k, v, logsigmoid(x W_decay + b_decay))
         y = (norm(o) * silu(x W_gate)) W_out
 
-    Every part is switched by a keyword of its own; docs/layer.md has what each was measured to add. With
+    Every part is switched by a keyword of its own; docs/parameters.md has the options. With
     `attention="softmax"` the same layer has `flash_attention` in the place of `fastmax_attention`, to compare with and for
     layers between: the parts, the names and shapes of the weights and the numbers they start from are the same.
 
@@ -626,7 +626,7 @@ def rotary_channels(head_dim: int, rope: bool, rope_dim: int | None) -> int:
     if head_dim == 1:
         raise ValueError("head_dim must be at least 2 for rope, which turns pairs of channels, got 1; or rope=False")
     if rope_dim is None:
-        # Of 64 channels at 25 M parameters: all 0.771, half 0.760, a quarter 0.767 nats (docs/layer.md).
+        # Of 64 channels at 25 M parameters: all 0.771, half 0.760, a quarter 0.767 nats (docs/learning.md).
         return 2 * math.ceil(head_dim / 4)
     validation.check_count("rope_dim", rope_dim)
     if rope_dim % 2 != 0 or rope_dim > head_dim:
@@ -648,7 +648,7 @@ def options_of_fastmax(
     validation.check_exact_window(exact_window)
     validation.check_degree(p)
     if temperature is None:
-        # Of p = 2 with a window, measured at 25 M parameters: sqrt(64) 0.749, 2.83 0.793, 1 0.840 nats (docs/layer.md).
+        # Of p = 2 with a window, measured at 25 M parameters: sqrt(64) 0.749, 2.83 0.793, 1 0.840 nats (docs/parameters.md).
         temperature = 1.1 if p == 1 else math.sqrt(head_dim) if exact_window else 1.0
     if normalize is None:
         normalize = "token" if p == 1 else False
