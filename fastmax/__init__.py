@@ -4,6 +4,7 @@ The modules `convert`, `distributed`, `info` and `testing` are imported when the
 """
 
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 
 from fastmax import decoding, integrations, softmax
@@ -13,6 +14,7 @@ from fastmax.nn.multi_head_attention import FASTMultiHeadAttention
 from fastmax.nn.self_attention import FastmaxSelfAttention
 from fastmax.nn.self_attention_state import SelfAttentionState
 from fastmax.ops.merge import merge_attention
+from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.positional import rpe_matrix_creator
 from fastmax.traffic import hbm_traffic
 
@@ -34,6 +36,17 @@ __all__ = [
     "softmax",
     "swap_attention",
 ]
+
+
+def _attend_on_dtensors(attention: Callable, arguments: dict[str, object]) -> sharded_dispatch.Result:
+    # At the first DTensor: `fastmax.distributed` loads torch.distributed.tensor, which takes seconds. A statement, because
+    # torch.compile traces it, but not importlib.import_module.
+    from fastmax.distributed.dtensors import attend
+
+    return attend(attention, arguments)
+
+
+sharded_dispatch.register_dtensor_handler(_attend_on_dtensors)
 
 
 def __getattr__(name: str) -> ModuleType:

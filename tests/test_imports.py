@@ -31,10 +31,7 @@ LAYERS = {
 
 # Imports that stand inside a function: (module, imported): reason.
 INSIDE_FUNCTIONS = {
-    (
-        "fastmax.prepare.sharded_dispatch",
-        "fastmax.distributed",
-    ): "a call on DTensors loads the handler, which registers itself; `import fastmax` must not load torch.distributed.tensor",
+    ("fastmax", "fastmax.distributed.dtensors"): "`import fastmax` must not load torch.distributed.tensor, which takes seconds",
 }
 
 

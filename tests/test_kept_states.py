@@ -47,7 +47,7 @@ def backward(given, o, z, grads, whole):
     assert is_kept(k, kept)
     verify.poison_free_memory(DEVICE)
     tokens = q, k, v, mask, log_decay, first
-    grad_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, values, weights, *options, 0)
+    grad_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, values, weights, *options)
     of_state = list(grads.values())[2:]
     of_states = pairs_of(whole["new"], of_state, given[6:8], whole["of_state"])
     verify.poison_free_memory(DEVICE)
@@ -147,7 +147,7 @@ def test_what_keeps_nothing():
     grads, tokens = output_grads(given), given[:6]
     expected = OPERATORS.prefill_backward(*grads.values(), *given[:3], o, z, None, None, *given[3:])[:3]
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], o, z)
-    of_q, _ = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *given[6:], 0)
+    of_q, _ = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *given[6:])
     of_state = list(grads.values())[2:]
     of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *of_state, *tokens, None, None, kept, *given[8:])[:2]
     assert all(map(torch.equal, (of_q, *of_keys), expected)), "the same bits as in one piece"
@@ -171,7 +171,7 @@ def test_from_nothing(d, n, decay, mode, precision):  # noqa: F811
     g, e = OPERATORS.gradients_of_sums(grads["o"], grads["z"], *results)
     tokens, options = given[:6], given[8:]
     for state in ((None, None), zeros):
-        of_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *state, *options, 0)
+        of_q, pairs = OPERATORS.prefill_backward_of_queries(g, e, *tokens, *state, *options)
         *_, kept = OPERATORS.state_of_queries(g, e, *tokens[:3], *tokens[4:], *options, True)
         of_states = torch.zeros(*tokens[1].shape[:2], 2, dtype=torch.float64, device=DEVICE)
         of_keys = OPERATORS.prefill_backward_of_keys_(g, e, *state, *tokens, pairs, of_states, kept, *options)

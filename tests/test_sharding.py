@@ -188,7 +188,7 @@ def recorded(kv_heads: int) -> list[tuple]:
             torch.ops.fastmax.prefill_kept_(*tokens, *sums, kept, *score)
             g, e = torch.ops.fastmax.gradients_of_sums(o, None, o, z)
             torch.ops.fastmax.state_of_queries(g, e, *tokens[:3], decays, first, *score, True)
-            _, pairs = torch.ops.fastmax.prefill_backward_of_queries(g, e, *tokens, *sums, *score, 0)
+            _, pairs = torch.ops.fastmax.prefill_backward_of_queries(g, e, *tokens, *sums, *score)
             of_states = torch.rand(*k.shape[:2], 2, dtype=torch.float64)
             torch.ops.fastmax.prefill_backward_of_keys_(g, e, *sums, *tokens, pairs, of_states, kept, *score)
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp(), log_decay.detach())

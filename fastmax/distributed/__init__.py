@@ -5,7 +5,6 @@ from torch import distributed as _distributed
 if not _distributed.is_available():
     raise ImportError("fastmax.distributed needs torch.distributed, which this build of PyTorch does not have")
 
-from fastmax.distributed import dtensors as _dtensors
 from fastmax.distributed import sharding as _sharding  # noqa: F401, registers the DTensor rules of operators
 from fastmax.distributed.attention import (
     context_parallel_attention,
@@ -17,7 +16,6 @@ from fastmax.distributed.layout import Layout, contiguous_layout, zigzag_layout
 from fastmax.distributed.rank_consistency import set_time_limit
 from fastmax.distributed.tensor_parallel import TensorParallel
 from fastmax.distributed.traffic import exchanged_bytes
-from fastmax.prepare import sharded_dispatch as _sharded_dispatch
 
 __all__ = [
     "Context",
@@ -33,5 +31,3 @@ __all__ = [
     "tokens_before",
     "zigzag_layout",
 ]
-
-_sharded_dispatch.register_dtensor_handler(_dtensors.attend)

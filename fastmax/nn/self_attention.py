@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from numbers import Real
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +25,7 @@ from fastmax.nn.short_convolution import ShortConvolution
 from fastmax.prepare import sharded_dispatch
 from fastmax.prepare.bounds import sequence_at
 from fastmax.prepare.padding import PackedPlaces, RealFirst
-
-if TYPE_CHECKING:
-    from fastmax.distributed.context import Context
+from fastmax.prepare.sharded_dispatch import ParallelContext
 
 DEFAULT_EXACT_WINDOW = 128
 EXPANSION_OF_EXP = (1.0, 1.0, 0.5)  # a0, a1, a2
@@ -359,7 +357,7 @@ class FastmaxSelfAttention(nn.Module):
         state: SelfAttentionState | None,
         cu_seqlens: Tensor | None,
         mask: Tensor | None,
-        context: Context | None,
+        context: ParallelContext | None,
         order: RealFirst | None = None,
     ) -> Tensor | tuple[Tensor, SelfAttentionState]:
         """`forward` of checked arguments; the tokens are in `order` where there is one."""
@@ -438,7 +436,7 @@ class FastmaxSelfAttention(nn.Module):
         """Of q, k and v together."""
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
-    def _context(self) -> Context | None:
+    def _context(self) -> ParallelContext | None:
         context = sharded_dispatch.current() if self.context is None else self.context
         if context is None:
             return None
@@ -452,7 +450,7 @@ class FastmaxSelfAttention(nn.Module):
         state: SelfAttentionState | None,
         cu_seqlens: Tensor | None,
         mask: Tensor | None,
-        context: Context | None = None,
+        context: ParallelContext | None = None,
         packed: PackedPlaces | None = None,
         count: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -526,7 +524,7 @@ class FastmaxSelfAttention(nn.Module):
         state: SelfAttentionState | None,
         cu_seqlens: Tensor | None,
         mask: Tensor | None,
-        context: Context | None = None,
+        context: ParallelContext | None = None,
     ) -> None:
         if context is not None and state is not None:
             _refuse_state()

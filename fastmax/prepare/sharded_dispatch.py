@@ -1,6 +1,6 @@
 """Dispatch of public functions whose tensors are sharded over ranks: DTensors, and the local tokens of a context parallel call.
 
-This module knows neither. `fastmax.distributed` is above it and registers the function that runs a call on DTensors
+This module knows neither. `fastmax`, above it, registers the function that runs a call on DTensors
 (`register_dtensor_handler`); a context is entered by `entered` and runs the calls of its thread. A call on plain tensors only
 checks a flag and the types of its arguments.
 """
@@ -31,7 +31,11 @@ Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class ParallelContext(Protocol):
-    """What a context offers to the functions called in it; `fastmax.distributed.Context` is one."""
+    """What a context offers to the functions and layers called in it; `fastmax.distributed.Context` is one."""
+
+    @property
+    def attentions(self) -> tuple[Callable, Callable]:
+        """`fastmax_attention` and `flash_attention` of the local tokens."""
 
     def call(self, attention: Callable[..., Result], arguments: dict[str, object]) -> Result:
         """Runs `attention` on the local tokens of this rank."""
@@ -39,11 +43,33 @@ class ParallelContext(Protocol):
     def telling(self, check: Callable) -> Callable:
         """Returns `check`, with its errors raised on all ranks."""
 
+    def of_one_forward(self, options: dict[str, object]) -> ParallelContext:
+        """Returns the context of a forward of a layer, whose options must be the same on all ranks."""
 
-_dtensor_handler: Callable[[Callable[..., Result], dict[str, object]], Result] | None = None
+    def layout_of(self, tokens: int) -> Any:
+        """Returns the layout of the sequence, of which this rank has so many tokens; its `tokens` counts all of them."""
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Returns the positions of the local tokens in the sequence, int64 (n,)."""
+
+    def convolve(self, convolution: Any, x: Tensor, places: Tensor | None) -> Tensor:
+        """Applies a causal convolution to the local tokens."""
+
+    def refuse_gaps(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+        """Raises an error on all ranks if there is padding between real tokens of a sequence."""
 
 
-def register_dtensor_handler(handler: Callable[[Callable[..., Result], dict[str, object]], Result]) -> None:
+Handler: TypeAlias = Callable[[Callable[..., Result], dict[str, object]], Result]
+
+
+def _no_handler(attention: Callable[..., Result], arguments: dict[str, object]) -> Result:
+    raise RuntimeError("no handler of DTensors is registered: import fastmax")
+
+
+_dtensor_handler: Handler = _no_handler
+
+
+def register_dtensor_handler(handler: Handler) -> None:
     """Registers `handler(attention, arguments)`, which runs a public function some of whose tensors are DTensors."""
     global _dtensor_handler
     _dtensor_handler = handler
@@ -154,7 +180,7 @@ def dispatches_shards(attention: Callable[..., Result]) -> Callable[..., Result]
             return context.call(attention, context.telling(_arguments)(attention, args, kwargs))
         for x in (*args, *kwargs.values()):
             if type(x) not in _OTHERS and is_dtensor(x):
-                return _attend_on_dtensors(attention, args, kwargs)
+                return _dtensor_handler(attention, _arguments(attention, args, kwargs))
         return attention(*args, **kwargs)
 
     return attend
@@ -165,11 +191,3 @@ def _arguments(attention: Callable, args: tuple, kwargs: dict) -> dict[str, obje
     if "others" in given:
         other_arguments.refuse(attention.__name__, given["others"])
     return given
-
-
-def _attend_on_dtensors(attention: Callable[..., Result], args: tuple, kwargs: dict) -> Result:
-    # A user of DTensors need not have imported fastmax.distributed, and `import fastmax` must not: it takes seconds.
-    # A statement, because torch.compile traces it, but not importlib.import_module.
-    import fastmax.distributed  # noqa: F401, registers the handler
-
-    return _dtensor_handler(attention, _arguments(attention, args, kwargs))  # type: ignore[misc]
