@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastmax import fastmax_attention
 from fastmax.eager.planner import plan_linear, plan_quadratic
-from fastmax.testing import reference
+from fastmax.testing.reference import naive_attention as definition
 
 CPU = torch.device("cpu")
 CHUNK = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=2).chunk
@@ -77,116 +76,6 @@ def compile_probe(folder, text, device_code=False):
     compiler = [cuda / "bin/nvcc", "-std=c++17"] if device_code else ["c++", "-std=c++20", "-isystem", cuda / "include"]
     subprocess.run([*compiler, "-I", CSRC, "-o", probe, source], check=True)
     return probe
-
-
-# ---- the definition
-
-
-def sinusoidal_rows(n: int, m: int, d: int) -> Tensor:
-    """The sinusoidal rpe matrix (n + m - 1, d) in float64, element by element."""
-    rows = []
-    for row in range(n + m - 1):
-        t = m - 1 - row  # (i + m - n) - j with row = j - i + n - 1
-        angles = [t * 10000.0 ** (-2.0 * (column // 2) / d) for column in range(d)]
-        rows.append([math.cos(x) if column % 2 else math.sin(x) for column, x in enumerate(angles)])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def visible_pairs(q: Tensor, k: Tensor, causal: bool, attention_mask: Tensor | None) -> Tensor:
-    """(b, h, n, m), True where query i sees key j."""
-    (b, h, n, _), m = q.shape, k.shape[2]
-    i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]
-    visible = torch.ones(b, h, n, m, dtype=torch.bool, device=q.device)
-    if causal:
-        visible = visible & (j <= i + (m - n))
-    if attention_mask is not None:
-        visible = visible & attention_mask[:, None, None, :]
-    return visible
-
-
-def normalized(
-    x: Tensor, normalize: bool | str, lim: float, takes_part: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """x (b, h, tokens, d); `takes_part` (b, tokens) says which rows count for the longest of each sequence."""
-    length = (x * x).sum(-1, keepdim=True).sqrt()
-    if normalize is False:
-        return x
-    if normalize == "token":
-        return torch.where(length > lim, x * lim / torch.where(length > lim, length, 1.0), x)
-    if cu_seqlens is not None:
-        bounds = list(pairwise(cu_seqlens.tolist()))
-        masks = [None if takes_part is None else takes_part[:, begin:end] for begin, end in bounds]
-        parts = [normalized(x[:, :, begin:end], normalize, lim, mask)
-                 for (begin, end), mask in zip(bounds, masks, strict=True) if begin < end]  # fmt: skip
-        return torch.cat(parts, dim=2)
-    if takes_part is not None:
-        length = torch.where(takes_part[:, None, :, None], length, 0.0)
-    longest = length.amax(-2, keepdim=True)
-    return x * lim / torch.where(longest > 0, longest, 1.0)
-
-
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    drop_noise: Tensor | None = None,
-    rpe_matrix: Tensor | str | None = None,
-    dropout: float = 0.0,
-    normalize: bool | str = False,
-    temperature: float = 1.0,
-    a0: float = 1.0,
-    a1: float = 1.0,
-    a2: float = 0.5,
-    lim: float = 1.0,
-    p: int = 2,
-    attention_mask: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    exact_window: int = 0,
-    cu_seqlens: Tensor | None = None,
-    return_lse: bool = False,
-    hold_denominator: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The operator from its definition, every weight spelled out, in the dtype of q; 4-d or 3-d.
-
-    `hold_denominator` treats the denominators as constants, which changes only the gradients (see `Expected`).
-    """
-    if q.dim() == 3:
-        batch = 1 if attention_mask is None else attention_mask.shape[0]
-        q, k, v, noise, log_decay = (
-            None if x is None else x.unflatten(0, (batch, -1)) for x in (q, k, v, drop_noise, log_decay)
-        )
-        out = definition(
-            q, k, v, causal=causal, drop_noise=noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
-            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask,
-            log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
-            hold_denominator=hold_denominator,
-        )  # fmt: skip
-        return tuple(x.flatten(0, 1) for x in out) if return_lse else out.flatten(0, 1)
-    (_, h, n, d), m = q.shape, k.shape[2]
-    q = normalized(q, normalize, lim, None, cu_seqlens)
-    k = normalized(k, normalize, lim, attention_mask, cu_seqlens)
-    k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
-    if isinstance(rpe_matrix, str):
-        rpe_matrix = sinusoidal_rows(n, m, d).to(q)
-    s = q @ k.mT
-    i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]
-    if rpe_matrix is not None:
-        s = s + (q.unsqueeze(3) * rpe_matrix[j - i + n - 1]).sum(-1)
-    s = s / temperature
-    f = a0 + a1 * s
-    if p == 2:
-        f = f + a2 * s * s
-    visible = visible_pairs(q, k, causal, attention_mask)
-    visible = visible & reference.visible_pairs(q, k, log_decay=log_decay, cu_seqlens=cu_seqlens)
-    near = reference.in_window(q, k, exact_window) if exact_window else None
-    w, shift = reference.weights(s, f, visible, near=near, decay=reference.decay_between(q, log_decay))
-    z = w.sum(-1, keepdim=True)
-    seen = visible.any(-1, keepdim=True)
-    o = torch.where(seen, (w @ v) / torch.where(seen, z.detach() if hold_denominator else z, 1.0), 0.0)
-    o = o if dropout == 0.0 else o * (1.0 + dropout * drop_noise)
-    return (o, reference.log_of_sums(torch.where(seen, z, 0.0), shift)) if return_lse else o
 
 
 # ---- the numerical contract

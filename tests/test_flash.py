@@ -26,7 +26,6 @@ from common import (
     make_inputs,
     run,
     torch_warns,
-    visible_pairs,
 )
 from test_kernels import (
     DEVICE,
@@ -51,7 +50,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from fastmax import eager, flash_attention
-from fastmax.testing import verify
+from fastmax.testing import reference, verify
 
 SMALL = Case("small", n=30, m=35, b=2, h=4, hk=2, d=8, dv=6)
 TILES = Case("a tile and more", n=ROWS + 13, m=COLS + 20, b=2, h=2, hk=1, d=8, dv=6)
@@ -59,6 +58,14 @@ SQUARE = Case("square", n=40, b=2, h=3, d=8)
 TINY = Case("tiny", n=3, m=4, b=1, h=2, hk=1, d=3, dv=2)
 
 with_lse = partial(flash_attention, return_lse=True)
+
+
+def visible_pairs(q, k, causal, attention_mask):
+    """(b, h, n, m), True where query i sees key j."""
+    visible = reference.visible_pairs(q, k, causal=causal, attention_mask=attention_mask)
+    return visible.expand(*q.shape[:3], k.shape[2])
+
+
 by_padding = pytest.mark.parametrize("padding", [False, True], ids=["no mask", "mask"])
 
 

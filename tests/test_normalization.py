@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from common import by_dtype, by_gradient, normalized, relative, torch_warns
+from common import by_dtype, by_gradient, relative, torch_warns
 from torch.autograd import gradcheck
 
 from fastmax.prepare.normalization import normalize_queries_and_keys
+from fastmax.testing.reference import normalized
 
 by_kind = pytest.mark.parametrize("kind", ["sequence", "token"])
 # Half types: 1.2 times what rounding the result alone comes to (2.1e-4 and 1.7e-3); norms in half would add as much again.
