@@ -193,16 +193,25 @@ def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[st
             assert x.grad is None
 
 
-def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options) -> None:
+def opcheck(operator, arguments: tuple, traced: bool) -> None:
+    """`torch.library.opcheck`: schema, registration and fake tensors; with `traced` the program that compilers make of it too,
+    which takes ten times as long as the others."""
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=tests if traced else tests[:3])
+
+
+def opcheck_both(
+    name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options, traced: bool = True
+) -> None:
     """`torch.ops.fastmax`'s forward and backward ("", "flash_", "exact_window_"); `options` are the arguments after q, k, v."""
     forward, backward = (getattr(torch.ops.fastmax, f"{name}{which}") for which in ("forward", "backward"))
 
     def leaf(x):
         return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    torch.library.opcheck(forward.default, tuple(map(leaf, (*inputs.values(), *options))))
+    opcheck(forward.default, tuple(map(leaf, (*inputs.values(), *options))), traced)
     outputs = forward(*inputs.values(), *options)
-    torch.library.opcheck(backward.default, (*grads, *inputs.values(), *outputs, *options))
+    opcheck(backward.default, (*grads, *inputs.values(), *outputs, *options), traced)
 
 
 def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:

@@ -24,7 +24,7 @@ from common import (
     make_decay,
     make_inputs,
     make_options,
-    opcheck,
+    opcheck_both,
     run,
 )
 
@@ -324,12 +324,12 @@ def test_opcheck(algorithm, causal, device):
     inputs, grads = make(SHORT, device=device, h=4, hk=2)
     first, end = first_keys(SHORT, device)
     rest = (None, None, None, None, first, None if causal else end, 0.5, 1.0, 1.0, 0.5, 2, causal, 0.0, algorithm, False)
-    opcheck("", inputs, grads, *rest)
+    opcheck_both("", inputs, grads, *rest)
 
 
 def test_opcheck_flash(device):
     inputs, grads = make(SHORT, device=device, h=4, hk=2)
-    opcheck("flash_", inputs, grads, None, None, *first_keys(SHORT, device), 0.5, False, 3, -1, False)
+    opcheck_both("flash_", inputs, grads, None, None, *first_keys(SHORT, device), 0.5, False, 3, -1, False)
 
 
 @pytest.mark.parametrize("way", ["causal, linear", "full, exact window", "flash, full, window"])

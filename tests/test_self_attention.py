@@ -360,7 +360,7 @@ def test_compiled_code_computes_the_angles_once(fresh_dynamo):
 
 
 @torch.no_grad()
-@by_attention
+@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
 def test_compiles_with_a_state(options, fresh_dynamo):
     layer, x = make(**options), tokens()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

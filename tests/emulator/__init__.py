@@ -126,7 +126,7 @@ def is_current(out: Path) -> bool:
     made_of = out.with_suffix(".d")
     if not out.exists() or not made_of.exists():
         return False
-    paths = [Path(name) for name in made_of.read_text().replace("\\\n", " ").split()[1:]]
+    paths = [Path(__file__), *map(Path, made_of.read_text().replace("\\\n", " ").split()[1:])]
     return all(path.exists() and path.stat().st_mtime < out.stat().st_mtime for path in paths)
 
 
