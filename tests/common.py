@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
+import os
 import subprocess
 import weakref
 from collections.abc import Callable, Sequence
@@ -64,17 +66,35 @@ def load_build() -> ModuleType:
     return module
 
 
-def compile_probe(folder, text, device_code=False):
-    """A program over headers and host sources of csrc/; skips the test without a CUDA toolkit, whose headers they take."""
+def is_current(out: Path, *others: Path) -> bool:
+    """Whether a compiled file is newer than all that it was made of: what the list beside it names (`-MD`), and others."""
+    made_of = out.with_suffix(".d")
+    if not out.exists() or not made_of.exists():
+        return False
+    paths = [*others, *map(Path, made_of.read_text().replace("\\\n", " ").split()[1:])]
+    return all(path.exists() and path.stat().st_mtime < out.stat().st_mtime for path in paths)
+
+
+def compile_probe(text, device_code=False):
+    """A program over headers and host sources of csrc/, which build/probes keeps until they change; skips the test without a
+    CUDA toolkit, whose headers they take."""
     build = load_build()
     try:
         cuda = build.cuda_home()
     except build.BuildError as error:
         pytest.skip(str(error))
+    folder = CSRC.parent / "build" / "probes" / hashlib.sha256(text.encode()).hexdigest()[:16]
     source, probe = folder / ("probe.cu" if device_code else "probe.cpp"), folder / "probe"
-    source.write_text(text)
+    if is_current(probe):
+        return probe
+    folder.mkdir(parents=True, exist_ok=True)
+    if not source.exists():
+        source.write_text(text)
     compiler = [cuda / "bin/nvcc", "-std=c++17"] if device_code else ["c++", "-std=c++20", "-isystem", cuda / "include"]
-    subprocess.run([*compiler, "-I", CSRC, "-o", probe, source], check=True)
+    new = folder / str(os.getpid())  # another process may compile it too
+    subprocess.run([*compiler, "-I", CSRC, "-MD", "-MF", f"{new}.d", "-o", new, source], check=True)
+    os.replace(f"{new}.d", probe.with_suffix(".d"))
+    os.replace(new, probe)
     return probe
 
 
@@ -193,25 +213,23 @@ def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[st
             assert x.grad is None
 
 
-def opcheck(operator, arguments: tuple, traced: bool) -> None:
+def check_operator(operator, arguments: tuple, traced: bool) -> None:
     """`torch.library.opcheck`: schema, registration and fake tensors; with `traced` the program that compilers make of it too,
     which takes ten times as long as the others."""
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(operator, arguments, test_utils=tests if traced else tests[:3])
 
 
-def opcheck_both(
-    name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options, traced: bool = True
-) -> None:
+def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options, traced: bool = True) -> None:
     """`torch.ops.fastmax`'s forward and backward ("", "flash_", "exact_window_"); `options` are the arguments after q, k, v."""
     forward, backward = (getattr(torch.ops.fastmax, f"{name}{which}") for which in ("forward", "backward"))
 
     def leaf(x):
         return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    opcheck(forward.default, tuple(map(leaf, (*inputs.values(), *options))), traced)
+    check_operator(forward.default, tuple(map(leaf, (*inputs.values(), *options))), traced)
     outputs = forward(*inputs.values(), *options)
-    opcheck(backward.default, (*grads, *inputs.values(), *outputs, *options), traced)
+    check_operator(backward.default, (*grads, *inputs.values(), *outputs, *options), traced)
 
 
 def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:

@@ -21,6 +21,7 @@ from common import (
     by_size,
     capture,
     check_export,
+    check_operator,
     compare,
     dtype_id,
     make_inputs,
@@ -463,11 +464,13 @@ OPERATOR_CALLS = {
 def test_opcheck(call, device):
     case, options = OPERATOR_CALLS[call]
     arguments, _ = operator_arguments(case, device, **options)
-    torch.library.opcheck(torch.ops.fastmax.flash_forward.default, arguments)
+    traced = call == "mask, causal"
+    check_operator(torch.ops.fastmax.flash_forward.default, arguments, traced)
     arguments, (grad_o, grad_lse) = operator_arguments(case, device, **options, leaves=False)
     o, lse = torch.ops.fastmax.flash_forward(*arguments)
     second = None if call == "bfloat16" else grad_lse
-    torch.library.opcheck(torch.ops.fastmax.flash_backward.default, (grad_o, second, *arguments[:3], o, lse, *arguments[3:]))
+    arguments = grad_o, second, *arguments[:3], o, lse, *arguments[3:]
+    check_operator(torch.ops.fastmax.flash_backward.default, arguments, traced)
 
 
 @by_layout
@@ -486,8 +489,7 @@ def test_fake_tensors_have_the_real_layout(layout, dtype, device):
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
 
 
-@by_padding
-@by_causal
+@pytest.mark.parametrize("causal, padding", [(True, False), (False, True)])
 def test_compile(causal, padding, device, fresh_dynamo):
     inputs, grads, options = make(SMALL, device=device, padding=padding)
     compiled = torch.compile(with_lse, fullgraph=True, backend="aot_eager")
@@ -498,7 +500,7 @@ def test_compile_dynamic_is_one_graph_for_all_lengths(device, fresh_dynamo):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(with_lse, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
-    for n in (12, 37, 200, ROWS + COLS + 5):
+    for n in (12, 37, ROWS + COLS + 5):
         inputs, grads, _ = make(Case("", n=n, d=4), device=device)
         compare(run(compiled, inputs, grads, causal=True), run(with_lse, inputs, grads, causal=True))
         graphs.append(counter.frame_count)

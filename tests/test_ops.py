@@ -18,11 +18,11 @@ from common import (
     by_option,
     by_order,
     check_export,
+    check_operator,
     compare,
     dtype_id,
     make_inputs,
     make_options,
-    opcheck,
     relative,
     run,
     torch_warns,
@@ -93,7 +93,7 @@ by_operator_call = pytest.mark.parametrize("call", OPERATOR_CALLS)
 def test_opcheck_forward(call, device):
     case, options = OPERATOR_CALLS[call]
     arguments, _ = operator_arguments(case, device, **options)
-    opcheck(torch.ops.fastmax.forward.default, arguments, traced=call in TRACED)
+    check_operator(torch.ops.fastmax.forward.default, arguments, traced=call in TRACED)
 
 
 @by_operator_call
@@ -104,7 +104,7 @@ def test_opcheck_backward(call, device):
     o, z = torch.ops.fastmax.forward(*arguments)
     q, k, v, *rest = arguments
     arguments = grad_o, torch.randn_like(z), q, k, v, o, z, *rest
-    opcheck(torch.ops.fastmax.backward.default, arguments, traced=call in TRACED)
+    check_operator(torch.ops.fastmax.backward.default, arguments, traced=call in TRACED)
 
 
 def decays_that_forget(m, device, dtype=torch.float32, share=0.1):
