@@ -28,6 +28,7 @@ from fastmax.testing.reference import naive_attention as definition
 CPU = torch.device("cpu")
 CHUNK = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=2).chunk
 CHUNK_P1 = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=1).chunk
+CHUNK_D64 = plan_linear(CPU, heads=1, group=1, d=64, dv=64, order=2).chunk
 ROWS, COLS, _ = plan_quadratic(CPU, heads=1, group=1, n=2**20, m=2**20)
 
 ALGORITHMS = ("quadratic", "linear")
@@ -378,6 +379,7 @@ CASES = (
     Case("n < m, diagonal ends inside a tile", n=100, m=COLS + 60, h=1),
     Case("n < m, keys before the queries fill no chunk", n=70, m=73),
     Case("n < m, keys before the queries fill a chunk and more", n=70, m=70 + CHUNK + 5),
+    Case("n < m, keys before the queries fill chunks that are not side by side", n=3, m=2 * CHUNK_D64 + 9, d=64),
     Case("n > m", n=70, m=33),
     Case("n > m, more queries than a chunk", n=CHUNK + 9, m=5),
     Case("GQA, 3 query heads to a kv head", n=70, m=75, b=2, h=6, hk=2),

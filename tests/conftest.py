@@ -51,7 +51,7 @@ def pytest_report_header():
 
 
 def pytest_pycollect_makeitem(collector, name, obj):
-    """Tests that need a GPU are not made without one: they are half of all, and would take longer to collect than the others."""
+    """Tests that need a GPU are not made without one: more than half of all, they would take longer to collect."""
     if torch.cuda.is_available() or not name.startswith("test"):
         return None
     of_module = getattr(collector.obj, "pytestmark", [])

@@ -484,7 +484,9 @@ def test_bitwise_repeatable(algorithm, causal, device, several_threads):
     assert all(torch.equal(x, second[name]) for name, x in first.items())
 
 
-@pytest.mark.parametrize("algorithm, causal, custom", [("linear", True, True), ("quadratic", False, False)])
+@pytest.mark.parametrize(
+    "algorithm, causal, custom", [("linear", True, True), ("linear", False, True), ("quadratic", True, False)]
+)
 def test_compile(algorithm, causal, custom, device, fresh_dynamo):
     attention = partial(with_lse, causal=causal, algorithm=algorithm, exact_window=6, use_custom_gradient=custom)
     inputs, grads = make(SMALL, device=device)

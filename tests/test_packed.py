@@ -29,6 +29,7 @@ from common import (
 )
 
 from fastmax import fastmax_attention, flash_attention
+from fastmax.prepare.padding import RealFirst
 from fastmax.testing.reference import naive_softmax_attention
 
 with_lse = partial(fastmax_attention, return_lse=True)
@@ -439,3 +440,14 @@ def test_full_attention_has_no_linear_algorithm(custom):
     with pytest.raises(ValueError, match="cu_seqlens.*linear|linear.*cu_seqlens"):
         fastmax_attention(**shared, algorithm="linear")
     torch.testing.assert_close(fastmax_attention(**shared), fastmax_attention(**shared, algorithm="quadratic"))
+
+
+def test_real_tokens_come_first_in_each_sequence():
+    mask, bounds = torch.rand(1, 40) < 0.5, [0, 7, 7, 20, 40]
+    order = RealFirst.of(mask, torch.tensor(bounds, dtype=torch.int32))
+    for begin, end in pairwise(bounds):
+        real, padding = (begin + x[0, begin:end].nonzero()[:, 0] for x in (mask, ~mask))
+        assert torch.equal(order.token[0, begin:end], torch.cat([real, padding]))
+        assert order.mask[0, begin:end].sum() == len(real) and order.mask[0, begin : begin + len(real)].all()
+    x = torch.randn(1, 40, 3)
+    assert torch.equal(order.back(order.first(x)), x)

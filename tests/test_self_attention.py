@@ -335,7 +335,7 @@ def test_sizes_of_states():
 # ---- as a module
 
 
-@by_attention
+@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
 def test_compiles_into_one_graph(options, fresh_dynamo):
     layer, x = make(**options), tokens().requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
