@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import math
+import os
 import subprocess
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -22,11 +23,12 @@ from torch.utils.checkpoint import checkpoint
 
 from fastmax import fastmax_attention
 from fastmax.eager.planner import plan_linear, plan_quadratic
-from fastmax.testing import reference
+from fastmax.testing.reference import naive_attention as definition
 
 CPU = torch.device("cpu")
 CHUNK = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=2).chunk
 CHUNK_P1 = plan_linear(CPU, heads=1, group=1, d=16, dv=16, order=1).chunk
+CHUNK_D64 = plan_linear(CPU, heads=1, group=1, d=64, dv=64, order=2).chunk
 ROWS, COLS, _ = plan_quadratic(CPU, heads=1, group=1, n=2**20, m=2**20)
 
 ALGORITHMS = ("quadratic", "linear")
@@ -65,128 +67,36 @@ def load_build() -> ModuleType:
     return module
 
 
-def compile_probe(folder, text, device_code=False):
-    """A program over headers and host sources of csrc/; skips the test without a CUDA toolkit, whose headers they take."""
+def is_current(out: Path, *others: Path) -> bool:
+    """Whether a compiled file is newer than all that it was made of: what the list beside it names (`-MD`), and others."""
+    made_of = out.with_suffix(".d")
+    if not out.exists() or not made_of.exists():
+        return False
+    paths = [*others, *map(Path, made_of.read_text().replace("\\\n", " ").split()[1:])]
+    return all(path.exists() and path.stat().st_mtime < out.stat().st_mtime for path in paths)
+
+
+def compile_probe(text, device_code=False):
+    """A program over headers and host sources of csrc/, which build/probes keeps until they change; skips the test without a
+    CUDA toolkit, whose headers they take."""
     build = load_build()
     try:
         cuda = build.cuda_home()
     except build.BuildError as error:
         pytest.skip(str(error))
+    folder = CSRC.parent / "build" / "probes" / hashlib.sha256(text.encode()).hexdigest()[:16]
     source, probe = folder / ("probe.cu" if device_code else "probe.cpp"), folder / "probe"
-    source.write_text(text)
+    if is_current(probe):
+        return probe
+    folder.mkdir(parents=True, exist_ok=True)
+    if not source.exists():
+        source.write_text(text)
     compiler = [cuda / "bin/nvcc", "-std=c++17"] if device_code else ["c++", "-std=c++20", "-isystem", cuda / "include"]
-    subprocess.run([*compiler, "-I", CSRC, "-o", probe, source], check=True)
+    new = folder / str(os.getpid())  # another process may compile it too
+    subprocess.run([*compiler, "-I", CSRC, "-MD", "-MF", f"{new}.d", "-o", new, source], check=True)
+    os.replace(f"{new}.d", probe.with_suffix(".d"))
+    os.replace(new, probe)
     return probe
-
-
-# ---- the definition
-
-
-def sinusoidal_rows(n: int, m: int, d: int) -> Tensor:
-    """The sinusoidal rpe matrix (n + m - 1, d) in float64, element by element."""
-    rows = []
-    for row in range(n + m - 1):
-        t = m - 1 - row  # (i + m - n) - j with row = j - i + n - 1
-        angles = [t * 10000.0 ** (-2.0 * (column // 2) / d) for column in range(d)]
-        rows.append([math.cos(x) if column % 2 else math.sin(x) for column, x in enumerate(angles)])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def visible_pairs(q: Tensor, k: Tensor, causal: bool, attention_mask: Tensor | None) -> Tensor:
-    """(b, h, n, m), True where query i sees key j."""
-    (b, h, n, _), m = q.shape, k.shape[2]
-    i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]
-    visible = torch.ones(b, h, n, m, dtype=torch.bool, device=q.device)
-    if causal:
-        visible = visible & (j <= i + (m - n))
-    if attention_mask is not None:
-        visible = visible & attention_mask[:, None, None, :]
-    return visible
-
-
-def normalized(
-    x: Tensor, normalize: bool | str, lim: float, takes_part: Tensor | None = None, cu_seqlens: Tensor | None = None
-) -> Tensor:
-    """x (b, h, tokens, d); `takes_part` (b, tokens) says which rows count for the longest of each sequence."""
-    length = (x * x).sum(-1, keepdim=True).sqrt()
-    if normalize is False:
-        return x
-    if normalize == "token":
-        return torch.where(length > lim, x * lim / torch.where(length > lim, length, 1.0), x)
-    if cu_seqlens is not None:
-        bounds = list(pairwise(cu_seqlens.tolist()))
-        masks = [None if takes_part is None else takes_part[:, begin:end] for begin, end in bounds]
-        parts = [normalized(x[:, :, begin:end], normalize, lim, mask)
-                 for (begin, end), mask in zip(bounds, masks, strict=True) if begin < end]  # fmt: skip
-        return torch.cat(parts, dim=2)
-    if takes_part is not None:
-        length = torch.where(takes_part[:, None, :, None], length, 0.0)
-    longest = length.amax(-2, keepdim=True)
-    return x * lim / torch.where(longest > 0, longest, 1.0)
-
-
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    drop_noise: Tensor | None = None,
-    rpe_matrix: Tensor | str | None = None,
-    dropout: float = 0.0,
-    normalize: bool | str = False,
-    temperature: float = 1.0,
-    a0: float = 1.0,
-    a1: float = 1.0,
-    a2: float = 0.5,
-    lim: float = 1.0,
-    p: int = 2,
-    attention_mask: Tensor | None = None,
-    log_decay: Tensor | None = None,
-    exact_window: int = 0,
-    cu_seqlens: Tensor | None = None,
-    return_lse: bool = False,
-    hold_denominator: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """The operator from its definition, every weight spelled out, in the dtype of q; 4-d or 3-d.
-
-    `hold_denominator` treats the denominators as constants, which changes only the gradients (see `Expected`).
-    """
-    if q.dim() == 3:
-        batch = 1 if attention_mask is None else attention_mask.shape[0]
-        q, k, v, noise, log_decay = (
-            None if x is None else x.unflatten(0, (batch, -1)) for x in (q, k, v, drop_noise, log_decay)
-        )
-        out = definition(
-            q, k, v, causal=causal, drop_noise=noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
-            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask,
-            log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
-            hold_denominator=hold_denominator,
-        )  # fmt: skip
-        return tuple(x.flatten(0, 1) for x in out) if return_lse else out.flatten(0, 1)
-    (_, h, n, d), m = q.shape, k.shape[2]
-    q = normalized(q, normalize, lim, None, cu_seqlens)
-    k = normalized(k, normalize, lim, attention_mask, cu_seqlens)
-    k, v = (x.repeat_interleave(h // x.shape[1], dim=1) for x in (k, v))
-    if isinstance(rpe_matrix, str):
-        rpe_matrix = sinusoidal_rows(n, m, d).to(q)
-    s = q @ k.mT
-    i, j = torch.arange(n, device=q.device)[:, None], torch.arange(m, device=q.device)[None, :]
-    if rpe_matrix is not None:
-        s = s + (q.unsqueeze(3) * rpe_matrix[j - i + n - 1]).sum(-1)
-    s = s / temperature
-    f = a0 + a1 * s
-    if p == 2:
-        f = f + a2 * s * s
-    visible = visible_pairs(q, k, causal, attention_mask)
-    visible = visible & reference.visible_pairs(q, k, log_decay=log_decay, cu_seqlens=cu_seqlens)
-    near = reference.in_window(q, k, exact_window) if exact_window else None
-    w, shift = reference.weights(s, f, visible, near=near, decay=reference.decay_between(q, log_decay))
-    z = w.sum(-1, keepdim=True)
-    seen = visible.any(-1, keepdim=True)
-    o = torch.where(seen, (w @ v) / torch.where(seen, z.detach() if hold_denominator else z, 1.0), 0.0)
-    o = o if dropout == 0.0 else o * (1.0 + dropout * drop_noise)
-    return (o, reference.log_of_sums(torch.where(seen, z, 0.0), shift)) if return_lse else o
 
 
 # ---- the numerical contract
@@ -304,16 +214,23 @@ def assert_gradients_of(names: str, leaves: dict[str, Tensor], expected: dict[st
             assert x.grad is None
 
 
-def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options) -> None:
+def check_operator(operator, arguments: tuple, traced: bool) -> None:
+    """`torch.library.opcheck`: schema, registration and fake tensors; with `traced` the program that compilers make of it too,
+    which takes ten times as long as the others."""
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(operator, arguments, test_utils=tests if traced else tests[:3])
+
+
+def opcheck(name: str, inputs: dict[str, Tensor], grads: tuple[Tensor, Tensor | None], *options, traced: bool = True) -> None:
     """`torch.ops.fastmax`'s forward and backward ("", "flash_", "exact_window_"); `options` are the arguments after q, k, v."""
     forward, backward = (getattr(torch.ops.fastmax, f"{name}{which}") for which in ("forward", "backward"))
 
     def leaf(x):
         return x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
 
-    torch.library.opcheck(forward.default, tuple(map(leaf, (*inputs.values(), *options))))
+    check_operator(forward.default, tuple(map(leaf, (*inputs.values(), *options))), traced)
     outputs = forward(*inputs.values(), *options)
-    torch.library.opcheck(backward.default, (*grads, *inputs.values(), *outputs, *options))
+    check_operator(backward.default, (*grads, *inputs.values(), *outputs, *options), traced)
 
 
 def check_compiled(attention, inputs: dict[str, Tensor], grads, **options) -> None:
@@ -462,6 +379,7 @@ CASES = (
     Case("n < m, diagonal ends inside a tile", n=100, m=COLS + 60, h=1),
     Case("n < m, keys before the queries fill no chunk", n=70, m=73),
     Case("n < m, keys before the queries fill a chunk and more", n=70, m=70 + CHUNK + 5),
+    Case("n < m, keys before the queries fill chunks that are not side by side", n=3, m=2 * CHUNK_D64 + 9, d=64),
     Case("n > m", n=70, m=33),
     Case("n > m, more queries than a chunk", n=CHUNK + 9, m=5),
     Case("GQA, 3 query heads to a kv head", n=70, m=75, b=2, h=6, hk=2),

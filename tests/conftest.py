@@ -47,15 +47,23 @@ def pytest_configure(config):
 
 
 def pytest_report_header():
-    return [] if torch.cuda.is_available() else "no CUDA device: tests that need one are deselected"
+    return [] if torch.cuda.is_available() else "no CUDA device: tests that need one are left out"
+
+
+def pytest_pycollect_makeitem(collector, name, obj):
+    """Tests that need a GPU are not made without one: more than half of all, they would take longer to collect."""
+    if torch.cuda.is_available() or not name.startswith("test"):
+        return None
+    of_module = getattr(collector.obj, "pytestmark", [])
+    marks = [*(of_module if isinstance(of_module, list) else [of_module]), *getattr(obj, "pytestmark", [])]
+    return [] if any(mark.name == "cuda" for mark in marks) else None
 
 
 def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available():
         return
-    # More than half of them all: to skip each would take a tenth of the time of the others.
     kept: dict[bool, list] = {True: [], False: []}
-    for item in items:
+    for item in items:  # parameters that need one
         kept[item.get_closest_marker("cuda") is None].append(item)
     items[:] = kept[True]
     config.hook.pytest_deselected(items=kept[False])
@@ -74,7 +82,10 @@ def memory_for_others():
         torch.cuda.empty_cache()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(params=DEVICES)
 def device(request):
     return torch.device(request.param)
 

@@ -27,10 +27,10 @@ from common import (
     make_options,
     relative,
     run,
-    sinusoidal_rows,
 )
 
 from fastmax import fastmax_attention
+from fastmax.testing.reference import sinusoidal_rows
 
 MIDDLE = Case("a chunk and more", n=CHUNK + 13, m=CHUNK + 20, b=2, h=2, hk=1, d=8, dv=6)
 SMALL = Case("small", n=30, m=35, b=2, h=4, hk=2, d=8, dv=6)

@@ -342,16 +342,6 @@ def test_sustained_time_is_that_of_calls_back_to_back():
     assert (calls[-1] - calls[0]) >= (1 + timing.WARM_SHARE) * 0.1 * 0.9
 
 
-def test_training_step_of_layers(measure, monkeypatch):
-    """Each layer of the suite, in a smaller model."""
-    monkeypatch.setitem(train.SETTINGS, "25M", replace(train.SETTINGS["25M"], n_layer=4, window=4))
-    (case,) = SUITES["layer"].cases["cpu"]
-    case = replace(case, heads=2, tokens=16, head_dim=8, providers=SUITES["layer"].cases["cuda"][0].providers)
-    status, rows = measure(case, workload="train")
-    assert status == 0 and [row["provider"] for row in rows] == list(case.providers)
-    assert all(float(row["median"]) > 0 and row["mode"] == "sustained train" for row in rows)
-
-
 def test_training_step_is_refused_away_from_ln_vocabulary(tiny_gpt):
     step = train.Step(tiny_gpt, "sdpa", torch.device("cpu"))
     first = train.check(step, tiny_gpt, PROVIDERS["sdpa"])

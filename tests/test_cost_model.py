@@ -72,9 +72,9 @@ class Call(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def crossing(tmp_path_factory):
+def crossing():
     """The first n for which the linear algorithm is taken, of a call."""
-    probe = compile_probe(tmp_path_factory.mktemp("cost"), PROBE)
+    probe = compile_probe(PROBE)
 
     def run(call):
         line = " ".join(map(str, call))

@@ -574,7 +574,7 @@ def assert_same_but_for_nan(actual, expected):
 
 @by_gradient
 @pytest.mark.parametrize("option", ["plain", "key padding", "packed", "fewer queries"])
-@pytest.mark.parametrize("window", [0, 1, 9, 1000])
+@pytest.mark.parametrize("window", [0, 9])
 @by_algorithm
 def test_values_above_zero_and_nan(algorithm, window, option, custom):
     """A row is NaN if it sees a key before a NaN, and no other is, in another packed sequence, say. Values above 0 count as 0,
@@ -650,10 +650,9 @@ def test_long_sums_of_values_above_zero(algorithm, custom):
             assert torch.equal(x, expected[name]), name
 
 
-@pytest.mark.parametrize("form", ["step", "step, recorded", "step_", "step_ and prefill", "prefill", "prefill in parts"])
+@pytest.mark.parametrize("form", ["step", "step, recorded", "step_", "step_ and prefill", "prefill in parts"])
 @pytest.mark.parametrize("flush_interval", [1, 8])
-@pytest.mark.parametrize("window", [0, 1, 5, 30])
-@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("window, padding", [(0, False), (5, True), (30, False)])
 def test_values_above_zero_and_nan_in_states(padding, window, flush_interval, form):
     """Outputs are those of one call of the tokens that take part; a NaN at the first token, where the state is empty, has no
     effect."""

@@ -212,6 +212,6 @@ fastmax: no kernel for head_dim 97; compiled: 16 32 96
 """  # fmt: skip
 
 
-def test_who_computes_a_call(tmp_path):
-    probe = compile_probe(tmp_path, PROBE)
+def test_who_computes_a_call():
+    probe = compile_probe(PROBE)
     assert subprocess.run([probe], check=True, capture_output=True, text=True).stdout == EXPECTED

@@ -104,7 +104,7 @@ def drawn(seed: int) -> dict:
     return case
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_any_parts_and_options(ranks, seed):
     check(ranks, drawn(seed))
 
@@ -124,7 +124,7 @@ def test_tokens_that_change_on_another_rank_alone(ranks, options):
         check(ranks, {"shape": (1, 2, 1, sum(counts), 4, 4), "layout": layout, "options": options, "passes_layout": False})
 
 
-@pytest.mark.parametrize("bounds", ["none", "packed", "packed, padding", "padding"])
+@pytest.mark.parametrize("bounds", ["none", "packed, padding"])
 @pytest.mark.parametrize("kind", ["linear", "quadratic", "softmax", "linear, window", "quadratic, window", "softmax, window"])
 def test_decays_above_zero_and_nan(ranks, kind, bounds):
     """NaN reaches the queries of other ranks that see a key before it, and no others."""
@@ -139,7 +139,7 @@ def test_decays_above_zero_and_nan(ranks, kind, bounds):
     case |= {"flash": kind == "softmax", "padding": "padding" in bounds}
     if "packed" in bounds:
         case["cu_seqlens"] = [0, 7, 33, 33, n]
-    for seed in range(4):
+    for seed in range(2):
         case["seed"] = seed
         got, tensors = together(ranks.run(on_rank, case, world=3), layout), inputs(case)
         expected = differentiated(flash_attention if case["flash"] else fastmax_attention, case, tensors)
@@ -169,11 +169,10 @@ def test_tokens_before_come_from_any_rank_and_their_gradients_go_there(ranks):
 # ---- fp32, the ways of an exchange, repeatability
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("algorithm", ["linear", "quadratic", "softmax"])
-def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype, seed):
-    layout = cuts(random.Random(seed), 300, 3)
+def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, dtype):
+    layout = cuts(random.Random(0), 300, 3)
     flash = algorithm == "softmax"
     options = {"causal": True} if flash else {"causal": True, "algorithm": algorithm, "temperature": 4.0}
     case = {
@@ -217,7 +216,7 @@ def test_results_repeat_bit_by_bit(ranks):
 # ---- bytes
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(16))
 def test_the_formula_says_how_many_bytes_are_exchanged(ranks, seed):
     case = drawn(seed + 1000)
     case["dtype"] = random.Random(seed).choice([torch.float64, torch.float32, torch.bfloat16])

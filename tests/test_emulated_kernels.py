@@ -14,26 +14,27 @@ import emulator
 import invalid_bounds
 import pytest
 import torch
-from common import bounded, load_build, make_decay, relative
+from common import CSRC, bounded, load_build, make_decay, relative
 
 from fastmax.prepare.bounds import sequence_of_token
 
 MULTIPROCESSORS = 2  # blocks that take the items of a persistent kernel
 # In order; two adversaries, of which everything asynchronous is late; at random.
 SCHEDULES = (0, 1, 2, 3, 4)
+ADVERSARY_AND_RANDOM = ((1, 3), (2, 4))
+OBJECTS = CSRC.parent / "build" / "emulator"
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory, request):
-    """Compiled once, by whichever process comes first."""
+def library():
+    """Compiled by whichever process comes first; the next run compiles what has changed."""
     build = load_build()
     try:
         build.cuda_home()
     except build.BuildError as error:
         pytest.skip(str(error))
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if hasattr(request.config, "workerinput") else base) / "emulator"
-    folder.mkdir(exist_ok=True)
+    folder = OBJECTS
+    folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return emulator.build(folder)
@@ -106,7 +107,6 @@ CASES = [
     Case("flash", "flash_sm90", 700, 1400, 32, fused=True, multiprocessors=4, resident=1),
     Case("quadratic", "quadratic_sm90", 70, 1100, 32, dropout=0.3, fused=True, multiprocessors=3),
     Case("quadratic", "quadratic_sm90", 600, 1450, 32, h=4, hk=2, fused=True, multiprocessors=3, resident=3),
-    Case("quadratic", "quadratic_sm90", 2050, 2050, 32, h=1, hk=1, fused=True, multiprocessors=4, resident=4),
     Case("quadratic", "quadratic_sm90", 400, 1300, 64, h=4, hk=2, padding=True, fused=True, multiprocessors=3, resident=3),
     Case("flash", "flash_sm90", 300, 1100, 64, h=1, hk=1, causal=False, fused=True, multiprocessors=4, resident=4),
     Case("quadratic", "quadratic_sm90", 130, 1100, 64, dropout=0.3, fused=True, multiprocessors=4, resident=1),
@@ -124,7 +124,6 @@ CASES = [
     Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 100, 257, 300)),
     # A walk of more stages than the ring of the state kernel has, with several snapshots.
-    Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1),
     Case("linear", "linear2_sm90", 900, 900, 64, h=1, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 290, 290, 64, h=1, hk=1, multiprocessors=8),  # a state in eight blocks, not four
     Case("linear", "linear2_sm90", 520, 520, 64, h=1, hk=1, multiprocessors=16),  # and in segments
@@ -224,9 +223,10 @@ def wrong(actual, exact):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_float64(library, case):
+    """By an adversary, another one for the next case, and at random."""
     call = Call(case)
     first = None
-    for schedule in SCHEDULES if case.algorithm != "linear" else SCHEDULES[1:4]:
+    for schedule in ADVERSARY_AND_RANDOM[CASES.index(case) % 2]:
         results = call.run(library, schedule)
         assert wrong(results, call.exact) == {}, f"schedule {schedule}"
         if first is None:
@@ -260,7 +260,7 @@ def test_decays_of_nan(library, case):
     assert wrong(results, call.exact) == {}
 
 
-@pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e-10, True), (1e10, True), (1e31, False)])
+@pytest.mark.parametrize("factor, fused", [(1e-35, False), (1e10, True)])
 def test_fused_at_other_sizes_of_weights(library, factor, fused, monkeypatch):
     """A common factor of the coefficients changes no gradient: where grad_o / z would leave floats, two kernels run."""
     monkeypatch.setitem(globals(), "POLYNOMIAL", tuple(factor * x for x in POLYNOMIAL))
@@ -346,12 +346,9 @@ def test_carried_state(library, d, decay):
 
 BOUNDED = {"h": 2, "hk": 1, "packed": (0, 450)}
 INVALID_CASES = [
-    Case("quadratic", "quadratic_bounded_sm90", 450, 450, 64, **BOUNDED),
-    Case("quadratic", "quadratic_bounded_sm90", 450, 450, 128, causal=False, padding=True, **BOUNDED),
-    Case("flash", "flash_bounded_sm90", 450, 450, 32, causal=False, **BOUNDED),
-    Case("flash", "flash_bounded_sm90", 450, 450, 128, left=100, **BOUNDED),
+    Case("quadratic", "quadratic_bounded_sm90", 450, 450, 64, causal=False, padding=True, **BOUNDED),
+    Case("flash", "flash_bounded_sm90", 450, 450, 64, left=100, **BOUNDED),
     Case("quadratic", "quadratic_fading_sm90", 450, 450, 64, decay="weak", **BOUNDED),
-    Case("flash", "flash_fading_sm90", 450, 450, 128, decay="ordinary", **BOUNDED),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 300)),
 ]
 INVALID_BOUNDS = ("falling sequences", "least and most sequences", "falling", "steps", "steps of least and most", "near", "any")
@@ -385,7 +382,7 @@ def test_unsorted_sequences_end(library, algorithm):
     call = Call(Case(algorithm, f"{algorithm}_bounded_sm90", 1024, 1024, 64, h=1, hk=1, packed=(0, 1024)))
     bounds = torch.tensor([0, 400, 500, 100, 1024], dtype=torch.int32)
     sequence = sequence_of_token(bounds, 1024)
-    for schedule in SCHEDULES:
+    for schedule in SCHEDULES[1:4:2]:
         assert run_with_bounds(library, call, bounds[sequence], bounds[sequence + 1], schedule)["o"].isfinite().all()
 
 
@@ -394,20 +391,9 @@ def test_unsorted_sequences_end(library, algorithm):
 FORWARD, RING = "quadratic/sm90/fwd.h", "core/sm90/pipeline.h"
 # By name: a file, what is written there in place of what, and a part of what the emulator says.
 MISTAKES = {
-    "accumulators read before they are there": (FORWARD, {"wgmma_wait<1>();": ""}, "wrong results {'o': nan"),
     "no fence before products": (FORWARD, {"          keep(w);\n          wgmma_fence();": ""}, "without wgmma.fence"),
-    "a stage released before its products": (
-        FORWARD,
-        {
-            "          ring.release(at, lane);\n          at = below;": "          at = below;",
-            "          wgmma_wait<1>();": "          ring.release(at, lane);\n          wgmma_wait<1>();",
-        },
-        "which a product or a copy in flight reads",
-    ),
     "a stage read before it is full": (FORWARD, {"          ring.wait_until_full(below);\n": ""}, "a copy is on its way"),
     "fewer bytes expected": (FORWARD, {"expect(at, QueryTile::kBytes)": "expect(at, QueryTile::kBytes / 2)"}, "more bytes"),
-    "more bytes expected": (FORWARD, {"expect(at, QueryTile::kBytes)": "expect(at, QueryTile::kBytes + 16)"}, "deadlock"),
-    "more arrivals expected": (FORWARD, {"ring.init(4 * Tile::kConsumers)": "ring.init(4 * Tile::kConsumers + 1)"}, "deadlock"),
     "another parity": (RING, {"mbarrier_wait(empty(at), at.parity ^ 1)": "mbarrier_wait(empty(at), at.parity)"}, "deadlock"),
     "another operand": (FORWARD, {"q.k_major(kk), k.k_major(kk))": "q.k_major(kk), k.k_major(0))"}, "wrong results {'o'"),
     "too little shared memory": (FORWARD, {"kSwizzledTileAlignment + kEnd": "kEnd - 1024"}, "shared memory: bytes"),
@@ -430,7 +416,7 @@ def test_mistakes_are_found(library, tmp_path, mistake):
     pytest.fail(f"not found: {found}")
 
 
-READ, GRAD, WALK = "linear/order2/sm90/read.cu", "linear/order2/sm90/grad.cu", "linear/order1/sm90/walk.cu"
+READ, WALK = "linear/order2/sm90/read.cu", "linear/order1/sm90/walk.cu"
 ORDER_2 = Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, multiprocessors=1)
 ORDER_1 = Case("linear", "linear1_sm90", 600, 600, 64, h=1, hk=1, order=1, multiprocessors=1)
 LOOSE_LOAD, LOOSE_PRODUCT, LOOSE_STORE = (
@@ -448,22 +434,10 @@ UNORDERED = {
         {"if constexpr (kNormalises) ptx::fence_proxy_async();": ""},
         LOOSE_LOAD,
     ),
-    "rows released before they are loaded": (
-        ORDER_1,
-        WALK,
-        {"ptx::fence_proxy_async();  // the last loads": "// the last loads"},
-        LOOSE_LOAD,
-    ),
     "results over x while other warps multiply it": (
         ORDER_2,
         READ,
         {f"if (m == 0) {BARRIER}": ""},
-        LOOSE_PRODUCT,
-    ),
-    "gradients over x while other warps multiply it": (
-        ORDER_2,
-        GRAD,
-        {f"{BARRIER}  // other warps may": "// other warps may"},
         LOOSE_PRODUCT,
     ),
     "sums of rows read without their barrier": (ORDER_1, WALK, {"vectors.wait_until_full(vector_at);": ""}, LOOSE_STORE),

@@ -7,8 +7,8 @@ from pathlib import Path
 from common import compile_probe
 
 
-def test_one_call_and_one_with_kept_states(tmp_path):
-    probe = compile_probe(tmp_path, Path(__file__).with_name("kept_passes.cpp").read_text())
+def test_one_call_and_one_with_kept_states():
+    probe = compile_probe(Path(__file__).with_name("kept_passes.cpp").read_text())
     result = subprocess.run([probe], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
     assert result.stdout == "0 differences\n"

@@ -34,7 +34,7 @@ int main() {
 """
 
 
-def test_shared_memory_is_asked_for_once_in_each_context(tmp_path):
+def test_shared_memory_is_asked_for_once_in_each_context():
     calls = [  # kernel, device, context, static bytes, bytes; what is asked for
         ((0, 0, 1, 0, 100_000), "100000"),
         ((0, 0, 1, 0, 100_000), ""),
@@ -49,5 +49,5 @@ def test_shared_memory_is_asked_for_once_in_each_context(tmp_path):
         ((3, 0, 1, 16, 48 * 1024), str(48 * 1024)),
     ]
     lines = "".join(" ".join(map(str, call)) + "\n" for call, _ in calls)
-    done = subprocess.run([compile_probe(tmp_path, PROBE)], input=lines, capture_output=True, text=True, check=True)
+    done = subprocess.run([compile_probe(PROBE)], input=lines, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [asked for _, asked in calls]

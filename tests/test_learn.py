@@ -230,58 +230,6 @@ def test_variants_of_one_seed_see_the_same_windows(text):
     assert not torch.equal(first(None).tokens, batches[0].tokens)
 
 
-def test_variants_of_one_seed_see_the_same_pairs(tiny, place, monkeypatch):
-    """Though their weights take different numbers from the generator that draws the pairs on a CPU."""
-    first, honest = {}, recall.Trainer.run
-
-    def seen(trainer: recall.Trainer) -> float:
-        with torch.random.fork_rng():
-            first[variant] = recall.make_batch(2, 16, 2, 32, CPU).tokens
-        return honest(trainer)
-
-    monkeypatch.setattr(recall.Trainer, "run", seen)
-    for variant in ("softmax", "p2_all"):
-        assert len(list(recall.execute(runner.Run(variant, "width 32", 1e-2, 1), place))) == 3
-    assert torch.equal(first["softmax"], first["p2_all"])
-
-
-def ambient() -> str:
-    return repr((torch.is_autocast_enabled("cpu"), torch._C._get_sdp_priority_order()))
-
-
-def test_conversions_are_fine_tuned_on_the_same_windows(tiny, place, monkeypatch):
-    """Also softmax, which was not prepared. Rows are given outside of mixed precision and of the choice of softmax kernels."""
-    seen, contexts = {}, set()
-
-    def finetune(gpt: nn.Module, batches, **options) -> None:
-        seen[variant] = torch.stack([batch["tokens"] for batch in batches])
-
-    monkeypatch.setattr(conversion.convert, "finetune", finetune)
-    monkeypatch.setattr(equal_steps, "SETTINGS", {"0.8M": replace(TINY, bf16=True)})
-    for variant in ("softmax", "window_decay"):
-        contexts |= {ambient() for _ in conversion.execute(runner.Run(variant, "0.8M", 1e-3, 1), place)}
-    assert torch.equal(seen["softmax"], seen["window_decay"]) and contexts == {ambient()}
-
-
-@pytest.mark.parametrize("name", ["equal-steps", "needle"])
-def test_rows_are_given_outside_of_the_contexts_of_the_run(tiny, place, monkeypatch, name):
-    experiment, (variant, _) = __main__.EXPERIMENTS[name], MEASURES[name]
-    monkeypatch.setattr(equal_steps, "SETTINGS", {"0.8M": replace(TINY, bf16=True)})
-    run = next(run for run in experiment.runs(CPU) if run.variant == variant)
-    assert {ambient() for _ in experiment.execute(run, place)} == {ambient()}
-
-
-def test_teacher_is_of_the_text(tiny, place):
-    paths = set()
-    for text in (b"one text " * 2000, b"another text " * 2000):
-        place.data.write_bytes(text)
-        data.on_device.cache_clear()
-        conversion.trained_teacher(TINY, 1, place)
-        paths |= set(place.data.parent.glob("*.pt"))
-    data.on_device.cache_clear()
-    assert len(paths) == 2
-
-
 def test_warm_up_at_equal_time_is_a_share_of_it():
     """In steps it would be half of the training for the slowest variant."""
     recipe = equal_time.LONG.recipe(runner.Place(CPU, Path(), False, False))
@@ -451,21 +399,6 @@ def test_answer_of_the_needle_is_in_the_text():
     for text in (bytes(row) for row in windows.to(torch.uint8).tolist()):
         facts = re.findall(rb"\n@([a-z]{6})=([a-z]{6})\n", text)
         assert len(facts) == 6 and len(set(facts)) == 3, "each twice"
-
-
-def test_needle_is_trained_on_short_windows_first(tiny, place, monkeypatch):
-    seen, train = [], needle.language.train
-
-    def remember(gpt, setting, seed, place, edit):
-        seen.append((setting.context, edit.keywords["facts"]))
-        return train(gpt, setting, seed, place, edit)
-
-    monkeypatch.setattr(needle.language, "train", remember)
-    found = list(needle.execute(runner.Run("p2_all", "0.2M", 1e-3, 1), place))
-    assert seen == [(64, 1), (128, 2)]
-    steps, tokens = 2 * TINY.steps, TINY.steps * TINY.batch * (64 + 128)
-    assert {row["at"] for row in found if row["measure"] == "val"} <= set(range(TINY.steps + 1, steps + 1))
-    assert found[-1]["step"] == steps and found[-1]["tokens"] == tokens
 
 
 def test_needle_is_found_where_every_letter_is_right():

@@ -79,9 +79,9 @@ class Plan(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def plan(tmp_path_factory):
+def plan():
     """Plans of calls: a function of a list of them."""
-    probe = compile_probe(tmp_path_factory.mktemp("plan"), PROBE)
+    probe = compile_probe(PROBE)
 
     def run(calls):
         lines = "\n".join(" ".join(map(str, call)) for call in calls)
@@ -265,7 +265,7 @@ def test_random_calls(plan):
     assert sum(len(p.phases) > 1 for p in plans) > 30
 
 
-def test_hopper_states_are_shared_finely_where_that_is_faster(tmp_path):
+def test_hopper_states_are_shared_finely_where_that_is_faster():
     """At head dim 64 by four blocks a state or by eight, on 132 multiprocessors: eight where the four leave as many idle."""
     text = """
 #include <cstdio>
@@ -279,5 +279,5 @@ int main() {
   }
 }
 """
-    found = subprocess.run([compile_probe(tmp_path, text)], capture_output=True, text=True, check=True).stdout.split()
+    found = subprocess.run([compile_probe(text)], capture_output=True, text=True, check=True).stdout.split()
     assert [int(x) for x in found] == [*range(12, 17)]

@@ -159,10 +159,6 @@ def test_return_lse_of_another_kind_is_refused():
             fastmax_attention(**good(), return_lse=value)
 
 
-def test_compile(device, fresh_dynamo):
-    check_compiled(partial(with_lse, causal=True, algorithm="linear"), *make(SMALL, device=device))
-
-
 @by_gradient
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_activation_checkpointing(reentrant, custom, device):

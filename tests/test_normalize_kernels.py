@@ -10,11 +10,12 @@ import sys
 
 import pytest
 import torch
-from common import assert_replayed, capture, normalized
+from common import assert_replayed, capture
 from test_kernels import DEVICE, WHY_NOT
 
 from fastmax import eager, fastmax_attention
 from fastmax.testing import verify
+from fastmax.testing.reference import normalized
 
 pytestmark = [
     pytest.mark.cuda,

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
+import processes
 import pytest
 import torch
 from common import (
@@ -17,6 +18,7 @@ from common import (
     by_option,
     by_order,
     check_export,
+    check_operator,
     compare,
     dtype_id,
     make_inputs,
@@ -27,7 +29,6 @@ from common import (
 )
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.distributed import destroy_process_group, init_process_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -84,6 +85,7 @@ OPERATOR_CALLS = {
     "float64": (CASE, {"dtype": torch.float64, "mask": True}),
     "empty": (Case("", n=0, b=2), {}),
 }
+TRACED = ("mask, noise", "rpe")
 by_operator_call = pytest.mark.parametrize("call", OPERATOR_CALLS)
 
 
@@ -91,7 +93,7 @@ by_operator_call = pytest.mark.parametrize("call", OPERATOR_CALLS)
 def test_opcheck_forward(call, device):
     case, options = OPERATOR_CALLS[call]
     arguments, _ = operator_arguments(case, device, **options)
-    torch.library.opcheck(torch.ops.fastmax.forward.default, arguments)
+    check_operator(torch.ops.fastmax.forward.default, arguments, traced=call in TRACED)
 
 
 @by_operator_call
@@ -101,7 +103,8 @@ def test_opcheck_backward(call, device):
     arguments = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
     o, z = torch.ops.fastmax.forward(*arguments)
     q, k, v, *rest = arguments
-    torch.library.opcheck(torch.ops.fastmax.backward.default, (grad_o, torch.randn_like(z), q, k, v, o, z, *rest))
+    arguments = grad_o, torch.randn_like(z), q, k, v, o, z, *rest
+    check_operator(torch.ops.fastmax.backward.default, arguments, traced=call in TRACED)
 
 
 def decays_that_forget(m, device, dtype=torch.float32, share=0.1):
@@ -219,9 +222,7 @@ def test_second_output_without_keys(device):
 # ---- torch.compile, torch.export
 
 
-@pytest.mark.parametrize(
-    "option", ["defaults", "normalize=True", "normalize=token", "key padding", "noise", "sinusoidal", "everything"]
-)
+@pytest.mark.parametrize("option", ["normalize=True", "everything"])
 def test_compile_options(option, device, fresh_dynamo):
     """One graph, no break, the same numbers: the traced program alone, run by aot_eager."""
     inputs, grad_o = make_inputs(CASE, device=device)
@@ -243,7 +244,7 @@ def test_compile_dynamic_is_one_graph_for_all_lengths(causal, device, fresh_dyna
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(fastmax_attention, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
-    for n in (12, 37, 200, 3 * CHUNK + 5):  # on both sides of the crossover, d**2 = 16
+    for n in (12, 37, 3 * CHUNK + 5):  # on both sides of the crossover, d**2 = 16
         inputs, grad_o = make_inputs(Case("", n=n, d=4), device=device)
         compare(run(compiled, inputs, grad_o, causal=causal), run(fastmax_attention, inputs, grad_o, causal=causal))
         graphs.append(counter.frame_count)
@@ -252,29 +253,17 @@ def test_compile_dynamic_is_one_graph_for_all_lengths(causal, device, fresh_dyna
 
 
 @torch_warns
-@by_gradient
-def test_compile_inductor(custom, device, fresh_dynamo):
-    """A model's block through the real compiler, forward and backward."""
-    block = Block(use_custom_gradient=custom, mask=True, temperature=2.0).to(device)
-    compiled = torch.compile(block, fullgraph=True)
-    x = torch.randn(2, 20, 16, device=device)
-    for module in (block, compiled):
-        module(x).square().sum().backward()
-        grads = [p.grad.clone() for p in block.parameters()]
-        block.zero_grad()
-        if module is block:
-            expected, y = grads, block(x)
-    torch.testing.assert_close(grads, expected)
-    torch.testing.assert_close(compiled(x), y)
-
-
-@torch_warns
-def test_compile_inductor_dynamic(device, fresh_dynamo):
-    block = Block(mask=True, normalize="token").to(device)
+def test_compile_inductor(device, fresh_dynamo):
+    """A model's block through the real compiler, forward and backward, at two lengths."""
+    block = Block(mask=True, normalize="token", temperature=2.0).to(device)
     compiled = torch.compile(block, fullgraph=True, dynamic=True)
-    for n in (9, 33, 130):
+    for n in (20, 130):
         x = torch.randn(2, n, 16, device=device)
-        torch.testing.assert_close(compiled(x), block(x))
+        results = []
+        for module in (block, compiled):
+            y = module(x)
+            results.append([y, *torch.autograd.grad(y.square().sum(), list(block.parameters()))])
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(
@@ -447,31 +436,26 @@ def test_functional_call_under_torch_func_grad(device):
         torch.testing.assert_close(grads[name], p.grad)
 
 
-def train_half_a_batch(rank, file, x, state, results):
-    init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def train_half_a_batch(group, x, state):
+    found = []
     for custom in (True, False):
         block = Block(use_custom_gradient=custom, mask=True)
         block.load_state_dict(state)
-        model = DistributedDataParallel(block)
-        model(x[2 * rank : 2 * rank + 2]).square().mean().backward()
-        results[rank, custom] = {name: p.grad for name, p in block.named_parameters()}
-    destroy_process_group()
+        model = DistributedDataParallel(block, process_group=group)
+        model(x[2 * group.rank() : 2 * group.rank() + 2]).square().mean().backward()
+        found.append({name: p.grad for name, p in block.named_parameters()})
+    return found
 
 
-def test_ddp(tmp_path):
+def test_ddp():
     """Two gloo processes with half the batch each get the gradients of one process with all of it, whoever computes."""
     block = Block(mask=True)
     x = torch.randn(4, 20, 16)
     block(x).square().mean().backward()
-    with torch.multiprocessing.Manager() as manager:
-        results = manager.dict()
-        torch.multiprocessing.spawn(train_half_a_batch, (tmp_path / "store", x, block.state_dict(), results), nprocs=2)
-        for custom in (True, False):
-            first, second = results[0, custom], results[1, custom]
-            for name, p in block.named_parameters():
-                assert torch.equal(first[name], second[name])
-                torch.testing.assert_close(first[name], p.grad)
+    for first, second in zip(*processes.run(train_half_a_batch, 2, x, block.state_dict()), strict=True):
+        for name, p in block.named_parameters():
+            assert torch.equal(first[name], second[name])
+            torch.testing.assert_close(first[name], p.grad)
 
 
 # ---- repeatability

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from common import DTYPES, Case, by_causal, by_gradient, dtype_id, make_inputs, run, sinusoidal_rows
+from common import DTYPES, Case, by_causal, by_gradient, dtype_id, make_inputs, run
 
 from fastmax import fastmax_attention, rpe_matrix_creator
 from fastmax.prepare.positional import append_sinusoidal_key, append_sinusoidal_query, token_positions
+from fastmax.testing.reference import sinusoidal_rows
 
 
 @pytest.mark.parametrize("n", [1, 2, 17])

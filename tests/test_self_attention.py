@@ -335,7 +335,7 @@ def test_sizes_of_states():
 # ---- as a module
 
 
-@by_attention
+@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
 def test_compiles_into_one_graph(options, fresh_dynamo):
     layer, x = make(**options), tokens().requires_grad_()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -360,7 +360,7 @@ def test_compiled_code_computes_the_angles_once(fresh_dynamo):
 
 
 @torch.no_grad()
-@by_attention
+@pytest.mark.parametrize("options", [FASTMAX, SOFTMAX | {"window": 4}], ids=["fastmax", "window"])
 def test_compiles_with_a_state(options, fresh_dynamo):
     layer, x = make(**options), tokens()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")

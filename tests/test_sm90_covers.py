@@ -100,8 +100,8 @@ BF16, FP16, TF32, FP32 = range(4)
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    return compile_probe(tmp_path_factory.mktemp("covers"), PROBE)
+def probe():
+    return compile_probe(PROBE)
 
 
 @pytest.fixture(scope="module")

@@ -622,14 +622,13 @@ def test_transformer(batch_first):
 # ---- torch.compile
 
 
-@pytest.mark.parametrize("masks", ["none", "padding", "causal"])
+@pytest.mark.parametrize("masks", ["padding", "causal"])
 def test_compiled_encoder_layer(masks):
     torch.compiler.reset()
     layer = encoder_layer()
     swap_attention(layer)
     x = torch.randn(2, 6, E, dtype=DTYPE)
     kwargs = {
-        "none": {},
         "padding": {"src_key_padding_mask": padding(2, 6)},  # the layer makes a float mask of it
         "causal": {"src_mask": causal_mask(6), "is_causal": True},
     }[masks]

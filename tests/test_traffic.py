@@ -235,9 +235,9 @@ int main() { rows<Bf16>("bfloat16"), rows<Fp16>("float16"), rows<Fp32>("float32"
 """
 
 
-def test_sizes_are_those_of_the_cuda_sources(tmp_path):
+def test_sizes_are_those_of_the_cuda_sources():
     """Chunk lengths, bytes of a state and rows of a tile, compiled from csrc/."""
-    probe = compile_probe(tmp_path, PROBE, device_code=True)
+    probe = compile_probe(PROBE, device_code=True)
     lines = [line.split() for line in subprocess.run([probe], check=True, capture_output=True, text=True).stdout.splitlines()]
     assert len(lines) == 15
     for name, head_dim, chunk, state, rows in lines:

@@ -69,9 +69,8 @@ def check_gradients(group, layout):
         assert (got.grad.full_tensor() - grad).norm() <= 1e-4 * grad.norm() + 1e-7, name
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_gradients_are_those_of_the_mean_over_all_tokens(layout):
-    run(check_gradients, 3, layout)
+def test_gradients_are_those_of_the_mean_over_all_tokens():
+    run(check_gradients, 3, "zigzag")
 
 
 def losses(history: list[dict]) -> list[float]:
@@ -88,8 +87,8 @@ def one_rank(tmp_path_factory) -> tuple[Path, list[dict], int]:
     return out, history, elements
 
 
-@pytest.mark.parametrize("ranks, layout", [(2, "contiguous"), (3, "zigzag")])
-def test_any_number_of_ranks(one_rank, tmp_path, ranks, layout):
+def test_any_number_of_ranks(one_rank, tmp_path):
+    ranks, layout = 3, "zigzag"
     out, history, elements = one_rank
     common = [*MODEL, *TRAINING, "--data", str(out / "text.txt"), "--out", str(tmp_path), "--layout", layout]
     for step, of_ranks, local in run(train, ranks, common):

@@ -20,9 +20,9 @@ ONE = ["--device", "cpu", "--seed", str(SEED), "--only-index", str(INDEX)]
 
 
 def test_random_configurations_pass(capsys):
-    assert verify.main(["--device", "cpu", "--random", "20"]) == 0
+    assert verify.main(["--device", "cpu", "--random", "12"]) == 0
     printed = capsys.readouterr().out
-    assert "20 of 20 random configurations within the limit" in printed and "FAILED" not in printed
+    assert "12 of 12 random configurations within the limit" in printed and "FAILED" not in printed
 
 
 @pytest.mark.cuda
@@ -408,7 +408,7 @@ def test_a_plain_formula_that_overflows_is_no_standard():
     """f(s) of 1e6 is past float16: the plain formula returns NaN, the operator does not, and is held to a few roundings."""
     case = verify.Case("", {"temperature": 1.0}, queries=50, keys=50, dtype=torch.float16, magnitude=20.0)
     tensors = verify.random_tensors(case, "cpu")
-    assert not verify.run(verify.definition, tensors, case.options)["o"].isfinite().all()
+    assert not verify.run(verify.naive_attention, tensors, case.options)["o"].isfinite().all()
     rows = verify.measure(tensors, case.options, verify.ROUNDING["float16"])
     assert all(row.passed and (row.allowed <= 8.1 * 2.0**-11 or row.tensor in "qk") for row in rows)
 

@@ -97,8 +97,8 @@ int main() {
 
 
 @pytest.fixture(scope="module")
-def probe(tmp_path_factory):
-    return compile_probe(tmp_path_factory.mktemp("visibility"), PROBE, device_code=True)
+def probe():
+    return compile_probe(PROBE, device_code=True)
 
 
 def packed(n, m, a, b):
@@ -214,9 +214,9 @@ int main() {
 """
 
 
-def test_tables_of_bounds(tmp_path):
+def test_tables_of_bounds():
     """What csrc/quadratic/bounds.cu makes of bounds (beyond the keys too), causality and a window, against every pair."""
-    probe = compile_probe(tmp_path, TABLES, device_code=True)
+    probe = compile_probe(TABLES, device_code=True)
     rng = random.Random(0)
     lines, expected = [], []
     for index in range(60):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -13,41 +16,92 @@ def naive_attention(
     *,
     causal: bool = False,
     drop_noise: Tensor | None = None,
-    rpe_matrix: Tensor | None = None,
+    rpe_matrix: Tensor | str | None = None,
     dropout: float = 0.0,
+    normalize: bool | str = False,
     temperature: float = 1.0,
     a0: float = 1.0,
     a1: float = 1.0,
     a2: float = 0.5,
+    lim: float = 1.0,
     p: int = 2,
     attention_mask: Tensor | None = None,
     log_decay: Tensor | None = None,
     exact_window: int = 0,
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
+    hold_denominator: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Fastmax attention by its definition, O(n m) time and memory.
 
     q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv) -> (b, h, n, dv), and with `return_lse` the logarithms of the sums of
-    weights (b, h, n). The arguments mean what they mean in `fastmax.fastmax_attention`; normalisation is left to the caller
-    (`fastmax.prepare.normalization.normalize_rows`).
+    weights (b, h, n); or all of them 3-d, (b * h, n, d). The arguments mean what they mean in `fastmax.fastmax_attention`.
+    `hold_denominator` treats the sums of weights as constants, which changes only the gradients.
     """
+    if q.dim() == 3:
+        batch = 1 if attention_mask is None else attention_mask.shape[0]
+        q, k, v, drop_noise, log_decay = (
+            None if x is None else x.unflatten(0, (batch, -1)) for x in (q, k, v, drop_noise, log_decay)
+        )
+        out = naive_attention(
+            q, k, v, causal=causal, drop_noise=drop_noise, rpe_matrix=rpe_matrix, dropout=dropout, normalize=normalize,
+            temperature=temperature, a0=a0, a1=a1, a2=a2, lim=lim, p=p, attention_mask=attention_mask,
+            log_decay=log_decay, exact_window=exact_window, cu_seqlens=cu_seqlens, return_lse=return_lse,
+            hold_denominator=hold_denominator,
+        )  # fmt: skip
+        return (out[0].flatten(0, 1), out[1].flatten(0, 1)) if isinstance(out, tuple) else out.flatten(0, 1)
+    q = normalized(q, normalize, lim, cu_seqlens=cu_seqlens)
+    k = normalized(k, normalize, lim, attention_mask, cu_seqlens)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     s = q @ k.mT
     if rpe_matrix is not None:
-        n = q.shape[2]
+        (n, m), d = s.shape[2:], q.shape[3]
+        rows = sinusoidal_rows(n, m, d).to(q) if isinstance(rpe_matrix, str) else rpe_matrix
         i, j = _positions(q, k)
-        s = s + torch.einsum("bhid,ijd->bhij", q, rpe_matrix[j - i + n - 1])
+        s = s + torch.einsum("bhid,ijd->bhij", q, rows[j - i + n - 1])
     s = s / temperature
     f = a0 + a1 * s + (a2 * s * s if p == 2 else 0.0)
     visible = visible_pairs(q, k, causal=causal, attention_mask=attention_mask, log_decay=log_decay, cu_seqlens=cu_seqlens)
-    w, shift = weights(
-        s, f, visible, near=in_window(q, k, exact_window) if exact_window else None, decay=decay_between(q, log_decay)
-    )
+    near = in_window(q, k, exact_window) if exact_window else None
+    w, shift = weights(s, f, visible, near=near, decay=decay_between(q, log_decay))
     z = w.sum(-1, keepdim=True)
-    o = torch.where(z == 0, 0.0, (w @ v) / torch.where(z == 0, 1.0, z))
+    o = torch.where(z == 0, 0.0, (w @ v) / torch.where(z == 0, 1.0, z.detach() if hold_denominator else z))
     o = o if drop_noise is None else (1.0 + dropout * drop_noise) * o
     return (o, log_of_sums(z, shift)) if return_lse else o
+
+
+def normalized(
+    x: Tensor, normalize: bool | str, lim: float, takes_part: Tensor | None = None, cu_seqlens: Tensor | None = None
+) -> Tensor:
+    """Rows of x (b, h, tokens, d) in the ball of radius `lim`: `"token"` shortens each longer row, `"sequence"` or True scales
+    all rows of a sequence so that its longest has length `lim`. Rows that `takes_part`, bool (b, tokens), leaves out do not
+    count for the longest."""
+    if normalize is False:
+        return x
+    length = (x * x).sum(-1, keepdim=True).sqrt()
+    if normalize == "token":
+        return torch.where(length > lim, x * lim / torch.where(length > lim, length, 1.0), x)
+    if cu_seqlens is not None:
+        parts = []
+        for begin, end in pairwise(cu_seqlens.tolist()):
+            if begin < end:
+                counts = None if takes_part is None else takes_part[:, begin:end]
+                parts.append(normalized(x[:, :, begin:end], normalize, lim, counts))
+        return torch.cat(parts, dim=2)
+    if takes_part is not None:
+        length = torch.where(takes_part[:, None, :, None], length, 0.0)
+    longest = length.amax(-2, keepdim=True)
+    return x * lim / torch.where(longest > 0, longest, 1.0)
+
+
+def sinusoidal_rows(n: int, m: int, d: int) -> Tensor:
+    """The sinusoidal rpe matrix (n + m - 1, d) in float64, element by element."""
+    rows = []
+    for row in range(n + m - 1):
+        t = m - 1 - row  # (i + m - n) - j with row = j - i + n - 1
+        angles = [t * 10000.0 ** (-2.0 * (column // 2) / d) for column in range(d)]
+        rows.append([math.cos(x) if column % 2 else math.sin(x) for column, x in enumerate(angles)])
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def naive_softmax_attention(

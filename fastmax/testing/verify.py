@@ -33,7 +33,6 @@ from torch import Tensor
 
 from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.ops import extension
-from fastmax.prepare.positional import rpe_matrix_creator
 from fastmax.testing.reference import naive_attention, naive_softmax_attention
 
 # Added to twice the plain error, so that a case which the plain formula happens to get exactly right is not held to zero.
@@ -176,40 +175,6 @@ def cases() -> list[Case]:
     return table
 
 
-def definition(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    normalize: bool | str = False,
-    lim: float = 1.0,
-    rpe_matrix: Tensor | str | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastmax_attention` (4-d) by its definition: the whole matrix of weights, in the dtype of its arguments."""
-    n, m, d = q.shape[-2], k.shape[-2], q.shape[-1]
-    if normalize == "token":
-        q, k = (x * (lim / x.norm(dim=-1, keepdim=True)).clamp(max=1.0) for x in (q, k))
-    elif normalize:
-        mask, cu_seqlens = options.get("attention_mask"), options.get("cu_seqlens")
-        hidden = k if mask is None else torch.where(mask[:, None, :, None], k, 0.0)  # keys that count for the longest
-        lengths = None if cu_seqlens is None else cu_seqlens.diff().tolist()
-        q, k = (_in_ball(x, lim, lengths) for x in (q, hidden))
-    if isinstance(rpe_matrix, str):
-        longest = max(n, m)
-        rows = rpe_matrix_creator(longest, d, q.device, q.dtype, structured=True)
-        rpe_matrix = rows[longest - m : longest + n - 1]
-    return naive_attention(q, k, v, rpe_matrix=rpe_matrix, **options)
-
-
-def _in_ball(x: Tensor, lim: float, lengths: list[int] | None) -> Tensor:
-    """Rows scaled so that each sequence's longest has length lim; `lengths` are those of packed sequences."""
-    if lengths is not None:
-        return torch.cat([_in_ball(part, lim, None) for part in x.split(lengths, dim=-2) if part.shape[-2]], dim=-2)
-    longest = x.norm(dim=-1, keepdim=True).amax(-2, keepdim=True)
-    return x * (lim / torch.where(longest > 0, longest, 1.0))
-
-
 def run(
     function: Callable[..., Tensor | tuple[Tensor, Tensor]],
     tensors: dict[str, Tensor],
@@ -260,7 +225,7 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     """
     q = tensors["q"]
     plain_options = {name: value for name, value in options.items() if name != "algorithm"}
-    by_definition, checked = naive_softmax_attention if softmax else definition, implementation(softmax)
+    by_definition, checked = naive_softmax_attention if softmax else naive_attention, implementation(softmax)
     exact = run(by_definition, tensors, plain_options, torch.float64)
     plain = run(by_definition, tensors, plain_options)
     custom = run(checked, tensors, {**options, "use_custom_gradient": True})
@@ -309,7 +274,7 @@ def lost_to_rounded_outputs(tensors: dict[str, Tensor], options: dict, softmax: 
         return {}
     wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
     leaves = {name: wide[name].requires_grad_() for name in ("q", "k", "rpe_matrix", "log_decay") if name in wide}
-    by_definition = naive_softmax_attention if softmax else definition
+    by_definition = naive_softmax_attention if softmax else naive_attention
     lse = by_definition(**wide, **(options if softmax else {**options, "return_lse": True}))[1]
     signs = torch.randint(2, lse.shape, generator=torch.Generator().manual_seed(0)).to(lse) * 2 - 1
     changes = 0.25 * torch.finfo(dtype).eps * o.norm(dim=-1) * signs  # half of the largest rounding of each element
@@ -330,7 +295,7 @@ def largest_log_sum(tensors: dict[str, Tensor], options: dict, softmax: bool) ->
     if not softmax and not options.get("exact_window"):
         return 0.0
     wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
-    by_definition = naive_softmax_attention if softmax else definition
+    by_definition = naive_softmax_attention if softmax else naive_attention
     lse = by_definition(**wide, **(options if softmax else {**options, "return_lse": True}))[1]
     lse = lse[lse.isfinite()]
     return lse.abs().max().item() if lse.numel() else 0.0

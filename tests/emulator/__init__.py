@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from common import CSRC, load_build
+from common import CSRC, is_current, load_build
 
 HERE = Path(__file__).resolve().parent
 # Portable kernels that the Hopper ones are launched with.
@@ -109,7 +109,7 @@ def units(source: Path, csrc: Path) -> list[Unit]:
 
 
 def compile_source(source: Path, out: Path, csrc: Path, optimise: str = "-O1", *more: str | Path) -> Path:
-    if not is_current(out):
+    if not is_current(out, Path(__file__)):
         command = [
             *("c++", "-std=c++20", optimise, "-fPIC", "-w", "-Wno-psabi", "-MD", "-c", "-x", "c++", source, "-o", out),
             # Shared memory is thread-local here, and extern in the kernels: without constructors.
@@ -119,15 +119,6 @@ def compile_source(source: Path, out: Path, csrc: Path, optimise: str = "-O1", *
         ]
         subprocess.run(list(map(str, command)), check=True)
     return out
-
-
-def is_current(out: Path) -> bool:
-    """Whether an object is newer than all that it was made of."""
-    made_of = out.with_suffix(".d")
-    if not out.exists() or not made_of.exists():
-        return False
-    paths = [Path(name) for name in made_of.read_text().replace("\\\n", " ").split()[1:]]
-    return all(path.exists() and path.stat().st_mtime < out.stat().st_mtime for path in paths)
 
 
 def link(folder: Path, objects: list[Path]) -> Path:
