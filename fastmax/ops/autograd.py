@@ -20,7 +20,7 @@ _NO_SECOND_DERIVATIVE = (
 
 
 def refuse_second_derivative(ctx, *grads):
-    """The backward of a gradient that is not to be differentiated."""
+    """The backward of a gradient: raises the error that there is no second derivative."""
     raise RuntimeError(_NO_SECOND_DERIVATIVE.format("second derivative"))
 
 
@@ -43,7 +43,7 @@ def refuse_second_derivative_of_normalization(ctx, *grads):
 
 
 class Differentiable(NamedTuple):
-    """An operator and its gradient; its outputs from the third on are for the backward alone."""
+    """An attention operator and its gradient. Outputs from the third on are only for the backward."""
 
     signature: Signature
     forward: torch._ops.OpOverload
@@ -57,7 +57,7 @@ class Differentiable(NamedTuple):
         ctx.mark_non_differentiable(*output[2:])
 
     def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, *_) -> tuple[Tensor | None, ...]:
-        """Of q, k, v and the call's tensors, given what `save` saved; z is the second output."""
+        """Returns the gradients of q, k, v and the call's tensors from the saved tensors; z is the second output."""
         names = self.signature.tensor_names
         if grad_o is None and grad_z is None:
             return (None,) * (3 + len(names))
@@ -78,13 +78,13 @@ class Prefill(NamedTuple):
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
         last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, values and weights
         (o, z, *state), ctx.options = output, inputs[last:]
-        # What the gradient of log_decay alone takes is not kept alive for others.
+        # Only the gradient of log_decay needs the new state.
         state = (None, None) if self._tensors(inputs[3:])["log_decay"] is None else state
         ctx.save_for_backward(*inputs[:3], o, z, *state, *inputs[3:last])
         ctx.set_materialize_grads(False)
 
     def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_values, grad_weights) -> tuple[Tensor | None, ...]:
-        """Of q, k, v, what accompanies them, and the state."""
+        """Returns the gradients of q, k, v, the call's tensors, and the state."""
         if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
             return (None,) * (5 + len(CONTINUED.tensor_names))
         if grad_o is None:
@@ -105,7 +105,7 @@ class Normalization(NamedTuple):
     backward: torch._ops.OpOverload
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
-        ctx.save_for_backward(*output)  # results, which attention keeps too, and factors
+        ctx.save_for_backward(*output)  # results, which attention saves too, and factors
         ctx.options = inputs[2:]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[2:])
@@ -119,7 +119,7 @@ class Normalization(NamedTuple):
 
 
 def register_gradient(operator: Differentiable | Prefill | Normalization, refuse_second: Callable) -> None:
-    """The gradient of an operator, and that it has no further one."""
+    """Registers the gradient of an operator, and that the gradient has none."""
 
     def differentiate(ctx, *grads):
         return *operator.gradients(ctx.saved_tensors, ctx.options, *grads), *(None,) * len(ctx.options)
@@ -153,7 +153,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 def _is_differentiated_by_functorch(x: Tensor) -> bool:
-    """Whether a reverse-mode transform of torch.func records what becomes of x, in whatever order with vmaps."""
+    """Returns whether a reverse-mode transform of torch.func, possibly inside or outside of vmap, differentiates by x."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_gradtrackingtensor(x) and x.requires_grad:
@@ -163,12 +163,13 @@ def _is_differentiated_by_functorch(x: Tensor) -> bool:
 
 
 class _Fused(torch.autograd.Function):
-    """What `register_autograd` does, at a third of its cost a call; compilers and torch.func see the registered operator."""
+    """Records an operator as `register_autograd` does, at a third of the cost per call. Compilers and torch.func use the
+    registered gradient."""
 
     @staticmethod
     def forward(ctx, operator, options, *tensors):
         inputs = (*tensors, *options)
-        with torch._C._AutoDispatchBelowAutograd():  # past what is registered there, which this class replaces
+        with torch._C._AutoDispatchBelowAutograd():  # this class replaces the registered gradient
             output = extension.call(operator.forward, *inputs)
         operator.save(ctx, inputs, output)
         ctx.operator = operator
@@ -176,7 +177,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        saved = ctx.saved_tensors  # unpacked once, and where a checkpoint that runs its function again records it
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes at this access
         if torch.is_grad_enabled():  # create_graph=True: a later derivative of these must raise an error
             return None, None, *extension.call(ctx.operator.gradients, saved, ctx.options, *grads)
         with torch._C._AutoDispatchBelowAutograd():

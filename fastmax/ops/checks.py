@@ -1,6 +1,6 @@
-"""What a direct call of an operator of `torch.ops.fastmax` must hold to, for the PyTorch implementation.
+"""Checks of direct calls of the operators `torch.ops.fastmax`, in the PyTorch implementation.
 
-`csrc/bindings/checks.h` holds CUDA calls to the same. Calls through `fastmax.functional` were checked before.
+`csrc/bindings/checks.h` has the same rules for CUDA. The public functions have checked their arguments before.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastmax.ops.exact_window import Forward, far_queries
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """Of a forward and a backward."""
+    """Checks the inputs of a forward or a backward."""
     if q.dim() != 4:
         raise ValueError(f"q must be 4-dimensional, got {q.dim()} dimensions")
     validation.check_qkv(q, k, v, call.causal)
@@ -46,7 +46,7 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 def _check_tensor(name: str, x: Tensor | None, shape: Sequence[int], dtype: torch.dtype, q: Tensor, like: str = "q") -> None:
-    """`like`: the name of q."""
+    """Checks a tensor, None or not; `like` is the name of q in messages."""
     if x is None:
         return
     if tuple(x.shape) != tuple(shape):
@@ -64,7 +64,7 @@ def check_exact_window(q: Tensor, k: Tensor, call: Call) -> None:
 
 
 def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -> None:
-    """What a backward takes of the forward with an exact window beside o and lse."""
+    """Checks what a backward with an exact window needs from the forward, beside o and lse."""
     (b, h, n, _), dv, dtype = q.shape, v.shape[3], compute_dtype(q.dtype)
     before, behind = far_queries(n, k.shape[2], call.exact_window, call.causal)
     _check_tensor("z_before", results.z_before, (b, h, before), dtype, q)
@@ -75,7 +75,7 @@ def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -
 
 
 def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
-    """What a call writes over, with its shape."""
+    """Checks tensors that a call writes to, given with their shapes."""
     for name, (x, shape) in written.items():
         _check_tensor(name, x, tuple(shape), q.dtype, q)
 
@@ -109,13 +109,13 @@ def check_normalization(q: Tensor, k: Tensor, lim: float) -> None:
 
 
 def check_normalized(name: str, x: Tensor, grad: Tensor | None, factor: Tensor) -> None:
-    """What the gradient of a normalisation takes beside its results, which were checked."""
+    """Checks the gradient and the factors of a normalised tensor, which was checked."""
     _check_tensor(f"grad_{name}", grad, x.shape, x.dtype, x, name)
     _check_tensor(f"{name}_factor", factor, x.shape[:3], compute_dtype(x.dtype), x, name)
 
 
 def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
-    """Of a call that continues from a state or ends in one, whose q, k and v were checked."""
+    """Checks the tokens of a call with a state; q, k and v were checked."""
     if q.shape[1] == 0:
         raise ValueError("q must have at least one head")
     if q.shape[2] != k.shape[2]:
@@ -123,7 +123,7 @@ def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
 
 
 def check_state(q: Tensor, k: Tensor, v: Tensor, order: int, **state: Tensor) -> None:
-    """Values and weights, by their names, of a prefill whose q, k and v were checked."""
+    """Checks values and weights, given by their names, of a prefill whose q, k and v were checked."""
     check_tokens_of_state(q, k)
     b, hk, _, d = k.shape
     rows = state_rows(d, order)
@@ -137,7 +137,7 @@ def check_together(first_name: str, second_name: str, first: Tensor | None, seco
 
 
 def check_output(o: Tensor) -> None:
-    """Where it stands for q."""
+    """Checks an output that is given in place of q."""
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
     if o.dtype not in validation.DTYPES:
@@ -145,13 +145,13 @@ def check_output(o: Tensor) -> None:
 
 
 def check_gradients_of_sums(q: Tensor, v: Tensor, g: Tensor, e: Tensor) -> None:
-    """Of a call whose q and v were checked."""
+    """Checks g and e of a call whose q and v were checked."""
     _check_tensor("g", g, (*q.shape[:3], v.shape[3]), sums_dtype(q.dtype), q)
     _check_tensor("e", e, q.shape[:3], compute_dtype(q.dtype), q)
 
 
 def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | None, pairs_of_states: Tensor | None) -> None:
-    """What a gradient of log_decay takes from that of q, and of states."""
+    """Checks what the gradient of log_decay needs from the gradient of q and from states."""
     if log_decay is None:
         return
     if pairs is None or pairs_of_states is None:
@@ -161,7 +161,7 @@ def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | 
 
 
 def check_kept(k: Tensor, kept: Tensor) -> None:
-    """Where PyTorch operations continue, which keep nothing."""
+    """Checks that there are no saved intermediate states: PyTorch operations cannot continue from them."""
     if kept.dtype != torch.uint8 or kept.dim() != 3 or kept.shape[:2] != k.shape[:2]:
         raise ValueError(f"kept must be contiguous uint8 (b, hk, bytes), got {kept.dtype} {tuple(kept.shape)}")
     if kept.numel() > 0:
@@ -171,7 +171,7 @@ def check_kept(k: Tensor, kept: Tensor) -> None:
 
 
 def check_states(q: Tensor, states: States, log_decay: Tensor | None) -> None:
-    """Of a prefill's gradient, whose given state was checked."""
+    """Checks the states of a prefill's gradient; the given state was checked."""
     for prefix, tensors in (("new_", states.new), ("grad_new_", states.grads)):
         for name, x, given in zip(("values", "weights"), tensors, states.given, strict=True):
             _check_tensor(prefix + name, x, given.shape, given.dtype, q)
@@ -180,7 +180,7 @@ def check_states(q: Tensor, states: States, log_decay: Tensor | None) -> None:
 
 
 def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:
-    """The forward's results and gradients of them: o and grad_o like the output, the others with a number per query."""
+    """Checks results of the forward and their gradients: o and grad_o have the output's shape, others one number per query."""
     for name, x in tensors.items():
         if x is None:
             continue

@@ -1,13 +1,17 @@
-"""Fastmax whose near keys are weighed exactly: `exp(s)` for `|pos(i) - j| < window`, f(s) for the keys beyond.
+"""Attention with an exact window: local keys, `|pos(i) - j| < window`, have weight `exp(s)`, global keys have weight f(s).
 
-The near part is softmax with a window. The far part is Fastmax over keys `window` tokens earlier: those of the last queries
-without the last keys, which is causal attention again, and without `causal` the same of both sequences reversed. Each part has
-its own denominator, and merging makes them one.
+The call is cut into parts, and the outputs of the parts are merged:
 
-`fastmax.eager.exact` does both in one walk over tiles, for the quadratic algorithm in PyTorch operations.
+- local keys: softmax attention with a window;
+- global keys before the queries: causal fastmax attention of the last queries to the keys without the last ones, which shifts
+  the causal mask by `window` tokens;
+- global keys behind the queries, without `causal`: the same with both sequences reversed.
 
-The backward merges nothing. Either operator takes no more of its denominator and output than `g_i = grad_o_i / z_i` and
-`e_i = -(grad_o_i . o_i) / z_i`: given o and z of all keys, it returns the gradients of its part of the whole.
+The backward needs no merge. The gradient of a part depends on the output and the denominator only through
+`g_i = grad_o_i / z_i` and `e_i = -(grad_o_i . o_i) / z_i`. Given o and z of all keys, an operator returns the gradients of its
+part of the whole.
+
+For the quadratic algorithm in PyTorch operations, `fastmax.eager.exact` computes all parts in one pass over tiles.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ DifferentiateFar = Callable[..., Tensor]
 
 
 class FarKeys(NamedTuple):
-    """Queries and keys whose causal attention is that of queries over their far keys on one side."""
+    """A part of global keys: queries and keys whose causal attention is that of the queries to their global keys on one side."""
 
     queries: int  # the last ones; reversed: the first
     keys: int  # the first ones; reversed: the last
@@ -43,15 +47,15 @@ class FarKeys(NamedTuple):
     call: Call  # of these queries and keys
 
     def queries_of(self, x: Tensor) -> Tensor:
-        """A view of (b, heads, n, ...), in its order."""
+        """Returns a view of the part's queries in x (b, heads, n, ...), not reversed."""
         return x[:, :, : self.queries] if self.reversed else x[:, :, x.shape[2] - self.queries :]
 
     def keys_of(self, x: Tensor) -> Tensor:
-        """A view of (b, heads, m, ...), in its order."""
+        """Returns a view of the part's keys in x (b, heads, m, ...), not reversed."""
         return x[:, :, x.shape[2] - self.keys :] if self.reversed else x[:, :, : self.keys]
 
     def part_of(self, name: str, x: Tensor) -> Tensor:
-        """Of a tensor that accompanies q, k and v, in the order of the call."""
+        """Returns the part's tokens in a tensor that accompanies q, k and v, in the order of the part's call."""
         axes = ACCOMPANYING[name].axes.split()
         dim = next(i for i, axis in enumerate(axes) if axis in ("n", "m"))
         count, from_end = (self.queries, not self.reversed) if axes[dim] == "n" else (self.keys, self.reversed)
@@ -60,21 +64,23 @@ class FarKeys(NamedTuple):
         return part.flip(dim) if self.reversed else part
 
     def turned(self, x: Tensor) -> Tensor:
-        """From the order of the sequence to that of the call, or back."""
+        """Converts x between the order of the sequence and the order of the part's call."""
         return x.flip(2) if self.reversed else x
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns q, k and v of the part's call."""
         return self.turned(self.queries_of(q)), self.turned(self.keys_of(k)), self.turned(self.keys_of(v))
 
 
 def near_call(call: Call) -> Call:
+    """Returns the call for the local keys: softmax with a window."""
     window = call.exact_window
     right = -1 if call.causal else window - 1
     return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right)
 
 
 def far_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
-    """How many queries have keys of another part before and behind them; of symbolic sizes without guards."""
+    """Returns the numbers of queries with global keys before them and behind them. Symbolic sizes get no guards."""
     if all(isinstance(size, int) for size in (n, m)):
         return max(0, min(n, m - window)), 0 if causal else max(0, n - window)
     before = torch.sym_max(0, torch.sym_min(n, m - window))
@@ -82,7 +88,7 @@ def far_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
 
 
 def far_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[FarKeys]:
-    """The parts, those before the queries first, that have any queries."""
+    """Yields the parts of global keys that have any queries: keys before the queries, then keys behind them."""
     n, m, window = q.shape[2], k.shape[2], call.exact_window
     before, behind = far_queries(n, m, window, call.causal)
     whole = {name: getattr(call, name) for name in FAR.tensor_names}
@@ -99,35 +105,38 @@ def far_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[FarKeys]:
 
 
 def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
-    """Output and log of the sums of weights of 4-d tensors, n <= m, `call.exact_window` >= 1, with neither noise nor an rpe
-    matrix: in operations that autograd can record. `attend` returns the log of the sums for either score."""
+    """Computes the output and the log of the sums of weights in operations that autograd can record.
+
+    q, k and v are 4-d, n <= m, `call.exact_window` >= 1, and the call has neither noise nor an rpe matrix. `attend` returns the
+    log of the sums for both scores.
+    """
     n = q.shape[2]
     parts = [attend(q, k, v, near_call(call))]
     for far in far_keys(q, k, call):
         o, lse = (far.turned(x) for x in attend(*far.operands(q, k, v), far.call))
         if call.log_decay is not None:
             between = _between(call, far).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-            lse = torch.where(lse == -torch.inf, lse, lse + between)  # no far key: what is between is not looked at
+            lse = torch.where(lse == -torch.inf, lse, lse + between)  # -inf: no global key is visible
         ahead, behind = (0, n - far.queries) if far.reversed else (n - far.queries, 0)
         parts.append((F.pad(o, (0, 0, ahead, behind)), F.pad(lse, (ahead, behind), value=-torch.inf)))
     return merge_attention(*zip(*parts, strict=True))
 
 
 class Forward(NamedTuple):
-    """Results of `forward`; what the backward needs beside o and lse has no elements where there is no such part."""
+    """The results of `forward`. Those that only the backward needs have no elements if the part does not exist."""
 
     o: Tensor  # (b, h, n, dv)
     lse: Tensor  # (b, h, n)
-    # (b, h, queries of the part): denominators of the whole in units of the part's weights; 0 where the part has no key
+    # (b, h, queries of the part): denominators over all keys, in units of the part's weights; 0 if the part has no key
     z_before: Tensor
     z_behind: Tensor
-    # With log_decay, what the part before the queries is by itself: (b, h, queries, dv) and (b, h, queries)
+    # With log_decay, output and denominators of the part before the queries alone: (b, h, queries, dv) and (b, h, queries)
     o_far: Tensor
     z_far: Tensor
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
-    """Uninitialised."""
+    """Returns uninitialised results."""
     (b, h, n, _), dv = q.shape, v.shape[3]
     dtype = eager.compute_dtype(q.dtype)
     before, behind = far_queries(n, k.shape[2], call.exact_window, call.causal)
@@ -145,7 +154,10 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, attend_far_: AttendFar, merge: Callable[..., Tensor]
 ) -> Forward:
-    """As `attention_with_exact_window`, recorded by nobody; `merge` is `fastmax.eager.merge_` or a kernel for it."""
+    """Computes `attention_with_exact_window` without autograd, and what the backward needs.
+
+    `merge` is `fastmax.eager.merge_` or a kernel for it.
+    """
     o, lse = attend(q, k, v, near_call(call))
     results = empty_results(q[:, :, :0], k, v, call)._replace(o=o, lse=lse)
     for far in far_keys(q, k, call):
@@ -166,7 +178,7 @@ def forward(
 
 
 def _add_to_denominators(z: Tensor, z_far: Tensor, n: int) -> None:
-    """z of the last queries takes the sums over the keys behind the first ones, where it is not 0."""
+    """Adds the sums over keys behind the queries to z, where z is not 0 and both parts have the query."""
     both = max(0, z.shape[2] + z_far.shape[2] - n)
     of_both = z[..., :both]
     of_both.add_(torch.where(of_both == 0, 0.0, z_far[..., z_far.shape[2] - both :]))
@@ -183,7 +195,7 @@ def backward(
     differentiate: Differentiate,
     differentiate_far_: DifferentiateFar,
 ) -> dict[str, Tensor]:
-    """Gradients by name; that of log_decay has no elements without."""
+    """Returns the gradients by name. That of log_decay has no elements if the call has none."""
     grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, near_call(call))
     for far in far_keys(q, k, call):
         z = far.turned(results.z_behind if far.reversed else results.z_before)
@@ -191,7 +203,7 @@ def backward(
         def of_queries(x: Tensor, far=far) -> Tensor:
             return far.turned(far.queries_of(x))
 
-        # Where z is 0 nothing reads what becomes of it; where it is infinite the part has no weight.
+        # If z is 0 the quotient is not read; if z is infinite the part has no weight.
         grad_z = None if grad_lse is None else of_queries(grad_lse) / z
         arguments = (of_queries(grad_o), grad_z, *far.operands(q, k, v), of_queries(results.o), z, far.call)
         into = {"q": far.queries_of(grads["q"]), "k": far.keys_of(grads["k"]), "v": far.keys_of(grads["v"])}
@@ -208,13 +220,13 @@ def backward(
 
 
 def _between(call: Call, far: FarKeys) -> Tensor:
-    """(b, hk, queries), float64: sums of the log decays after a query's last far key, `window` of them."""
+    """Returns, float64 (b, hk, queries), the sum of the `window` log decays between a query and its last global key."""
     return eager.sums_in_window(call.log_decay, call.exact_window)[..., far.keys - far.queries :]
 
 
 def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, far: FarKeys, call: Call) -> Tensor:
-    """(b, hk, m): of log_decay through `_between`, that is for each token what the weights of the far keys of the `window`
-    queries from it on take together."""
+    """Returns the gradient of log_decay (b, hk, m) through `_between`: for each token the sum, over the `window` queries from
+    it on, of the gradient of the log of their global weights."""
     (b, hk, m), window = call.log_decay.shape, call.exact_window
     z, z_far = results.z_before, results.z_far
     change = (results.o_far.to(z.dtype) - far.queries_of(results.o)).mul_(far.queries_of(grad_o)).sum(-1)

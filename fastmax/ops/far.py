@@ -1,4 +1,4 @@
-"""`merge_`, `far_forward_` and `far_backward_`: what joins the far keys of an exact window to the near ones."""
+"""`merge_`, `far_forward_` and `far_backward_`: they add the global keys of an exact window to the local ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _far_call(q, k, v, arguments):
 
 
 def _far_forward_(o, lse, q, k, v, *arguments):
-    """Joins attention over far keys to o and lse of near ones: the sums of weights of both, as `merge_` returns them."""
+    """Merges attention to global keys into o and lse of local keys. Returns the sums of all weights, as `merge_` does."""
     tensors, options = FASTMAX.flatten(_far_call(q, k, v, arguments), arguments[-1])
     operator_checks.check_joined(q, o=(o, (*q.shape[:3], v.shape[3])))
     operator_checks.check_results(q, v, lse=lse)
@@ -64,7 +64,8 @@ refuse_gradient(_FAR_FORWARD, refuse_to_differentiate("far_forward_", _INSTEAD),
 
 
 def _far_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
-    """Adds to gradients of q, k and v those by far keys, o and z being of all keys; that of log_decay, or no elements."""
+    """Adds the gradients by global keys to those of q, k and v; o and z are of all keys. Returns the gradient of log_decay, no
+    elements if the call has none."""
     tensors, options = FASTMAX.flatten(_far_call(q, k, v, arguments), arguments[-1])
     operator_checks.check_joined(q, grad_q=(grad_q, q.shape), grad_k=(grad_k, k.shape), grad_v=(grad_v, v.shape))
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)

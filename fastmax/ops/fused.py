@@ -20,8 +20,11 @@ from fastmax.ops.registration import register
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """The fused operator on 4-d, checked arguments: output, and denominators or, for softmax and with an exact window, the log
-    of the sums of weights."""
+    """Computes attention of 4-d, checked arguments by a registered operator.
+
+    Returns:
+        The output, and the denominators; for softmax and with an exact window the log of the sums of weights.
+    """
     operator = _exact(q, k, v, call) if call.exact_window > 0 else _part(call)
     tensors, options = operator.signature.flatten(call, allow_tf32_of(q))
     o, z, *_ = compute(operator, (q, k, v, *tensors), options)
@@ -31,8 +34,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tens
 def attention_backward(
     grad_o: Tensor, grad_z: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, z: Tensor, call: Call
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and log_decay of `attention`, from what it returns, without an exact window. Where o and z are of
-    more keys than these, the gradients are this part of the whole. Not recorded."""
+    """Returns the gradients of q, k, v and log_decay of `attention` without an exact window, given its results.
+
+    If o and z are of more keys than these, the gradients are this part of the whole. Autograd does not record them.
+    """
     operator = _part(call)
     tensors, options = operator.signature.flatten(call, allow_tf32_of(q))
     saved = (q, k, v, o, z, *tensors)
@@ -41,7 +46,7 @@ def attention_backward(
 
 
 def _part(call: Call) -> Differentiable:
-    """What computes a call without an exact window."""
+    """Returns the operator of a call without an exact window."""
     return _FLASH if isinstance(call.score, Softmax) else _FASTMAX
 
 
@@ -76,7 +81,7 @@ def _forward(signature, q, k, v, *arguments):
 
 
 def _backward(signature, statistic, grad_o, grad_z, q, k, v, o, z, *arguments):
-    """Gradients of q, k, v and of the call's differentiable tensors, of no elements for those that it has not."""
+    """Returns the gradients of q, k, v and of the call's differentiable tensors; no elements for absent tensors."""
     call = signature.call(arguments)
     _check(q, k, v, call, signature)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, **{statistic: z, f"grad_{statistic}": grad_z})
@@ -90,7 +95,7 @@ def _fake_forward(q, k, v, *arguments):
 
 
 def fake_gradients(signature, grad_o, grad_z, q, k, v, o, z, *arguments):
-    """Gradients without values, as `_backward` returns them."""
+    """Returns uninitialised gradients, as `_backward` returns them."""
     call = signature.call(arguments)
     of_tensors = (getattr(call, name) for name in signature.differentiable)
     return (
@@ -160,7 +165,7 @@ def _exact_window_forward(q, k, v, *arguments):
 
 
 def _split_results(arguments: tuple) -> tuple[exact_window.Forward, tuple]:
-    """The results of the forward among the arguments of the backward, and the rest."""
+    """Splits the arguments of the backward into the results of the forward and the rest."""
     count = len(exact_window.Forward._fields)
     return exact_window.Forward(*arguments[:count]), arguments[count:]
 
@@ -198,7 +203,7 @@ def _fake_exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
 
 
 def _exact_window_flops(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> int:
-    """Attention of the near keys, and of queries and their far keys."""
+    """Counts attention to the local keys and to the parts of global keys."""
     total = count_attention(q, k, v, exact_window.near_call(call), backward)
     for far in exact_window.far_keys(q, k, call):
         total += count_attention(far.queries_of(q), far.keys_of(k), far.keys_of(v), far.call, backward)

@@ -31,8 +31,13 @@ _UNMASKED = Signature(Score, (), tuple(name for name in CONTINUED.tensor_names i
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Causal attention of n tokens that continue from a state, on 4-d, checked arguments: output, denominators (b, h, n),
-    values and weights; see `fastmax.decoding`. Transforms of torch.func and forward mode see PyTorch operations."""
+    """Computes causal attention of n tokens that continue from a state; see `fastmax.decoding`. Arguments are 4-d and checked.
+
+    Transforms of torch.func and forward mode see PyTorch operations.
+
+    Returns:
+        The output, the denominators (b, h, n), and the values and weights of the state after the tokens.
+    """
     if eager.is_transformed():
         return eager.forward_from_state(q, k, v, call, values, weights)
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
@@ -49,15 +54,26 @@ def prefill_backward(
     values: Tensor,
     weights: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights of `prefill`, from its results
-    and their gradients, for callers that take the gradient of the new state from elsewhere. Not recorded."""
+    """Computes the gradients of `prefill` for callers that get the gradient of the new state from elsewhere. Not recorded.
+
+    Args:
+        grads: gradients of the results of `prefill`.
+        results: the results of `prefill`.
+
+    Returns:
+        Gradients of q, k, v, log_decay (no elements if the call has none), values and weights.
+    """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
     return extension.call(_PREFILL.backward, *grads, q, k, v, *results, *tensors, values, weights, *options)
 
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Values and weights in which `prefill` ends that begins with a state of zeros; with `keep` also, for `prefill_kept_`, what
-    was computed on the way, uint8 (b, hk, bytes), where there are kernels that keep it: else of no bytes. Not recorded."""
+    """Computes the state of these keys alone: the one that `prefill` from a state of zeros ends in. Not recorded.
+
+    Returns:
+        Values, weights, and saved intermediate states for `prefill_kept_`, uint8 (b, hk, bytes): 0 bytes without `keep`, or
+        if no kernel saves them.
+    """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(k))
     return extension.call(_STATE_OF_KEYS, k, v, *tensors, *options, keep)
 
@@ -65,24 +81,34 @@ def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple
 def prefill_kept_(
     q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor | None, weights: Tensor | None, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output and denominators of `prefill`, by what `state_of_keys` kept of the same keys and call, which is used up; without a
-    state, of a call that begins with one of zeros. Not recorded."""
+    """Computes the output and denominators of `prefill` from the intermediate states that `state_of_keys` saved. Not recorded.
+
+    Args:
+        values, weights: the given state; None: zeros.
+        kept: saved by `state_of_keys` of the same keys and call; it is overwritten.
+    """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
     return extension.call(_PREFILL_KEPT_, q, k, v, *tensors, values, weights, kept, *options)
 
 
 def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-    """Of o = sum_j w_j v_j / z, z = sum_j w_j the gradients g of the first sum, grad_o / z (b, h, n, dv), and e of the second,
-    grad_z - grad_o . o / z (b, h, n): what the gradient of `prefill` takes in pieces. Both are 0 where z is. g is of o's dtype,
-    or float32 for float16. Not recorded."""
+    """Computes the gradients of the numerator and the denominator of o = sum_j w_j v_j / z, z = sum_j w_j. Not recorded.
+
+    Returns:
+        g = grad_o / z (b, h, n, dv), in o's dtype or float32 for float16, and e = grad_z - grad_o . o / z (b, h, n); both are 0
+        where z is 0.
+    """
     return extension.call(_GRADIENTS_OF_SUMS, grad_o, grad_z, o, z)
 
 
 def state_of_queries(
     g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of values and weights by `prefill_backward` where the new state has none; with `keep` also what
-    `prefill_backward_of_keys_` takes, as `state_of_keys`. Not recorded."""
+    """Computes the gradients of values and weights of `prefill` if the new state has no gradient. Not recorded.
+
+    Returns:
+        Gradients of values and of weights, and saved intermediate states for `prefill_backward_of_keys_`, as `state_of_keys`.
+    """
     tensors, options = _UNMASKED.flatten(call, allow_tf32_of(q))
     return extension.call(_STATE_OF_QUERIES, g, e, q, k, v, *tensors, *options, keep)
 
@@ -97,8 +123,14 @@ def prefill_backward_of_queries(
     values: Tensor | None,
     weights: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of q by `prefill_backward`, without a state of a call that began with one of zeros; with a decay also what
-    `prefill_backward_of_keys_` takes as `pairs`. It does not depend on later tokens. Not recorded."""
+    """Computes the gradient of q of `prefill`, which does not depend on later tokens. Not recorded.
+
+    Args:
+        values, weights: the given state; None: zeros.
+
+    Returns:
+        The gradient of q, and with log_decay the argument `pairs` of `prefill_backward_of_keys_`.
+    """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
     return extension.call(_PREFILL_BACKWARD_OF_QUERIES, g, e, q, k, v, *tensors, values, weights, *options)
 
@@ -115,14 +147,14 @@ def prefill_backward_of_keys_(
     pairs_of_states: Tensor | None,
     kept: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of k, v and log_decay (of no elements where there is none) by `prefill_backward`, by what
-    `state_of_queries` kept of the same queries and call, which is used up. Not recorded.
+    """Computes the gradients of k, v and log_decay (no elements if the call has none) of `prefill`. Not recorded.
 
     Args:
-        of_state: gradients of the state that the call ended in, None for zeros.
-        pairs: of `prefill_backward_of_queries`.
-        pairs_of_states: with a decay, float64 (b, hk, 2): the sum of the products of the state that the call ended in and its
-            gradient, and of the one that it began with.
+        of_state: gradients of the new state; None: zeros.
+        pairs: from `prefill_backward_of_queries`.
+        pairs_of_states: with log_decay, float64 (b, hk, 2): the inner products of the new state and its gradient, and of the
+            given state and its gradient.
+        kept: saved by `state_of_queries` of the same queries and call; it is overwritten.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(q))
     tensors = (*tensors, pairs, pairs_of_states, kept)
@@ -167,7 +199,7 @@ def _fake_prefill(q, k, v, *arguments):
 
 
 def _products(q: Tensor, v: Tensor, call: Call, passes: int, of_pair: int) -> int:
-    """Products of so many tokens, in all heads, that are added to states or read them, and of the pairs within chunks."""
+    """Counts the products of `passes` heads of tokens with states, and `of_pair` products for each pair within a chunk."""
     (b, h, n, d), dv = q.shape, v.shape[3]
     states = count_states(b, passes * n, eager.state_rows(d, call.score.order), dv)
     return states + 2 * b * h * of_pair * pairs_within_chunks(n)
@@ -179,7 +211,7 @@ def _prefill_flops(q, k, v, *arguments, out_val=None) -> int:
 
 
 def _prefill_backward(grad_o, grad_z, grad_new_values, grad_new_weights, q, k, v, o, z, new_values, new_weights, *arguments):
-    """Gradients of q, k, v, log_decay (of no elements where there is none), values and weights."""
+    """Returns gradients of q, k, v, log_decay (no elements if the call has none), values and weights."""
     call, (values, weights), _ = _parse(arguments, 2)
     _check_prefill(q, k, v, call, values, weights)
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
@@ -234,12 +266,12 @@ register_gradient(_PREFILL, refuse_second_derivative_of_prefill)
 
 
 def _nothing_kept(k):
-    """PyTorch operations keep nothing."""
+    """Returns 0 bytes: PyTorch operations save no intermediate states."""
     return k.new_empty(*k.shape[:2], 0, dtype=torch.uint8)
 
 
 def _given_state(values_name, weights_name, values, weights, k, v, p):
-    """Zeros where there is none."""
+    """Returns the given state, or zeros."""
     operator_checks.check_together(values_name, weights_name, values, weights)
     return eager.zero_state(k, v, p) if values is None else (values, weights)
 
@@ -247,7 +279,7 @@ def _given_state(values_name, weights_name, values, weights, k, v, p):
 def _fake_state_of_tokens(k: Tensor, v: Tensor, call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = eager.state_rows(k.shape[3], call.score.order)
     values = k.new_empty(*k.shape[:2], rows, v.shape[3], dtype=eager.compute_dtype(k.dtype))
-    kept = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # the library knows
+    kept = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # known to the library alone
     return values, values.new_empty(values.shape[:3]), k.new_empty(*k.shape[:2], kept, dtype=torch.uint8)
 
 
@@ -289,7 +321,7 @@ def _fake_prefill_kept_(q, k, v, *arguments):
 
 
 def _prefill_kept_flops(q, k, v, *arguments, out_val=None) -> int:
-    """As of `prefill`; what was kept was added to states before."""
+    """As for `prefill`, without adding keys whose states were saved."""
     call, (_, _, kept), _ = _parse(arguments, 3)
     passes = q.shape[1] if kept.numel() > 0 else k.shape[1] + q.shape[1]
     return _products(q, v, call, passes, q.shape[3] + v.shape[3])
@@ -341,7 +373,7 @@ def _fake_state_of_queries(g, e, q, k, v, *arguments):
 
 
 def _state_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
-    """As of keys, for every query head."""
+    """As for keys, for every query head."""
     return _products(q, v, _parse(arguments, 0, _UNMASKED)[0], q.shape[1], 0)
 
 
@@ -370,7 +402,7 @@ def _fake_prefill_backward_of_queries(g, e, q, k, v, *arguments):
 
 
 def _prefill_backward_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
-    """Of `prefill_backward` keys are added, and queries read; of five products a pair, three."""
+    """The part of `prefill_backward` that adds keys and reads queries: three of five products for a pair."""
     return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], 2 * q.shape[3] + v.shape[3])
 
 
@@ -403,7 +435,7 @@ def _fake_prefill_backward_of_keys_(g, e, grad_values, grad_weights, q, k, v, *a
 
 
 def _prefill_backward_of_keys_flops(g, e, grad_values, grad_weights, q, k, v, *arguments, out_val=None) -> int:
-    """The rest of `prefill_backward`; what was kept was added to states before."""
+    """The rest of `prefill_backward`, without adding queries whose states were saved."""
     call, (_, _, kept), _ = _parse(arguments, 3)
     passes = 2 * k.shape[1] if kept.numel() > 0 else 2 * k.shape[1] + q.shape[1]
     return _products(q, v, call, passes, q.shape[3] + v.shape[3])

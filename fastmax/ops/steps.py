@@ -26,8 +26,14 @@ def decode_step(
     log_decay: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One recurrent step on 4-d, checked arguments: output, values and weights; see `fastmax.decoding`. log_decay
-    (b, hk, 1), in the dtype of the state; above 0 counts as 0."""
+    """Computes one recurrent step of 4-d, checked arguments; see `fastmax.decoding`.
+
+    Args:
+        log_decay: (b, hk, 1), in the dtype of the state; values above 0 count as 0.
+
+    Returns:
+        The output, and the new values and weights.
+    """
     tensors = (q, k, v, values, weights, mask, log_decay)
     if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, score)
@@ -48,7 +54,8 @@ def decode_step_(
     log_decay: Tensor | None,
     score: Score,
 ) -> Tensor:
-    """`decode_step` that writes over `values` and `weights`, which are contiguous and overlap nothing else: the output.
+    """Computes `decode_step` in place: writes to `values` and `weights`, which are contiguous and overlap nothing else. Returns
+    the output.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
@@ -65,8 +72,11 @@ def buffered_step_(
     exact_window: int,
     score: Score,
 ) -> Tensor:
-    """A step that writes over a state with a buffer of tokens, on 4-d, checked arguments: the output; see `fastmax.decoding`.
-    The token and those that are kept: keys, values, mask and decays, in the dtype of the sums.
+    """Computes a step in place, on a state with a buffer of tokens; see `fastmax.decoding`. Returns the output.
+
+    Args:
+        token, kept: keys, values, mask and decays of the new token, and of the tokens that the state keeps. 4-d, checked;
+            decays are in the dtype of the sums.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
@@ -83,7 +93,7 @@ def _in_place(operator: Callable, tensors: tuple[Tensor | None, ...], written: t
     if tensors[0].is_cuda:
         extension.warn_if_unused(tensors[0].device)
     torch.autograd.graph.increment_version(written)
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # past what is registered there and for autograd, done here for less
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers, whose work is done above
         return extension.call(operator, *tensors, *options)
 
 
@@ -148,7 +158,7 @@ def _buffered_step_(
 
 
 def _buffered_step_flops(q, k, v, values, weights, near_keys, *arguments, out_val=None) -> int:
-    """Every token joins the sums in the end; those beside them are looked at one by one."""
+    """Counts a step of the sums, which every token joins in the end, and the products with the tokens that are kept."""
     (b, h, _, d), places = q.shape, near_keys.shape[2]
     return count_step(q, values) + 2 * b * h * places * (d + v.shape[3])
 
