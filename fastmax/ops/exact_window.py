@@ -39,7 +39,7 @@ DifferentiateFar = Callable[..., Tensor]
 
 
 class FarKeys(NamedTuple):
-    """A part of global keys: queries and keys whose causal attention is that of the queries to their global keys on one side."""
+    """A part of global keys: queries and keys whose causal attention is the attention to the global keys on one side."""
 
     queries: int  # the last ones; reversed: the first
     keys: int  # the first ones; reversed: the last
