@@ -179,7 +179,7 @@ def _log_decay(case: Case, device: torch.device) -> dict[str, Tensor]:
     return {"log_decay": -0.05 * F.softplus(x)}
 
 
-def _faded(pairs: Pairs) -> Tensor:
+def _decayed(pairs: Pairs) -> Tensor:
     """exp of the sum of decays over tokens j + 1 to i."""
     sums = pairs.tensors["log_decay"].cumsum(-1)
     rows = pairs.distance[:, 0]  # i - 0
@@ -240,9 +240,9 @@ PROVIDERS = {
             "fastmax_flash",
             lambda q, k, v, scale, causal: fastmax.flash_attention(q, k, v, causal=causal, scale=scale),
         ),
-        fastmax_provider("fastmax_decay", factor=_faded, tensors=_log_decay),
+        fastmax_provider("fastmax_decay", factor=_decayed, tensors=_log_decay),
         fastmax_provider("fastmax_exact_window", exact_window=True),
-        fastmax_provider("fastmax_decay_window", exact_window=True, factor=_faded, tensors=_log_decay),
+        fastmax_provider("fastmax_decay_window", exact_window=True, factor=_decayed, tensors=_log_decay),
         fastmax_provider("fastmax_unbounded", score=unbounded_options),
         fastmax_provider("fastmax_packed", factor=_same_sequence, tensors=_random_lengths),
         fastmax_provider("fastmax_packed_alike", factor=_same_sequence, tensors=_equal_lengths),

@@ -579,7 +579,7 @@ def learned_gap(variant: str, other: str, setting: str, results: Results) -> str
     return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
 
 
-def far_keys_gain(results: Results) -> str:
+def global_keys_gain(results: Results) -> str:
     """How far the loss of p = 2 with all parts is below that of softmax within the window."""
     found = pages.rows_of("ablation", "25M", results.root)
     whole, last = (above(found, "softmax_near", "p2_all", measure=measure) for measure in ("loss", "last_quarter"))
@@ -743,7 +743,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "char-lm": char_lm,
     "char-lm-texts": char_lm_texts,
     "char-lm-seeds": char_lm_seeds,
-    "far-keys-gain": far_keys_gain,
+    "far-keys-gain": global_keys_gain,
     "conversion-swapped": conversion_swapped,
     "conversion-ends": conversion_ends,
     "convert": convert,

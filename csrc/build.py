@@ -48,33 +48,33 @@ SPILL_EXCEPTIONS = {
     "of 128 keys, so that four blocks share a multiprocessor; H200: 2% faster than before it spilled",
     r"quadratic_fwd_kernel<fastmax::.*TableVisibility, fastmax::Bf16, (32|64)>": "a few words once per tile, so that three or "
     "four blocks share a multiprocessor",
-    r"quadratic_bwd_q_kernel<fastmax::.*TableVisibility, fastmax::(Bf16|Fp16), (32|64)>": "up to 104 bytes: what fades; loops "
-    "where nothing does read two words of it per slab",
-    r"quadratic_bwd_kv_kernel<fastmax::.*TableVisibility, fastmax::Bf16, (32|96)>": "up to 56 bytes: what fades, likewise",
+    r"quadratic_bwd_q_kernel<fastmax::.*TableVisibility, fastmax::(Bf16|Fp16), (32|64)>": "up to 104 bytes of decays; loops "
+    "without decays read two words of it per slab",
+    r"quadratic_bwd_kv_kernel<fastmax::.*TableVisibility, fastmax::Bf16, (32|96)>": "up to 56 bytes of decays, likewise",
     r"quadratic_bwd_q_pair_kernel<fastmax::.*TableVisibility, fastmax::(Fp16|Tf32), 256>": "a few words: bounds and decays "
     "beside what fills the registers",
     r"quadratic_bwd_kv_pair_kernel<fastmax::.*TableVisibility, fastmax::Tf32, 256>": "likewise, up to 56 bytes of them",
     r"sm_(8\d|120) .*linear_grad_kernel<fastmax::Bf16, (128|256), false, false>": "up to 20 bytes once per row block; "
     "none on sm_90",
-    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true, false>": "what fades beside what fills the "
+    r"linear_grad_kernel<fastmax::(Bf16, (32|64|96|128|256)|Tf32, 96), true, false>": "decays beside what fills the "
     "registers; bf16 on sm_90: up to 28 bytes, at head_dim 256 68",
     r"linear_read_kernel<fastmax::Bf16, 128, true, false>|sm_8\d .*linear_read_kernel<fastmax::Tf32, 256, true, false>": "two "
     "to five words beside what fills the registers, read once per block",
     r"linear_state_sm90_kernel<128, .*Rows\)[23]": "192 sums, and what makes the next operands, with factors: a few words "
     "once per chunk",
-    r"linear_read_sm90_kernel<128, false, .*Fade\)2": "a word once per 256 rows",
-    r"linear_grad_sm90_kernel<64, .*Fade\)[12]>": "up to eight words of what fades beside what fills the registers; most once "
-    "per item, one or two once per two stars",
-    r"linear_state_kernel<fastmax::Bf16, 128>": "a word: what fades the sums at the next chunk, read once per chunk",
+    r"linear_read_sm90_kernel<128, false, .*DecayKind\)2": "a word once per 256 rows",
+    r"linear_grad_sm90_kernel<64, .*DecayKind\)[12]>": "up to eight words of decays beside what fills the registers; most "
+    "once per work tile, one or two once per two stars",
+    r"linear_state_kernel<fastmax::Bf16, 128>": "a word: the factor of the sums at the next chunk, read once per chunk",
     r"sm_8\d .*linear_state_kernel<fastmax::Bf16, 256>": "up to 40 bytes, most of them once per stage; none on sm_90",
     r"quadratic_fwd_sm90_kernel<fastmax::SoftmaxScore, fastmax::(Dense|Window|Table)Visibility, .*, 64>": "two or three words "
     "once per tile, so that three warpgroups share a multiprocessor",
     r"quadratic_fwd_sm90_kernel<fastmax::PolynomialScore, fastmax::TableVisibility, fastmax::Bf16, 128>": "a word once per "
     "tile, likewise",
-    r"quadratic_fwd_sm90_kernel<fastmax::.*FadingVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of what fades, "
+    r"quadratic_fwd_sm90_kernel<fastmax::.*DecayVisibility, fastmax::(Bf16|Fp16), \d+>": "up to eight words of decays, "
     "once per item",
-    r"quadratic_bwd_sm90_kernel<fastmax::.*(Fading|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
-    "what fades, likewise",
+    r"quadratic_bwd_sm90_kernel<fastmax::.*(Decay|Table)Visibility, fastmax::Bf16, \d+, false>": "a word, or up to four of "
+    "decays, likewise",
     r"quadratic_bwd_sm90_kernel<fastmax::.*, (64|128), true>": "up to five words of the thread that fills the ring, which "
     "gives its registers to the others, once per item; at head_dim 64 up to three dozen words of the "
     "others, with tables and for softmax: a few of them once per tile, the rest once per head; of Fastmax with decays at "

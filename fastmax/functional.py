@@ -78,7 +78,7 @@ def fastmax_attention(
             CUDA kernels run).
         log_decay: (b, hk, m), for 3-d k (b * hk, m): floating point, <= 0, any strides; needs `causal`. The weight of key j is
             multiplied by the exponential of the sum over `j + 1 .. pos(i)`: a key fades by the decays of the tokens after it.
-            -inf forgets all before the token. Values above 0 count as 0, with gradient 0. With a NaN the queries that see a
+            -inf resets all before the token. Values above 0 count as 0, with gradient 0. With a NaN the queries that see a
             key before its token get NaN; others do not see it. Summed in float64; gets a gradient.
         exact_window: keys with `|pos(i) - j| < exact_window` are weighed by `exp(s_ij)`, at O(n * exact_window) beside the
             rest; n <= m. From m on this is softmax attention.

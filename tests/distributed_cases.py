@@ -30,8 +30,8 @@ def inputs(case: dict) -> dict[str, torch.Tensor]:
     tensors = {name: x.to(dtype) for name, x in tensors.items()}
     if case.get("decay"):
         decay = -normal(b, hk, n).abs() * case["decay"]
-        forgets = torch.rand(b, hk, n, generator=made) < case.get("forgets", 0.0)
-        decay = decay.masked_fill(forgets, -torch.inf)
+        resets = torch.rand(b, hk, n, generator=made) < case.get("resets", 0.0)
+        decay = decay.masked_fill(resets, -torch.inf)
         if case.get("odd"):  # above 0 and NaN
             kind = torch.rand(b, hk, n, generator=made)
             decay = torch.where(kind < 0.2, 0.5, torch.where(kind < 0.2 + 3 / n, torch.nan, decay))

@@ -22,12 +22,12 @@ extern "C" const char* cudaGetErrorString(cudaError_t) { std::abort(); }
 
 namespace fastmax {
 
-void linear_fade_tiles(const FadeTilesArgs&, cudaStream_t) { std::abort(); }
+void linear_decay_tiles(const DecayTilesArgs&, cudaStream_t) { std::abort(); }
 void linear_zero_masked(const ZeroArgs&, cudaStream_t) { std::abort(); }
 template <class Math, class Args>
 void linear_pass(const Args&, int, cudaStream_t) { std::abort(); }
 template <class Math>
-void linear_fade(const FadeArgs&, cudaStream_t) { std::abort(); }
+void linear_decay(const DecayArgs&, cudaStream_t) { std::abort(); }
 template <class Math>
 void linear_load_state(const CarriedArgs&, int, cudaStream_t) { std::abort(); }
 template <class Math>

@@ -54,14 +54,14 @@ def arguments(operator, device):
         return {"grad_o": tensor(B, H, N, DV), "grad_z": tensor(B, H, N), "o": o, "z": per_query}
     sums = {"g": tensor(B, H, M, DV), "e": tensor(B, H, M)}
     if operator.startswith("state_of"):
-        tokens = {"log_decay": None, "first_key": None}
+        tokens = {"log_decay": None, "k_start": None}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False, "keep": True}
         if operator == "state_of_keys":
             return {"k": k, "v": v, "attention_mask": mask} | tokens | options
         return sums | {"q": tensor(B, H, M, D), "k": k, "v": v} | tokens | options
     if operator.startswith("prefill"):
         q, rows = tensor(B, H, M, D), 1 + D + D * (D + 1) // 2
-        state = {"log_decay": None, "first_key": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
+        state = {"log_decay": None, "k_start": None, "values": tensor(B, HK, rows, DV), "weights": tensor(B, HK, rows) + 1.0}
         options = {"scale": 0.25, "a0": 1.0, "a1": 1.0, "a2": 0.5, "p": 2, "allow_tf32": False}
         given = {"q": q, "k": k, "v": v, "attention_mask": mask} | state | options
         if operator == "prefill":
@@ -82,7 +82,7 @@ def arguments(operator, device):
         new = {f"new_{name}": x for name, x in new.items()}
         return results | operands | new | {"attention_mask": mask} | state | options
     operands, results = {"q": q, "k": k, "v": v}, {}
-    tokens = {"log_decay": None, "first_key": None, "end_key": None}
+    tokens = {"log_decay": None, "k_start": None, "k_end": None}
     if operator.startswith("flash"):
         if operator == "flash_backward":
             results = {"grad_o": tensor(B, H, N, DV), "grad_lse": tensor(B, H, N)}
@@ -104,8 +104,8 @@ def with_tokens(operator, device):
     n = given.get("q", given["k"]).shape[2]
     tokens = {
         "log_decay": -torch.rand(B, HK, M, device=device),
-        "first_key": torch.zeros(B, HK, n, dtype=torch.int32, device=device),
-        "end_key": torch.full((B, HK, n), M, dtype=torch.int32, device=device),
+        "k_start": torch.zeros(B, HK, n, dtype=torch.int32, device=device),
+        "k_end": torch.full((B, HK, n), M, dtype=torch.int32, device=device),
         "pairs": torch.rand(B, H, n, device=device),
         "pairs_of_states": torch.rand(B, HK, 2, dtype=torch.float64, device=device),
     }
@@ -253,14 +253,14 @@ def test_refused_by_name(operator, name, change, message, device):
 ATTENTION = ["forward", "backward", "flash_forward", "flash_backward"]
 PIECES = ["prefill_kept_", "state_of_keys", "state_of_queries", "prefill_backward_of_queries", "prefill_backward_of_keys_"]
 OVER_PARTS = ["prefill", "prefill_backward", *PIECES]
-TOKENS_OF = ("log_decay", "first_key", "end_key", "pairs", "pairs_of_states")  # that only some calls have
+TOKENS_OF = ("log_decay", "k_start", "k_end", "pairs", "pairs_of_states")  # that only some calls have
 TOKENS = [
-    *((name, change, f"{name} must have shape") for name in ("log_decay", "first_key", "end_key")
+    *((name, change, f"{name} must have shape") for name in ("log_decay", "k_start", "k_end")
       for change in (swapped, lambda x: x[:, :1], lambda x: x[..., :-1])),
     ("log_decay", halves, "log_decay must be (torch.)?float32"),
     ("log_decay", lambda x: x.double(), "log_decay must be (torch.)?float32"),
-    ("first_key", lambda x: x.long(), "first_key must be (torch.)?int32"),
-    ("end_key", lambda x: x.float(), "end_key must be (torch.)?int32"),
+    ("k_start", lambda x: x.long(), "k_start must be (torch.)?int32"),
+    ("k_end", lambda x: x.float(), "k_end must be (torch.)?int32"),
     ("causal", lambda _: False, "log_decay needs causal"),
 ]  # fmt: skip
 
@@ -344,8 +344,8 @@ PLACES = [(operator, name) for operator in WRONG if operator != "softmax" for na
 PLACES.remove(("state_of_keys", "k"))  # the first tensor, which stands for q
 PLACES.remove(("gradients_of_sums", "o"))  # likewise
 PLACES += [("forward", "rpe_matrix"), ("backward", "rpe_matrix")]
-PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "first_key", "end_key")]
-PLACES += list(product(OVER_PARTS, ("log_decay", "first_key")))
+PLACES += [(operator, name) for operator in ATTENTION for name in ("log_decay", "k_start", "k_end")]
+PLACES += list(product(OVER_PARTS, ("log_decay", "k_start")))
 PLACES += [("prefill_backward_of_keys_", name) for name in ("pairs", "pairs_of_states")]
 
 
@@ -501,7 +501,7 @@ fastmax.fastmax_attention(q.double(), q.double(), q.double(), causal=True)
             for name, line in zip(("flash", "quadratic"), packed, strict=True):
                 assert f"{name}, {name}_bounded_{dense}" in line and "bounds of keys, sm_" in line
             assert f"linear, linear2_{dense}" in linear_packed and "bounds of keys, sm_" in linear_packed
-            assert ("quadratic_fading_sm90" if hopper else "quadratic_bounded_sm80") in decay and "causal, decay, sm_" in decay
+            assert ("quadratic_decay_sm90" if hopper else "quadratic_bounded_sm80") in decay and "causal, decay, sm_" in decay
             assert f"flash_{dense}" in flash and softmax.startswith("fastmax::softmax: softmax_sm80: rows 128, width 64")
             assert eager == "fastmax: fastmax::eager_forward"
 
@@ -513,7 +513,7 @@ def test_info_names_the_kernels():
     kernels = ["quadratic_bounded", "quadratic", "linear1", "linear2", "flash_bounded", "flash"]
     found = info.rsplit("; kernels ", 1)[1].split()
     assert [name for name in found if name.endswith("_sm80")] == [f"{name}_sm80" for name in kernels]
-    of_quadratic = [f"{name}_{kind}" for name in ("quadratic", "flash") for kind in ("bounded_sm90", "fading_sm90")]
+    of_quadratic = [f"{name}_{kind}" for name in ("quadratic", "flash") for kind in ("bounded_sm90", "decay_sm90")]
     of_quadratic.append("flash_window_sm90")
     assert all((name in found) == has_sm90 for name in of_quadratic)
     for name in ("quadratic", "linear1", "linear2", "flash"):

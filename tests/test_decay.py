@@ -38,7 +38,7 @@ from fastmax import fastmax_attention, flash_attention
 from fastmax.core.call import Call
 from fastmax.core.score import Score
 from fastmax.eager.decay import Decay, Factor
-from fastmax.eager.exponential import exp_of_faded, exp_of_relative
+from fastmax.eager.exponential import exp_of_decayed, exp_of_relative
 from fastmax.eager.workspace import Workspace
 from fastmax.prepare.bounds import with_bounds
 from fastmax.testing.reference import naive_softmax_attention
@@ -66,8 +66,8 @@ def test_exponents_in_buffers_are_those_that_autograd_records(kind, dtype):
     """On and off the diagonal, side by side; after 500 tokens, whose decays must cost the differences no digits."""
     call = with_bounds(Call(Score(1.0, 1.0, 1.0, 0.5, 2), causal=True), *[torch.zeros(2, 3, 600, 1, dtype=dtype)] * 2,
                        make_decay(kind, 2, 3, 600, dtype=torch.float64))  # fmt: skip
-    decay = Decay(call.log_decay, call.first_key, None, shift=0, dtype=dtype)
-    exact = Decay(call.log_decay, call.first_key, None, shift=0, dtype=torch.float64)
+    decay = Decay(call.log_decay, call.k_start, None, shift=0, dtype=dtype)
+    exact = Decay(call.log_decay, call.k_start, None, shift=0, dtype=torch.float64)
     for place in ((500, 500, 100, 100), (500, 480, 100, 60), (300, 300, 100, 100, 3), (500, 20, 100, 300)):
         expected = exact.exponent(*place)
         for workspace in (None, Workspace(dtype, torch.device("cpu"))):
@@ -518,7 +518,7 @@ def test_three_dimensions_take_a_decay_of_two():
 # ---- denormal numbers, which a CPU multiplies a hundred times slower
 
 
-@pytest.mark.parametrize("exp, least", [(exp_of_faded, {4: -80.0, 8: -701.0}), (exp_of_relative, {4: -64.0, 8: -64.0})])
+@pytest.mark.parametrize("exp, least", [(exp_of_decayed, {4: -80.0, 8: -701.0}), (exp_of_relative, {4: -64.0, 8: -64.0})])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_exp_of_weights_has_no_denormal_numbers(exp, least, in_place, dtype):
@@ -704,7 +704,7 @@ def test_nan_stays_in_its_packed_sequence_of_prefill(window):
 
 @pytest.mark.parametrize("form", [fastmax.decoding.step, fastmax.decoding.prefill])
 def test_a_state_of_nan_is_forgotten(form):
-    """-inf behind a NaN forgets it with the keys before it."""
+    """-inf behind a NaN resets it with the keys before it."""
     inputs, _ = make(Case("", n=4, h=2, hk=2, d=4, dv=3), dtype=torch.float64)
     inputs["log_decay"] = torch.tensor([-0.1, math.nan, -math.inf, -0.1], dtype=torch.float64).expand(1, 2, 4)
     expected = definition(**inputs, causal=True)

@@ -590,7 +590,7 @@ def prefill_gradients(function, arguments, seed=0):
 
 
 def recorded_prefill(q, k, v, mask, log_decay, first, values, weights, *options):
-    call = Call(Score(*options[:5]), causal=True, attention_mask=mask, log_decay=log_decay, first_key=first)
+    call = Call(Score(*options[:5]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
     return eager.forward_from_state(q, k, v, call, values, weights)
 
 

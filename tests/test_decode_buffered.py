@@ -227,7 +227,7 @@ def test_beams(window, device):
 def test_to_another_dtype():
     state, rest = some_steps(dtype=torch.float32)
     wide = state.to(torch.float64)
-    assert wide.near_keys.dtype == torch.float64 and wide.buffered.dtype == torch.int32
+    assert wide.local_keys.dtype == torch.float64 and wide.buffered.dtype == torch.int32
     actual = proceed(wide, {name: x.double() for name, x in rest.items()})
     torch.testing.assert_close(actual.float(), proceed(state, rest), rtol=1e-4, atol=1e-5)
 
@@ -252,10 +252,10 @@ def test_bad_numbers(flush_interval, error):
 
 
 BAD_STATES = {
-    "another number": (lambda x: replace(x, flush_interval=3), r"near_keys \(2, 2, 5, 5\).*got \(2, 2, 6, 5\)"),
+    "another number": (lambda x: replace(x, flush_interval=3), r"local_keys \(2, 2, 5, 5\).*got \(2, 2, 6, 5\)"),
     "no count": (lambda x: replace(x, buffered=None), r"buffered \(2, 2\).*got None"),
     "a long count": (lambda x: replace(x, buffered=x.buffered.long()), r"buffered \(2, 2\) of torch.int32.*int64"),
-    "a mask for all heads": (lambda x: replace(x, near_mask=x.near_mask[:, 0]), r"near_mask \(2, 2, 6\)"),
+    "a mask for all heads": (lambda x: replace(x, local_mask=x.local_mask[:, 0]), r"local_mask \(2, 2, 6\)"),
 }
 
 

@@ -58,8 +58,8 @@ def assert_states_close(state, states):
     """But for what no token has taken yet, or a masked one."""
     for name, x in state.tensors().items():
         expected = torch.cat([getattr(other, name) for other in states])
-        if name in ("near_keys", "near_values"):
-            x, expected = (y * state.near_mask[:, None, :, None] for y in (x, expected))
+        if name in ("local_keys", "local_values"):
+            x, expected = (y * state.local_mask[:, None, :, None] for y in (x, expected))
         torch.testing.assert_close(x, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 

@@ -167,7 +167,7 @@ def test_second_derivatives_of_steps():
 def test_constant_size(device):
     inputs, _ = make_inputs(Case("", n=300, b=2, h=4, hk=2, d=5, dv=7), torch.bfloat16, device)
     start = new_state(CASE, 6, device, torch.bfloat16)
-    shapes = {"near_keys": (2, 2, 6, 5), "near_values": (2, 2, 6, 7), "near_mask": (2, 6), "near_decays": (2, 2, 6)}
+    shapes = {"local_keys": (2, 2, 6, 5), "local_values": (2, 2, 6, 7), "local_mask": (2, 6), "local_decays": (2, 2, 6)}
     _, state = fastmax.decoding.prefill(*inputs.values(), start)
     _, after = fastmax.decoding.step(*first_token(inputs), state)
     for x in (start, state, after):
@@ -204,7 +204,7 @@ def test_in_place_with_mask_and_decay(device):
 def test_step_in_place_refuses_to_record_kept_keys(device):
     inputs, _ = make_inputs(CASE, torch.float64, device)
     state = new_state(CASE, 4, device)
-    state = replace(state, near_keys=state.near_keys.requires_grad_())
+    state = replace(state, local_keys=state.local_keys.requires_grad_())
     with pytest.raises(RuntimeError, match=r"use fastmax\.decoding\.step"):
         fastmax.decoding.step_(*first_token(inputs), state)
 
@@ -215,8 +215,8 @@ def test_to_dtype(device):
     _, state = fastmax.decoding.prefill(*inputs.values(), new_state(CASE, 4, device, torch.float32))
     for dtype, wide in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         other = state.to(dtype)
-        assert other.near_keys.dtype == other.near_values.dtype == dtype
-        assert other.near_decays.dtype == other.values.dtype == wide and other.near_mask.dtype == torch.bool
+        assert other.local_keys.dtype == other.local_values.dtype == dtype
+        assert other.local_decays.dtype == other.values.dtype == wide and other.local_mask.dtype == torch.bool
         token = [x.to(dtype) for x in first_token(inputs)]
         expected, _ = fastmax.decoding.step(*first_token(inputs), state)
         torch.testing.assert_close(fastmax.decoding.step(*token, other)[0].float(), expected, rtol=0.03, atol=0.03)
@@ -240,11 +240,11 @@ def test_bad_windows(name):
 
 
 BAD_STATES = {
-    "another window": (lambda x: replace(x, exact_window=3), r"near_keys \(2, 2, 3, 5\).*got \(2, 2, 4, 5\)"),
-    "no values": (lambda x: replace(x, near_values=None), r"near_values \(2, 2, 4, 7\).*got None"),
-    "a mask of floats": (lambda x: replace(x, near_mask=x.near_mask.float()), r"near_mask \(2, 4\) of torch.bool"),
-    "narrow decays": (lambda x: replace(x, near_decays=x.near_decays.half()), "near_decays .* of torch.float64"),
-    "another batch": (lambda x: replace(x, near_mask=x.near_mask[:1]), r"near_mask \(2, 4\)"),
+    "another window": (lambda x: replace(x, exact_window=3), r"local_keys \(2, 2, 3, 5\).*got \(2, 2, 4, 5\)"),
+    "no values": (lambda x: replace(x, local_values=None), r"local_values \(2, 2, 4, 7\).*got None"),
+    "a mask of floats": (lambda x: replace(x, local_mask=x.local_mask.float()), r"local_mask \(2, 4\) of torch.bool"),
+    "narrow decays": (lambda x: replace(x, local_decays=x.local_decays.half()), "local_decays .* of torch.float64"),
+    "another batch": (lambda x: replace(x, local_mask=x.local_mask[:1]), r"local_mask \(2, 4\)"),
 }
 
 

@@ -107,7 +107,7 @@ int main() {
   for (const bool window : {true, false}) {
     set(&Problem::window, window);
     run(kFlashAlgorithm, fwd, bwd);
-    for (const auto member : {&AttentionParams::first_key, &AttentionParams::end_key}) {
+    for (const auto member : {&AttentionParams::k_start, &AttentionParams::k_end}) {
       set(member, KeyBounds{&bound, {}});
       run(kQuadraticAlgorithm, fwd, bwd);
       run(kFlashAlgorithm, fwd, bwd);

@@ -82,7 +82,7 @@ def drawn(seed: int) -> dict:
     case = {"seed": seed, "shape": (1 if packed else b, h, hk, n, 5, 4), "layout": cuts(draw, n, world), "options": {}}
     case |= {"padding": draw.random() < 0.4, "flash": draw.random() < 0.3}
     if causal and draw.random() < 0.5:
-        case |= {"decay": draw.choice([0.02, 1.0]), "forgets": draw.choice([0.0, 0.05])}
+        case |= {"decay": draw.choice([0.02, 1.0]), "resets": draw.choice([0.0, 0.05])}
     if packed:
         case["cu_seqlens"] = [0, *sorted(draw.randint(0, n) for _ in range(draw.choice([1, 4]))), n]
     if case["flash"]:
@@ -135,7 +135,7 @@ def test_decays_above_zero_and_nan(ranks, kind, bounds):
         else {"causal": True, "algorithm": kind, "exact_window": window or 0}
     )
     layout = Layout((((0, 10), (40, 50)), ((10, 25), (55, 60)), ((25, 40), (50, 55))))
-    case = {"shape": (1, 4, 2, n, 5, 4), "layout": layout, "options": options, "decay": 0.1, "forgets": 0.02, "odd": True}
+    case = {"shape": (1, 4, 2, n, 5, 4), "layout": layout, "options": options, "decay": 0.1, "resets": 0.02, "odd": True}
     case |= {"flash": kind == "softmax", "padding": "padding" in bounds}
     if "packed" in bounds:
         case["cu_seqlens"] = [0, 7, 33, 33, n]
@@ -197,7 +197,7 @@ def test_the_error_is_at_most_twice_that_of_plain_operations(ranks, algorithm, d
 def test_states_by_shares_are_those_that_are_gathered(ranks, decay, p):
     layout = Layout((((0, 5), (70, 100)), (), ((5, 30), (40, 70)), ((30, 40),)))
     options = {"causal": True, "algorithm": "linear", "p": p, "a0": 30.0}
-    case = {"shape": (1, 2, 2, 100, 5, 4), "layout": layout, "decay": decay, "forgets": 0.02, "options": options}
+    case = {"shape": (1, 2, 2, 100, 5, 4), "layout": layout, "decay": decay, "resets": 0.02, "options": options}
     gathered, shared = (ranks.run(with_a_message_of, size, case) for size in (1 << 40, -1))
     for one, other in zip(gathered, shared, strict=True):
         assert all(torch.equal(x, other[name]) for name, x in one.items())

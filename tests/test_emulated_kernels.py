@@ -112,10 +112,10 @@ CASES = [
     Case("quadratic", "quadratic_sm90", 130, 1100, 64, dropout=0.3, fused=True, multiprocessors=4, resident=1),
     Case("flash", "flash_window_sm90", 257, 257, 128, left=50),
     Case("flash", "flash_window_sm90", 200, 300, 64, left=40, right=90, causal=False),
-    Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
-    Case("flash", "flash_fading_sm90", 257, 300, 64, decay="ordinary"),
-    Case("quadratic", "quadratic_fading_sm90", 200, 257, 128, decay="weak", backward=False),
-    Case("flash", "flash_fading_sm90", 200, 257, 128, decay="weak"),
+    Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary"),
+    Case("quadratic", "quadratic_decay_sm90", 200, 257, 128, decay="weak", backward=False),
+    Case("flash", "flash_decay_sm90", 200, 257, 128, decay="weak"),
     Case("linear", "linear2_sm90", 257, 300, 32, h=4, hk=2, padding=True),
     Case("linear", "linear2_sm90", 300, 300, 32, h=1, hk=1, decay="ordinary"),
     Case("linear", "linear2_sm90", 520, 520, 32, h=1, hk=1, multiprocessors=8),  # in segments
@@ -154,9 +154,9 @@ class Call:
         if case.packed:
             bounds = torch.tensor(case.packed, dtype=torch.int32)
             sequence = sequence_of_token(bounds, case.n)
-            options["first_key"] = bounds[sequence].expand(rows)
+            options["k_start"] = bounds[sequence].expand(rows)
             if not case.causal:
-                options["end_key"] = bounds[sequence + 1].expand(rows)
+                options["k_end"] = bounds[sequence + 1].expand(rows)
         self.options = options
         self.q, self.k = (bounded(case.b, *x, case.d, dtype=case.dtype) for x in ((case.h, case.n), (case.hk, case.m)))
         self.v, self.grad_o = (torch.randn(case.b, *x, case.d).to(case.dtype) for x in ((case.hk, case.m), (case.h, case.n)))
@@ -166,7 +166,7 @@ class Call:
     def _in_float64(self):
         case, operators = self.case, torch.ops.fastmax
         given = {name: x.double() if x.is_floating_point() else x for name, x in self.options.items()}
-        mask, noise, *per_head = map(given.get, ("attention_mask", "noise", "log_decay", "first_key", "end_key"))
+        mask, noise, *per_head = map(given.get, ("attention_mask", "noise", "log_decay", "k_start", "k_end"))
         if case.is_softmax:
             forward, backward = operators.flash_forward, operators.flash_backward
             options = (mask, *per_head, SCALE, case.causal, case.left, case.right, False)
@@ -235,8 +235,8 @@ def test_against_float64(library, case):
 
 
 NAN_CASES = [
-    Case("quadratic", "quadratic_fading_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
-    Case("flash", "flash_fading_sm90", 257, 300, 64, decay="ordinary"),
+    Case("quadratic", "quadratic_decay_sm90", 257, 300, 64, h=4, hk=2, decay="ordinary"),
+    Case("flash", "flash_decay_sm90", 257, 300, 64, decay="ordinary"),
     Case("linear", "linear2_sm90", 300, 300, 64, hk=1, decay="ordinary", packed=(0, 100, 257, 300)),
     Case("linear", "linear2_sm90", 300, 2400, 32, h=1, hk=1, decay="ordinary", padding=True),
 ]
@@ -348,7 +348,7 @@ BOUNDED = {"h": 2, "hk": 1, "packed": (0, 450)}
 INVALID_CASES = [
     Case("quadratic", "quadratic_bounded_sm90", 450, 450, 64, causal=False, padding=True, **BOUNDED),
     Case("flash", "flash_bounded_sm90", 450, 450, 64, left=100, **BOUNDED),
-    Case("quadratic", "quadratic_fading_sm90", 450, 450, 64, decay="weak", **BOUNDED),
+    Case("quadratic", "quadratic_decay_sm90", 450, 450, 64, decay="weak", **BOUNDED),
     Case("linear", "linear2_sm90", 300, 300, 64, h=1, hk=1, packed=(0, 300)),
 ]
 INVALID_BOUNDS = ("falling sequences", "least and most sequences", "falling", "steps", "steps of least and most", "near", "any")
@@ -357,7 +357,7 @@ INVALID_BOUNDS = ("falling sequences", "least and most sequences", "falling", "s
 def run_with_bounds(library, call, first, end, schedule):
     """Results with other first and end keys than those of the case."""
     other = copy.copy(call)
-    given = {name: x.expand(call.case.b, call.case.hk, -1) for name, x in (("first_key", first), ("end_key", end))}
+    given = {name: x.expand(call.case.b, call.case.hk, -1) for name, x in (("k_start", first), ("k_end", end))}
     other.options = call.options | {name: x for name, x in given.items() if name in call.options}
     return other.run(library, schedule)
 

@@ -386,8 +386,8 @@ WRONG = {
     "a window of 0": ("exact_window", 0, "exact_window must be at least 1, got 0"),
     "z_before of other queries": ("z_before", torch.ones(2, 4, 7), "z_before must have shape"),
     "z_behind of a causal call": ("z_behind", torch.ones(2, 4, 7), "z_behind must have shape"),
-    "o_far of another dtype": ("o_far", torch.ones(2, 4, 24, 6).double(), "o_far must be torch.float32"),
-    "z_far of one head": ("z_far", torch.ones(2, 1, 24), "z_far must have shape"),
+    "o_global of another dtype": ("o_global", torch.ones(2, 4, 24, 6).double(), "o_global must be torch.float32"),
+    "z_global of one head": ("z_global", torch.ones(2, 1, 24), "z_global must have shape"),
     "lse of one head": ("lse", torch.ones(2, 1, 24), "lse must have shape"),
 }
 

@@ -13,22 +13,22 @@ merge_ = torch.ops.fastmax.merge_.default
 
 
 def operands(device, b=2, h=4, n=37, dv=24, dtype=torch.float32, shift_heads=None):
-    """o, lse, o_far, z_far, shift: ordinary ones."""
+    """o, lse, o_global, z_global, shift: ordinary ones."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    o, o_far = (torch.randn(b, h, n, dv, device=device).to(dtype) for _ in range(2))
-    lse, z_far = torch.randn(b, h, n, device=device, dtype=wide), 3.0 * torch.rand(b, h, n, device=device, dtype=wide) + 0.1
+    o, o_global = (torch.randn(b, h, n, dv, device=device).to(dtype) for _ in range(2))
+    lse, z_global = torch.randn(b, h, n, device=device, dtype=wide), 3.0 * torch.rand(b, h, n, device=device, dtype=wide) + 0.1
     shift = None if shift_heads is None else -torch.rand(b, shift_heads, n, device=device, dtype=wide)
-    return o, lse, o_far, z_far, shift
+    return o, lse, o_global, z_global, shift
 
 
-def merged(o, lse, o_far, z_far, shift):
+def merged(o, lse, o_global, z_global, shift):
     """By its definition, in float64."""
-    o, lse, o_far, z_far = (x.double() for x in (o, lse, o_far, z_far))
+    o, lse, o_global, z_global = (x.double() for x in (o, lse, o_global, z_global))
     shift = torch.zeros_like(lse) if shift is None else shift.double().repeat_interleave(o.shape[1] // shift.shape[1], dim=1)
-    far = z_far.log() + shift
+    far = z_global.log() + shift
     total = torch.logaddexp(lse, far)
     weights = [torch.exp(x - total).unsqueeze(-1) for x in (lse, far)]
-    return weights[0] * o + weights[1] * o_far, total, z_far + torch.exp(lse - shift)
+    return weights[0] * o + weights[1] * o_global, total, z_global + torch.exp(lse - shift)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
@@ -71,11 +71,11 @@ def test_any_strides(near, far, dtype, device):
             assert int((x._base != before).sum()) <= x.numel()
 
 
-def one_row(device, lse, z_far, shift=None):
-    o, o_far = torch.full((1, 1, 1, 8), 2.0, device=device), torch.full((1, 1, 1, 8), 5.0, device=device)
-    lse, z_far = (torch.full((1, 1, 1), x, device=device) for x in (lse, z_far))
+def one_row(device, lse, z_global, shift=None):
+    o, o_global = torch.full((1, 1, 1, 8), 2.0, device=device), torch.full((1, 1, 1, 8), 5.0, device=device)
+    lse, z_global = (torch.full((1, 1, 1), x, device=device) for x in (lse, z_global))
     shift = None if shift is None else torch.full((1, 1, 1), shift, device=device)
-    z = merge_(o, lse, o_far, z_far, shift)
+    z = merge_(o, lse, o_global, z_global, shift)
     assert (o == o[..., :1]).all() or o.isnan().all()
     return o[0, 0, 0, 0].item(), lse.item(), z.item()
 
@@ -101,11 +101,11 @@ def test_limits(device):
 
 def test_rows_are_on_their_own(device):
     """Rows without far keys keep their bits, and NaN stays in its row."""
-    o, lse, o_far, z_far, _ = operands(device, n=70)
-    z_far[:, :, ::3] = 0.0
-    z_far[:, 1, 4] = -1.0
+    o, lse, o_global, z_global, _ = operands(device, n=70)
+    z_global[:, :, ::3] = 0.0
+    z_global[:, 1, 4] = -1.0
     before = o.clone()
-    merge_(o, lse, o_far, z_far, None)
+    merge_(o, lse, o_global, z_global, None)
     assert torch.equal(o[:, :, ::3], before[:, :, ::3]) and (o[:, :, 1::3] != before[:, :, 1::3]).any(-1).all()
     assert o.isnan().any(-1).sum() == 2 and o[:, 1, 4].isnan().all()
 
@@ -138,12 +138,12 @@ def test_it_records_nothing(device):
 
 REFUSED = {
     "rank of o": (0, lambda x: x[0], "o must be 4-dimensional"),
-    "shape of o_far": (2, lambda x: x[:, :, :-1], "o_far must have shape"),
-    "dtype of o_far": (2, lambda x: x.double(), "o_far must (be torch.float32|have o's dtype)"),
+    "shape of o_global": (2, lambda x: x[:, :, :-1], "o_global must have shape"),
+    "dtype of o_global": (2, lambda x: x.double(), "o_global must (be torch.float32|have o's dtype)"),
     "shape of lse": (1, lambda x: x[..., :-1], "lse must have shape"),
     "dtype of lse": (1, lambda x: x.half(), "lse must be (torch.)?float32"),
-    "shape of z_far": (3, lambda x: x[:, :1], "z_far must have shape"),
-    "dtype of z_far": (3, lambda x: x.double(), "z_far must be (torch.)?float32"),
+    "shape of z_global": (3, lambda x: x[:, :1], "z_global must have shape"),
+    "dtype of z_global": (3, lambda x: x.double(), "z_global must be (torch.)?float32"),
     "rank of shift": (4, lambda x: x[0], "shift must have shape"),
     "heads of shift": (4, lambda x: x[:, :1].expand(-1, 3, -1), "shift must have a number of heads that divides o's 4, got 3"),
 }
@@ -159,18 +159,18 @@ def test_refused_by_name(name, device):
 
 
 def test_what_is_written_over_is_not_read_as_something_else(device):
-    o, lse, o_far, z_far, _ = operands(device)
-    with pytest.raises((ValueError, RuntimeError), match="o_far must not"):
-        merge_(o, lse, o, z_far, None)
-    with pytest.raises((ValueError, RuntimeError), match="z_far must not"):
-        merge_(o, lse, o_far, lse, None)
+    o, lse, o_global, z_global, _ = operands(device)
+    with pytest.raises((ValueError, RuntimeError), match="o_global must not"):
+        merge_(o, lse, o, z_global, None)
+    with pytest.raises((ValueError, RuntimeError), match="z_global must not"):
+        merge_(o, lse, o_global, lse, None)
     with pytest.raises(RuntimeError, match="expanded|single memory location"):
-        merge_(o[:, :1].expand(-1, 4, -1, -1), lse, o_far, z_far, None)
+        merge_(o[:, :1].expand(-1, 4, -1, -1), lse, o_global, z_global, None)
 
 
 @pytest.mark.cuda
 def test_a_tensor_on_the_cpu_is_named():
-    for index, name in ((2, "o_far"), (3, "z_far"), (4, "shift")):
+    for index, name in ((2, "o_global"), (3, "z_global"), (4, "shift")):
         given = list(operands("cuda", shift_heads=2))
         given[index] = given[index].cpu()
         with pytest.raises(RuntimeError, match=f"{name} is on cpu, and o is on cuda:0"):
@@ -197,14 +197,14 @@ def test_many_rows():
     exact = merged(*given)
     merge_(*given)
     assert relative(given[0], exact[0]) <= 2.0**-8
-    lse, z_far = torch.randn(1, 2, 3, device="cuda"), torch.rand(1, 2, 3, device="cuda") + 0.1
+    lse, z_global = torch.randn(1, 2, 3, device="cuda"), torch.rand(1, 2, 3, device="cuda") + 0.1
     o = (
         torch.empty(2, 2**31 + 64, device="cuda", dtype=torch.bfloat16)[:, -24:]
         .unflatten(1, (1, 3, 8))
         .transpose(0, 1)
         .normal_()
     )
-    o_far = torch.randn(1, 2, 3, 8, device="cuda", dtype=torch.bfloat16)
-    exact = merged(o, lse, o_far, z_far, None)
-    merge_(o, lse, o_far, z_far, None)
+    o_global = torch.randn(1, 2, 3, 8, device="cuda", dtype=torch.bfloat16)
+    exact = merged(o, lse, o_global, z_global, None)
+    merge_(o, lse, o_global, z_global, None)
     assert o.stride(1) > 2**31 and relative(o, exact[0]) <= 2.0**-8

@@ -127,10 +127,10 @@ def test_finite_decay(m, share, device):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         log_decay = decays_that_forget(m, device, dtype, share)
         for continues in (False, True):
-            finite, first_key = torch.ops.fastmax.finite_decay(log_decay, continues, False)
-            forgets = (log_decay == -torch.inf).cpu().numpy()
-            last = np.maximum.accumulate(np.where(forgets, np.arange(m), -1 if continues else 0), axis=-1)
-            assert np.array_equal(first_key.cpu().numpy(), last)
+            finite, k_start = torch.ops.fastmax.finite_decay(log_decay, continues, False)
+            resets = (log_decay == -torch.inf).cpu().numpy()
+            last = np.maximum.accumulate(np.where(resets, np.arange(m), -1 if continues else 0), axis=-1)
+            assert np.array_equal(k_start.cpu().numpy(), last)
             assert torch.equal(finite, torch.where(log_decay == -torch.inf, 0.0, log_decay.float()))
 
 
@@ -143,8 +143,8 @@ def test_the_gradient_of_a_decay_that_forgets_is_zero(device):
     log_decay = decays_that_forget(300, device).requires_grad_()
     q, k, v = (torch.randn(2, 3, 300, 8, device=device) for _ in range(3))
     fastmax_attention(q, k, v, causal=True, log_decay=log_decay).square().sum().backward()
-    forgets = log_decay == -torch.inf
-    assert not log_decay.grad[forgets].any() and log_decay.grad[~forgets].count_nonzero() > forgets.numel() / 2
+    resets = log_decay == -torch.inf
+    assert not log_decay.grad[resets].any() and log_decay.grad[~resets].count_nonzero() > resets.numel() / 2
 
 
 @by_layout

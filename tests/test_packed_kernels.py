@@ -1,4 +1,4 @@
-"""Bounds of keys (packed sequences, what a decay of -inf forgets) in the quadratic CUDA kernels of Fastmax and of softmax."""
+"""Bounds of keys (packed sequences, what a decay of -inf resets) in the quadratic CUDA kernels of Fastmax and of softmax."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ by_causal = pytest.mark.parametrize("causal", [True, False], ids=["causal", "ful
 
 
 def bounds(lengths, causal, hk=2):
-    """first_key and end_key of packed sequences, the latter only where not causal; expanded, as the operators take them."""
+    """k_start and k_end of packed sequences, the latter only where not causal; expanded, as the operators take them."""
     ends = torch.tensor(lengths, device=DEVICE).cumsum(0)
     sizes = torch.tensor(lengths, device=DEVICE)
     first, end = (x.repeat_interleave(sizes).to(torch.int32).expand(2, hk, -1) for x in (ends - sizes, ends))

@@ -98,9 +98,9 @@ def arguments(case, mode):
         mask[0, : case.n // 2] = False
     if case.decay is not None:
         log_decay = make_decay(case.decay, case.b, case.hk, case.n, device=DEVICE)
-        forgets = log_decay == -torch.inf
-        first = torch.where(forgets, torch.arange(case.n, device=DEVICE), -1).cummax(-1).values.to(torch.int32)
-        log_decay = torch.where(forgets, 0.0, log_decay)
+        resets = log_decay == -torch.inf
+        first = torch.where(resets, torch.arange(case.n, device=DEVICE), -1).cummax(-1).values.to(torch.int32)
+        log_decay = torch.where(resets, 0.0, log_decay)
     score = Score(0.1 / case.d if case.p == 1 else case.d**-0.5, 1.0, 1.0, 0.5, case.p)
     return q, k, v, mask, log_decay, first, *a_state(case, generator), *score, mode == "tf32"
 
@@ -109,7 +109,7 @@ def in_float64(given):
     q, k, v, mask, log_decay, first, values, weights = (
         x.double() if x is not None and x.is_floating_point() else x for x in given[:8]
     )
-    call = Call(Score(*given[8:13]), causal=True, attention_mask=mask, log_decay=log_decay, first_key=first)
+    call = Call(Score(*given[8:13]), causal=True, attention_mask=mask, log_decay=log_decay, k_start=first)
     return eager.forward_from_state(q, k, v, call, values, weights)
 
 

@@ -194,8 +194,8 @@ def recorded(kv_heads: int) -> list[tuple]:
         torch.ops.fastmax.merge_(o.detach(), lse.detach(), o.detach().clone(), lse.detach().exp(), log_decay.detach())
         far = (mask, decays, first, *score[:-1], "linear", False)
         with torch.no_grad():
-            torch.ops.fastmax.far_forward_(o.clone(), lse.clone(), q, k, v, *far)
-            torch.ops.fastmax.far_backward_(q.clone(), k.clone(), v.clone(), o, lse, q, k, v, o, z, *far)
+            torch.ops.fastmax.global_forward_(o.clone(), lse.clone(), q, k, v, *far)
+            torch.ops.fastmax.global_backward_(q.clone(), k.clone(), v.clone(), o, lse, q, k, v, o, z, *far)
     return recorder.calls
 
 
@@ -208,7 +208,7 @@ def check_operators(group, kv_heads, dim):
     for operator, args in recorded(kv_heads):
         schema = operator._schema.arguments
         # Gradients that are added to must lie as they come out, whole where ranks share a key/value head.
-        together = kv_heads == 1 and dim == 1 and operator is torch.ops.fastmax.far_backward_.default
+        together = kv_heads == 1 and dim == 1 and operator is torch.ops.fastmax.global_backward_.default
         plain = [x.detach().clone() if isinstance(x, Tensor) else x for x in args]
         parts = [
             distributed(

@@ -69,8 +69,8 @@ def expected_kernels(softmax, bounded=False, fused=False):
     )
 
 
-def expected_fading_kernels(softmax):
-    return {line.replace("_sm90", "_fading_sm90") for line in expected_kernels(softmax)}
+def expected_decay_kernels(softmax):
+    return {line.replace("_sm90", "_decay_sm90") for line in expected_kernels(softmax)}
 
 
 # ---- against float64, on poisoned memory, bit by bit repeatable
@@ -150,7 +150,7 @@ def test_options_of_narrower_heads(d, softmax, taken):
         assert verify.check(case._replace(dtype=torch.float16), DEVICE, 15).wrong == []
         assert set(taken()) == {"flash_forward: flash_sm90", "flash_backward: flash_sm80"}
     assert verify.check(case._replace(decay=True), DEVICE, 16).wrong == []
-    assert set(taken()) == expected_fading_kernels(softmax)
+    assert set(taken()) == expected_decay_kernels(softmax)
 
 
 @by_head_dim
@@ -186,14 +186,14 @@ def test_softmax_of_large_scores(d, taken):
         (dict(n=300, m=400, mask=True, h=4, hk=2), ""),
         (dict(n=1025, layout="unaligned"), ""),
         (dict(n=700, b=1, h=4, hk=2), "bounded_"),
-        (dict(n=500, m=577), "fading_"),
+        (dict(n=500, m=577), "decay_"),
     ],
     ids=str,
 )
 def test_softmax_in_fp16(row, kind, d, taken):
     """The forward; the backward is the portable one's."""
     case = case_of(True, d=d, **row)._replace(dtype=torch.float16)
-    case = case._replace(decay=kind == "fading_", sequences=3 if kind == "bounded_" else 0)
+    case = case._replace(decay=kind == "decay_", sequences=3 if kind == "bounded_" else 0)
     assert verify.check(case, DEVICE, 12).wrong == []
     portable = "flash_bounded_sm80" if kind else "flash_sm80"
     assert set(taken()) == {f"flash_forward: flash_{kind}sm90", f"flash_backward: {portable}"}
@@ -217,7 +217,7 @@ def test_random_configurations(seed, capsys):
     indices = verify.hopper_indices(50, seed, "cuda")
     assert verify.run_random(indices, seed, "cuda", hopper=True) == 0
     counts = dict(re.findall(r"^(\w+: \w+) +(\d+) configurations$", capsys.readouterr().out, re.MULTILINE))
-    of_fastmax = {f"forward: {name}_sm90" for name in ("quadratic", "quadratic_bounded", "quadratic_fading", "linear2")}
+    of_fastmax = {f"forward: {name}_sm90" for name in ("quadratic", "quadratic_bounded", "quadratic_decay", "linear2")}
     assert of_fastmax | {f"flash_forward: {name}_sm90" for name in ("flash", "flash_window")} <= counts.keys()
 
 
@@ -435,7 +435,7 @@ def test_keys_that_fade(row, d, softmax, taken):
             decay=True, sequences=sequences
         )
         assert verify.check(case, DEVICE, 10).wrong == []
-        assert set(taken()) == expected_fading_kernels(softmax)
+        assert set(taken()) == expected_decay_kernels(softmax)
 
 
 # ---- the operators

@@ -85,14 +85,14 @@ int main(int count, char** arguments) {
   while (std::scanf("%d %d %d %d %d %d %d %d", &p.sm_arch, &p.head_dim, &math, &window, &bounds, &decays, &expanded,
                     &backward) == 8) {
     p.math = static_cast<MathMode>(math), p.d = p.dv = p.head_dim, p.window = window != 0;
-    p.first_key = {bounds ? &bound : nullptr, {}}, p.log_decay = decays ? &decay : nullptr;
+    p.k_start = {bounds ? &bound : nullptr, {}}, p.log_decay = decays ? &decay : nullptr;
     p.q_stride = p.k_stride = p.v_stride = {int64_t{2} * 64 * p.d, int64_t{64} * p.d, p.d};
     if (expanded) p.v_stride.head = 0;
     const Direction direction = backward ? Direction::kBackward : Direction::kForward;
     std::printf("%d%d%d %d%d%d%d\\n", covers_quadratic_sm90(p, direction), covers_quadratic_bounded_sm90(p, direction),
-                covers_quadratic_fading_sm90(p, direction), covers_flash_sm90(p, direction),
+                covers_quadratic_decay_sm90(p, direction), covers_flash_sm90(p, direction),
                 covers_flash_window_sm90(p, direction), covers_flash_bounded_sm90(p, direction),
-                covers_flash_fading_sm90(p, direction));
+                covers_flash_decay_sm90(p, direction));
   }
 }
 """

@@ -369,7 +369,7 @@ def test_graphs_that_fade(taken):  # noqa: F811
         (5400, "linear2_sm90", "linear2_sm90", 64, torch.bfloat16, ()),
         (19_500, "quadratic_sm90", "quadratic_fused_sm90", 128, torch.bfloat16, ()),
         (21_500, "linear2_sm90", "linear2_sm90", 128, torch.bfloat16, ()),
-        (17_500, "quadratic_fading_sm90", "quadratic_fading_sm90", 128, torch.bfloat16, ("decay",)),
+        (17_500, "quadratic_decay_sm90", "quadratic_decay_sm90", 128, torch.bfloat16, ("decay",)),
         (19_500, "linear2_sm90", "linear2_sm90", 128, torch.bfloat16, ("decay",)),
         (4600, "quadratic_sm80", "quadratic_sm80", 64, torch.float16, ()),
         (4900, "linear2_sm80", "linear2_sm80", 64, torch.float16, ()),

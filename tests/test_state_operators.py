@@ -16,8 +16,8 @@ CASES = {
     "GQA": {"n": 300, "h": 6, "hk": 2},
     "many states": {"n": 300, "b": 3, "h": 40, "hk": 40},
     "decay": {"n": 700, "decay": True},
-    "decay, forgetting": {"n": 700, "decay": True, "forgets": 0.01},
-    "sequences": {"n": 700, "forgets": 0.01},
+    "decay, forgetting": {"n": 700, "decay": True, "resets": 0.01},
+    "sequences": {"n": 700, "resets": 0.01},
     "mask": {"n": 300, "mask": True},
     "head dims 5 and 7": {"n": 300, "d": 5, "dv": 7},
     "head dim 128": {"n": 300, "h": 1, "hk": 1, "d": 128, "dv": 128},
@@ -27,19 +27,19 @@ DTYPES = {"cpu": (torch.float64,), "cuda": (torch.float64, torch.float32, torch.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 5e-3}
 
 
-def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, forgets=0.0, mask=False):
+def given(device, dtype, p, n, b=1, h=2, hk=2, d=32, dv=32, decay=False, resets=0.0, mask=False):
     """q, k, v and the call; on a CPU heads are only a loop."""
     h, hk = (h, hk) if torch.device(device).type == "cuda" else (min(h, 6), min(hk, 6))
     q, k, v = (torch.randn(b, heads, n, x, device=device, dtype=dtype) for heads, x in ((h, d), (hk, d), (hk, dv)))
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     log_decay = -0.1 * torch.rand(b, hk, n, device=device, dtype=wide) if decay else None
     first = None
-    if forgets > 0.0:
-        last = torch.where(torch.rand(b, hk, n, device=device) < forgets, torch.arange(n, device=device), -1)
+    if resets > 0.0:
+        last = torch.where(torch.rand(b, hk, n, device=device) < resets, torch.arange(n, device=device), -1)
         first = last.cummax(-1).values.to(torch.int32)
     padding = torch.rand(b, n, device=device) > 0.3 if mask else None
     score = Score(0.1 / d if p == 1 else d**-0.5, 1.0, 0.7, 0.5, p)
-    return q, k, v, Call(score, causal=True, attention_mask=padding, log_decay=log_decay, first_key=first)
+    return q, k, v, Call(score, causal=True, attention_mask=padding, log_decay=log_decay, k_start=first)
 
 
 @by_order
@@ -84,7 +84,7 @@ def test_what_they_keep_is_enough_to_go_on(device, case, p, carries):
         q, k, v, call = given(device, dtype, p, **case)
         _, earlier, of_earlier, _ = given(device, dtype, p, **case)
         *_, kept = ops.state_of_keys(k, v, call, keep=True)
-        state = ops.state_of_keys(earlier, of_earlier, call._replace(attention_mask=None, first_key=None))[:2]
+        state = ops.state_of_keys(earlier, of_earlier, call._replace(attention_mask=None, k_start=None))[:2]
         state, given_state = (state, state) if carries else (tuple(map(torch.zeros_like, state)), (None, None))
         is_kept = device.type == "cuda" and dtype != torch.float64 and p == 2
         assert kept.dtype == torch.uint8 and kept.shape[:2] == k.shape[:2] and (kept.numel() > 0) == is_kept

@@ -22,11 +22,11 @@ def draw(seed):
     g = torch.Generator(DEVICE).manual_seed(seed)
     q, k, v, grad_o = (torch.randn(1, h, TOKENS, 64, device=DEVICE, dtype=torch.bfloat16, generator=g) for h in (4, 2, 2, 4))
     log_decay = -torch.rand(1, 2, TOKENS, device=DEVICE, generator=g)
-    forgets = torch.rand(1, 2, TOKENS, device=DEVICE, generator=g) < 0.01
+    resets = torch.rand(1, 2, TOKENS, device=DEVICE, generator=g) < 0.01
     cuts = torch.randint(0, TOKENS + 1, (6,), device=DEVICE, generator=g).sort().values.to(torch.int32)
     cuts[0], cuts[-1] = 0, TOKENS
     grad_lse = torch.randn(1, 4, TOKENS, device=DEVICE, generator=g)
-    return dict(zip(INPUTS, (q, k, v, torch.where(forgets, -torch.inf, log_decay), cuts, grad_o, grad_lse), strict=True))
+    return dict(zip(INPUTS, (q, k, v, torch.where(resets, -torch.inf, log_decay), cuts, grad_o, grad_lse), strict=True))
 
 
 def attend(x, options, algorithm):

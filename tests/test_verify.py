@@ -176,7 +176,7 @@ def test_configurations_for_hopper():
 PRINTED = """\
 fastmax::finite_decay: finite_decay_sm80: b 1, hk 2, m 64
 fastmax::forward: linear, {}: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, causal, sm_90
-fastmax::backward: quadratic, quadratic_fading_sm90: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
+fastmax::backward: quadratic, quadratic_decay_sm90: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
 fastmax::prefill: linear from a state, linear2_sm90: b 1, h 2, hk 2, n 64, m 64, d 64, dv 64, head_dim 64, bf16, order 2, sm_90
 somebody's warning
 """
@@ -203,7 +203,7 @@ def test_kernels_are_counted(library_prints, capfd):
     assert verify.run_random(indices, 0, "cuda", hopper=True) == 0
     out, err = capfd.readouterr()
     counts = re.findall(r"^(\w+: \w+) +(\d+) configurations$", out, re.MULTILINE)
-    assert counts == [("backward: quadratic_fading_sm90", "3"), ("forward: linear2_sm90", "3"), ("prefill: linear2_sm90", "3")]
+    assert counts == [("backward: quadratic_decay_sm90", "3"), ("forward: linear2_sm90", "3"), ("prefill: linear2_sm90", "3")]
     assert err == 3 * "somebody's warning\n"
 
 

@@ -190,8 +190,8 @@ int main() {
     AttentionParams p{};
     p.b = b, p.hk = hk, p.n = n, p.m = m, p.causal_offset = m - n, p.left = left, p.right = right, p.causal = causal != 0;
     const Stride stride{hk, 1, int64_t{b} * hk};
-    if (has_first) p.first_key = {first.data(), stride};
-    if (has_end) p.end_key = {end.data(), stride};
+    if (has_first) p.k_start = {first.data(), stride};
+    if (has_end) p.k_end = {end.data(), stride};
     std::vector<Range> keys, queries;
     for (int batch = 0; batch < b; ++batch) {
       for (int head = 0; head < hk; ++head) {

@@ -1,8 +1,8 @@
 // fastmax::forward and fastmax::backward for CUDA tensors: checks, params, algorithm. The schemas are declared in Python
 // (fastmax/ops/). Calls that the kernels do not cover go to the PyTorch implementation, fastmax::eager_forward and _backward.
 //
-// fastmax::far_forward_ and far_backward_: the same of a causal call whose keys are the far ones of an exact window, joined to what there
-// is of the near ones. Where the kernels do not join, fastmax::eager_far_forward_ and _backward_ take a call without it and do that.
+// fastmax::global_forward_ and global_backward_: the same of a causal call whose keys are the far ones of an exact window, joined to what there
+// is of the near ones. Where the kernels do not join, fastmax::eager_global_forward_ and _backward_ take a call without it and do that.
 
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -70,7 +70,7 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
   p.order = static_cast<int>(order);
   // What newer kernels cover is a matter of strides and of what is there. Tensors that would be copied first count as not covered.
   p.q_stride = stride_of(x.q), p.k_stride = stride_of(x.k), p.v_stride = stride_of(x.v);
-  p.first_key = Operands::bounds(x.first_key), p.end_key = Operands::bounds(x.end_key);
+  p.k_start = Operands::bounds(x.k_start), p.k_end = Operands::bounds(x.k_end);
   p.log_decay = x.log_decay.has_value() ? static_cast<const float*>(x.log_decay->data_ptr()) : nullptr;
   p.attention_mask = x.attention_mask.has_value() ? static_cast<const uint8_t*>(x.attention_mask->data_ptr()) : nullptr;
   return linear_is_faster(p) ? kLinearAlgorithm : kQuadraticAlgorithm;
@@ -78,18 +78,18 @@ const Algorithm& choose(const std::string& name, const AttentionInputs& x, bool 
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
                                    const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
-                                   const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key,
+                                   const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end,
                                    double scale, double a0, double a1, double a2, int64_t order, bool causal, double dropout,
                                    const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   const Algorithm& chosen = choose(algorithm, inputs, causal, order);
   if (!has_attention_kernels(inputs, chosen, causal)) {
     const auto [o, z] =
-        call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, attention_mask, drop_noise, rpe_matrix, log_decay, first_key,
-                         end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+        call_operator<2>("fastmax::eager_forward", q_in, k_in, v_in, attention_mask, drop_noise, rpe_matrix, log_decay, k_start,
+                         k_end, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
     return {o, z};
   }
 
@@ -113,10 +113,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_in, const Tensor& k_in, const
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& attention_mask, const OptionalTensor& drop_noise, const OptionalTensor& rpe_matrix,
-    const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, double a0, double a1,
+    const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, double a0, double a1,
     double a2, int64_t order, bool causal, double dropout, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, rpe_matrix, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_options(q_in, v_in, drop_noise, order, algorithm);
   check_results(q_in, v_in, o_in, grad_o_in, "z", z);
@@ -125,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   if (!has_attention_kernels(inputs, chosen, causal)) {
     const auto [grad_q, grad_k, grad_v, grad_rpe, grad_log_decay] =
         call_operator<5>("fastmax::eager_backward", grad_o_in, grad_z, q_in, k_in, v_in, o_in, z, attention_mask, drop_noise,
-                         rpe_matrix, log_decay, first_key, end_key, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
+                         rpe_matrix, log_decay, k_start, k_end, scale, a0, a1, a2, order, causal, dropout, algorithm, allow_tf32);
     return {grad_q, grad_k, grad_v, grad_rpe, grad_log_decay};
   }
   check_float("z", z);
@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 }
 
 // What both directions take of far keys.
-void check_far(const AttentionInputs& x, double scale, int64_t order, const std::string& algorithm) {
+void check_global(const AttentionInputs& x, double scale, int64_t order, const std::string& algorithm) {
   check_inputs(x, scale, /*causal=*/true);
   check_options(x.q, x.v, kNotGiven, order, algorithm);
 }
@@ -172,44 +172,44 @@ bool is_writable(const Tensor& x) {
   return is_aligned(x);
 }
 
-Tensor far_forward(const Tensor& o, const Tensor& near_lse, const Tensor& q, const Tensor& k, const Tensor& v,
-                   const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
+Tensor global_forward(const Tensor& o, const Tensor& local_lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                   const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
                    double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
-  check_far(inputs, scale, order, algorithm);
+  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  check_global(inputs, scale, order, algorithm);
   check_device("o", o, q);
   check_shape("o", o, {q.size(0), q.size(1), q.size(2), v.size(3)});
   FASTMAX_CHECK(o.scalar_type() == q.scalar_type(), "o must have q's dtype");
-  check_per_query("lse", near_lse, q);
+  check_per_query("lse", local_lse, q);
   const Algorithm& chosen = choose(algorithm, inputs, /*causal=*/true, order);
-  const bool is_one_head_after_the_other = near_lse.stride(2) == 1 && near_lse.stride(0) == near_lse.stride(1) * near_lse.size(1);
+  const bool is_one_head_after_the_other = local_lse.stride(2) == 1 && local_lse.stride(0) == local_lse.stride(1) * local_lse.size(1);
   if (has_attention_kernels(inputs, chosen, /*causal=*/true) && is_writable(o) &&
-      is_one_head_after_the_other && near_lse.scalar_type() == ScalarType::Float && !is_empty(q) && !is_empty(k)) {
+      is_one_head_after_the_other && local_lse.scalar_type() == ScalarType::Float && !is_empty(q) && !is_empty(k)) {
     const Operands x(inputs);
     FwdParams p{};
     x.fill(p, scale, /*causal=*/true, kNoWindow, allow_tf32);
     Polynomial{a0, a1, a2, order}.fill(p);
-    if (select(chosen, p, Direction::kForward).joins_parts && !fades(p)) {
+    if (select(chosen, p, Direction::kForward).joins_parts && !has_decay(p)) {
       const Tensor z = empty_per_query(q);
       p.o = o.data_ptr(), p.o_stride = stride_of(o);
       p.z = static_cast<float*>(z.data_ptr());
-      p.near_lse = static_cast<float*>(near_lse.data_ptr()), p.near_lse_head = near_lse.stride(1);
-      run("far_forward_", chosen, p, q.get_device_index());
+      p.local_lse = static_cast<float*>(local_lse.data_ptr()), p.local_lse_head = local_lse.stride(1);
+      run("global_forward_", chosen, p, q.get_device_index());
       return z;
     }
   }
-  return call_operator<1>("fastmax::eager_far_forward_", o, near_lse, q, k, v, attention_mask, log_decay, first_key, scale, a0, a1, a2,
+  return call_operator<1>("fastmax::eager_global_forward_", o, local_lse, q, k, v, attention_mask, log_decay, k_start, scale, a0, a1, a2,
                           order, algorithm, allow_tf32)[0];
 }
 
-Tensor far_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_o, const OptionalTensor& grad_z,
+Tensor global_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& grad_v, const Tensor& grad_o, const OptionalTensor& grad_z,
                     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& z,
-                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale,
+                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale,
                     double a0, double a1, double a2, int64_t order, const std::string& algorithm, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
-  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
-  check_far(inputs, scale, order, algorithm);
+  const AttentionInputs inputs{q, k, v, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
+  check_global(inputs, scale, order, algorithm);
   check_results(q, v, o, grad_o, "z", z);
   if (grad_z.has_value()) check_per_query("grad_z", *grad_z, q);
   check_written("grad_q", grad_q, "q", q);
@@ -228,12 +228,12 @@ Tensor far_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& gr
       const Gradients gradients({Output(grad_q), Output(grad_k), Output(grad_v)}, x, o, grad_o, z, grad_z);
       gradients.fill(p);
       p.adds = true;
-      run("far_backward_", chosen, p, q.get_device_index());
+      run("global_backward_", chosen, p, q.get_device_index());
       return gradients.grad_log_decay;
     }
   }
-  return call_operator<1>("fastmax::eager_far_backward_", grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, attention_mask,
-                          log_decay, first_key, scale, a0, a1, a2, order, algorithm, allow_tf32)[0];
+  return call_operator<1>("fastmax::eager_global_backward_", grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, attention_mask,
+                          log_decay, k_start, scale, a0, a1, a2, order, algorithm, allow_tf32)[0];
 }
 
 }  // namespace
@@ -242,6 +242,6 @@ Tensor far_backward(const Tensor& grad_q, const Tensor& grad_k, const Tensor& gr
 STABLE_TORCH_LIBRARY_IMPL(fastmax, CUDA, m) {
   m.impl("forward", TORCH_BOX(&fastmax::forward));
   m.impl("backward", TORCH_BOX(&fastmax::backward));
-  m.impl("far_forward_", TORCH_BOX(&fastmax::far_forward));
-  m.impl("far_backward_", TORCH_BOX(&fastmax::far_backward));
+  m.impl("global_forward_", TORCH_BOX(&fastmax::global_forward));
+  m.impl("global_backward_", TORCH_BOX(&fastmax::global_backward));
 }

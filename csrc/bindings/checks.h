@@ -29,7 +29,7 @@ std::string shape_text(const Sizes& sizes) {
 // What an attention operator is asked about, but for options, results and their gradients.
 struct AttentionInputs {
   const Tensor &q, &k, &v;
-  const OptionalTensor &attention_mask, &rpe_matrix, &log_decay, &first_key, &end_key;
+  const OptionalTensor &attention_mask, &rpe_matrix, &log_decay, &k_start, &k_end;
 };
 
 // For those of them that an operator does not take.
@@ -95,8 +95,8 @@ inline void check_inputs(const AttentionInputs& x, double scale, bool causal) {
   const bool wide = x.q.scalar_type() == ScalarType::Double;
   check_per_token("log_decay", x.log_decay, wide ? ScalarType::Double : ScalarType::Float, wide ? "float64" : "float32", hk, m, x.q);
   FASTMAX_CHECK(causal || !x.log_decay.has_value(), "log_decay needs causal = True");
-  check_per_token("first_key", x.first_key, ScalarType::Int, "int32", hk, n, x.q);
-  check_per_token("end_key", x.end_key, ScalarType::Int, "int32", hk, n, x.q);
+  check_per_token("k_start", x.k_start, ScalarType::Int, "int32", hk, n, x.q);
+  check_per_token("k_end", x.k_end, ScalarType::Int, "int32", hk, n, x.q);
 }
 
 // A number per query: z, lse and their gradients.

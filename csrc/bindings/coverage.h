@@ -36,7 +36,7 @@ inline int head_dim_of(const Tensor& q, const Tensor& v) {
 
 // Whether there are kernels of the algorithm for a call.
 inline bool has_attention_kernels(const AttentionInputs& x, const Algorithm& algorithm, bool causal) {
-  const bool has_bounds = x.first_key.has_value() || x.end_key.has_value();
+  const bool has_bounds = x.k_start.has_value() || x.k_end.has_value();
   return kernels_run_on(x.q) && head_dim_of(x.q, x.v) != 0 && !x.rpe_matrix.has_value() &&
          (causal || !has_bounds || &algorithm != &kLinearAlgorithm);
 }

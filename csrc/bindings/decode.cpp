@@ -127,20 +127,20 @@ struct Kept {
 
 void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor& v, int64_t exact_window) {
   const int64_t b = k.size(0), hk = k.size(1);
-  FASTMAX_CHECK(kept.keys.dim() == 4, "near_keys must be 4-dimensional, got ", kept.keys.dim(), " dimensions");
+  FASTMAX_CHECK(kept.keys.dim() == 4, "local_keys must be 4-dimensional, got ", kept.keys.dim(), " dimensions");
   const int64_t places = kept.keys.size(2);
-  FASTMAX_CHECK(exact_window >= 0 && exact_window < places, "exact_window must be from 0 to the places of near_keys, ", places,
+  FASTMAX_CHECK(exact_window >= 0 && exact_window < places, "exact_window must be from 0 to the places of local_keys, ", places,
                 ", less 1, got ", exact_window);
-  check_shape("near_keys", kept.keys, {b, hk, places, k.size(3)});
-  check_shape("near_values", kept.values, {b, hk, places, v.size(3)});
-  check_shape("near_mask", kept.mask, {b, hk, places});
-  check_shape("near_decays", kept.decays, {b, hk, places});
+  check_shape("local_keys", kept.keys, {b, hk, places, k.size(3)});
+  check_shape("local_values", kept.values, {b, hk, places, v.size(3)});
+  check_shape("local_mask", kept.mask, {b, hk, places});
+  check_shape("local_decays", kept.decays, {b, hk, places});
   check_shape("buffered", kept.buffered, {b, hk});
   const ScalarType wide = q.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
-  const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"near_keys", &kept.keys, q.scalar_type()},
-                                                                         {"near_values", &kept.values, q.scalar_type()},
-                                                                         {"near_mask", &kept.mask, ScalarType::Bool},
-                                                                         {"near_decays", &kept.decays, wide},
+  const std::tuple<const char*, const Tensor*, ScalarType> expected[] = {{"local_keys", &kept.keys, q.scalar_type()},
+                                                                         {"local_values", &kept.values, q.scalar_type()},
+                                                                         {"local_mask", &kept.mask, ScalarType::Bool},
+                                                                         {"local_decays", &kept.decays, wide},
                                                                          {"buffered", &kept.buffered, ScalarType::Int}};
   for (const auto& [name, x, dtype] : expected) {
     check_device(name, *x, q);
@@ -150,15 +150,15 @@ void check_kept(const Kept& kept, const Tensor& q, const Tensor& k, const Tensor
 }
 
 Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& values, const Tensor& weights,
-                              const Tensor& near_keys, const Tensor& near_values, const Tensor& near_mask, const Tensor& near_decays,
+                              const Tensor& local_keys, const Tensor& local_values, const Tensor& local_mask, const Tensor& local_decays,
                               const Tensor& buffered, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
                               int64_t exact_window, double scale, double a0, double a1, double a2, int64_t order) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q));
   check_step(q, k, v, values, weights, attention_mask, log_decay, scale, order);
-  check_kept({near_keys, near_values, near_mask, near_decays, buffered}, q, k, v, exact_window);
+  check_kept({local_keys, local_values, local_mask, local_decays, buffered}, q, k, v, exact_window);
   FASTMAX_CHECK(values.is_contiguous() && weights.is_contiguous(),
                   "values and weights must be contiguous to be written in place");
-  const Tensor* const written[] = {&values, &weights, &near_keys, &near_values, &near_mask, &near_decays, &buffered};
+  const Tensor* const written[] = {&values, &weights, &local_keys, &local_values, &local_mask, &local_decays, &buffered};
   const Tensor* const read[] = {&q, &k, &v, attention_mask.has_value() ? &*attention_mask : nullptr,
                                 log_decay.has_value() ? &*log_decay : nullptr};
   for (const Tensor* const* x = std::begin(written); x != std::end(written); ++x) {
@@ -169,9 +169,9 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
       FASTMAX_CHECK(y == nullptr || !overlap(**x, *y), "the token must not overlap the state, which is written in place");
     }
   }
-  const int64_t places = near_keys.size(2);
+  const int64_t places = local_keys.size(2);
   if (!is_covered(q, v) || places > kMaxBufferedPlaces) {
-    return call_operator<1>("fastmax::eager_buffered_step_", q, k, v, values, weights, near_keys, near_values, near_mask, near_decays,
+    return call_operator<1>("fastmax::eager_buffered_step_", q, k, v, values, weights, local_keys, local_values, local_mask, local_decays,
                             buffered, attention_mask, log_decay, exact_window, scale, a0, a1, a2, order)[0];
   }
   const int device = q.get_device_index();
@@ -179,8 +179,8 @@ Tensor buffered_step_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
   BufferedParams p{};
   p.step = params_of(q, k, v, values, weights, values, weights, attention_mask, log_decay, o, scale, a0, a1, a2, order);
   p.exact_window = static_cast<int>(exact_window), p.flush_interval = static_cast<int>(places - exact_window);
-  p.near_keys = near_keys.data_ptr(), p.near_values = near_values.data_ptr();
-  p.near_mask = static_cast<uint8_t*>(near_mask.data_ptr()), p.near_decays = static_cast<float*>(near_decays.data_ptr());
+  p.local_keys = local_keys.data_ptr(), p.local_values = local_values.data_ptr();
+  p.local_mask = static_cast<uint8_t*>(local_mask.data_ptr()), p.local_decays = static_cast<float*>(local_decays.data_ptr());
   p.buffered = static_cast<int*>(buffered.data_ptr());
   print_kernel("buffered_step_: buffered_sm80", p.step);
   if (p.step.b == 0) return o;

@@ -21,13 +21,13 @@ std::tuple<Tensor, Tensor> finite_decay(const Tensor& log_decay, bool continues,
   FASTMAX_CHECK(log_decay.dim() == 3, "log_decay must have shape (b, hk, m), got ", shape_text(log_decay.sizes()));
   const int64_t b = log_decay.size(0), hk = log_decay.size(1), m = log_decay.size(2);
   if (wide || !kernels_run_on(log_decay) || m > INT_MAX / 2 || b > INT_MAX || hk > INT_MAX || b * hk > INT_MAX) {
-    const auto [finite, first_key] = call_operator<2>("fastmax::eager_finite_decay", log_decay, continues, wide);
-    return {finite, first_key};
+    const auto [finite, k_start] = call_operator<2>("fastmax::eager_finite_decay", log_decay, continues, wide);
+    return {finite, k_start};
   }
   const int device = log_decay.get_device_index();
   const Tensor finite = empty_dense(log_decay, ScalarType::Float);
-  const Tensor first_key = empty_dense(log_decay, ScalarType::Int);
-  if (log_decay.numel() == 0) return {finite, first_key};
+  const Tensor k_start = empty_dense(log_decay, ScalarType::Int);
+  if (log_decay.numel() == 0) return {finite, k_start};
 
   FiniteDecayParams p{};
   p.b = static_cast<int>(b), p.hk = static_cast<int>(hk), p.m = static_cast<int>(m);
@@ -35,11 +35,11 @@ std::tuple<Tensor, Tensor> finite_decay(const Tensor& log_decay, bool continues,
   p.log_decay = log_decay.data_ptr(), p.log_decay_stride = stride_of(log_decay);
   p.continues = continues;
   p.finite = static_cast<float*>(finite.data_ptr());
-  p.first_key = static_cast<int32_t*>(first_key.data_ptr());
+  p.k_start = static_cast<int32_t*>(k_start.data_ptr());
   if (is_debugging()) std::fprintf(stderr, "fastmax::finite_decay: finite_decay_sm80: b %d, hk %d, m %d\n", p.b, p.hk, p.m);
   const Tensor workspace = allocate_workspace(finite_decay_workspace_bytes(p), device);
   launch_finite_decay(p, workspace.data_ptr(), current_stream(device));
-  return {finite, first_key};
+  return {finite, k_start};
 }
 
 }  // namespace

@@ -27,15 +27,15 @@ void check_window(int64_t left, int64_t right) {
 
 std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                          const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-                                         const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal,
+                                         const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, bool causal,
                                          int64_t left, int64_t right, bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
   if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
-    const auto [o, lse] = call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, attention_mask, log_decay, first_key,
-                                           end_key, scale, causal, left, right, allow_tf32);
+    const auto [o, lse] = call_operator<2>("fastmax::eager_flash_forward", q_in, k_in, v_in, attention_mask, log_decay, k_start,
+                                           k_end, scale, causal, left, right, allow_tf32);
     return {o, lse};
   }
 
@@ -56,10 +56,10 @@ std::tuple<Tensor, Tensor> flash_forward(const Tensor& q_in, const Tensor& k_in,
 std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_lse, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
     const Tensor& o_in, const Tensor& lse, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-    const OptionalTensor& first_key, const OptionalTensor& end_key, double scale, bool causal, int64_t left, int64_t right,
+    const OptionalTensor& k_start, const OptionalTensor& k_end, double scale, bool causal, int64_t left, int64_t right,
     bool allow_tf32) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("q", q_in));
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, end_key};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, k_end};
   check_inputs(inputs, scale, causal);
   check_window(left, right);
   check_results(q_in, v_in, o_in, grad_o_in, "lse", lse);
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> flash_backward(
   if (!has_attention_kernels(inputs, kFlashAlgorithm, causal)) {
     const auto [grad_q, grad_k, grad_v, grad_log_decay] =
         call_operator<4>("fastmax::eager_flash_backward", grad_o_in, grad_lse, q_in, k_in, v_in, o_in, lse, attention_mask, log_decay,
-                         first_key, end_key, scale, causal, left, right, allow_tf32);
+                         k_start, k_end, scale, causal, left, right, allow_tf32);
     return {grad_q, grad_k, grad_v, grad_log_decay};
   }
   check_float("lse", lse);

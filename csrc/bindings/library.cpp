@@ -28,7 +28,7 @@ std::string build_info() {
 #define FASTMAX_EXPORT extern "C" __attribute__((visibility("default")))
 
 // SCHEMA_VERSION in fastmax/ops/extension.py: the schemas that the bindings are written for.
-FASTMAX_EXPORT int fastmax_schema_version() { return 20; }
+FASTMAX_EXPORT int fastmax_schema_version() { return 21; }
 
 // Why kernels do not run on a device, or null when they do.
 FASTMAX_EXPORT const char* fastmax_device_problem(int index) {

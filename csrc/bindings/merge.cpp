@@ -17,14 +17,14 @@
 namespace fastmax {
 namespace {
 
-void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_far, const Tensor& z_far, const OptionalTensor& shift) {
+void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_global, const Tensor& z_global, const OptionalTensor& shift) {
   FASTMAX_CHECK(o.dim() == 4, "o must be 4-dimensional, got ", o.dim(), " dimensions");
   const int64_t b = o.size(0), h = o.size(1), n = o.size(2);
   FASTMAX_CHECK(b <= INT_MAX && h <= INT_MAX && b * h <= INT_MAX, "o has too many heads: ", b, " x ", h);
   FASTMAX_CHECK(n <= INT_MAX / 2 && o.size(3) <= INT_MAX / 2, "o is too large: ", n, " queries, ", o.size(3), " columns");
-  check_device("o_far", o_far, o, "o");
-  check_shape("o_far", o_far, {b, h, n, o.size(3)});
-  FASTMAX_CHECK(o_far.scalar_type() == o.scalar_type(), "o_far must have o's dtype");
+  check_device("o_global", o_global, o, "o");
+  check_shape("o_global", o_global, {b, h, n, o.size(3)});
+  FASTMAX_CHECK(o_global.scalar_type() == o.scalar_type(), "o_global must have o's dtype");
   const auto check_number = [&](const char* name, const Tensor& x, int64_t heads) {
     const bool wide = o.scalar_type() == ScalarType::Double;
     check_device(name, x, o, "o");
@@ -32,7 +32,7 @@ void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_far, const 
     FASTMAX_CHECK(x.scalar_type() == (wide ? ScalarType::Double : ScalarType::Float), name, " must be ", wide ? "float64" : "float32");
   };
   check_number("lse", lse, h);
-  check_number("z_far", z_far, h);
+  check_number("z_global", z_global, h);
   if (shift.has_value()) {
     const int64_t heads = shift->dim() == 3 ? shift->size(1) : 1;
     check_number("shift", *shift, heads);
@@ -41,31 +41,31 @@ void check_merge(const Tensor& o, const Tensor& lse, const Tensor& o_far, const 
   for (const auto& [name, x] : {std::pair("o", &o), std::pair("lse", &lse)}) {
     for (int i = 0; i < x->dim(); ++i) FASTMAX_CHECK(x->stride(i) != 0 || x->size(i) <= 1, name, " is written over and must not be expanded");
   }
-  FASTMAX_CHECK(!overlap(o, o_far), "o_far must not overlap o, which is written over");
-  FASTMAX_CHECK(!overlap(lse, z_far), "z_far must not overlap lse, which is written over");
+  FASTMAX_CHECK(!overlap(o, o_global), "o_global must not overlap o, which is written over");
+  FASTMAX_CHECK(!overlap(lse, z_global), "z_global must not overlap lse, which is written over");
 }
 
 // Whether the kernel computes this call.
 bool is_covered(const Tensor& o) { return kernels_run_on(o) && (o.stride(3) == 1 || o.size(3) == 1); }
 
-Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_far_in, const Tensor& z_far, const OptionalTensor& shift) {
+Tensor merge(const Tensor& o, const Tensor& lse, const Tensor& o_global_in, const Tensor& z_global, const OptionalTensor& shift) {
   const torch::stable::accelerator::DeviceGuard guard(cuda_device_of("o", o));
-  check_merge(o, lse, o_far_in, z_far, shift);
-  if (!is_covered(o)) return call_operator<1>("fastmax::eager_merge_", o, lse, o_far_in, z_far, shift)[0];
+  check_merge(o, lse, o_global_in, z_global, shift);
+  if (!is_covered(o)) return call_operator<1>("fastmax::eager_merge_", o, lse, o_global_in, z_global, shift)[0];
 
-  const Tensor z = empty_dense(z_far, ScalarType::Float);
+  const Tensor z = empty_dense(z_global, ScalarType::Float);
   if (is_empty(z)) return z;
-  const Tensor o_far = o_far_in.stride(3) == 1 || o_far_in.size(3) == 1 ? o_far_in : dense_copy(o_far_in, o.scalar_type());
+  const Tensor o_global = o_global_in.stride(3) == 1 || o_global_in.size(3) == 1 ? o_global_in : dense_copy(o_global_in, o.scalar_type());
   MergeParams p{};
   p.b = static_cast<int>(o.size(0)), p.h = static_cast<int>(o.size(1)), p.n = static_cast<int>(o.size(2));
   p.dv = static_cast<int>(o.size(3));
   p.shift_heads = shift.has_value() ? static_cast<int>(shift->size(1)) : 1;
   p.math = math_mode(o.scalar_type(), /*allow_tf32=*/false);
-  p.aligned = is_aligned(o) && is_aligned(o_far);
+  p.aligned = is_aligned(o) && is_aligned(o_global);
   p.o = o.data_ptr(), p.o_stride = stride_of(o);
-  p.o_far = o_far.data_ptr(), p.o_far_stride = stride_of(o_far);
+  p.o_global = o_global.data_ptr(), p.o_global_stride = stride_of(o_global);
   p.lse = static_cast<float*>(lse.data_ptr()), p.lse_stride = stride_of(lse);
-  p.z_far = static_cast<const float*>(z_far.data_ptr()), p.z_far_stride = stride_of(z_far);
+  p.z_global = static_cast<const float*>(z_global.data_ptr()), p.z_global_stride = stride_of(z_global);
   p.shift = shift.has_value() ? static_cast<const float*>(shift->data_ptr()) : nullptr;
   p.shift_stride = shift.has_value() ? stride_of(*shift) : Stride{};
   p.z = static_cast<float*>(z.data_ptr());

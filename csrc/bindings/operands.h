@@ -50,15 +50,15 @@ inline void fill_problem(Problem& p, const Tensor& q, const Tensor& k, const Ten
 // q, k, v and what accompanies their tokens.
 struct Operands {
   Tensor q, k, v;
-  OptionalTensor mask, first_key, end_key, log_decay;
+  OptionalTensor mask, k_start, k_end, log_decay;
 
   explicit Operands(const AttentionInputs& x)
       : q(readable(x.q)),
         k(readable(x.k)),
         v(readable(x.v)),
         mask(x.attention_mask),
-        first_key(x.first_key),
-        end_key(x.end_key),
+        k_start(x.k_start),
+        k_end(x.k_end),
         log_decay(x.log_decay) {
     if (mask.has_value() && mask->stride(1) != 1) mask = dense(*mask);
   }
@@ -75,7 +75,7 @@ struct Operands {
     p.v = v.data_ptr(), p.v_stride = stride_of(v);
     p.attention_mask = mask.has_value() ? static_cast<const uint8_t*>(mask->data_ptr()) : nullptr;
     p.mask_batch_stride = mask.has_value() ? mask->stride(0) : 0;
-    p.first_key = bounds(first_key), p.end_key = bounds(end_key);
+    p.k_start = bounds(k_start), p.k_end = bounds(k_end);
     p.log_decay = log_decay.has_value() ? static_cast<const float*>(log_decay->data_ptr()) : nullptr;
     p.log_decay_stride = log_decay.has_value() ? stride_of(*log_decay) : Stride{};
   }

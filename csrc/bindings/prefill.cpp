@@ -48,16 +48,16 @@ CarriedState carried(const Tensor& values, const Tensor& weights, const Tensor& 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> prefill(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in,
                                                    const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-                                                   const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in,
+                                                   const OptionalTensor& k_start, const Tensor& values_in, const Tensor& weights_in,
                                                    double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_state(q_in, k_in, v_in, values_in, weights_in, order);
   if (!is_covered(inputs)) {
     const auto [o, z, new_values, new_weights] =
-        call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, attention_mask, log_decay, first_key, values_in, weights_in,
+        call_operator<4>("fastmax::eager_prefill", q_in, k_in, v_in, attention_mask, log_decay, k_start, values_in, weights_in,
                          scale, a0, a1, a2, order, allow_tf32);
     return {o, z, new_values, new_weights};
   }
@@ -147,15 +147,15 @@ std::pair<Tensor, Tensor> zero_state(const Tensor& k, const Tensor& v, int64_t o
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_keys(const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                                 const OptionalTensor& log_decay, const OptionalTensor& first_key, double scale, double a0,
+                                                 const OptionalTensor& log_decay, const OptionalTensor& k_start, double scale, double a0,
                                                  double a1, double a2, int64_t order, bool allow_tf32, bool keep) {
   const int device = cuda_device_of("k", k_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{k_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   if (!is_covered(inputs)) {
     const auto [values, weights, kept] =
-        call_operator<3>("fastmax::eager_state_of_keys", k_in, v_in, attention_mask, log_decay, first_key, scale, a0, a1, a2, order,
+        call_operator<3>("fastmax::eager_state_of_keys", k_in, v_in, attention_mask, log_decay, k_start, scale, a0, a1, a2, order,
                          allow_tf32, keep);
     return {values, weights, kept};
   }
@@ -204,11 +204,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
     const Tensor& grad_o_in, const OptionalTensor& grad_z, const OptionalTensor& grad_new_values_in,
     const OptionalTensor& grad_new_weights_in, const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const Tensor& o_in,
     const Tensor& z, const OptionalTensor& new_values_in, const OptionalTensor& new_weights_in, const OptionalTensor& attention_mask,
-    const OptionalTensor& log_decay, const OptionalTensor& first_key, const Tensor& values_in, const Tensor& weights_in, double scale,
+    const OptionalTensor& log_decay, const OptionalTensor& k_start, const Tensor& values_in, const Tensor& weights_in, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_backward(inputs, grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, o_in, z, values_in, weights_in, scale, order);
   check_like_state("new_values", new_values_in, values_in);
   check_like_state("new_weights", new_weights_in, weights_in);
@@ -219,7 +219,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> prefill_backward(
   if (!is_covered(inputs)) {
     const auto [grad_q, grad_k, grad_v, grad_log_decay, grad_values, grad_weights] = call_operator<6>(
         "fastmax::eager_prefill_backward", grad_o_in, grad_z, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, o_in, z,
-        new_values_in, new_weights_in, attention_mask, log_decay, first_key, values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
+        new_values_in, new_weights_in, attention_mask, log_decay, k_start, values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
     return {grad_q, grad_k, grad_v, grad_log_decay, grad_values, grad_weights};
   }
   check_float("z", z);
@@ -320,16 +320,16 @@ std::tuple<Tensor, Tensor> gradients_of_sums(const Tensor& grad_o_in, const Opti
 }
 
 std::tuple<Tensor, Tensor, Tensor> state_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
-                                                    const Tensor& v_in, const OptionalTensor& log_decay, const OptionalTensor& first_key,
+                                                    const Tensor& v_in, const OptionalTensor& log_decay, const OptionalTensor& k_start,
                                                     double scale, double a0, double a1, double a2, int64_t order, bool allow_tf32,
                                                     bool keep) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, kNotGiven, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   if (!is_covered(inputs)) {
     const auto [grad_values, grad_weights, kept] = call_operator<3>("fastmax::eager_state_of_queries", g, e, q_in, k_in, v_in, log_decay,
-                                                                    first_key, scale, a0, a1, a2, order, allow_tf32, keep);
+                                                                    k_start, scale, a0, a1, a2, order, allow_tf32, keep);
     return {grad_values, grad_weights, kept};
   }
   const auto [values, weights] = zero_state(k_in, v_in, order);
@@ -371,17 +371,17 @@ void check_given_state(const char* values_name, const char* weights_name, const 
 }
 
 std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask,
-                                        const OptionalTensor& log_decay, const OptionalTensor& first_key, const OptionalTensor& values_in,
+                                        const OptionalTensor& log_decay, const OptionalTensor& k_start, const OptionalTensor& values_in,
                                         const OptionalTensor& weights_in, const Tensor& kept, double scale, double a0, double a1, double a2,
                                         int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_tokens(inputs, scale, order);
   check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
   check_kept(kept, q_in, k_in);
   if (!is_covered(inputs)) {
-    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_kept_", q_in, k_in, v_in, attention_mask, log_decay, first_key,
+    const auto [o, z] = call_operator<2>("fastmax::eager_prefill_kept_", q_in, k_in, v_in, attention_mask, log_decay, k_start,
                                          values_in, weights_in, kept, scale, a0, a1, a2, order, allow_tf32);
     return {o, z};
   }
@@ -403,17 +403,17 @@ std::tuple<Tensor, Tensor> prefill_kept(const Tensor& q_in, const Tensor& k_in, 
 
 std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Tensor& e, const Tensor& q_in, const Tensor& k_in,
                                                        const Tensor& v_in, const OptionalTensor& attention_mask,
-                                                       const OptionalTensor& log_decay, const OptionalTensor& first_key,
+                                                       const OptionalTensor& log_decay, const OptionalTensor& k_start,
                                                        const OptionalTensor& values_in, const OptionalTensor& weights_in, double scale,
                                                        double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_given_state("values", "weights", values_in, weights_in, q_in, k_in, v_in, order);
   if (!is_covered(inputs)) {
     const auto [grad_q, pairs] =
-        call_operator<2>("fastmax::eager_prefill_backward_of_queries", g, e, q_in, k_in, v_in, attention_mask, log_decay, first_key,
+        call_operator<2>("fastmax::eager_prefill_backward_of_queries", g, e, q_in, k_in, v_in, attention_mask, log_decay, k_start,
                          values_in, weights_in, scale, a0, a1, a2, order, allow_tf32);
     return {grad_q, pairs};
   }
@@ -438,11 +438,11 @@ std::tuple<Tensor, Tensor> prefill_backward_of_queries(const Tensor& g, const Te
 std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
     const Tensor& g, const Tensor& e, const OptionalTensor& grad_new_values_in, const OptionalTensor& grad_new_weights_in,
     const Tensor& q_in, const Tensor& k_in, const Tensor& v_in, const OptionalTensor& attention_mask, const OptionalTensor& log_decay,
-    const OptionalTensor& first_key, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& kept, double scale,
+    const OptionalTensor& k_start, const OptionalTensor& pairs, const OptionalTensor& pairs_of_states, const Tensor& kept, double scale,
     double a0, double a1, double a2, int64_t order, bool allow_tf32) {
   const int device = cuda_device_of("q", q_in);
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, first_key, kNotGiven};
+  const AttentionInputs inputs{q_in, k_in, v_in, attention_mask, kNotGiven, log_decay, k_start, kNotGiven};
   check_piece(inputs, g, e, scale, order);
   check_given_state("grad_new_values", "grad_new_weights", grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, order);
   check_kept(kept, q_in, k_in);
@@ -457,7 +457,7 @@ std::tuple<Tensor, Tensor, Tensor> prefill_backward_of_keys(
   if (!is_covered(inputs)) {
     const auto [grad_k, grad_v, grad_log_decay] = call_operator<3>(
         "fastmax::eager_prefill_backward_of_keys_", g, e, grad_new_values_in, grad_new_weights_in, q_in, k_in, v_in, attention_mask,
-        log_decay, first_key, pairs, pairs_of_states, kept, scale, a0, a1, a2, order, allow_tf32);
+        log_decay, k_start, pairs, pairs_of_states, kept, scale, a0, a1, a2, order, allow_tf32);
     return {grad_k, grad_v, grad_log_decay};
   }
   if (is_empty(q_in)) {

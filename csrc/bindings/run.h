@@ -15,7 +15,7 @@ inline void print_kernels(const char* operation, const Algorithm& algorithm, con
   std::fprintf(stderr, "fastmax::%s: %s, %s: b %d, h %d, hk %d, n %d, m %d, d %d, dv %d, head_dim %d, %s, order %d%s%s%s%s%s%s, sm_%d\n",
                operation, algorithm.name, kernels.name, p.b, p.h, p.hk, p.n, p.m, p.d, p.dv, p.head_dim,
                kModes[static_cast<int>(p.math)], p.order, p.causal ? ", causal" : "", p.window ? ", window" : "",
-               p.first_key.data != nullptr || p.end_key.data != nullptr ? ", bounds of keys" : "",
+               p.k_start.data != nullptr || p.k_end.data != nullptr ? ", bounds of keys" : "",
                p.log_decay != nullptr ? ", decay" : "",
                p.attention_mask != nullptr ? ", mask" : "", p.noise != nullptr ? ", noise" : "", p.sm_arch);
 }

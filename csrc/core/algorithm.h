@@ -34,7 +34,7 @@ struct Kernels {
   // null: of none.
   size_t (*fwd_kept_bytes)(const FwdParams& p) = nullptr;
   size_t (*bwd_kept_bytes)(const BwdParams& p) = nullptr;
-  bool joins_parts = false;  // whether FwdParams::near_lse, where nothing fades, and BwdParams::adds are known
+  bool joins_parts = false;  // whether FwdParams::local_lse, where nothing fades, and BwdParams::adds are known
 };
 
 struct Algorithm {

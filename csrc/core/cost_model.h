@@ -34,7 +34,7 @@ inline bool linear_is_faster(const AttentionParams& p) {
   // The state takes every key once for each key/value head, and every query reads it. The kernels of order 1 alone know nothing that
   // fades, nor sequences that begin anew.
   const double features = p.order == 2 ? d * (d + 1) / 2 + d + 1 : d + 1;
-  const double overhead = p.order == 2 ? linear_rates.overhead / d : uses_linear1(p) && !fades(p) ? 50 : 700;
+  const double overhead = p.order == 2 ? linear_rates.overhead / d : uses_linear1(p) && !has_decay(p) ? 50 : 700;
   const double linear = linear_rates.feature * (features + overhead) * 0.5 * (n + m * p.hk / p.h);
   return linear + kLaunches / (d * p.b * p.h) < quadratic;
 }

@@ -68,9 +68,9 @@ struct AttentionParams : Problem {
   int64_t mask_batch_stride;
   const void* noise;  // (b, h, n, dv) in q's dtype, or null
   Stride noise_stride;
-  // A query sees keys [first_key, end_key); neither falls from query to query. The host does not read their values. Kernels must end, and
+  // A query sees keys [k_start, k_end); neither falls from query to query. The host does not read their values. Kernels must end, and
   // stay inside memory, with any other values too; results are not specified then.
-  KeyBounds first_key, end_key;
+  KeyBounds k_start, k_end;
   const float* log_decay;        // (b, hk, m), finite and <= 0, or NaN; causal only
   Stride log_decay_stride;
 
@@ -95,10 +95,10 @@ struct FwdParams : AttentionParams {
   void* o;  // (b, h, n, dv); null: of a call from a state, the state alone is wanted
   Stride o_stride;
   float* z;  // (b, h, n) contiguous: sum_j f(s_ij); softmax: log sum_j exp(s_ij)
-  // Of calls for kernels that join parts (algorithm.h), (b, h, n), heads near_lse_head apart, or null: o and near_lse hold attention over
+  // Of calls for kernels that join parts (algorithm.h), (b, h, n), heads local_lse_head apart, or null: o and local_lse hold attention over
   // near keys and the logs of its sums of weights, and become those of near and far keys, z the sums of both; 0 where there are no far keys.
-  float* near_lse;
-  int64_t near_lse_head;
+  float* local_lse;
+  int64_t local_lse_head;
 
   CarriedState state;  // of calls through kLinearFromState (linear/algorithm.h)
   // Of those, states on the way, Kernels::fwd_kept_bytes (algorithm.h) of them, or null. Of a call that wants the state alone: it begins

@@ -12,10 +12,10 @@
 // are multiplied by grad_o_scale.
 //
 // Keys that fade: a pair has the factor 2^(e1 + e2), as query_factor(e1) and key_factor(e2). A key factor joins: in the forward the
-// weight or, where kFollowsRowMax is true, x (fade; of_faded() is the policy that goes on from there; faded_row(), of a query factor,
+// weight or, where kFollowsRowMax is true, x (fade; of_decayed() is the policy that goes on from there; decayed_row(), of a query factor,
 // has both at once, of x and a key factor); in the backward the slope's
-// line where kSlopeIsWeight is true, else the centred line (fade_line). A query factor joins row() (fade_row). faded() is
-// weight_and_derivative with a key factor, faded_of_centred() of the centred line's value in place of dp (and of the weight in place
+// line where kSlopeIsWeight is true, else the centred line (decay_line). A query factor joins row() (decay_row). faded() is
+// weight_and_derivative with a key factor, decayed_of_centred() of the centred line's value in place of dp (and of the weight in place
 // of x where kSlopeIsWeight is true); flow_scale times flow is p times the derivative by the logarithm of p.
 #pragma once
 
@@ -34,7 +34,7 @@ struct Line {
 struct WeightAndDerivative {
   float p, ds;
 };
-struct FadedPair : WeightAndDerivative {
+struct DecayedPair : WeightAndDerivative {
   float flow;
 };
 
@@ -82,25 +82,25 @@ struct PolynomialScore {
 
   // log2 of what a weight has faded to when nothing is left of it, and of a row's sum when it sees nothing: less is no more than
   // 1 / z can be formed of, times f.
-  static constexpr float kGone = -100.f;
-  static constexpr float kSmallestSum = 7.888609052210118e-31f;  // 2^kGone
+  static constexpr float kFullyDecayed = -100.f;
+  static constexpr float kSmallestSum = 7.888609052210118e-31f;  // 2^kFullyDecayed
   __device__ __forceinline__ static float query_factor(float e) { return ptx::exp2_approx(e); }
   __device__ __forceinline__ static float key_factor(float e) { return ptx::exp2_approx(e); }
-  __device__ __forceinline__ float fade(float weight, float factor) const { return weight * factor; }
-  __device__ __forceinline__ PolynomialScore of_faded() const { return *this; }
-  struct FadedRow {
+  __device__ __forceinline__ float apply_decay(float weight, float factor) const { return weight * factor; }
+  __device__ __forceinline__ PolynomialScore of_decayed() const { return *this; }
+  struct DecayedRow {
     float c0, c1, c2;
     __device__ __forceinline__ float at(float x, float factor) const { return fmaf(x, fmaf(c2, x, c1), c0) * factor; }
   };
-  __device__ __forceinline__ FadedRow faded_row(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
-  __device__ __forceinline__ static float fade_line(float line, float factor) { return line * factor; }
-  __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
+  __device__ __forceinline__ DecayedRow decayed_row(float factor) const { return {c0 * factor, c1 * factor, c2 * factor}; }
+  __device__ __forceinline__ static float decay_line(float line, float factor) { return line * factor; }
+  __device__ __forceinline__ static float4 decay_row(const float4& row, float factor) {
     return make_float4(row.x * factor, row.y * factor, row.z * factor, row.w);
   }
-  __device__ __forceinline__ static FadedPair faded(const float4& row, float x, float dp, float factor) {
-    return faded_of_centred(row, x, dp - row.w, factor);
+  __device__ __forceinline__ static DecayedPair decayed(const float4& row, float x, float dp, float factor) {
+    return decayed_of_centred(row, x, dp - row.w, factor);
   }
-  __device__ __forceinline__ static FadedPair faded_of_centred(const float4& row, float x, float centred, float factor) {
+  __device__ __forceinline__ static DecayedPair decayed_of_centred(const float4& row, float x, float centred, float factor) {
     const float slope = fmaf(row.z, x, row.y), weight = fmaf(slope, x, row.x);
     centred *= factor;
     return {{weight * factor, fmaf(row.z, x, slope) * centred}, weight * centred};
@@ -150,30 +150,30 @@ struct SoftmaxScore {
   }
 
   // However much a weight has faded, its score may be larger by more.
-  static constexpr float kGone = -INFINITY, kSmallestSum = 0.f;
+  static constexpr float kFullyDecayed = -INFINITY, kSmallestSum = 0.f;
   __device__ __forceinline__ static float query_factor(float e) { return e; }
   __device__ __forceinline__ static float key_factor(float e) { return e; }
-  __device__ __forceinline__ float fade(float x, float factor) const { return fmaf(c, x, factor); }
-  __device__ __forceinline__ SoftmaxScore of_faded() const {
+  __device__ __forceinline__ float apply_decay(float x, float factor) const { return fmaf(c, x, factor); }
+  __device__ __forceinline__ SoftmaxScore of_decayed() const {
     SoftmaxScore score = *this;
     score.c = 1.f;
     return score;
   }
-  struct FadedRow {
+  struct DecayedRow {
     float c, exponent;
     __device__ __forceinline__ float at(float x, float factor) const { return fmaf(c, x, factor + exponent); }
   };
-  __device__ __forceinline__ FadedRow faded_row(float factor) const { return {c, factor}; }
-  __device__ __forceinline__ static float fade_line(float line, float factor) { return line + factor; }
-  __device__ __forceinline__ static float4 fade_row(const float4& row, float factor) {
+  __device__ __forceinline__ DecayedRow decayed_row(float factor) const { return {c, factor}; }
+  __device__ __forceinline__ static float decay_line(float line, float factor) { return line + factor; }
+  __device__ __forceinline__ static float4 decay_row(const float4& row, float factor) {
     return make_float4(row.x, row.y + factor, row.z, row.w);
   }
-  __device__ __forceinline__ static FadedPair faded(const float4& row, float x, float dp, float factor) {
-    const WeightAndDerivative pair = weight_and_derivative(fade_row(row, factor), x, dp);
+  __device__ __forceinline__ static DecayedPair decayed(const float4& row, float x, float dp, float factor) {
+    const WeightAndDerivative pair = weight_and_derivative(decay_row(row, factor), x, dp);
     return {pair, pair.ds};
   }
   // weight: with the factor.
-  __device__ __forceinline__ static FadedPair faded_of_centred(const float4&, float weight, float centred, float) {
+  __device__ __forceinline__ static DecayedPair decayed_of_centred(const float4&, float weight, float centred, float) {
     return {{weight, weight * centred}, weight * centred};
   }
   __device__ __forceinline__ float flow_scale() const { return 1.f / scale; }

@@ -11,7 +11,7 @@
 //
 // and a tile of tokens is empty, partly visible or wholly visible. A kernel walks over `seen`, without looking at single pairs in
 // `whole`. This holds for whatever has keys_of and queries_of with bounds that do not fall: dense and tables here.
-// Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks. Where kMayFade is
+// Where kBoundsBothSides is false, keys begin at the first one and queries end at the last, and nobody asks. Where kMayDecay is
 // true, the kernels that walk by it look for decays (quadratic/portable/fading.h). kHasTables: it reads AttentionParams::key_table and
 // query_table.
 #pragma once
@@ -66,7 +66,7 @@ constexpr __host__ __device__ TileRanges query_tiles(const Visibility& sees, int
 
 // n queries, m keys. Query i sees every key or, causal, those up to i + offset; offset = m - n lets both sequences end together.
 struct DenseVisibility {
-  static constexpr bool kBoundsBothSides = false, kMayFade = false, kHasTables = false;
+  static constexpr bool kBoundsBothSides = false, kMayDecay = false, kHasTables = false;
   int n, m, offset;
   bool causal;
 
@@ -91,7 +91,7 @@ struct DenseVisibility {
 
 // A window alone: query i sees keys i + offset - left .. i + offset + right.
 struct WindowVisibility {
-  static constexpr bool kBoundsBothSides = true, kMayFade = false, kHasTables = false;
+  static constexpr bool kBoundsBothSides = true, kMayDecay = false, kHasTables = false;
   int n, m, offset, left, right;
 
   constexpr __host__ __device__ WindowVisibility(int n, int m, int offset, int left, int right)
@@ -116,7 +116,7 @@ struct WindowVisibility {
 // What tables say: packed sequences, windows, what a decay forgets. With valid bounds of keys they do not fall. With other numbers they
 // may, and kernels must end all the same. In every table a range of keys begins in [0, m] and ends by m, and one of queries is in [0, n].
 struct TableVisibility {
-  static constexpr bool kBoundsBothSides = true, kMayFade = true, kHasTables = true;
+  static constexpr bool kBoundsBothSides = true, kMayDecay = true, kHasTables = true;
   const AttentionParams& p;
   int state, n;  // state: of all key/value heads
 
@@ -147,7 +147,7 @@ struct TableVisibility {
 // and no pointers in registers.
 template <class Visibility>
 __device__ __forceinline__ Visibility visibility_of(const AttentionParams& p, int state) {
-  return Visibility(p, Visibility::kMayFade ? static_cast<int>(ptx::keep_in_register(state)) : 0);
+  return Visibility(p, Visibility::kMayDecay ? static_cast<int>(ptx::keep_in_register(state)) : 0);
 }
 
 enum class Kept { kNone, kSome, kAll };

@@ -35,14 +35,14 @@ struct DecayOf {
     if (p.log_decay != nullptr) {
       const Stride& s = p.log_decay_stride;
       const float decay = p.log_decay[batch * s.batch + kv_head * s.head + token * s.token];
-      x = isnan(decay) ? 0.f : fmaxf(decay * 1.4426950408889634f, kForget);  // NaN: launch_nan_rows
+      x = isnan(decay) ? 0.f : fmaxf(decay * 1.4426950408889634f, kReset);  // NaN: launch_nan_rows
     }
     if (token >= first_reset) {
       // The query of this token sees nothing before it; or the first query does not, which comes later.
-      const Stride& s = p.first_key.stride;
-      const int32_t* first = p.first_key.data + batch * s.batch + kv_head * s.head;
+      const Stride& s = p.k_start.stride;
+      const int32_t* first = p.k_start.data + batch * s.batch + kv_head * s.head;
       const int query = token - p.causal_offset;
-      if (first[0] == token || (query >= 0 && first[query * s.token] == token)) x = kForget;
+      if (first[0] == token || (query >= 0 && first[query * s.token] == token)) x = kReset;
     }
     return {x};
   }
@@ -230,7 +230,7 @@ void fill_decay_sums(AttentionParams& p, Resets resets, void* workspace, cudaStr
   const int tiles = tiles_of(p);
   const unsigned grid = grid_1d(int64_t{p.b} * p.hk * tiles);
   const int first_reset =
-      resets == Resets::kNone || p.first_key.data == nullptr ? p.m : resets == Resets::kAtFirstKeysAndFirstToken ? 0 : 1;
+      resets == Resets::kNone || p.k_start.data == nullptr ? p.m : resets == Resets::kAtFirstKeysAndFirstToken ? 0 : 1;
   if (tiles > 1) launch_kernel("decay_totals", decay_totals_kernel, grid, kThreads, 0, stream, p, first_reset, totals, tiles);
   launch_kernel("decay_sums", decay_sums_kernel, grid, kThreads, 0, stream, p, first_reset, totals, tiles, sums);
   p.decay_sums = sums;

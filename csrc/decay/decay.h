@@ -10,8 +10,8 @@
 
 namespace fastmax {
 
-// What forgets all before it, in place of -inf: 2^kForget is 0 in fp32, and sums of a million of them leave differences exact.
-inline constexpr float kForget = -2900.f;
+// What forgets all before it, in place of -inf: 2^kReset is 0 in fp32, and sums of a million of them leave differences exact.
+inline constexpr float kReset = -2900.f;
 
 // log_decay as it is given, with -inf where a token forgets all before it, taken apart into finite decays, 0 there, and a bound on keys
 // for each token, as a query at its place has it. Decays above 0 become 0, NaN stays NaN.
@@ -22,14 +22,14 @@ struct FiniteDecayParams {
   Stride log_decay_stride;
   bool continues;      // from a state: what no token forgot reaches before the first one
   float* finite;       // (b, hk, m) contiguous
-  int32_t* first_key;  // (b, hk, m) contiguous: the last token up to this one that forgets, else 0, where the call continues -1
+  int32_t* k_start;  // (b, hk, m) contiguous: the last token up to this one that forgets, else 0, where the call continues -1
 };
 size_t finite_decay_workspace_bytes(const FiniteDecayParams& p);
 void launch_finite_decay(const FiniteDecayParams& p, void* workspace, cudaStream_t stream);
 
-// Where sums start anew (Resets::kAtFirstKeys) is where a sequence of first_key does; sums then say all that first_key does. The
-// linear kernels read them so, the quadratic ones look at first_key. There is nothing before the first token, unless the call
-// continues from a state (kAtFirstKeysAndFirstToken): a first_key of 0 hides that, and one of -1 does not.
+// Where sums start anew (Resets::kAtFirstKeys) is where a sequence of k_start does; sums then say all that k_start does. The
+// linear kernels read them so, the quadratic ones look at k_start. There is nothing before the first token, unless the call
+// continues from a state (kAtFirstKeysAndFirstToken): a k_start of 0 hides that, and one of -1 does not.
 enum class Resets { kNone, kAtFirstKeys, kAtFirstKeysAndFirstToken };
 
 // Sums take a decay of NaN for 0; after all other kernels of the forward this makes NaN of the rows of o and z that see a key before such
@@ -60,7 +60,7 @@ void fill_decay_gradient(const BwdParams& p, const PairSums& sums, void* workspa
 
 #ifdef __CUDACC__
 // log2 of the factor between two tokens, <= 0.
-__device__ __forceinline__ float fading(const float2& later, const float2& earlier) {
+__device__ __forceinline__ float decay(const float2& later, const float2& earlier) {
   return (later.x - earlier.x) + (later.y - earlier.y);
 }
 #endif

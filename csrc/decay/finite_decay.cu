@@ -79,11 +79,11 @@ __global__ void __launch_bounds__(kThreads) finite_decay_kernel(const FiniteDeca
   for (int i = 0; i < kPerThread; ++i) {
     const int token = begin + i;
     if (token >= p.m) break;
-    const bool forgets = x.log_decay[i] == -INFINITY;
-    if (forgets) last = token;
+    const bool resets = x.log_decay[i] == -INFINITY;
+    if (resets) last = token;
     const int64_t at = static_cast<int64_t>(head) * p.m + token;
-    p.finite[at] = forgets ? 0.f : x.log_decay[i];
-    p.first_key[at] = last == kNone ? none : last;
+    p.finite[at] = resets ? 0.f : x.log_decay[i];
+    p.k_start[at] = last == kNone ? none : last;
   }
 }
 

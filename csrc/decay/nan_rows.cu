@@ -48,8 +48,8 @@ struct Head {
     const int query = token - p.causal_offset;
     if (key < 0 && keys_of_state() == 0.f) return false;
     if (p.window && key < token - p.left) return false;
-    const Stride& s = p.first_key.stride;
-    return p.first_key.data == nullptr || key >= p.first_key.data[batch * s.batch + kv_head * s.head + query * s.token];
+    const Stride& s = p.k_start.stride;
+    return p.k_start.data == nullptr || key >= p.k_start.data[batch * s.batch + kv_head * s.head + query * s.token];
   }
 
   __device__ void fill_query(int query) const {

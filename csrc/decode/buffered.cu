@@ -38,8 +38,8 @@ struct Work {
   Partials partials;
 
   __host__ __device__ int parts() const { return splits + 2 * tiles; }
-  __host__ __device__ int first_far() const { return splits; }
-  __host__ __device__ int first_near() const { return splits + tiles; }
+  __host__ __device__ int first_global() const { return splits; }
+  __host__ __device__ int first_local() const { return splits + tiles; }
 };
 
 __device__ __forceinline__ int places(const BufferedParams& p) { return p.exact_window + p.flush_interval; }
@@ -155,12 +155,12 @@ __host__ __device__ inline int key_stride(int d) { return d | 1; }
 __host__ __device__ inline int tile_floats(int d, int columns) { return kTile * (key_stride(d) + round4(columns)); }
 
 // faded; 0 stays 0 for a factor of NaN too, as there may be no key in it. NaN stays unless it is forgotten, also where the factor underflows.
-__device__ __forceinline__ float faded_sum(float x, float factor, bool forgotten) {
-  return x == 0.f || (isnan(x) && !forgotten) ? x : faded(x, factor);
+__device__ __forceinline__ float decayed_sum(float x, float factor, bool forgotten) {
+  return x == 0.f || (isnan(x) && !forgotten) ? x : decayed(x, factor);
 }
-__device__ __forceinline__ float4 faded_sum(float4 x, float factor, bool forgotten) {
-  return make_float4(faded_sum(x.x, factor, forgotten), faded_sum(x.y, factor, forgotten), faded_sum(x.z, factor, forgotten),
-                     faded_sum(x.w, factor, forgotten));
+__device__ __forceinline__ float4 decayed_sum(float4 x, float factor, bool forgotten) {
+  return make_float4(decayed_sum(x.x, factor, forgotten), decayed_sum(x.y, factor, forgotten), decayed_sum(x.z, factor, forgotten),
+                     decayed_sum(x.w, factor, forgotten));
 }
 
 // Adds the buffered tokens to rows [begin, end) of a state, and this launch's columns of them, in the order of time.
@@ -177,30 +177,30 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
   const int value_stride = round4(columns), stride = key_stride(s.d);
   float* keys = smem;
   float* values = keys + kTile * stride;
-  float* fades = values + kTile * value_stride;
-  float* features = fades + kTile + warp * kTile * rows_per_batch;  // of a batch of rows, for each token
+  float* factors = values + kTile * value_stride;
+  float* features = factors + kTile + warp * kTile * rows_per_batch;  // of a batch of rows, for each token
   const int64_t first_place = int64_t{state} * places(p);
-  const float* decays = p.near_decays + first_place;
+  const float* decays = p.local_decays + first_place;
   bool has_nan = false;
   for (int i = lane; i < p.flush_interval; i += 32) has_nan |= isnan(decays[i]);
   BehindNan behind_nan;
   if (__any_sync(~0u, has_nan)) {
-    for (int i = 0; i < p.flush_interval; ++i) behind_nan.take(decays[i], p.near_mask[first_place + i] != 0);
+    for (int i = 0; i < p.flush_interval; ++i) behind_nan.take(decays[i], p.local_mask[first_place + i] != 0);
   }
 
   for (int first = 0; first < p.flush_interval; first += kTile) {
     const int count = min(kTile, p.flush_interval - first);
-    const bool there = lane < count && p.near_mask[first_place + first + lane] != 0;
+    const bool there = lane < count && p.local_mask[first_place + first + lane] != 0;
     const float after =
         sum_behind(lane < count ? without_nan(decays[first + lane]) : 0.f) + sum_range(decays, first + kTile, p.flush_interval);
-    const float fade = !there ? 0.f : behind_nan.token ? nanf("") : expf(after);
+    const float token_factor = !there ? 0.f : behind_nan.token ? nanf("") : expf(after);
     const float of_sums = first > 0 ? 0.f : sum_range(decays, 0, p.flush_interval), factor = behind_nan.sums && first == 0 ? nanf("") : expf(of_sums);
     const bool forgotten = of_sums == -INFINITY;
-    const uint32_t takes_part = __ballot_sync(~0u, fade != 0.f);
+    const uint32_t takes_part = __ballot_sync(~0u, token_factor != 0.f);
     __syncthreads();
-    if (warp == 0) fades[lane] = fade;
-    const Rows of_keys{p.near_keys, (first_place + first) * s.d, s.d, 1};
-    const Rows of_values{p.near_values, (first_place + first) * s.dv + first_column, s.dv, 1};
+    if (warp == 0) factors[lane] = token_factor;
+    const Rows of_keys{p.local_keys, (first_place + first) * s.d, s.d, 1};
+    const Rows of_values{p.local_values, (first_place + first) * s.dv + first_column, s.dv, 1};
     load_rows<2>(s.math, of_keys, kTile, s.d, takes_part, 1.f, keys, stride);
     load_rows<2>(s.math, of_values, kTile, columns, takes_part, 1.f, values, value_stride);
     __syncthreads();
@@ -217,18 +217,18 @@ __device__ void flush(const BufferedParams& p, const Work& work, int state, int 
       const Feature columns_of_row(min(row, end - 1), s.d);
       float sum = 0.f;
       for (int t = lane / rows_per_batch; t < kTile; t += 32 / rows_per_batch) {
-        const float feature = fades[t] * columns_of_row.of(keys + t * stride);
+        const float feature = factors[t] * columns_of_row.of(keys + t * stride);
         features[t * rows_per_batch + (r & (rows_per_load - 1)) * kUnroll + r / rows_per_load] = feature;
         sum += feature;
       }
       sum = sum_lanes(sum, rows_per_batch);
       if (slice == 0 && lane < rows_per_batch && row < end) {
         float* weight = s.new_weights + int64_t{state} * rows + row;
-        *weight = faded_sum(__ldcg(weight), factor, forgotten) + sum;
+        *weight = decayed_sum(__ldcg(weight), factor, forgotten) + sum;
       }
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) x[i] = faded_sum(x[i], factor, forgotten);
+      for (int i = 0; i < kUnroll; ++i) x[i] = decayed_sum(x[i], factor, forgotten);
 #pragma unroll 2
       for (int t = 0; t < count; ++t) {
         const Vector value = has_column ? *reinterpret_cast<const Vector*>(values + t * value_stride + lane_column) : Vector{};
@@ -380,24 +380,24 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
   float* keys = queries + query_floats(s, kHeads);
   float* values = keys + kTile * stride;
   float* scores = values + kTile * value_stride;  // (warps, tokens)
-  float* far_weights = scores + kWarps * kTile;   // (heads, tokens)
-  float* near_weights = far_weights + kHeads * kTile;
+  float* global_weights = scores + kWarps * kTile;   // (heads, tokens)
+  float* local_weights = global_weights + kHeads * kTile;
 
   const int token = first + lane;
   bool there = false;
   float decay = 0.f;
   if (token < held.before) {
-    there = p.near_mask[held.first + token] != 0;
-    decay = without_nan(p.near_decays[held.first + token]);
+    there = p.local_mask[held.first + token] != 0;
+    decay = without_nan(p.local_decays[held.first + token]);
   } else if (token == held.before) {
     there = joins_state(s, batch);
     decay = without_nan(decay_of_token(s, batch, kv_head));
   }
   const uint32_t takes_part = __ballot_sync(~0u, there);
   const int fresh_row = held.before - first;  // beyond the tile where another has it
-  const Rows of_keys{p.near_keys, (held.first + first) * s.d, s.d, 1, fresh_row,
+  const Rows of_keys{p.local_keys, (held.first + first) * s.d, s.d, 1, fresh_row,
                      s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column};
-  const Rows of_values{p.near_values, (held.first + first) * s.dv, s.dv, 1, fresh_row,
+  const Rows of_values{p.local_values, (held.first + first) * s.dv, s.dv, 1, fresh_row,
                        s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column};
   load_rows<kStagedLoads>(s.math, of_keys, kTile, s.d, takes_part, 1.f, keys, stride);
   load_rows<kStagedLoads>(s.math, of_values, kTile, s.dv, takes_part, 1.f, values, value_stride);
@@ -418,31 +418,31 @@ __device__ void read_tokens(const BufferedParams& p, const Work& work, int state
   if (warp < heads) {
     float score = 0.f;
     for (int part = 0; part < kParts; ++part) score += scores[(part * kHeads + warp) * kTile + lane];
-    const bool is_near = token > held.before - p.exact_window;
-    const float fade = expf(after), a2 = s.order == 2 ? s.a2 : 0.f;
-    const float f = there && !is_near && fade != 0.f ? fade * fmaf(score, fmaf(a2, score, s.a1), s.a0) : 0.f;
-    const float exponent = there && is_near ? score + after : -INFINITY, maximum = max_lanes(exponent);
+    const bool is_local = token > held.before - p.exact_window;
+    const float factor = expf(after), a2 = s.order == 2 ? s.a2 : 0.f;
+    const float f = there && !is_local && factor != 0.f ? factor * fmaf(score, fmaf(a2, score, s.a1), s.a0) : 0.f;
+    const float exponent = there && is_local ? score + after : -INFINITY, maximum = max_lanes(exponent);
     const float w = exponent == -INFINITY ? 0.f : expf(exponent - maximum);
-    far_weights[warp * kTile + lane] = f, near_weights[warp * kTile + lane] = w;
-    const float far_sum = sum_lanes(f, 1), near_sum = sum_lanes(w, 1);
+    global_weights[warp * kTile + lane] = f, local_weights[warp * kTile + lane] = w;
+    const float global_sum = sum_lanes(f, 1), local_sum = sum_lanes(w, 1);
     if (lane == 0) {
       float* denominators = work.partials.denominators + (head + warp) * work.parts();
-      denominators[work.first_far() + tile] = far_sum, denominators[work.first_near() + tile] = near_sum;
+      denominators[work.first_global() + tile] = global_sum, denominators[work.first_local() + tile] = local_sum;
       work.partials.maxima[(head + warp) * work.tiles + tile] = maximum;
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < heads * s.dv; i += kThreads) {
     const int h = i / s.dv, c = i - h * s.dv;
-    float far = 0.f, near = 0.f;
+    float global = 0.f, local = 0.f;
 #pragma unroll 8
     for (int t = 0; t < kTile; ++t) {
-      const float value = values[t * value_stride + c], f = far_weights[h * kTile + t], w = near_weights[h * kTile + t];
-      if (f != 0.f) far = fmaf(f, value, far);
-      if (w != 0.f) near = fmaf(w, value, near);
+      const float value = values[t * value_stride + c], f = global_weights[h * kTile + t], w = local_weights[h * kTile + t];
+      if (f != 0.f) global = fmaf(f, value, global);
+      if (w != 0.f) local = fmaf(w, value, local);
     }
     float* numerators = work.partials.numerators + (head + h) * work.parts() * s.dv + c;
-    numerators[int64_t{work.first_far() + tile} * s.dv] = far, numerators[int64_t{work.first_near() + tile} * s.dv] = near;
+    numerators[int64_t{work.first_global() + tile} * s.dv] = global, numerators[int64_t{work.first_local() + tile} * s.dv] = local;
   }
 }
 
@@ -486,16 +486,16 @@ __device__ void keep_token(const BufferedParams& p, const Held& held, int state)
   const int batch = state / s.hk, kv_head = state % s.hk;
   const int64_t first = int64_t{state} * places(p), place = first + held.before;
   if (held.flushes) {
-    move_to_front(static_cast<Element*>(p.near_keys) + first * s.d, p.exact_window, p.flush_interval, s.d);
-    move_to_front(static_cast<Element*>(p.near_values) + first * s.dv, p.exact_window, p.flush_interval, s.dv);
-    move_to_front(p.near_mask + first, p.exact_window, p.flush_interval, 1);
-    move_to_front(p.near_decays + first, p.exact_window, p.flush_interval, 1);
+    move_to_front(static_cast<Element*>(p.local_keys) + first * s.d, p.exact_window, p.flush_interval, s.d);
+    move_to_front(static_cast<Element*>(p.local_values) + first * s.dv, p.exact_window, p.flush_interval, s.dv);
+    move_to_front(p.local_mask + first, p.exact_window, p.flush_interval, 1);
+    move_to_front(p.local_decays + first, p.exact_window, p.flush_interval, 1);
   }
-  keep_row<Element>(p.near_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
-  keep_row<Element>(p.near_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
+  keep_row<Element>(p.local_keys, place * s.d, s.k, batch * s.k_stride.batch + kv_head * s.k_stride.head, s.k_stride.column, s.d);
+  keep_row<Element>(p.local_values, place * s.dv, s.v, batch * s.v_stride.batch + kv_head * s.v_stride.head, s.v_stride.column, s.dv);
   if (threadIdx.x == 0) {
-    p.near_mask[place] = joins_state(s, batch);
-    p.near_decays[place] = decay_of_token(s, batch, kv_head);
+    p.local_mask[place] = joins_state(s, batch);
+    p.local_decays[place] = decay_of_token(s, batch, kv_head);
     p.buffered[state] = held.before - p.exact_window + 1;
   }
 }
@@ -515,7 +515,7 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
   bool has_nan = false;
   for (int tile = warp; tile < tiles; tile += kWarps) {
     const int token = tile * kTile + lane;
-    const float decay = token < held.before    ? p.near_decays[held.first + token]
+    const float decay = token < held.before    ? p.local_decays[held.first + token]
                         : token == held.before ? decay_of_token(s, batch, kv_head)
                                                : 0.f;
     has_nan |= isnan(decay);
@@ -524,7 +524,7 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
   }
   BehindNan behind_nan;
   if (__syncthreads_or(has_nan)) {
-    for (int i = 0; i < held.before; ++i) behind_nan.take(p.near_decays[held.first + i], p.near_mask[held.first + i] != 0);
+    for (int i = 0; i < held.before; ++i) behind_nan.take(p.local_decays[held.first + i], p.local_mask[held.first + i] != 0);
     behind_nan.take(decay_of_token(s, batch, kv_head), joins_state(s, batch));
     behind_nan.sums &= s.new_weights[int64_t{state} * decode_rows(s.d, s.order)] != 0.f;
   }
@@ -544,34 +544,34 @@ __global__ void __launch_bounds__(kThreads, 3) combine_kernel(const BufferedPara
       const float* maxima = work.partials.maxima + (head + warp) * work.tiles;
       float* factor = factors + warp * parts;
       const float of_state = expf(after[0]);
-      float sum = 0.f, far = 0.f, maximum = -INFINITY, near = 0.f;
+      float sum = 0.f, global = 0.f, maximum = -INFINITY, local = 0.f;
       for (int i = lane; i < work.splits; i += 32) sum += denominators[i];
-      far = faded(sum, of_state);
+      global = decayed(sum, of_state);
       for (int t = lane; t < tiles; t += 32) {
-        far += faded(denominators[work.first_far() + t], expf(after[t + 1]));
+        global += decayed(denominators[work.first_global() + t], expf(after[t + 1]));
         maximum = fmaxf(maximum, maxima[t] + after[t + 1]);
       }
-      far = sum_lanes(far, 1);
+      global = sum_lanes(global, 1);
       maximum = max_lanes(maximum);
-      const bool sees_near = maximum != -INFINITY;
-      for (int t = lane; t < tiles && sees_near; t += 32) {
-        near += denominators[work.first_near() + t] * expf(maxima[t] + after[t + 1] - maximum);
+      const bool sees_local = maximum != -INFINITY;
+      for (int t = lane; t < tiles && sees_local; t += 32) {
+        local += denominators[work.first_local() + t] * expf(maxima[t] + after[t + 1] - maximum);
       }
-      near = sum_lanes(near, 1);
+      local = sum_lanes(local, 1);
       // Both in units of exp(base), as far as there are both.
-      float far_scale = 1.f, near_scale = 0.f;
+      float global_scale = 1.f, local_scale = 0.f;
       if (p.exact_window > 0) {
-        const float far_log = far == 0.f ? -INFINITY : logf(far), near_log = sees_near ? maximum + logf(near) : -INFINITY;
-        const float base = far == 0.f || near_log > far_log ? near_log : far_log;
-        far_scale = far == 0.f ? 0.f : expf(-base), near_scale = sees_near ? expf(maximum - base) : 0.f;
+        const float global_log = global == 0.f ? -INFINITY : logf(global), local_log = sees_local ? maximum + logf(local) : -INFINITY;
+        const float base = global == 0.f || local_log > global_log ? local_log : global_log;
+        global_scale = global == 0.f ? 0.f : expf(-base), local_scale = sees_local ? expf(maximum - base) : 0.f;
       }
-      const float total = far * far_scale + near * near_scale, inverse = total == 0.f ? 0.f : 1.f / total;
-      far_scale *= inverse, near_scale *= inverse;
-      for (int i = lane; i < work.splits; i += 32) factor[i] = faded(far_scale, of_state);
+      const float total = global * global_scale + local * local_scale, inverse = total == 0.f ? 0.f : 1.f / total;
+      global_scale *= inverse, local_scale *= inverse;
+      for (int i = lane; i < work.splits; i += 32) factor[i] = decayed(global_scale, of_state);
       for (int t = lane; t < work.tiles; t += 32) {
-        factor[work.first_far() + t] = t < tiles ? faded(far_scale, expf(after[t + 1])) : 0.f;
-        const float exponent = t < tiles && sees_near ? maxima[t] + after[t + 1] - maximum : -INFINITY;
-        factor[work.first_near() + t] = exponent == -INFINITY ? 0.f : near_scale * expf(exponent);
+        factor[work.first_global() + t] = t < tiles ? decayed(global_scale, expf(after[t + 1])) : 0.f;
+        const float exponent = t < tiles && sees_local ? maxima[t] + after[t + 1] - maximum : -INFINITY;
+        factor[work.first_local() + t] = exponent == -INFINITY ? 0.f : local_scale * expf(exponent);
       }
     }
     __syncthreads();

@@ -18,10 +18,10 @@ struct BufferedParams {
   DecodeParams step;
   int exact_window;  // W
   int flush_interval;    // T
-  void* near_keys;     // (b, hk, W + T, d) contiguous, oldest first
-  void* near_values;   // (b, hk, W + T, dv) contiguous
-  uint8_t* near_mask;  // (b, hk, W + T) contiguous, zero = the token does not take part
-  float* near_decays;  // (b, hk, W + T) contiguous: logarithms, -inf too, of what the token found
+  void* local_keys;     // (b, hk, W + T, d) contiguous, oldest first
+  void* local_values;   // (b, hk, W + T, dv) contiguous
+  uint8_t* local_mask;  // (b, hk, W + T) contiguous, zero = the token does not take part
+  float* local_decays;  // (b, hk, W + T) contiguous: logarithms, -inf too, of what the token found
   int* buffered;       // (b, hk) contiguous, 0 to T: tokens beyond the W; what lies behind them is not looked at
   void* workspace;
 };

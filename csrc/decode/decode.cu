@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
   load_token(p, batch, kv_head, first_head, kQueries + heads, token);
   const bool joins = updates && joins_state(p, batch);
   const float factor = updates ? factor_of_state(p, batch, kv_head) : 1.f;
-  const bool fades = factor != 1.f;
+  const bool decays = factor != 1.f;
   __syncthreads();
 
   const Vector value = joins && has_column ? *reinterpret_cast<const Vector*>(token[kValue] + column) : Vector{};
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
     float feature = 0.f, weight[kHeads] = {};
     if (row < row_end) {
       float sum = p.weights[first_row + chunk + lane];
-      if (fades) sum = faded(sum, factor);
+      if (decays) sum = decayed(sum, factor);
       const Feature columns(row, p.d);
       const float coefficient = columns.b < 0 ? p.a0 : columns.a < 0 ? p.a1 : columns.a == columns.b ? p.a2 : 2.f * p.a2;
       if (joins) feature = columns.of(token[kKey]);
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_kernel(const DecodeP
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const int owner = row0 + i * rows_per_load + lane_row;  // the lane with this row's feature
-        const Vector before = fades ? faded(pending[i], factor) : pending[i];
+        const Vector before = decays ? decayed(pending[i], factor) : pending[i];
         const Vector x = multiply_add(__shfl_sync(~0u, feature, owner), value, before);
         if (updates && rows_left > 0) __stcs(reinterpret_cast<Vector*>(target), x);
         pending[i] = rows_left > rows_per_batch ? __ldcs(reinterpret_cast<const Vector*>(source)) : Vector{};
@@ -179,14 +179,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1) decode_weights_kernel(const
   const int batch = blockIdx.x / p.hk, kv_head = blockIdx.x % p.hk;
   const bool joins = joins_state(p, batch);
   const float factor = factor_of_state(p, batch, kv_head);
-  const bool fades = factor != 1.f;
-  if (!joins && !fades) return;
+  const bool decays = factor != 1.f;
+  if (!joins && !decays) return;
   load_token(p, batch, kv_head, 0, kKey + 1, token);
   __syncthreads();
   const int rows = decode_rows(p.d, p.order);
   float* weights = p.new_weights + int64_t{blockIdx.x} * rows;
   for (int row = threadIdx.x; row < rows; row += blockDim.x) {
-    const float before = fades ? faded(weights[row], factor) : weights[row];
+    const float before = decays ? decayed(weights[row], factor) : weights[row];
     weights[row] = __fadd_rn(before, joins ? Feature(row, p.d).of(token[kKey]) : 0.f);
   }
 }

@@ -12,9 +12,9 @@ __device__ __forceinline__ float4 multiply_add(float a, float4 x, float4 y) {
 }
 
 // x times the factor; 0 for 0, even where x is not finite.
-__device__ __forceinline__ float faded(float x, float factor) { return factor == 0.f ? 0.f : __fmul_rn(x, factor); }
-__device__ __forceinline__ float4 faded(float4 x, float factor) {
-  return make_float4(faded(x.x, factor), faded(x.y, factor), faded(x.z, factor), faded(x.w, factor));
+__device__ __forceinline__ float decayed(float x, float factor) { return factor == 0.f ? 0.f : __fmul_rn(x, factor); }
+__device__ __forceinline__ float4 decayed(float4 x, float factor) {
+  return make_float4(decayed(x.x, factor), decayed(x.y, factor), decayed(x.z, factor), decayed(x.w, factor));
 }
 
 // The sum over the lanes whose numbers differ in the bits from first_bit up.

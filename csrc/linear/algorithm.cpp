@@ -29,7 +29,7 @@ constexpr Kernels kLinear[] = {
      [](const FwdParams& p, cudaStream_t stream) { launch_linear1_fwd(p, kLinear1WalksSm90, stream); },
      [](const BwdParams& p, cudaStream_t stream) { launch_linear1_bwd(p, kLinear1WalksSm90, stream); }},
 #endif
-    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !fades(p); }, portable_rates,
+    {"linear1_sm80", [](const AttentionParams& p, Direction) { return uses_linear1(p) && !has_decay(p); }, portable_rates,
      [](const FwdParams& p) { return linear1_fwd_workspace_bytes(p, kLinear1WalksSm80); },
      [](const BwdParams& p) { return linear1_bwd_workspace_bytes(p, kLinear1WalksSm80); },
      [](const FwdParams& p, cudaStream_t stream) { launch_linear1_fwd(p, kLinear1WalksSm80, stream); },

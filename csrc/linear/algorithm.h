@@ -15,7 +15,7 @@ inline constexpr int kLinear1HeadDim = 128;
 inline bool uses_linear1(const Problem& p) { return p.order == 1 && p.head_dim <= kLinear1HeadDim; }
 
 // Whether states fade. Sequences that begin anew are decays too, which leave nothing.
-inline bool fades(const AttentionParams& p) { return p.log_decay != nullptr || p.first_key.data != nullptr; }
+inline bool has_decay(const AttentionParams& p) { return p.log_decay != nullptr || p.k_start.data != nullptr; }
 
 // g = grad_o / z and e = grad_z - grad_o . o / z, as BwdParams has them; g and e contiguous, both 0 where z is.
 void launch_gradients_of_sums(const BwdParams& p, void* g, float* e, cudaStream_t stream);

@@ -156,8 +156,8 @@ void run_pass(const Problem& p, Args a, cudaStream_t stream) {
   dispatch_kernel_math(p, [&](auto math) { linear_pass<typename decltype(math)::type>(a, p.head_dim, stream); });
 }
 
-inline void linear_fade(const Problem& p, const FadeArgs& a, cudaStream_t stream) {
-  dispatch_kernel_math(p, [&](auto math) { linear_fade<typename decltype(math)::type>(a, stream); });
+inline void linear_decay(const Problem& p, const DecayArgs& a, cudaStream_t stream) {
+  dispatch_kernel_math(p, [&](auto math) { linear_decay<typename decltype(math)::type>(a, stream); });
 }
 
 // Coefficients of f and of scale f' as polynomials of the unscaled dot product.

@@ -17,7 +17,7 @@
 #include "core/params.h"
 #include "core/sequence.h"
 #include "linear/algorithm.h"
-#include "linear/fading.h"
+#include "linear/decay.h"
 
 namespace fastmax {
 
@@ -56,12 +56,12 @@ struct KeptRows {
   const uint8_t* data;   // null: the mask says it, or zeros in the rows' place
   int64_t head;
   int token;
-  const uint8_t* whole;  // [y head][groups]: FadeArgs
+  const uint8_t* whole;  // [y head][groups]: DecayArgs
   int groups;
 };
 
 struct LinearProblem : ChunkedSequence {
-  Fading fading;
+  Decay decay;
   int batch;
   int state_heads;  // states per batch entry: key/value heads
   int x_group;      // x heads per state
@@ -93,11 +93,11 @@ struct StateWeights {
 // the last; a scan makes of the sums what each segment starts from; a second launch walks all but the first.
 struct StateArgs : LinearProblem {
   View y, w;
-  View zeroed_y, zeroed_w;  // FadeTilesArgs, for groups of rows that `kept` says are not whole; else without data
+  View zeroed_y, zeroed_w;  // DecayTilesArgs, for groups of rows that `kept` says are not whole; else without data
   RowMask mask;
   KeptRows kept;
   RowScale y_scale;    // e of the y rows, in the moments sum e y y^T, sum e y, sum e
-  RowScale y_factors;  // FadeTilesArgs; else without data
+  RowScale y_factors;  // DecayTilesArgs; else without data
   StateWeights weights;
   void* snapshots;   // [state][chunk][StateLayout::kWords]
   float* sums;       // [state][chunk][StateLayout::kSums]
@@ -128,8 +128,8 @@ struct ReadArgs : LinearProblem {
   float* z;                // null: no division; else [batch][x head][z_head]
   int64_t z_head;
   bool adds;               // to what is in out; where there is no division
-  RowOutput near_lse;      // FwdParams
-  KeyBounds first_key;     // in a walk that fades: a query whose first key comes after its own token sees nothing
+  RowOutput local_lse;      // FwdParams
+  KeyBounds k_start;     // in a walk that fades: a query whose first key comes after its own token sees nothing
   View noise;
   float dropout;
 };
@@ -152,27 +152,27 @@ struct GradArgs : LinearProblem {
 
 // w and e (null: ones) of every row as a state takes them, times what is left of the row at the end of its chunk; which rows there
 // are; and what is left of states. Rows of which nothing is left, or which are masked, are dropped.
-struct FadeArgs : LinearProblem {
+struct DecayArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
-  void* faded_w;   // [batch][y head][ny][dv], but of dropped rows
-  float* faded_e;  // [batch][y head], heads e_head apart, of every virtual row at the token of its y row; 0 where there is no row
+  void* decayed_w;   // [batch][y head][ny][dv], but of dropped rows
+  float* decayed_e;  // [batch][y head], heads e_head apart, of every virtual row at the token of its y row; 0 where there is no row
   int64_t e_head;
   uint8_t* kept;   // [batch][y head][ny]
   uint8_t* whole;  // [batch][y head][groups], of kBoundary virtual rows: whether none of them is dropped
-  float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (FadeFactor)
+  float* carries;  // [state][chunk]: what is left at a chunk's end of the state before it (DecayFactor)
 };
 
 // The same for kernels that fade rows themselves and take them by tiles, which they cannot leave out of a tile.
-struct FadeTilesArgs : LinearProblem {
+struct DecayTilesArgs : LinearProblem {
   View y, w;
   RowMask mask;
   RowScale e;
-  FadingTile* tiles;  // Fading
+  DecayTile* tiles;  // Decay
   // What states take; null: only the tiles are wanted.
   float* factors;   // [state], e_head apart: what is left of every virtual row of y at its chunk's end; 0 where there is no row
-  float* faded_e;   // [batch][y head], likewise, times e; may be `factors` where there is no e
+  float* decayed_e;   // [batch][y head], likewise, times e; may be `factors` where there is no e
   int64_t e_head;
   void *zeroed_y, *zeroed_w;  // [batch][y head][ny][d or dv], of groups that are not whole: with zeros in the place of dropped rows
   uint8_t* whole;  // [batch][y head][groups]
@@ -240,10 +240,10 @@ void linear_pass(const Args& a, int head_dim, cudaStream_t stream);
 template <class Math>
 void linear_prepare(const PrepareArgs& a, cudaStream_t stream);
 template <class Math>
-void linear_fade(const FadeArgs& a, cudaStream_t stream);
+void linear_decay(const DecayArgs& a, cudaStream_t stream);
 // bf16
 void linear_zero_masked(const ZeroArgs& a, cudaStream_t stream);
-void linear_fade_tiles(const FadeTilesArgs& a, cudaStream_t stream);
+void linear_decay_tiles(const DecayTilesArgs& a, cudaStream_t stream);
 // Carried state -> accumulators, and accumulators -> new carried state
 template <class Math>
 void linear_load_state(const CarriedArgs& a, int head_dim, cudaStream_t stream);

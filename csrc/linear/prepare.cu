@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(256) linear_widen_kernel(const View src, float
 
 // A block has the kBoundary virtual rows of a group: their factors first, a row per thread, then w.
 template <class Element>
-__global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, const int groups) {
+__global__ void __launch_bounds__(256) linear_decay_kernel(const DecayArgs a, const int groups) {
   constexpr int kVector = 16 / static_cast<int>(sizeof(Element));
   __shared__ float factors[kBoundary];
   const int head_index = blockIdx.x / groups, heads = a.state_heads * a.y_group;
@@ -83,13 +83,13 @@ __global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, cons
   const auto token_of = [&](int y_row) { return a.time == Time::kForward ? y_row : a.ny - 1 - y_row; };  // in memory
 
   const int own_row = a.y_row(virtual_begin + static_cast<int>(threadIdx.x)), token = token_of(own_row);
-  float* own_e = a.faded_e + head_index * a.e_head + token;
+  float* own_e = a.decayed_e + head_index * a.e_head + token;
   bool drops = false;
   if (threadIdx.x < kBoundary && own_row >= 0 && own_row < a.ny) {
     const int64_t state = head_index / a.y_group;
     const uint8_t* mask = mask_pointer(a.mask, head_index / heads);
-    const float2 edge = a.fading.at_edge(a, state, a.fading.edge_after(a, virtual_begin + static_cast<int>(threadIdx.x) + 1));
-    float factor = exp2f(Fading::between(a, edge, a.fading.at_row(a, state, own_row)));
+    const float2 edge = a.decay.at_edge(a, state, a.decay.edge_after(a, virtual_begin + static_cast<int>(threadIdx.x) + 1));
+    float factor = exp2f(Decay::between(a, edge, a.decay.at_row(a, state, own_row)));
     if (mask != nullptr && mask[static_cast<int64_t>(token) * a.mask.token] == 0) factor = 0.f;
     drops = factor == 0.f;
     factors[threadIdx.x] = factor;
@@ -114,14 +114,14 @@ __global__ void __launch_bounds__(256) linear_fade_kernel(const FadeArgs a, cons
     *reinterpret_cast<uint4*>(x) = *reinterpret_cast<const uint4*>(source + token * a.w.token + column);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) x[j] = from_float<Element>(to_float(x[j]) * factors[row]);
-    *reinterpret_cast<uint4*>(static_cast<Element*>(a.faded_w) + (first + token) * a.dv + column) = *reinterpret_cast<const uint4*>(x);
+    *reinterpret_cast<uint4*>(static_cast<Element*>(a.decayed_w) + (first + token) * a.dv + column) = *reinterpret_cast<const uint4*>(x);
   }
 }
 
-__global__ void __launch_bounds__(256) linear_carry_kernel(const FadeArgs a) {
+__global__ void __launch_bounds__(256) linear_carry_kernel(const DecayArgs a) {
   const int index = blockIdx.x * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
   const int state = index / a.chunks, chunk = index % a.chunks;
-  if (state < a.states()) a.carries[index] = FadeFactor::of(a.fading.passing(a, state, chunk, chunk + 1)).code;
+  if (state < a.states()) a.carries[index] = DecayFactor::of(a.decay.passing(a, state, chunk, chunk + 1)).code;
 }
 
 }  // namespace
@@ -143,10 +143,10 @@ void linear_prepare<FASTMAX_MATH>(const PrepareArgs& a, cudaStream_t stream) {
 }
 
 template <>
-void linear_fade<FASTMAX_MATH>(const FadeArgs& a, cudaStream_t stream) {
+void linear_decay<FASTMAX_MATH>(const DecayArgs& a, cudaStream_t stream) {
   constexpr int kThreads = 256;
   const int groups = a.groups();
-  launch_kernel("linear_fade", linear_fade_kernel<FASTMAX_MATH::Element>, grid_1d(int64_t{groups} * a.states() * a.y_group), kThreads, 0,
+  launch_kernel("linear_decay", linear_decay_kernel<FASTMAX_MATH::Element>, grid_1d(int64_t{groups} * a.states() * a.y_group), kThreads, 0,
                 stream, a, groups);
   launch_kernel("linear_carry", linear_carry_kernel, grid_1d((int64_t{a.states()} * a.chunks + kThreads - 1) / kThreads), kThreads, 0,
                 stream, a);

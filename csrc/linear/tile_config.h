@@ -76,8 +76,8 @@ struct StreamStage {
   static_assert(kBoundary % kKeys == 0, "own chunks begin at stages");
   static constexpr int kValueOffset = kKeys * kRowBytes;
   static constexpr int kScaleOffset = kPairs * kPairBytes;        // e of the keys
-  static constexpr int kFadingOffset = kScaleOffset + 4 * kKeys;  // and their sums of decays
-  static constexpr int kBytes = (kFadingOffset + 8 * kKeys + 127) / 128 * 128;  // swizzles are of the address
+  static constexpr int kDecayOffset = kScaleOffset + 4 * kKeys;  // and their sums of decays
+  static constexpr int kBytes = (kDecayOffset + 8 * kKeys + 127) / 128 * 128;  // swizzles are of the address
   static constexpr int kStateBytes = kPairs * kPairBytes;
 };
 

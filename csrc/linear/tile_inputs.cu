@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(1024) linear_count_rows_kernel(const ZeroArgs 
 }
 
 // A block has the kBoundary virtual rows of a group, a row per thread.
-__global__ void __launch_bounds__(kBoundary) linear_fade_tiles_kernel(const FadeTilesArgs a, const int groups, const int all_groups) {
+__global__ void __launch_bounds__(kBoundary) linear_decay_tiles_kernel(const DecayTilesArgs a, const int groups, const int all_groups) {
   const int thread = threadIdx.x, head_index = blockIdx.x / all_groups, group = blockIdx.x % all_groups;
   const int heads = a.state_heads * a.y_group, batch = head_index / heads, head = head_index % heads;
   const int64_t state = head_index / a.y_group;
@@ -57,30 +57,30 @@ __global__ void __launch_bounds__(kBoundary) linear_fade_tiles_kernel(const Fade
   const uint8_t* mask = mask_pointer(a.mask, batch);
   const bool is_there = y_row >= 0 && y_row < a.ny;
   const bool taken = is_there && (mask == nullptr || mask[static_cast<int64_t>(token) * a.mask.token] != 0);
-  const WalkSum own = WalkSum::of(a, a.fading.at_row(a, state, y_row));
-  const auto of_edge = [&](int edge) { return WalkSum::of(a, a.fading.at_edge(a, state, edge)); };
+  const WalkSum own = WalkSum::of(a, a.decay.at_row(a, state, y_row));
+  const auto of_edge = [&](int edge) { return WalkSum::of(a, a.decay.at_edge(a, state, edge)); };
   if (head_index % a.y_group == 0) {
-    const WalkSum end = WalkSum::of(a, a.fading.at_row(a, state, a.y_row(row / kFadingTile * kFadingTile + kFadingTile - 1)));
-    FadingTile& tile = a.tiles[state * a.fading.tile_count + row / kFadingTile];
-    const int in_tile = a.time == Time::kForward ? row % kFadingTile : kFadingTile - 1 - row % kFadingTile;
+    const WalkSum end = WalkSum::of(a, a.decay.at_row(a, state, a.y_row(row / kDecayTile * kDecayTile + kDecayTile - 1)));
+    DecayTile& tile = a.tiles[state * a.decay.tile_count + row / kDecayTile];
+    const int in_tile = a.time == Time::kForward ? row % kDecayTile : kDecayTile - 1 - row % kDecayTile;
     tile.sums[in_tile] = own.g;
     tile.until_end[in_tile] = taken ? exp2f(end.since(own)) : -0.f;
-    tile.since_chunk[in_tile] = row < a.fading.origin ? 0.f : exp2f(own.since(of_edge(a.fading.edge_at(a, row))));
+    tile.since_chunk[in_tile] = row < a.decay.origin ? 0.f : exp2f(own.since(of_edge(a.decay.edge_at(a, row))));
   }
   if (a.factors == nullptr) return;
 
   const int64_t index = blockIdx.x * int64_t{kBoundary} + thread;
   if (index < int64_t{a.states()} * a.chunks) {
     const int chunk = static_cast<int>(index % a.chunks);
-    a.carries[index] = FadeFactor::of(a.fading.passing(a, index / a.chunks, chunk, chunk + 1)).code;
+    a.carries[index] = DecayFactor::of(a.decay.passing(a, index / a.chunks, chunk, chunk + 1)).code;
   }
   if (group >= groups) return;
-  const float factor = taken ? exp2f(of_edge(a.fading.edge_after(a, row + 1)).since(own)) : 0.f;
+  const float factor = taken ? exp2f(of_edge(a.decay.edge_after(a, row + 1)).since(own)) : 0.f;
   const bool drops = is_there && factor == 0.f;
   if (head_index % a.y_group == 0) a.factors[state * a.e_head + token] = factor;
   if (a.e.data != nullptr) {
     const float e = factor == 0.f ? 0.f : a.e.data[head_index * a.e.head + static_cast<int64_t>(token) * a.e.token];
-    a.faded_e[head_index * a.e_head + token] = e * factor;
+    a.decayed_e[head_index * a.e_head + token] = e * factor;
   }
   const bool some_drop = __syncthreads_or(drops);
   if (thread == 0) a.whole[static_cast<int64_t>(head_index) * groups + group] = !some_drop;
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kBoundary) linear_fade_tiles_kernel(const Fade
 
 }  // namespace
 
-void linear_fade_tiles(const FadeTilesArgs& a, cudaStream_t stream) {
-  launch_kernel("linear_fade_tiles", linear_fade_tiles_kernel, grid_1d(int64_t{a.states()} * a.y_group * a.groups_of_all()), kBoundary, 0,
+void linear_decay_tiles(const DecayTilesArgs& a, cudaStream_t stream) {
+  launch_kernel("linear_decay_tiles", linear_decay_tiles_kernel, grid_1d(int64_t{a.states()} * a.y_group * a.groups_of_all()), kBoundary, 0,
                 stream, a, a.groups(), a.groups_of_all());
 }
 

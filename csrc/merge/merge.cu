@@ -21,41 +21,41 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const MergeParams p, co
   const bool exists = row < p.n;
 
   float* lse = nullptr;
-  float near = 0.f, z_far = 0.f, shift = 0.f;
+  float local = 0.f, z_global = 0.f, shift = 0.f;
   if (exists) {
     lse = head_of<float>(p.lse, p.lse_stride, batch, head) + row * p.lse_stride.token;
-    near = *lse;
-    z_far = head_of<float>(p.z_far, p.z_far_stride, batch, head)[row * p.z_far_stride.token];
+    local = *lse;
+    z_global = head_of<float>(p.z_global, p.z_global_stride, batch, head)[row * p.z_global_stride.token];
     if (p.shift != nullptr) {
       shift = head_of<float>(p.shift, p.shift_stride, batch, head / (p.h / p.shift_heads))[row * p.shift_stride.token];
     }
   }
   __syncwarp();  // every lane of the row has read what the first one writes over
-  const bool blind = z_far == 0.f || shift == -INFINITY;
+  const bool blind = z_global == 0.f || shift == -INFINITY;
   if (exists && blind && lane == 0) p.z[int64_t{head_index} * p.n + row] = 0.f;
   if (!exists || blind) return;
 
-  // In units of the far weights, where a large shift rounds neither of the two that are compared when they are close. Where z_far is
+  // In units of the far weights, where a large shift rounds neither of the two that are compared when they are close. Where z_global is
   // negative all of it is NaN.
-  const float in_units = near - shift, far = logf(z_far), base = fmaxf(in_units, far);
-  const float of_near = expf(in_units - base), of_far = expf(far - base), total = of_near + of_far;
-  const float near_factor = of_near / total, far_factor = of_far / total;
+  const float in_units = local - shift, global = logf(z_global), base = fmaxf(in_units, global);
+  const float of_local = expf(in_units - base), of_global = expf(global - base), total = of_local + of_global;
+  const float local_factor = of_local / total, global_factor = of_global / total;
   if (lane == 0) {
-    *lse = (in_units >= far ? near : far + shift) + logf(total);
-    p.z[int64_t{head_index} * p.n + row] = isnan(total) ? total : z_far + expf(in_units);
+    *lse = (in_units >= global ? local : global + shift) + logf(total);
+    p.z[int64_t{head_index} * p.n + row] = isnan(total) ? total : z_global + expf(in_units);
   }
 
   struct alignas(kElements * sizeof(Element)) Vector {
     Element x[kElements];
   };
   Element* o = head_of<Element>(p.o, p.o_stride, batch, head) + row * p.o_stride.token;
-  const Element* o_far = head_of<Element>(p.o_far, p.o_far_stride, batch, head) + row * p.o_far_stride.token;
+  const Element* o_global = head_of<Element>(p.o_global, p.o_global_stride, batch, head) + row * p.o_global_stride.token;
   for (int c = kElements * lane; c < p.dv; c += kElements * lanes) {
     Vector x = *reinterpret_cast<const Vector*>(o + c);
-    const Vector y = *reinterpret_cast<const Vector*>(o_far + c);
+    const Vector y = *reinterpret_cast<const Vector*>(o_global + c);
 #pragma unroll
     for (int i = 0; i < kElements; ++i) {
-      x.x[i] = from_float<Element>(fmaf(near_factor, to_float(x.x[i]), far_factor * to_float(y.x[i])));
+      x.x[i] = from_float<Element>(fmaf(local_factor, to_float(x.x[i]), global_factor * to_float(y.x[i])));
     }
     *reinterpret_cast<Vector*>(o + c) = x;
   }

@@ -40,7 +40,7 @@ constexpr Kernels kQuadratic[] = {
      quadratic_fused_bwd_sm90_workspace_bytes<PolynomialScore>, /*fwd=*/nullptr, quadratic_fused_bwd_sm90<PolynomialScore>},
     kernels_sm90<PolynomialScore, DenseVisibility>("quadratic_sm90", covers_quadratic_sm90),
     kernels_sm90<PolynomialScore, TableVisibility>("quadratic_bounded_sm90", covers_quadratic_bounded_sm90),
-    kernels_sm90<PolynomialScore, FadingVisibility>("quadratic_fading_sm90", covers_quadratic_fading_sm90),
+    kernels_sm90<PolynomialScore, DecayVisibility>("quadratic_decay_sm90", covers_quadratic_decay_sm90),
 #endif
     {"quadratic_bounded_sm80", covers_bounded, portable_rates, bounded_workspace_bytes<FwdParams>,
      bounded_workspace_bytes<BwdParams>, portable_fwd<PolynomialScore, TableVisibility>, portable_bwd<PolynomialScore, TableVisibility>},
@@ -55,7 +55,7 @@ constexpr Kernels kFlash[] = {
     kernels_sm90<SoftmaxScore, DenseVisibility>("flash_sm90", covers_flash_sm90),
     kernels_sm90<SoftmaxScore, WindowVisibility>("flash_window_sm90", covers_flash_window_sm90),
     kernels_sm90<SoftmaxScore, TableVisibility>("flash_bounded_sm90", covers_flash_bounded_sm90),
-    kernels_sm90<SoftmaxScore, FadingVisibility>("flash_fading_sm90", covers_flash_fading_sm90),
+    kernels_sm90<SoftmaxScore, DecayVisibility>("flash_decay_sm90", covers_flash_decay_sm90),
 #endif
     {"flash_bounded_sm80", covers_bounded, portable_rates, bounded_workspace_bytes<FwdParams>,
      bounded_workspace_bytes<BwdParams>, portable_fwd<SoftmaxScore, TableVisibility>, portable_bwd<SoftmaxScore, TableVisibility>},

@@ -16,8 +16,8 @@ __host__ __device__ __forceinline__ Range keys_of(const AttentionParams& p, int 
   // Where a window is outside of the keys, its end may be before its begin, and negative.
   const int position = query + p.causal_offset;
   Range keys{max(0, position - p.left), min(position + p.right + 1, p.m)};
-  if (p.first_key.data != nullptr) keys.begin = max(keys.begin, min(bound_of(p.first_key, batch, kv_head, query), p.m));
-  if (p.end_key.data != nullptr) keys.end = min(keys.end, max(bound_of(p.end_key, batch, kv_head, query), 0));
+  if (p.k_start.data != nullptr) keys.begin = max(keys.begin, min(bound_of(p.k_start, batch, kv_head, query), p.m));
+  if (p.k_end.data != nullptr) keys.end = min(keys.end, max(bound_of(p.k_end, batch, kv_head, query), 0));
   return keys;
 }
 
@@ -39,13 +39,13 @@ __host__ __device__ __forceinline__ Range queries_of(const AttentionParams& p, i
 }
 
 // What is left of keys that fade, for blocks of queries and of keys: no tile of the kernels is larger, so that none is partly gone.
-class FadedBlocks {
+class DecayedBlocks {
  public:
-  __device__ FadedBlocks(const AttentionParams& p, int head, float gone)
-      : p(p), sums(p.decay_sums + static_cast<int64_t>(head) * p.m), gone(gone) {}
+  __device__ DecayedBlocks(const AttentionParams& p, int head, float fully_decayed)
+      : p(p), sums(p.decay_sums + static_cast<int64_t>(head) * p.m), fully_decayed(fully_decayed) {}
 
   // The first key of which something is left, for queries of the same block.
-  __device__ int first_key(int query) const {
+  __device__ int k_start(int query) const {
     const int block = query / kBlock;
     return kBlock * first_where(position(block * kBlock) / kBlock, [&](int key_block) { return is_left(block, key_block); });
   }
@@ -59,12 +59,12 @@ class FadedBlocks {
   static constexpr int kBlock = 128;
   const AttentionParams& p;
   const float2* sums;
-  float gone;
+  float fully_decayed;
 
   __device__ int position(int query) const { return max(0, query + p.causal_offset); }
   // The first query has the most, of the last key.
   __device__ bool is_left(int query_block, int key_block) const {
-    return fading(sums[position(query_block * kBlock)], sums[min(key_block * kBlock + kBlock, p.m) - 1]) >= gone;
+    return decay(sums[position(query_block * kBlock)], sums[min(key_block * kBlock + kBlock, p.m) - 1]) >= fully_decayed;
   }
   // The first index below `end` for which `holds`, which does so from there on; `end` where there is none.
   template <class Holds>
@@ -80,7 +80,7 @@ class FadedBlocks {
 };
 
 // A thread per query, then one per key.
-__global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams p, const float gone, Range* __restrict__ keys,
+__global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams p, const float fully_decayed, Range* __restrict__ keys,
                                                           Range* __restrict__ queries, const int64_t rows) {
   int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= rows) return;
@@ -92,8 +92,8 @@ __global__ void __launch_bounds__(256) bound_table_kernel(const AttentionParams 
   const int batch = head / p.hk, kv_head = head % p.hk;
   Range seen = of_query ? keys_of(p, batch, kv_head, token) : queries_of(p, batch, kv_head, token);
   if (p.decay_sums != nullptr) {
-    const FadedBlocks blocks(p, head, gone);
-    if (of_query) seen.begin = max(seen.begin, blocks.first_key(token));
+    const DecayedBlocks blocks(p, head, fully_decayed);
+    if (of_query) seen.begin = max(seen.begin, blocks.k_start(token));
     else seen.end = min(seen.end, blocks.end_query(token));
   }
   (of_query ? keys : queries)[index] = seen;
@@ -106,14 +106,14 @@ size_t bound_table_bytes(const AttentionParams& p, Direction direction) {
   return static_cast<size_t>(p.b * int64_t{p.hk} * tokens) * sizeof(Range);
 }
 
-void fill_bound_tables(AttentionParams& p, float gone, void* table, Direction direction, cudaStream_t stream) {
+void fill_bound_tables(AttentionParams& p, float fully_decayed, void* table, Direction direction, cudaStream_t stream) {
   const int64_t heads = static_cast<int64_t>(p.b) * p.hk;
   const bool forward = direction == Direction::kForward;
   Range* keys = static_cast<Range*>(table);
   Range* queries = forward ? nullptr : keys + heads * p.n;
   const int64_t rows = heads * (forward ? p.n : int64_t{p.n} + p.m);
   constexpr int kThreads = 256;
-  launch_kernel("bound_table", bound_table_kernel, grid_1d((rows + kThreads - 1) / kThreads), kThreads, 0, stream, p, gone, keys,
+  launch_kernel("bound_table", bound_table_kernel, grid_1d((rows + kThreads - 1) / kThreads), kThreads, 0, stream, p, fully_decayed, keys,
                 queries, rows);
   p.key_table = keys, p.query_table = queries;
 }

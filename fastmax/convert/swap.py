@@ -27,7 +27,7 @@ def swap(
     """Fastmax with an exact window in the place of a model's softmax attention, in place and with the same weights.
 
     What is exchanged are the layers `FastmaxSelfAttention(attention="softmax")`, but for those with a window of their own, and
-    in a Hugging Face model its attention. Near keys weigh what they weighed: on sequences of up to `exact_window` tokens the
+    in a Hugging Face model its attention. Local keys weigh what they weighed: on sequences of up to `exact_window` tokens the
     model computes what it did. An error leaves it as it was. Options that a Hugging Face model's `config.fastmax` holds already
     stay (a polynomial, `log_decay`, `constant_memory`); another `exact_window`, `temperature` or `layers` there is refused.
 

@@ -25,7 +25,9 @@ class Accompanying(NamedTuple):
     axes: str  # of b, h, hk, n, m, d, dv; others are sizes of its own
     dtype: torch.dtype | None = None  # None: the compute dtype
     differentiable: bool = False
-    of_far_keys: bool = False  # whether a call for the far keys of an exact window, and one that continues from a state, has it
+    of_global_keys: bool = (
+        False  # whether a call for the far keys of an exact window, and one that continues from a state, has it
+    )
 
     @property
     def per_head(self) -> bool:
@@ -48,17 +50,17 @@ class Call(NamedTuple):
     exact_window: int = 0  # keys with |pos(i) - j| < exact_window are weighed by exp(s): see `fastmax.ops.exact_window`
     # Tensors that accompany q, k and v.
     # True = the key is attended
-    attention_mask: Annotated[Tensor | None, Accompanying("b m", torch.bool, of_far_keys=True)] = None
+    attention_mask: Annotated[Tensor | None, Accompanying("b m", torch.bool, of_global_keys=True)] = None
     # A constant
     drop_noise: Annotated[Tensor | None, Accompanying("b h n dv")] = None
     # n + m - 1 rows
     rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True)] = None
     # Finite, <= 0, or NaN: see `fastmax.prepare.bounds`
-    log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_far_keys=True)] = None
+    log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True)] = None
     # Keys before it are hidden; does not fall from query to query
-    first_key: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_far_keys=True)] = None
+    k_start: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_global_keys=True)] = None
     # Keys from it on are hidden; likewise
-    end_key: Annotated[Tensor | None, Accompanying("b hk n", torch.int32)] = None
+    k_end: Annotated[Tensor | None, Accompanying("b hk n", torch.int32)] = None
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
@@ -137,9 +139,9 @@ class Signature:
 
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("attention_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
 # Causal calls whose keys are far ones of an exact window.
-FAR = Signature(Score, ("algorithm",), tuple(name for name, x in ACCOMPANYING.items() if x.of_far_keys))
+GLOBAL = Signature(Score, ("algorithm",), tuple(name for name, x in ACCOMPANYING.items() if x.of_global_keys))
 # Calls that continue from a state, which are causal and run on the linear algorithm.
-CONTINUED = Signature(Score, (), FAR.tensor_names)
+CONTINUED = Signature(Score, (), GLOBAL.tensor_names)
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("attention_mask", *PER_HEAD))
 EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("attention_mask", *PER_HEAD))
 FLASH = Signature(Softmax, ("causal", "left", "right"), ("attention_mask", *PER_HEAD))

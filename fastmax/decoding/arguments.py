@@ -96,7 +96,7 @@ def _check_window(state: DecodeState, places: tuple[int, int, int], width: int, 
         if x is None or x.shape != shape or x.dtype != dtype:
             got = "None" if x is None else f"{tuple(x.shape)} of {x.dtype}"
             raise ValueError(
-                f"state must have near_{name} {shape} of {dtype} for its exact_window and flush_interval, got {got}"
+                f"state must have local_{name} {shape} of {dtype} for its exact_window and flush_interval, got {got}"
             )
 
 

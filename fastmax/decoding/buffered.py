@@ -46,7 +46,7 @@ def flushed(state: DecodeState) -> DecodeState:
         return replace(state, **changes, **dict.fromkeys(_KEPT))
     place = state.buffered.unsqueeze(-1) + torch.arange(window, device=state.device)  # (b, hk, W)
     near = [x.gather(2, place.view(*place.shape, *(1,) * (x.dim() - 3)).expand(-1, -1, -1, *x.shape[3:])) for x in near]
-    near[_KEPT.index("near_mask")] = near[_KEPT.index("near_mask")][:, 0]  # of every head the same
+    near[_KEPT.index("local_mask")] = near[_KEPT.index("local_mask")][:, 0]  # of every head the same
     return replace(state, **changes, **dict(zip(_KEPT, near, strict=True)))
 
 
@@ -71,7 +71,7 @@ def with_buffer(state: DecodeState, flush_interval: int) -> DecodeState:
     return replace(state, flush_interval=flush_interval, buffered=buffered, **dict(zip(_KEPT, near, strict=True)))
 
 
-_KEPT = ("near_keys", "near_values", "near_mask", "near_decays")
+_KEPT = ("local_keys", "local_values", "local_mask", "local_decays")
 
 
 def _kept(state: DecodeState) -> tuple[Tensor | None, ...]:

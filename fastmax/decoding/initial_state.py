@@ -76,9 +76,9 @@ def init_state(
     state = replace(
         state,
         exact_window=exact_window,
-        near_keys=values.new_zeros(*places, width, dtype=dtype),
-        near_values=values.new_zeros(*places, value_dim, dtype=dtype),
-        near_mask=values.new_zeros(batch, exact_window, dtype=torch.bool),
-        near_decays=values.new_zeros(places),
+        local_keys=values.new_zeros(*places, width, dtype=dtype),
+        local_values=values.new_zeros(*places, value_dim, dtype=dtype),
+        local_mask=values.new_zeros(batch, exact_window, dtype=torch.bool),
+        local_decays=values.new_zeros(places),
     )
     return with_buffer(state, flush_interval)

@@ -14,7 +14,7 @@ from fastmax.core.score import log_of_sums
 from fastmax.decoding.arguments import check_memory, check_token, prepare_after
 from fastmax.decoding.buffered import flushed, with_buffer
 from fastmax.decoding.state import DecodeState
-from fastmax.decoding.window import Tokens, advanced, joined, kept, with_near_keys
+from fastmax.decoding.window import Tokens, advanced, joined, kept, with_local_keys
 
 
 def step(
@@ -63,7 +63,7 @@ def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, Decode
         q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score
     )
     if state.exact_window > 0:
-        o = _with_near_keys(q, o, weights, tokens, state)
+        o = _with_local_keys(q, o, weights, tokens, state)
         tokens = tokens.last(1, state.exact_window, _count(joins))
     return o, advanced(state, 1, values, weights, tokens, _count(joins))
 
@@ -110,7 +110,7 @@ def step_(
         tokens, token = _joining(Tokens(k, v, attention_mask, log_decay), state)
         o = ops.decode_step_(q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score)
         if state.exact_window > 0:
-            o = _with_near_keys(q, o, state.weights, tokens, state)
+            o = _with_local_keys(q, o, state.weights, tokens, state)
             near = tokens.last(1, state.exact_window, _count(attention_mask))
             for x, new in zip(kept(state), near, strict=True):
                 x.copy_(new)
@@ -157,11 +157,11 @@ def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
     return tokens, leaving
 
 
-def _with_near_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
+def _with_local_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
     """`o` and `weights` are of a step with the token that leaves the window, the first of these."""
     lse = log_of_sums(eager.sums_of_weights(q, weights, state.score))
     between = eager.sum_of_decays(tokens.slice(1, state.exact_window).decays)
-    return with_near_keys(q, o, lse, between, tokens, state)
+    return with_local_keys(q, o, lse, between, tokens, state)
 
 
 def _prepare_token(q: Tensor, k: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:

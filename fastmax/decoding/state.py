@@ -28,12 +28,12 @@ class DecodeState(BatchState):
     appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was passed, padding too,
     in packed sequences of all of them together; of states that `cat` joins it is the largest.
 
-    With an exact window of W tokens the sums hold the tokens before the last W, and `near_keys` (b, hk, W, d), `near_values`
-    (b, hk, W, dv), `near_mask` (b, W) and `near_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
+    With an exact window of W tokens the sums hold the tokens before the last W, and `local_keys` (b, hk, W, d), `local_values`
+    (b, hk, W, dv), `local_mask` (b, W) and `local_decays` (b, hk, W) are those W, oldest first: keys and values in the dtype of
     q, k and v, whether each takes part (False in places that no token has yet), and its log_decay, in the dtype of the sums.
 
     With `flush_interval` = T above 1 there is a buffer of T tokens between the last W and the sums. `step_` puts a token behind
-    the W, and once T are buffered adds the oldest T to the sums together. The `near_` tensors have W + T places, `near_mask`
+    the W, and once T are buffered adds the oldest T to the sums together. The `local_` tensors have W + T places, `local_mask`
     one for each head (b, hk, W + T), and `buffered` (b, hk) int32 counts the tokens in the buffer, 0 to T, which are weighed as
     those in the sums. Places behind them hold no tokens.
 
@@ -51,10 +51,10 @@ class DecodeState(BatchState):
     lim: float
     positions: Tensor | None = None  # None without a sinusoidal rpe_matrix
     exact_window: int = 0
-    near_keys: Tensor | None = None  # None without an exact window, as are the following
-    near_values: Tensor | None = None
-    near_mask: Tensor | None = None
-    near_decays: Tensor | None = None
+    local_keys: Tensor | None = None  # None without an exact window, as are the following
+    local_values: Tensor | None = None
+    local_mask: Tensor | None = None
+    local_decays: Tensor | None = None
     flush_interval: int = 1
     buffered: Tensor | None = None  # None where flush_interval is 1
 
@@ -115,7 +115,7 @@ class DecodeState(BatchState):
         self.__init__(**(saved | {"score": Score(*saved["score"])}))  # type: ignore[misc]
 
 
-_TOKENS = ("near_keys", "near_values")  # in the dtype of q, k and v
+_TOKENS = ("local_keys", "local_values")  # in the dtype of q, k and v
 _TENSORS = tuple(field.name for field in fields(DecodeState) if field.type.startswith("Tensor"))
 
 torch.serialization.add_safe_globals([DecodeState])

@@ -59,7 +59,7 @@ _TOKEN_DIMENSIONS = (2, 2, 1, 2)
 
 
 def kept(state: DecodeState) -> Tokens:
-    return Tokens(state.near_keys, state.near_values, state.near_mask, state.near_decays)
+    return Tokens(state.local_keys, state.local_values, state.local_mask, state.local_decays)
 
 
 def joined(state: DecodeState, tokens: Tokens) -> Tokens:
@@ -90,11 +90,11 @@ def prefill(
         decays = torch.where(leaves.unsqueeze(1), far.log_decay, 0.0)
         far = far._replace(attention_mask=leaving.mask & leaves, log_decay=decays)
     o, z, values, weights = ops.prefill(q, leaving.keys, leaving.values, far, state.values, state.weights)
-    o = with_near_keys(q, o, log_of_sums(z), between, tokens, state)
+    o = with_local_keys(q, o, log_of_sums(z), between, tokens, state)
     return o, values, weights, tokens.last(n, window, count)
 
 
-def with_near_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
+def with_local_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
     """The output over the keys of the window as well. `o` and `lse` (b, h, n) are of the keys before it, which fade by
     `between` (b, hk, n) up to the queries; these stand at the last of the tokens."""
     scale = state.score.scale
@@ -124,5 +124,5 @@ def advanced(
         changes["positions"] = state.positions + (n if count is None else count)
     if state.exact_window > 0:  # copies, not views of all tokens
         near = tokens._asdict().items()
-        changes |= {f"near_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in near}
+        changes |= {f"local_{name}": x.clone(memory_format=torch.contiguous_format) for name, x in near}
     return replace(state, **changes)

@@ -398,8 +398,8 @@ def _attend(
         turned = asked._replace(cu_seqlens=None if cu_seqlens is None else (n - cu_seqlens).flip(0))
         mirrored = spread._replace(layout=spread.layout.mirrored())
         turned_keys = surrounded._replace(parts=[x.flipped() for x in reversed(surrounded.parts)])
-        reversed_far = _of_earlier_keys(q.flip(2), turned_keys, turned, mirrored, score, algorithm, window)
-        far.append(lambda: tuple(x.flip(2) for x in reversed_far()))
+        reversed_global = _of_earlier_keys(q.flip(2), turned_keys, turned, mirrored, score, algorithm, window)
+        far.append(lambda: tuple(x.flip(2) for x in reversed_global()))
     # While states are on their way:
     near = surrounded.each(lambda x: x.narrow(1, x.k.shape[2] - 1 - min(1, behind)))
     outputs = [_in_window(q, near, asked, spread, Softmax(score.scale), window - 1, max(0, behind - 1))]
@@ -493,7 +493,7 @@ def _in_window(
             begin, end = ((x - part.start + left).clamp(0, m).to(torch.int32).expand(shape)
                           for x in _sequences(asked.cu_seqlens, part))  # fmt: skip
             first = begin if first is None else torch.maximum(first, begin)
-        call = call._replace(first_key=first, end_key=None if call.causal else end)
+        call = call._replace(k_start=first, k_end=None if call.causal else end)
         pieces.append(ops.attention(of_part, x.k, x.v, call))
     if not pieces:  # stays connected to the halo, whose backward is a collective
         o = q[..., :1].expand(*q.shape[:3], surrounded.none.v.shape[3])

@@ -51,8 +51,8 @@ class Carries:
     @cached_property
     def factors(self) -> Tensor:
         """Factor (parts, b * hk, 1), float64, by which each part decays a state before it; 0 if the part resets it."""
-        totals, forgets = self._of_parts().unbind(1)
-        return torch.where(forgets >= 0, 0.0, totals.exp()).flatten(1).unsqueeze(-1)
+        totals, resets = self._of_parts().unbind(1)
+        return torch.where(resets >= 0, 0.0, totals.exp()).flatten(1).unsqueeze(-1)
 
     def between(self, first: int, last: int) -> Tensor:
         """Returns the sum of the log decays of parts `first` to `last - 1`, (b, hk) in float64. Resets are ignored."""

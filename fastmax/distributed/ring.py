@@ -170,28 +170,28 @@ def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[B
             x, call = held.of(keys.local), block.call
             if keys == queries:
                 first = None if not job.causal or job.first_keys is None else job.first_keys[i].clamp(min=0)
-                call = call._replace(log_decay=x.log_decay, first_key=first)
+                call = call._replace(log_decay=x.log_decay, k_start=first)
             elif job.first_keys is not None:
-                call = call._replace(first_key=_first_key(job, i, keys))
+                call = call._replace(k_start=_k_start(job, i, keys))
             if job.ranges is not None:
                 first, end = ((x[queries.local] - keys.start).clamp(0, keys.tokens).to(torch.int32) for x in job.ranges)
                 shape = (*block.k.shape[:2], queries.tokens)
-                call = call._replace(first_key=first.expand(shape), end_key=end.expand(shape))
+                call = call._replace(k_start=first.expand(shape), k_end=end.expand(shape))
             block = block._replace(call=call)
             if keys != queries and x.log_decay is not None:
-                yield _fading(job, block, own.of(queries.local), x)
+                yield _decay(job, block, own.of(queries.local), x)
             else:
                 yield block
 
 
-def _first_key(job: Job, i: int, keys: Part) -> Tensor:
+def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     """Returns the first key of an earlier part that the queries of the i-th local part see, int32 (b, hk, tokens)."""
     forgotten = job.carries.forgotten(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
     first = (forgotten - keys.start).clamp(0, keys.tokens).to(torch.int32)
     return torch.where(job.first_keys[i] >= 0, keys.tokens, first)
 
 
-def _fading(job: Job, block: Block, own: Keys, held: Keys) -> Block:
+def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:
     """Returns the block as a causal call over the keys of both parts, with those of the query part masked."""
     (queries,), (keys,) = block.queries, block.keys
     between = job.carries.between(job.spread.layout.index[keys] + 1, job.spread.layout.index[queries])

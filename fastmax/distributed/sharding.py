@@ -43,9 +43,9 @@ _QUERIES, _KEYS, _SHARED = _axes("b h"), _axes("b hk"), _axes("")
 _AXES = {
     **{name: _axes(x.axes) for name, x in ACCOMPANYING.items()},
     **dict.fromkeys(("q", "normalized_q", "of_q", "q_factor", "o", "z", "lse"), _QUERIES),
-    **dict.fromkeys(("z_before", "z_behind", "o_far", "z_far", "g", "e", "pairs"), _QUERIES),
+    **dict.fromkeys(("z_before", "z_behind", "o_global", "z_global", "g", "e", "pairs"), _QUERIES),
     **dict.fromkeys(("k", "normalized_k", "of_k", "k_factor", "v", "values", "weights", "new_values", "new_weights"), _KEYS),
-    **dict.fromkeys(("near_keys", "near_values", "near_mask", "near_decays", "buffered", "kept"), _KEYS),
+    **dict.fromkeys(("local_keys", "local_values", "local_mask", "local_decays", "buffered", "kept"), _KEYS),
     **dict.fromkeys(("finite", "shift", "pairs_of_states"), _KEYS),
     **dict.fromkeys(("cu_seqlens", "positions", "cos", "sin"), _SHARED),
 }

@@ -148,7 +148,7 @@ class Job(NamedTuple):
         mask = None if self.mask is None else self.mask[:, local]
         decay = None if log_decay is None else log_decay[..., local]
         first = None if self.first_keys is None else self.first_keys[i]
-        return Call(self.score, causal=True, attention_mask=mask, log_decay=decay, first_key=first)
+        return Call(self.score, causal=True, attention_mask=mask, log_decay=decay, k_start=first)
 
 
 def begin(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, job: Job) -> Callable[[], tuple[Tensor, Tensor]]:

@@ -76,13 +76,13 @@ def exchanged_bytes(
     masked = attention_mask or exact_window > 0
     keys = ring.Keys(like, v, decay if log_decay else None, mask if masked else None)
     if exact_window == 0:
-        return _far(layout, rank, keys, algorithm, causal, p, log_decay or cu_seqlens)
+        return _global(layout, rank, keys, algorithm, causal, p, log_decay or cu_seqlens)
     total = _halo(layout, rank, keys, exact_window, 0 if causal else exact_window, attention_mask)
-    total += _far(layout, rank, keys, algorithm, True, p, log_decay or cu_seqlens)
-    return total if causal else total + _far(layout.mirrored(), rank, keys, algorithm, True, p, cu_seqlens)
+    total += _global(layout, rank, keys, algorithm, True, p, log_decay or cu_seqlens)
+    return total if causal else total + _global(layout.mirrored(), rank, keys, algorithm, True, p, cu_seqlens)
 
 
-def _far(layout: Layout, rank: int, keys: ring.Keys, algorithm: str, causal: bool, p: int, bounded: bool) -> Bytes:
+def _global(layout: Layout, rank: int, keys: ring.Keys, algorithm: str, causal: bool, p: int, bounded: bool) -> Bytes:
     total = _states(layout, keys, causal, p) if algorithm == "linear" else _ring(layout, rank, keys)
     if bounded and causal:
         b, hk = keys.k.shape[:2]

@@ -130,7 +130,7 @@ class Operands:
     v: Tensor
     call: Call  # its tensors are the group's
     tiles: ModuleType  # `fastmax.eager.tiles` or, for softmax, `fastmax.eager.flash`
-    decay: Decay | None = None  # of the call's log_decay, first_key and end_key
+    decay: Decay | None = None  # of the call's log_decay, k_start and k_end
 
     @property
     def score(self) -> Score | Softmax:

@@ -8,7 +8,7 @@ from torch import Tensor
 from fastmax.core.score import Score, reciprocal
 from fastmax.eager.decay import is_at_hand, not_above_zero, sum_of_decays
 from fastmax.eager.merge import merge_
-from fastmax.eager.recurrent import distinct_features, fading_to_last, query_features, softmax_of
+from fastmax.eager.recurrent import decay_to_last, distinct_features, query_features, softmax_of
 
 
 def buffered_step_(
@@ -17,10 +17,10 @@ def buffered_step_(
     v: Tensor,
     values: Tensor,
     weights: Tensor,
-    near_keys: Tensor,
-    near_values: Tensor,
-    near_mask: Tensor,
-    near_decays: Tensor,
+    local_keys: Tensor,
+    local_values: Tensor,
+    local_mask: Tensor,
+    local_decays: Tensor,
     buffered: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
@@ -33,14 +33,14 @@ def buffered_step_(
     T = flush_interval. Where T tokens are buffered already, the oldest T join the sums first.
     """
     b, heads = k.shape[:2]
-    kept = near_keys, near_values, near_mask, near_decays
-    full = buffered >= near_keys.shape[2] - exact_window
+    kept = local_keys, local_values, local_mask, local_decays
+    full = buffered >= local_keys.shape[2] - exact_window
     if not is_at_hand(full) or bool(full.any()):
         _fold_(full, values, weights, kept, exact_window, score)
         buffered.masked_fill_(full, 0)
     at = buffered.long() + exact_window  # place of the token, (b, hk)
-    decay = near_decays.new_zeros(b, heads, 1) if log_decay is None else not_above_zero(log_decay)
-    takes_part = near_mask.new_ones(b, 1) if mask is None else mask
+    decay = local_decays.new_zeros(b, heads, 1) if log_decay is None else not_above_zero(log_decay)
+    takes_part = local_mask.new_ones(b, 1) if mask is None else mask
     for x, new in zip(kept, (k, v, takes_part.unsqueeze(1).expand(-1, heads, -1), decay), strict=True):
         place = at.view(b, heads, *(1,) * (x.dim() - 2)).expand_as(new)
         x.scatter_(2, place, new)
@@ -52,13 +52,13 @@ def _fold_(full: Tensor, values: Tensor, weights: Tensor, kept: tuple[Tensor, ..
     """Add the oldest T tokens of the full heads (b, hk) to the state, and move the last W tokens to the front."""
     count = kept[0].shape[2] - exact_window
     keys, tokens, mask, decays = (x[:, :, :count] for x in kept)
-    fade = torch.where(mask, fading_to_last(decays).exp(), 0.0)
+    fade = torch.where(mask, decay_to_last(decays).exp(), 0.0)
     takes_part = (fade != 0).unsqueeze(-1)
     features = distinct_features(torch.where(takes_part, keys, 0).to(values.dtype), score.order) * fade.unsqueeze(-1)
     tokens = torch.where(takes_part, tokens, 0).to(values.dtype)
     factor = _factor_of_sums(decays, weights)
-    new_weights = _faded(weights, factor) + features.sum(2)
-    new_values = _faded(values, factor.unsqueeze(-1))
+    new_weights = _decayed(weights, factor) + features.sum(2)
+    new_values = _decayed(values, factor.unsqueeze(-1))
     for t in range(count):  # a matrix product might round to TF32
         new_values.addcmul_(features[:, :, t].unsqueeze(-1), tokens[:, :, t].unsqueeze(-2))
     moved = ((x[:, :, :exact_window], x[:, :, count:]) for x in kept)
@@ -73,23 +73,23 @@ def _read(
     keys, tokens, mask, decays = kept
     place, at = torch.arange(keys.shape[2], device=q.device), at.unsqueeze(-1)
     decays = torch.where(place <= at, decays, 0.0)
-    fading, sums_fade = fading_to_last(decays), _factor_of_sums(decays, weights)
+    fading, sums_decay = decay_to_last(decays), _factor_of_sums(decays, weights)
     takes_part = mask & (place <= at)
     keys, tokens = (torch.where(takes_part.unsqueeze(-1), x, 0).to(values.dtype) for x in (keys, tokens))
     s = (score.scale * q.squeeze(2).to(values.dtype)).unflatten(1, (keys.shape[1], -1)) @ keys.mT  # (b, hk, group, places)
 
-    is_far = takes_part & (place <= at - exact_window)
+    is_global = takes_part & (place <= at - exact_window)
     polynomial = score.a0 + s * (score.a1 + (score.a2 if score.order == 2 else 0.0) * s)
-    far = torch.where(is_far.unsqueeze(2), polynomial * fading.exp().unsqueeze(2), 0.0)
-    query, sums_fade = query_features(q, weights, score), sums_fade.unsqueeze(-1)
-    z = far.sum(-1, keepdim=True) + _faded(query @ weights.unsqueeze(-1), sums_fade)
-    o = (far @ tokens + _faded(query @ values, sums_fade)) * reciprocal(z)
+    far = torch.where(is_global.unsqueeze(2), polynomial * fading.exp().unsqueeze(2), 0.0)
+    query, sums_decay = query_features(q, weights, score), sums_decay.unsqueeze(-1)
+    z = far.sum(-1, keepdim=True) + _decayed(query @ weights.unsqueeze(-1), sums_decay)
+    o = (far @ tokens + _decayed(query @ values, sums_decay)) * reciprocal(z)
     o = o.flatten(1, 2).unsqueeze(2)
     if exact_window > 0:
-        is_near = takes_part & (place > at - exact_window)
-        near, lse = softmax_of(torch.where(is_near.unsqueeze(2), s + fading.unsqueeze(2), -torch.inf), tokens)
-        o_far, o = o, near.flatten(1, 2).unsqueeze(2)
-        merge_(o, lse.flatten(1, 2).unsqueeze(2), o_far, z.flatten(1, 2), None)
+        is_local = takes_part & (place > at - exact_window)
+        near, lse = softmax_of(torch.where(is_local.unsqueeze(2), s + fading.unsqueeze(2), -torch.inf), tokens)
+        o_global, o = o, near.flatten(1, 2).unsqueeze(2)
+        merge_(o, lse.flatten(1, 2).unsqueeze(2), o_global, z.flatten(1, 2), None)
     return o.to(q.dtype)
 
 
@@ -101,6 +101,6 @@ def _factor_of_sums(decays: Tensor, weights: Tensor) -> Tensor:
     return torch.where(total.isnan() & (keys == 0), 0.0, total).exp().to(weights.dtype)
 
 
-def _faded(x: Tensor, factor: Tensor) -> Tensor:
+def _decayed(x: Tensor, factor: Tensor) -> Tensor:
     """Return x times the factor; 0 where the factor is 0, even if x is not finite."""
     return torch.where(factor == 0, 0.0, x * factor)

@@ -1,7 +1,7 @@
 """Decays and sequence bounds as factors of the weights: one number per token in place of one per pair.
 
 Query i gives key j the weight `exp(G_pos(i) - G_j) w_ij`, where G is the running sum of `log_decay` over the keys and pos(i)
-the place of query i among them, and sees no key before `first_key[i]` and none from `end_key[i]` on. G is summed in float64,
+the place of query i among them, and sees no key before `k_start[i]` and none from `k_end[i]` on. G is summed in float64,
 and differences are taken before rounding, so that precision does not depend on the length. All exponents here are <= 0.
 
 A decay of NaN counts as 0 in these sums, and makes the exponents of a query NaN that sees a key before it (`_nan_rows`). A sum
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
-from fastmax.eager.exponential import exp_of_faded
+from fastmax.eager.exponential import exp_of_decayed
 from fastmax.eager.workspace import Workspace, buffer
 
 
@@ -29,10 +29,10 @@ def is_at_hand(x: Tensor) -> bool:
 
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """See `fastmax.ops.finite_decay`."""
-    forgets = log_decay == -torch.inf
+    resets = log_decay == -torch.inf
     tokens = torch.arange(log_decay.shape[-1], device=log_decay.device)
-    first = torch.where(forgets, tokens, -1 if continues else 0).cummax(-1).values
-    return torch.where(forgets, 0.0, not_above_zero(log_decay.to(dtype))), first.to(torch.int32)
+    first = torch.where(resets, tokens, -1 if continues else 0).cummax(-1).values
+    return torch.where(resets, 0.0, not_above_zero(log_decay.to(dtype))), first.to(torch.int32)
 
 
 def not_above_zero(log_decay: Tensor) -> Tensor:
@@ -91,12 +91,12 @@ class Factor(NamedTuple):
         """Multiply the tensors in place."""
         # One pass in place of three, where looking at the factor is free.
         looks, is_zero = is_at_hand(self.whole), self._is_zero
-        is_near, is_far = looks and bool(self.whole.all()), looks and not self.whole.any()
+        is_local, is_global = looks and bool(self.whole.all()), looks and not self.whole.any()
         vanishes = not looks or bool(is_zero.any())
         for x in tensors:
-            if is_near:
+            if is_local:
                 x.addcmul_(x, self.part)
-            elif is_far:
+            elif is_global:
                 x.mul_(self.part)
             else:
                 torch.addcmul(x * self.whole, x, self.part, out=x)
@@ -127,13 +127,13 @@ class Factors(NamedTuple):
 
 
 class Decay:
-    """The decays and bounds of a head group: log_decay (b, hk, m), first_key and end_key (b, hk, n), each may be None."""
+    """The decays and bounds of a head group: log_decay (b, hk, m), k_start and k_end (b, hk, n), each may be None."""
 
     def __init__(
         self,
         log_decay: Tensor | None,
-        first_key: Tensor | None,
-        end_key: Tensor | None,
+        k_start: Tensor | None,
+        k_end: Tensor | None,
         shift: int,
         dtype: torch.dtype,
         mask: Tensor | None = None,
@@ -153,8 +153,8 @@ class Decay:
                 last = torch.where(state.isnan().unsqueeze(-1), last.clamp(min=-1), last)  # behind a NaN of an earlier call
                 is_key = is_key | ((last == -1) & (state != 0).unsqueeze(-1))
             last, is_nan = last[..., shift:], is_key[..., shift:]
-            if first_key is not None:
-                is_nan = is_nan & (last >= first_key)
+            if k_start is not None:
+                is_nan = is_nan & (last >= k_start)
             if left is not None:
                 is_nan = is_nan & (last >= torch.arange(-left, last.shape[-1] - left, device=last.device) + shift)
             self._nan_rows = torch.where(is_nan, torch.nan, torch.zeros((), dtype=dtype, device=is_nan.device))
@@ -162,7 +162,7 @@ class Decay:
             log_decay = torch.where(log_decay.isnan(), 0.0, log_decay)
         # With a 0 in front: sums[j + 1] is G_j.
         self._sums = None if log_decay is None else F.pad(log_decay.double().cumsum(-1), (1, 0))
-        self._first, self._end = first_key, end_key
+        self._first, self._end = k_start, k_end
         self._shift = shift
         self._dtype = dtype
 
@@ -237,7 +237,7 @@ class Decay:
         else:
             at = self._blocks(self._sums[..., 1:], key, length, count)
             base = self._blocks(self._sums, key, length, count)[:, :1]
-            rows, keys = (exp_of_faded(x.to(self._dtype), in_place=False) for x in (at - base, at[:, -1:] - at))
+            rows, keys = (exp_of_decayed(x.to(self._dtype), in_place=False) for x in (at - base, at[:, -1:] - at))
             through = at[:, -1:] - base
             near = through > -0.5
             whole = near.to(self._dtype)

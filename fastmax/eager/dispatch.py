@@ -38,7 +38,7 @@ def group_size(q: Tensor, k: Tensor) -> int:
 
 def algorithm_of(q: Tensor, k: Tensor, v: Tensor, call: Call) -> str:
     """Return "quadratic" or "linear": the only one that supports the call, the requested one, or the cheaper one."""
-    bounded = not call.causal and (call.first_key is not None or call.end_key is not None)
+    bounded = not call.causal and (call.k_start is not None or call.k_end is not None)
     if isinstance(call.score, Softmax) or call.exact_window > 0 or call.rpe_matrix is not None or bounded:
         return "quadratic"
     if call.algorithm != "auto":

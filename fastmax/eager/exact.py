@@ -17,16 +17,16 @@ from fastmax.eager.exponential import exp_of_relative
 from fastmax.eager.flash import NO_KEYS, finish, row_terms, start
 from fastmax.eager.workspace import Workspace
 
-__all__ = ["NO_KEYS", "backward", "finish", "forward", "near_keys", "row_terms", "start"]
+__all__ = ["NO_KEYS", "backward", "finish", "forward", "local_keys", "row_terms", "start"]
 
 
-def near_keys(offset: int, rows: int, cols: int, window: int, dtype: torch.dtype, device: torch.device) -> tiles.Near | None:
+def local_keys(offset: int, rows: int, cols: int, window: int, dtype: torch.dtype, device: torch.device) -> tiles.Local | None:
     """Of the tile whose first query is at the place `offset` after its first key; None where no pair is near."""
     if offset - cols >= window - 1 or offset + rows <= 1 - window:
         return None
     ones = torch.ones(rows, cols, dtype=dtype, device=device)
     near = torch.tril(ones, offset + window - 1).triu_(offset - window + 1)
-    return tiles.Near(near, ones.sub_(near))
+    return tiles.Local(near, ones.sub_(near))
 
 
 def forward(

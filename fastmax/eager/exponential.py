@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def exp_of_faded(x: Tensor, in_place: bool) -> Tensor:
+def exp_of_decayed(x: Tensor, in_place: bool) -> Tensor:
     """exp(x), and 0 where it is below a thousand times the smallest normal number: x of float32 below -80, of float64 -701.
 
     The threshold on the row sum is larger (`tiles.finish_decayed`).

@@ -162,7 +162,7 @@ def _read_pairs(state: State, x: Tensor, y: Tensor, weight: Tensor, dx: Tensor, 
     return share * (x * dx).sum(-1, keepdim=True) + (y * of_values).sum(-1, keepdim=True) + weight * of_weights
 
 
-def _faded(state: State, factor: Factor, workspace: Workspace | None) -> State:
+def _decayed(state: State, factor: Factor, workspace: Workspace | None) -> State:
     """Return the state times a factor (B, 1, 1); in place when nothing is recorded."""
     if workspace is None:
         return State(*(None if x is None else factor(x) for x in state))
@@ -260,7 +260,7 @@ class _Walk:
         """Call `use` on the state before each chunk; return its result and the state times `carry` plus the tokens."""
         if span.count == 1:
             used = use(state)
-            state = state if carry is None else _faded(state, carry, self.workspace)
+            state = state if carry is None else _decayed(state, carry, self.workspace)
             return used, _absorb(state, *tokens, self.workspace)
         x, y, _ = tokens
         sums = empty_state(x.shape[0], x.shape[-1], y.shape[-1], self.ops.score.order, x)

@@ -8,33 +8,41 @@ from torch import Tensor
 from fastmax.core.score import reciprocal
 
 
-def merge_(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor | None) -> Tensor:
-    """Write over o (b, h, n, dv) and the log of its sums of weights lse (b, h, n) by those of both sets of keys; return the sum
-    of both in the units of `z_far`, 0 where there are no far keys.
+def merge_(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Tensor | None) -> Tensor:
+    """Merge attention to global keys into attention to local keys, in place.
 
-    The far weights add up to `z_far exp(shift)`, shift (b, hk, n), and their average of the values is o_far. lse, z_far and
-    shift are in the compute dtype. Where the far keys have faded to nothing (shift -inf) there are none.
+    The weights of the global keys sum to `z_global * exp(shift)`.
+
+    Args:
+        o: (b, h, n, dv), output for the local keys; overwritten by the output for all keys.
+        lse: (b, h, n), log of the sum of the local weights, in the compute dtype; overwritten by that of all weights.
+        o_global: (b, h, n, dv), output for the global keys.
+        z_global: (b, h, n), in the compute dtype; 0: the query sees no global key.
+        shift: (b, hk, n), in the compute dtype, or None for 0; -inf: all global keys are fully decayed.
+
+    Returns:
+        The sum of all weights, divided by `exp(shift)`; 0 where the query sees no global key.
     """
-    blind = z_far == 0
+    blind = z_global == 0
     if shift is None:
         shift = torch.zeros((), dtype=lse.dtype, device=lse.device)
     else:
         shift = shift.repeat_interleave(o.shape[1] // max(1, shift.shape[1]), dim=1)
         blind |= shift == -torch.inf
         shift = torch.where(blind, 0.0, shift)
-    # In units of the far weights, where a large shift rounds neither of the two that are compared when they are close.
-    near, far = lse - shift, torch.where(blind, -torch.inf, z_far.log())
-    base = torch.maximum(near, far)
+    # Both logs are taken relative to the shift: subtracting a large shift after the comparison would round close values.
+    lse_local, lse_global = lse - shift, torch.where(blind, -torch.inf, z_global.log())
+    base = torch.maximum(lse_local, lse_global)
     base = torch.where(base == -torch.inf, 0.0, base)
-    of_near, of_far = torch.exp(near - base), torch.exp(far - base)
-    total = of_near + of_far
+    of_local, of_global = torch.exp(lse_local - base), torch.exp(lse_global - base)
+    total = of_local + of_global
     inverse = reciprocal(total)
-    z = torch.where(blind, 0.0, torch.where(total.isnan(), total, z_far + near.exp()))
-    larger = torch.where(near >= far, lse, far + shift)
+    z = torch.where(blind, 0.0, torch.where(total.isnan(), total, z_global + lse_local.exp()))
+    larger = torch.where(lse_local >= lse_global, lse, lse_global + shift)
     lse.copy_(larger.add_(total.log_()))
-    of_near, of_far = (of_near * inverse).unsqueeze(-1), (of_far * inverse).unsqueeze(-1)
-    if o.dtype == of_near.dtype:
-        o.mul_(of_near).addcmul_(o_far, of_far)
+    of_local, of_global = (of_local * inverse).unsqueeze(-1), (of_global * inverse).unsqueeze(-1)
+    if o.dtype == of_local.dtype:
+        o.mul_(of_local).addcmul_(o_global, of_global)
     else:  # one rounding
-        o.copy_((o * of_near).addcmul_(o_far, of_far))
+        o.copy_((o * of_local).addcmul_(o_global, of_global))
     return z.contiguous()

@@ -67,7 +67,7 @@ def linear_cost(n: int, m: int, d: int, dv: int, causal: bool, order: int, group
 def choose_algorithm(n: int, m: int, d: int, dv: int, causal: bool, order: int, group: int = 1) -> str:
     """The algorithm of fewer multiply-adds.
 
-    Near the crossover both run at one rate (the ratio measured 0.9 to 1.1 at d = 32 and 64 on two CPU cores, forward +
+    Local the crossover both run at one rate (the ratio measured 0.9 to 1.1 at d = 32 and 64 on two CPU cores, forward +
     backward; 0.65 at d = 128, where linear pays from n = 12000 on and is chosen from 19000).
     """
     linear = linear_cost(n, m, d, dv, causal, order, group)

@@ -35,9 +35,9 @@ class _Tiling:
         begin = 0 if ops.left is None else max(0, first - ops.left)
         end = ops.m if ops.right is None else min(ops.m, last + ops.right + 1)
         if self.reads_values:
-            first_key, end_key = ops.decay.key_range(rows.start, rows.stop, ops.m)
+            k_start, k_end = ops.decay.key_range(rows.start, rows.stop, ops.m)
             cols = self.plan.cols  # whole tiles are skipped, which leaves the others, and all sums, as they are
-            begin, end = max(begin, first_key // cols * cols), min(end, -(-end_key // cols) * cols)
+            begin, end = max(begin, k_start // cols * cols), min(end, -(-k_end // cols) * cols)
         if not ops.causal:
             return spans(begin, end, self.plan.cols)
         return spans(begin, first, self.plan.cols) + spans(max(begin, first), end, self.plan.cols)
@@ -61,12 +61,12 @@ class _Tiling:
             rpe=None if rpe is None else rpe[self.rpe_rows(rows, cols)].to(ops.dtype),
             exponent=exponent,
             returns_pairs=ops.call.log_decay is not None,
-            near=self._near(offset, rows, cols),
+            near=self._local(offset, rows, cols),
         )
 
-    def _near(self, offset: int, rows: Span, cols: Span) -> tiles.Near | None:
+    def _local(self, offset: int, rows: Span, cols: Span) -> tiles.Local | None:
         ops, window = self.ops, self.ops.call.exact_window
-        return exact.near_keys(offset, rows.length, cols.length, window, ops.dtype, ops.q.device) if window > 0 else None
+        return exact.local_keys(offset, rows.length, cols.length, window, ops.dtype, ops.q.device) if window > 0 else None
 
 
 def forward(ops: Operands, plan: QuadraticPlan, sink: Sink, workspace: Workspace | None) -> None:

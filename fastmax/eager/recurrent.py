@@ -84,13 +84,13 @@ def softmax_step(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, decays: 
     """Output (b, h, 1, dv) and log of the sums of weights (b, h, 1) of queries (b, h, 1, d) that stand at the last of a few
     keys (b, hk, m, d); mask bool (b, m), decays (b, hk, m), logarithms, -inf too. For few keys that costs less than tiles."""
     wide = decays.dtype
-    fading = torch.where(mask.unsqueeze(1), fading_to_last(decays), -torch.inf)
+    fading = torch.where(mask.unsqueeze(1), decay_to_last(decays), -torch.inf)
     query = (scale * q.squeeze(2).to(wide)).unflatten(1, (keys.shape[1], -1))  # (b, hk, group, d)
     o, lse = softmax_of(query @ keys.to(wide).mT + fading.unsqueeze(2), values.to(wide))
     return o.flatten(1, 2).unsqueeze(2).to(q.dtype), lse.flatten(1, 2).unsqueeze(2)
 
 
-def fading_to_last(decays: Tensor) -> Tensor:
+def decay_to_last(decays: Tensor) -> Tensor:
     """The logarithm of what is left of each token (b, hk, m) at the last one, of the decays that each of them brings; -inf of
     one that is forgotten, even behind a NaN."""
 

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 
 from fastmax.core.call import Call
 from fastmax.core.score import Score, quotient, reciprocal
-from fastmax.eager.exponential import exp_of_faded
+from fastmax.eager.exponential import exp_of_decayed
 from fastmax.eager.workspace import Workspace, buffer
 
 NO_KEYS = 0.0  # the denominator of a query without keys
 
 
-class Near(NamedTuple):
+class Local(NamedTuple):
     """Which pairs of a tile are in the exact window, (rows, cols): 1 and 0, and the reverse."""
 
     near: Tensor
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     rpe: Tensor | None = None  # (rows + cols - 1, d), the tile's part of the rpe matrix
     exponent: Tensor | None = None  # (B, rows, cols) of the weights, -inf where a key is hidden: `fastmax.eager.decay`
     returns_pairs: bool = False  # whether `backward` returns `TileGradients.pairs`, the gradient of the exponent
-    near: Near | None = None  # of an exact window, in the tiles that hold some of it
+    near: Local | None = None  # of an exact window, in the tiles that hold some of it
 
 
 class TileGradients(NamedTuple):
@@ -95,7 +95,7 @@ def forward(
 
     q (B, group * rows, d) is scaled, k (B, cols, d), v (B, cols, dv). `sums` is overwritten where nothing is recorded.
     """
-    w = _weights(_affine_scores(q, k, score, place, workspace), score, place, _fading(place, workspace), workspace)
+    w = _weights(_affine_scores(q, k, score, place, workspace), score, place, _decay(place, workspace), workspace)
     numerator, z = sums
     return torch.baddbmm(numerator, w, v, out=None if workspace is None else numerator), z + w.sum(-1, keepdim=True)
 
@@ -106,7 +106,7 @@ def backward(
     """Contributions of the tile to the gradients; g (B, group * rows, dv), e (B, group * rows, 1)."""
     y = _affine_scores(q, k, score, place, workspace)
     factor, slope = score.slope(y, out=workspace.buffer("temporary", *y.shape))
-    fading = _fading(place, workspace)
+    fading = _decay(place, workspace)
     ds, u = workspace.buffer("ds", *y.shape), None
     if place.returns_pairs:
         u = torch.baddbmm(e, g, v.mT, out=workspace.buffer("u", *y.shape))
@@ -146,11 +146,11 @@ def _weights(y: Tensor, score: Score, place: Place, fading: Tensor | None, works
     return _hide(score.weights(y, temporary=workspace.buffer("temporary", *y.shape), out=y), place, fading)
 
 
-def _fading(place: Place, workspace: Workspace | None) -> Tensor | None:
+def _decay(place: Place, workspace: Workspace | None) -> Tensor | None:
     """Return the decay factors exp(exponent), (B, 1, rows, cols); in place when nothing is recorded."""
     if place.exponent is None:
         return None
-    return exp_of_faded(place.exponent, in_place=workspace is not None).unsqueeze(1)
+    return exp_of_decayed(place.exponent, in_place=workspace is not None).unsqueeze(1)
 
 
 def _hide(x: Tensor, place: Place, fading: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """The registered operators of `torch.ops.fastmax`: `forward`, `backward`, `flash_forward`, `flash_backward`,
-`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `far_forward_`,
-`far_backward_`, `decode_step`, `decode_step_`, `buffered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
+`exact_window_forward`, `exact_window_backward`, `exact_tiles_forward`, `exact_tiles_backward`, `merge_`, `global_forward_`,
+`global_backward_`, `decode_step`, `decode_step_`, `buffered_step_`, `prefill`, `prefill_backward`, `state_of_keys`,
 `prefill_kept_`, `gradients_of_sums`, `state_of_queries`, `prefill_backward_of_queries`, `prefill_backward_of_keys_`,
 `finite_decay`, `normalize_tokens`, `normalize_tokens_backward` and `softmax`.
 
@@ -21,7 +21,7 @@ Only q, k, v, o, the denominators z (b, h, n) (softmax: the log-sum-exp; with an
 from __future__ import annotations
 
 from fastmax.ops import extension
-from fastmax.ops import far as far  # registers its operators
+from fastmax.ops import global_keys as global_keys  # registers its operators
 from fastmax.ops.autocast import autocast_to as autocast_to
 from fastmax.ops.autocast import in_autocast as in_autocast
 from fastmax.ops.autocast import without_autocast as without_autocast

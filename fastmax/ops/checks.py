@@ -15,7 +15,7 @@ from fastmax.core import validation
 from fastmax.core.call import ACCOMPANYING, PER_HEAD, Call
 from fastmax.core.score import Softmax
 from fastmax.eager import States, compute_dtype, state_rows, sums_dtype
-from fastmax.ops.exact_window import Forward, far_queries
+from fastmax.ops.exact_window import Forward, global_queries
 
 
 def check_call(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
@@ -66,12 +66,12 @@ def check_exact_window(q: Tensor, k: Tensor, call: Call) -> None:
 def check_parts(q: Tensor, k: Tensor, v: Tensor, results: Forward, call: Call) -> None:
     """Checks what a backward with an exact window needs from the forward, beside o and lse."""
     (b, h, n, _), dv, dtype = q.shape, v.shape[3], compute_dtype(q.dtype)
-    before, behind = far_queries(n, k.shape[2], call.exact_window, call.causal)
+    before, behind = global_queries(n, k.shape[2], call.exact_window, call.causal)
     _check_tensor("z_before", results.z_before, (b, h, before), dtype, q)
     _check_tensor("z_behind", results.z_behind, (b, h, behind), dtype, q)
     if call.log_decay is not None:
-        _check_tensor("o_far", results.o_far, (b, h, before, dv), q.dtype, q)
-        _check_tensor("z_far", results.z_far, (b, h, before), dtype, q)
+        _check_tensor("o_global", results.o_global, (b, h, before, dv), q.dtype, q)
+        _check_tensor("z_global", results.z_global, (b, h, before), dtype, q)
 
 
 def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
@@ -80,14 +80,14 @@ def check_joined(q: Tensor, **written: tuple[Tensor, tuple[int, ...]]) -> None:
         _check_tensor(name, x, tuple(shape), q.dtype, q)
 
 
-def check_merge(o: Tensor, lse: Tensor, o_far: Tensor, z_far: Tensor, shift: Tensor | None) -> None:
+def check_merge(o: Tensor, lse: Tensor, o_global: Tensor, z_global: Tensor, shift: Tensor | None) -> None:
     if o.dim() != 4:
         raise ValueError(f"o must be 4-dimensional, got {o.dim()} dimensions")
     dtype = compute_dtype(o.dtype)
     _check_tensor("lse", lse, o.shape[:3], dtype, o, "o")
-    _check_tensor("o_far", o_far, o.shape, o.dtype, o, "o")
-    _check_tensor("z_far", z_far, o.shape[:3], dtype, o, "o")
-    for name, x, written, read in (("o_far", "o", o, o_far), ("z_far", "lse", lse, z_far)):
+    _check_tensor("o_global", o_global, o.shape, o.dtype, o, "o")
+    _check_tensor("z_global", z_global, o.shape[:3], dtype, o, "o")
+    for name, x, written, read in (("o_global", "o", o, o_global), ("z_global", "lse", lse, z_global)):
         if written.untyped_storage().data_ptr() == read.untyped_storage().data_ptr() and read.numel() > 0:
             raise ValueError(f"{name} must not share memory with {x}, which is written over")
     if shift is not None:

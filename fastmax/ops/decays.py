@@ -12,7 +12,7 @@ from fastmax.ops.registration import LIBRARY, register
 
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Checked decays (b, hk, m) taken apart: finite ones or NaN in a dtype, 0 where -inf or more than 0 was, and the first key
-    that a query at the place of a token may see, int32 (b, hk, m): the last token up to that which forgets, else 0, or -1 with
+    that a query at the place of a token may see, int32 (b, hk, m): the last token up to that which resets, else 0, or -1 with
     `continues`."""
     if not log_decay.is_cuda or eager.is_transformed():
         return eager.finite_decay(log_decay, continues, dtype)
@@ -25,8 +25,8 @@ def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tupl
 def _finite_decay(log_decay, continues, wide):
     if log_decay.dim() != 3:
         raise ValueError(f"log_decay must have shape (b, hk, m), got {tuple(log_decay.shape)}")
-    finite, first_key = eager.finite_decay(log_decay, continues, torch.float64 if wide else torch.float32)
-    return finite.contiguous(), first_key.contiguous()
+    finite, k_start = eager.finite_decay(log_decay, continues, torch.float64 if wide else torch.float32)
+    return finite.contiguous(), k_start.contiguous()
 
 
 def _fake_finite_decay(log_decay, continues, wide):
@@ -35,7 +35,7 @@ def _fake_finite_decay(log_decay, continues, wide):
 
 
 _OPERATOR = register(
-    "finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor first_key)",
+    "finite_decay(Tensor log_decay, bool continues, bool wide) -> (Tensor finite, Tensor k_start)",
     _finite_decay,
     _fake_finite_decay,
 )

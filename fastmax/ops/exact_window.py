@@ -24,21 +24,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fastmax import eager
-from fastmax.core.call import ACCOMPANYING, FAR, Call
+from fastmax.core.call import ACCOMPANYING, GLOBAL, Call
 from fastmax.core.score import Softmax
 from fastmax.ops.merge import merge_attention
 
 # q, k, v, call -> output, and denominators or, for softmax, the log of the sums of weights
 Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
 # o, lse, q, k, v, call -> denominators; o and lse of near keys become those of these keys too
-AttendFar = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
+AttendGlobal = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
 # grad_o, grad_z (or None), q, k, v, o, z, call -> gradients by name (no elements for a tensor that the call has not)
 Differentiate = Callable[..., dict[str, Tensor]]
 # Gradients of q, k and v to add to, then as Differentiate -> the gradient of log_decay
-DifferentiateFar = Callable[..., Tensor]
+DifferentiateGlobal = Callable[..., Tensor]
 
 
-class FarKeys(NamedTuple):
+class GlobalKeys(NamedTuple):
     """A part of global keys: queries and keys whose causal attention is the attention to the global keys on one side."""
 
     queries: int  # the last ones; reversed: the first
@@ -72,14 +72,14 @@ class FarKeys(NamedTuple):
         return self.turned(self.queries_of(q)), self.turned(self.keys_of(k)), self.turned(self.keys_of(v))
 
 
-def near_call(call: Call) -> Call:
+def local_call(call: Call) -> Call:
     """Returns the call for the local keys: softmax with a window."""
     window = call.exact_window
     right = -1 if call.causal else window - 1
     return call._replace(score=Softmax(call.score.scale), exact_window=0, left=window - 1, right=right)
 
 
-def far_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
+def global_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
     """Returns the numbers of queries with global keys before them and behind them. Symbolic sizes get no guards."""
     if all(isinstance(size, int) for size in (n, m)):
         return max(0, min(n, m - window)), 0 if causal else max(0, n - window)
@@ -87,21 +87,21 @@ def far_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
     return before, 0 if causal else torch.sym_max(0, n - window)
 
 
-def far_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[FarKeys]:
+def global_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[GlobalKeys]:
     """Yields the parts of global keys that have any queries: keys before the queries, then keys behind them."""
     n, m, window = q.shape[2], k.shape[2], call.exact_window
-    before, behind = far_queries(n, m, window, call.causal)
-    whole = {name: getattr(call, name) for name in FAR.tensor_names}
-    far = call._replace(causal=True, exact_window=0, end_key=None)
+    before, behind = global_queries(n, m, window, call.causal)
+    whole = {name: getattr(call, name) for name in GLOBAL.tensor_names}
+    far = call._replace(causal=True, exact_window=0, k_end=None)
     if before > 0:
-        part = FarKeys(before, m - window, False, far)
+        part = GlobalKeys(before, m - window, False, far)
         tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items()}
         yield part._replace(call=far._replace(**tensors))
     if behind > 0:
-        part = FarKeys(behind, behind, True, far)
-        tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items() if name != "first_key"}
-        first = None if call.end_key is None else m - part.part_of("end_key", call.end_key)
-        yield part._replace(call=far._replace(**tensors, first_key=first))
+        part = GlobalKeys(behind, behind, True, far)
+        tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items() if name != "k_start"}
+        first = None if call.k_end is None else m - part.part_of("k_end", call.k_end)
+        yield part._replace(call=far._replace(**tensors, k_start=first))
 
 
 def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -111,8 +111,8 @@ def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, att
     log of the sums for both scores.
     """
     n = q.shape[2]
-    parts = [attend(q, k, v, near_call(call))]
-    for far in far_keys(q, k, call):
+    parts = [attend(q, k, v, local_call(call))]
+    for far in global_keys(q, k, call):
         o, lse = (far.turned(x) for x in attend(*far.operands(q, k, v), far.call))
         if call.log_decay is not None:
             between = _between(call, far).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
@@ -131,57 +131,57 @@ class Forward(NamedTuple):
     z_before: Tensor
     z_behind: Tensor
     # With log_decay, output and denominators of the part before the queries alone: (b, h, queries, dv) and (b, h, queries)
-    o_far: Tensor
-    z_far: Tensor
+    o_global: Tensor
+    z_global: Tensor
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Forward:
     """Returns uninitialised results."""
     (b, h, n, _), dv = q.shape, v.shape[3]
     dtype = eager.compute_dtype(q.dtype)
-    before, behind = far_queries(n, k.shape[2], call.exact_window, call.causal)
+    before, behind = global_queries(n, k.shape[2], call.exact_window, call.causal)
 
     def per_query(queries: int) -> Tensor:
         return q.new_empty(b, h, queries, dtype=dtype)
 
     if call.log_decay is None:
-        o_far, z_far = q.new_empty(0), q.new_empty(0, dtype=dtype)
+        o_global, z_global = q.new_empty(0), q.new_empty(0, dtype=dtype)
     else:
-        o_far, z_far = eager.empty_like_layout(q, dv, tokens=before), per_query(before)
-    return Forward(eager.empty_like_layout(q, dv), per_query(n), per_query(before), per_query(behind), o_far, z_far)
+        o_global, z_global = eager.empty_like_layout(q, dv, tokens=before), per_query(before)
+    return Forward(eager.empty_like_layout(q, dv), per_query(n), per_query(before), per_query(behind), o_global, z_global)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, attend_far_: AttendFar, merge: Callable[..., Tensor]
+    q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend, attend_global_: AttendGlobal, merge: Callable[..., Tensor]
 ) -> Forward:
     """Computes `attention_with_exact_window` without autograd, and what the backward needs.
 
     `merge` is `fastmax.eager.merge_` or a kernel for it.
     """
-    o, lse = attend(q, k, v, near_call(call))
+    o, lse = attend(q, k, v, local_call(call))
     results = empty_results(q[:, :, :0], k, v, call)._replace(o=o, lse=lse)
-    for far in far_keys(q, k, call):
+    for far in global_keys(q, k, call):
         if call.log_decay is None and not far.reversed:
-            z = attend_far_(far.queries_of(o), far.queries_of(lse), *far.operands(q, k, v), far.call)
+            z = attend_global_(far.queries_of(o), far.queries_of(lse), *far.operands(q, k, v), far.call)
             results = results._replace(z_before=z)
             continue
-        o_far, z_far = attend(*far.operands(q, k, v), far.call)
+        o_global, z_global = attend(*far.operands(q, k, v), far.call)
         shift = None if call.log_decay is None else _between(call, far).to(lse.dtype)
-        o_far, z_far = far.turned(o_far), far.turned(z_far)
-        z = merge(far.queries_of(o), far.queries_of(lse), o_far, z_far, shift)
+        o_global, z_global = far.turned(o_global), far.turned(z_global)
+        z = merge(far.queries_of(o), far.queries_of(lse), o_global, z_global, shift)
         if far.reversed:
-            _add_to_denominators(results.z_before, z_far, q.shape[2])
+            _add_to_denominators(results.z_before, z_global, q.shape[2])
             results = results._replace(z_behind=z)
         else:
-            results = results._replace(z_before=z, o_far=o_far, z_far=z_far)
+            results = results._replace(z_before=z, o_global=o_global, z_global=z_global)
     return results
 
 
-def _add_to_denominators(z: Tensor, z_far: Tensor, n: int) -> None:
+def _add_to_denominators(z: Tensor, z_global: Tensor, n: int) -> None:
     """Adds the sums over keys behind the queries to z, where z is not 0 and both parts have the query."""
-    both = max(0, z.shape[2] + z_far.shape[2] - n)
+    both = max(0, z.shape[2] + z_global.shape[2] - n)
     of_both = z[..., :both]
-    of_both.add_(torch.where(of_both == 0, 0.0, z_far[..., z_far.shape[2] - both :]))
+    of_both.add_(torch.where(of_both == 0, 0.0, z_global[..., z_global.shape[2] - both :]))
 
 
 def backward(
@@ -193,11 +193,11 @@ def backward(
     results: Forward,
     call: Call,
     differentiate: Differentiate,
-    differentiate_far_: DifferentiateFar,
+    differentiate_global_: DifferentiateGlobal,
 ) -> dict[str, Tensor]:
     """Returns the gradients by name. That of log_decay has no elements if the call has none."""
-    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, near_call(call))
-    for far in far_keys(q, k, call):
+    grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local_call(call))
+    for far in global_keys(q, k, call):
         z = far.turned(results.z_behind if far.reversed else results.z_before)
 
         def of_queries(x: Tensor, far=far) -> Tensor:
@@ -212,27 +212,27 @@ def backward(
             for name, whole in into.items():
                 whole.add_(far.turned(part[name]))
             continue
-        of_decay = differentiate_far_(tuple(into.values()), *arguments)
+        of_decay = differentiate_global_(tuple(into.values()), *arguments)
         if call.log_decay is not None:
             far.keys_of(grads["log_decay"]).add_(of_decay)
             grads["log_decay"].add_(_gradient_of_between(grad_o, grad_lse, results, far, call))
     return grads
 
 
-def _between(call: Call, far: FarKeys) -> Tensor:
+def _between(call: Call, far: GlobalKeys) -> Tensor:
     """Returns, float64 (b, hk, queries), the sum of the `window` log decays between a query and its last global key."""
     return eager.sums_in_window(call.log_decay, call.exact_window)[..., far.keys - far.queries :]
 
 
-def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, far: FarKeys, call: Call) -> Tensor:
+def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, far: GlobalKeys, call: Call) -> Tensor:
     """Returns the gradient of log_decay (b, hk, m) through `_between`: for each token the sum, over the `window` queries from
     it on, of the gradient of the log of their global weights."""
     (b, hk, m), window = call.log_decay.shape, call.exact_window
-    z, z_far = results.z_before, results.z_far
-    change = (results.o_far.to(z.dtype) - far.queries_of(results.o)).mul_(far.queries_of(grad_o)).sum(-1)
+    z, z_global = results.z_before, results.z_global
+    change = (results.o_global.to(z.dtype) - far.queries_of(results.o)).mul_(far.queries_of(grad_o)).sum(-1)
     if grad_lse is not None:
         change += far.queries_of(grad_lse)
-    flow = torch.where(z == 0, 0.0, change * (z_far / z))
+    flow = torch.where(z == 0, 0.0, change * (z_global / z))
     flow = flow.double().unflatten(1, (hk, -1)).sum(2)
     sums = F.pad(flow.cumsum(-1), (m - far.queries + 1, 0))  # over earlier tokens, m + 1 of them
     until = torch.cat((sums[..., window:], sums[..., -1:].expand(b, hk, window - 1)), dim=-1)

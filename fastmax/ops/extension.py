@@ -22,7 +22,7 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-SCHEMA_VERSION = 20  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
+SCHEMA_VERSION = 21  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
 
 _problem: str | None = "it was not asked for yet"
 

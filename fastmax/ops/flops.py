@@ -37,9 +37,9 @@ def visible_pairs(q: Tensor, k: Tensor, call: Call) -> int:
     first = np.zeros(n, dtype=np.int64) if call.left < 0 else position - call.left
     last = np.full(n, m - 1) if call.right < 0 else position + call.right
     first, last = np.maximum(first, 0), np.minimum(last, position if call.causal else m - 1)
-    if (bound := _values(call.first_key)) is not None:
+    if (bound := _values(call.k_start)) is not None:
         first = np.maximum(first, bound)
-    if (bound := _values(call.end_key)) is not None:
+    if (bound := _values(call.k_end)) is not None:
         last = np.minimum(last, bound - 1)
     pairs = np.broadcast_to(np.maximum(last - first + 1, 0), (b, hk, n))
     return int(pairs.sum()) * (h // hk) if hk else 0

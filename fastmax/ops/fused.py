@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fastmax import eager
-from fastmax.core.call import EXACT_TILES, EXACT_WINDOW, FAR, FASTMAX, FLASH, Call, Signature
+from fastmax.core.call import EXACT_TILES, EXACT_WINDOW, FASTMAX, FLASH, GLOBAL, Call, Signature
 from fastmax.core.score import Softmax
 from fastmax.ops import checks as operator_checks
 from fastmax.ops import exact_window, extension
@@ -155,13 +155,13 @@ def _exact_window_forward(q, k, v, *arguments):
         tensors, options = operator.signature.flatten(call, arguments[-1])
         return extension.call(operator.forward, q, k, v, *tensors, *options)
 
-    def attend_far_(o, lse, q, k, v, call):
-        tensors, options = FAR.flatten(call, arguments[-1])
-        return extension.call(torch.ops.fastmax.far_forward_.default, o, lse, q, k, v, *tensors, *options)
+    def attend_global_(o, lse, q, k, v, call):
+        tensors, options = GLOBAL.flatten(call, arguments[-1])
+        return extension.call(torch.ops.fastmax.global_forward_.default, o, lse, q, k, v, *tensors, *options)
 
     merge = partial(extension.call, torch.ops.fastmax.merge_.default)
     with without_autocast(q):
-        return exact_window.forward(q, k, v, call, attend, attend_far_, merge)
+        return exact_window.forward(q, k, v, call, attend, attend_global_, merge)
 
 
 def _split_results(arguments: tuple) -> tuple[exact_window.Forward, tuple]:
@@ -183,13 +183,13 @@ def _exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
         grads = extension.call(operator.backward, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
         return operator.signature.gradients(grads)
 
-    def differentiate_far_(into, grad_o, grad_z, q, k, v, o, z, call):
-        tensors, options = FAR.flatten(call, arguments[-1])
-        operator = torch.ops.fastmax.far_backward_.default
+    def differentiate_global_(into, grad_o, grad_z, q, k, v, o, z, call):
+        tensors, options = GLOBAL.flatten(call, arguments[-1])
+        operator = torch.ops.fastmax.global_backward_.default
         return extension.call(operator, *into, grad_o, grad_z, q, k, v, o, z, *tensors, *options)
 
     with without_autocast(q):
-        grads = exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_far_)
+        grads = exact_window.backward(grad_o, grad_lse, q, k, v, results, call, differentiate, differentiate_global_)
     return tuple(grads[name] for name in EXACT_WINDOW.gradient_names)
 
 
@@ -204,8 +204,8 @@ def _fake_exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
 
 def _exact_window_flops(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> int:
     """Counts attention to the local keys and to the parts of global keys."""
-    total = count_attention(q, k, v, exact_window.near_call(call), backward)
-    for far in exact_window.far_keys(q, k, call):
+    total = count_attention(q, k, v, exact_window.local_call(call), backward)
+    for far in exact_window.global_keys(q, k, call):
         total += count_attention(far.queries_of(q), far.keys_of(k), far.keys_of(v), far.call, backward)
     return total
 

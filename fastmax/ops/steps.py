@@ -150,23 +150,36 @@ refuse_gradient(_DECODE_STEP_, refuse_to_record, written=slice(3, 5))
 
 
 def _buffered_step_(
-    q, k, v, values, weights, near_keys, near_values, near_mask, near_decays, buffered, mask, log_decay, exact_window, *score
+    q,
+    k,
+    v,
+    values,
+    weights,
+    local_keys,
+    local_values,
+    local_mask,
+    local_decays,
+    buffered,
+    mask,
+    log_decay,
+    exact_window,
+    *score,
 ):
-    kept = near_keys, near_values, near_mask, near_decays
+    kept = local_keys, local_values, local_mask, local_decays
     with without_autocast(q):
         return eager.buffered_step_(q, k, v, values, weights, *kept, buffered, mask, log_decay, exact_window, Score(*score))
 
 
-def _buffered_step_flops(q, k, v, values, weights, near_keys, *arguments, out_val=None) -> int:
+def _buffered_step_flops(q, k, v, values, weights, local_keys, *arguments, out_val=None) -> int:
     """Counts a step of the sums, which every token joins in the end, and the products with the tokens that are kept."""
-    (b, h, _, d), places = q.shape, near_keys.shape[2]
+    (b, h, _, d), places = q.shape, local_keys.shape[2]
     return count_step(q, values) + 2 * b * h * places * (d + v.shape[3])
 
 
 _BUFFERED_STEP_ = register(
-    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) near_keys, "
-    f"Tensor(d!) near_values, Tensor(e!) near_mask, Tensor(f!) near_decays, Tensor(g!) buffered, {_TOKEN}, int exact_window, "
-    f"{SCORE}) -> (Tensor o)",
+    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) local_keys, "
+    "Tensor(d!) local_values, Tensor(e!) local_mask, Tensor(f!) local_decays, Tensor(g!) buffered, "
+    f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o)",
     _buffered_step_,
     _fake_step_,
     flops=_buffered_step_flops,

@@ -1,6 +1,6 @@
 """`log_decay` and `cu_seqlens` as the operators take them: finite decays, and the range of keys that each query may see.
 
-Both are of the same kind. A sequence that begins is a token that forgets all before it, which is a decay of -inf.
+Both are of the same kind. A sequence that begins is a token that resets all before it, which is a decay of -inf.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def with_bounds(
         begin = cu_seqlens[sequence].expand(b, hk, n)
         first = begin if first is None else torch.maximum(first, begin)
         end = None if call.causal else cu_seqlens[sequence + 1].expand(b, hk, n)
-    return call._replace(log_decay=log_decay, first_key=first, end_key=end)
+    return call._replace(log_decay=log_decay, k_start=first, k_end=end)
 
 
 def sequence_of_token(cu_seqlens: Tensor, n: int) -> Tensor:

@@ -161,7 +161,7 @@ def log_of_sums(z: Tensor, shift: Tensor) -> Tensor:
 def decay_between(q: Tensor, log_decay: Tensor | None) -> Tensor | None:
     """(b, hk, m) -> (b, h, n, m): the sum of the log decays of the tokens after key j up to query i's own.
 
-    -inf counts as 0 here (`visible_pairs` hides what it forgets), and so do values above 0, with gradient 0. With a NaN the sum
+    -inf counts as 0 here (`visible_pairs` hides what it resets), and so do values above 0, with gradient 0. With a NaN the sum
     is NaN. Each is a sum of its own, so that none is the difference of two large ones.
     """
     if log_decay is None:

@@ -372,7 +372,7 @@ def random_tensors(case: Case, device: torch.device | str, seed: int = 0) -> dic
 def _random_decay(case: Case, generator: torch.Generator) -> Tensor:
     """(batch, kv heads, keys) of half-lives from one token to 10,000, among them tokens that forget nothing or everything.
 
-    Beside a padding mask none forgets more than exp(-5), so that no query is left with keys whose weights are all 0 in float32.
+    Beside a padding mask none resets more than exp(-5), so that no query is left with keys whose weights are all 0 in float32.
     """
     shape, device = (case.batch, case.kv_heads, case.keys), generator.device
     rate = math.log(2.0) * 10.0 ** (-4.0 * torch.rand(*shape[:2], 1, generator=generator, dtype=torch.float64, device=device))

@@ -70,7 +70,7 @@ void fill(AttentionParams& p) {
   take("attention_mask", p.attention_mask);
   p.mask_batch_stride = has("attention_mask") ? tensor("attention_mask").strides[0] : 0;
   take("noise", p.noise, p.noise_stride);
-  take("first_key", p.first_key), take("end_key", p.end_key);
+  take("k_start", p.k_start), take("k_end", p.k_end);
   take("log_decay", p.log_decay, p.log_decay_stride);
 }
 
@@ -97,9 +97,9 @@ void fill(BwdParams& p) {
 // What later versions of the params have beside these.
 template <class Params>
 void fill_more(Params& p) {
-  if constexpr (requires { p.near_lse; }) {
-    take("near_lse", p.near_lse);
-    p.near_lse_head = has("near_lse") ? tensor("near_lse").strides[1] : 0;
+  if constexpr (requires { p.local_lse; }) {
+    take("local_lse", p.local_lse);
+    p.local_lse_head = has("local_lse") ? tensor("local_lse").strides[1] : 0;
   }
   if constexpr (requires { p.from_nothing; }) p.from_nothing = integer("from_nothing", 0) != 0;
   if constexpr (requires { p.adds; }) p.adds = integer("adds", 0) != 0;

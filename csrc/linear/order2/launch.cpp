@@ -96,14 +96,14 @@ StateBuffers of_phase(StateBuffers kept, const StateSizes& sizes, const Phase& p
   kept.snapshots += first_slot * sizes.snapshot_bytes, kept.sums += first_slot * sizes.sum_floats;
   return kept;
 }
-Fading of_phase(Fading fading, const Phase& phase) {
-  if (fading) {
-    fading.sums += int64_t{phase.first_state} * fading.tokens;
-    fading.carries += int64_t{phase.first_state} * fading.chunks;
-    if (fading.tiles != nullptr) fading.tiles += int64_t{phase.first_state} * fading.tile_count;
-    fading.first_chunk = phase.first_row / phase.problem.chunk;
+Decay of_phase(Decay decay, const Phase& phase) {
+  if (decay) {
+    decay.sums += int64_t{phase.first_state} * decay.tokens;
+    decay.carries += int64_t{phase.first_state} * decay.chunks;
+    if (decay.tiles != nullptr) decay.tiles += int64_t{phase.first_state} * decay.tile_count;
+    decay.first_chunk = phase.first_row / phase.problem.chunk;
   }
-  return fading;
+  return decay;
 }
 
 inline constexpr StateFactors kAsTheyAre{1.f, 1.f, 1.f, 1.f};
@@ -117,7 +117,7 @@ struct Passes {
   const StatePasses& kernels;
   const StatePlan& plan;
   const StateBuffers& buffers;
-  Fading fading;
+  Decay decay;
   cudaStream_t stream;
   CarriedState carried{};  // new_values may be null: what comes out is not wanted
   StateFactors loads = kAsTheyAre, stores = kAsTheyAre;
@@ -160,8 +160,8 @@ struct Passes {
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
     a.noise = of_phase(a.noise, phase, heads, phase.first_token, output_bytes(p));
     if (a.z != nullptr) a.z += int64_t{phase.first_state} * heads * a.z_head + phase.first_token;
-    a.near_lse = of_phase(a.near_lse, phase, heads, phase.first_token);
-    a.first_key = of_phase(a.first_key, phase);
+    a.local_lse = of_phase(a.local_lse, phase, heads, phase.first_token);
+    a.k_start = of_phase(a.k_start, phase);
     if (a.y_counts.data != nullptr) a.y_counts.data += phase.first_batch * a.y_counts.batch;
     return a;
   }
@@ -191,7 +191,7 @@ struct Passes {
 
   void sum(const Phase& phase, StateArgs a, const StateBuffers& to) const {
     static_cast<LinearProblem&>(a) = phase.problem;
-    a.fading = of_phase(fading, phase);
+    a.decay = of_phase(decay, phase);
     a.y = of_phase(a.y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.zeroed_y = of_phase(a.zeroed_y, phase, phase.problem.y_group, 0, element_bytes(p));
     a.w = of_phase(a.w, phase, phase.problem.y_group, 0, element_bytes(p));
@@ -212,14 +212,14 @@ struct Passes {
   void add(const Phase& phase, const StateArgs& rows) const {
     Phase before = phase;
     before.problem.nx = 0, before.problem.chunks = 1;
-    Passes without_fading = *this;
-    without_fading.fading = {};
-    without_fading.sum(before, rows, buffers);
+    Passes without_decay = *this;
+    without_decay.decay = {};
+    without_decay.sum(before, rows, buffers);
 
     const StateBuffers to = snapshots_of(phase);
     AddArgs a{};
     static_cast<LinearProblem&>(a) = phase.problem;
-    a.fading = of_phase(fading, phase);
+    a.decay = of_phase(decay, phase);
     a.state = adds_while_reading() ? nullptr : buffers.snapshots, a.state_sums = buffers.sums;
     a.snapshots = to.snapshots, a.sums = to.sums;
     a.snapshot_bytes = plan.sizes.snapshot_bytes, a.sum_floats = plan.sizes.sum_floats;
@@ -228,14 +228,14 @@ struct Passes {
 
   // What fades is not the same for all chunks.
   bool adds_while_reading() const {
-    return origin == Snapshots::kAddedTo && !fading && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
+    return origin == Snapshots::kAddedTo && !decay && kernels.adds_while_reading != nullptr && kernels.adds_while_reading(p, plan.whole.time);
   }
 
   // What reads and gradients share.
   template <class Args>
   void enter(Args& a, const Phase& phase) const {
     static_cast<LinearProblem&>(a) = phase.problem;
-    a.fading = of_phase(fading, phase);
+    a.decay = of_phase(decay, phase);
     a.x = of_phase(a.x, phase, phase.problem.x_group, phase.first_token, element_bytes(p));
     a.out = of_phase(a.out, phase, phase.problem.x_group, phase.first_token, output_bytes(p));
     a.x_mask = of_phase(a.x_mask, phase, phase.first_token);
@@ -247,15 +247,15 @@ struct Passes {
 };
 
 // Rows that fade, as states and the rows of their own chunk take them, and what says how. Serves one walk after the other.
-struct FadedRows {
+struct DecayedRows {
   char *w = nullptr, *y = nullptr;
   float *e = nullptr, *factors = nullptr, *carries = nullptr;
   uint8_t *kept = nullptr, *whole = nullptr;
-  FadingTile* tiles = nullptr;  // null: rows are copied as they fade
+  DecayTile* tiles = nullptr;  // null: rows are copied as they fade
   char* sums = nullptr;
 
-  FadedRows(const AttentionParams& p, bool takes_zeros, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
-    if (!fades(p)) return;
+  DecayedRows(const AttentionParams& p, bool takes_zeros, std::initializer_list<const LinearProblem*> walks, Workspace& workspace) {
+    if (!has_decay(p)) return;
     int64_t rows = 0, groups = 0, chunks = 0, state_groups = 0;  // of the walk with the most
     for (const LinearProblem* walk : walks) {
       const int64_t heads = int64_t{walk->states()} * walk->y_group;
@@ -270,54 +270,54 @@ struct FadedRows {
     if (takes_zeros) {
       y = workspace.take<char>(rows * p.d * element_bytes(p));
       factors = workspace.take<float>(state_groups * kBoundary);
-      tiles = workspace.take<FadingTile>(state_groups * kBoundary / kFadingTile);
+      tiles = workspace.take<DecayTile>(state_groups * kBoundary / kDecayTile);
     } else {
       kept = workspace.take<uint8_t>(rows);
     }
   }
 
   // How a walk fades; nothing where the call has nothing that does. With `sums_rows`, rows of a state are from here on as they fade.
-  Fading fill(const AttentionParams& p, const StatePlan& plan, bool sums_rows, StateArgs& a, cudaStream_t stream) const {
-    if (!fades(p)) return {};
+  Decay fill(const AttentionParams& p, const StatePlan& plan, bool sums_rows, StateArgs& a, cudaStream_t stream) const {
+    if (!has_decay(p)) return {};
     sums_rows = sums_rows && plan.needs_states();
-    Fading fading{p.decay_sums, p.m, plan.whole.boundary, carries, plan.whole.chunks, 0};
-    fading.bounds_alone = p.log_decay == nullptr;
-    if (tiles != nullptr) fill_tiles(plan.whole, sums_rows, fading, a, stream);
-    else if (sums_rows) copy_rows(p, plan.whole, fading, a, stream);
-    return fading;
+    Decay decay{p.decay_sums, p.m, plan.whole.boundary, carries, plan.whole.chunks, 0};
+    decay.bounds_alone = p.log_decay == nullptr;
+    if (tiles != nullptr) fill_tiles(plan.whole, sums_rows, decay, a, stream);
+    else if (sums_rows) copy_rows(p, plan.whole, decay, a, stream);
+    return decay;
   }
 
  private:
-  void fill_tiles(const LinearProblem& walk, bool sums_rows, Fading& fading, StateArgs& a, cudaStream_t stream) const {
+  void fill_tiles(const LinearProblem& walk, bool sums_rows, Decay& decay, StateArgs& a, cudaStream_t stream) const {
     const int heads = walk.state_heads * walk.y_group;
-    fading.tiles = tiles, fading.tile_count = walk.groups_of_all() * (kBoundary / kFadingTile);
-    FadeTilesArgs fade{};
-    static_cast<LinearProblem&>(fade) = walk;
-    fade.fading = fading;
-    fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
-    fade.tiles = tiles;
+    decay.tiles = tiles, decay.tile_count = walk.groups_of_all() * (kBoundary / kDecayTile);
+    DecayTilesArgs args{};
+    static_cast<LinearProblem&>(args) = walk;
+    args.decay = decay;
+    args.y = a.y, args.w = a.w, args.mask = a.mask, args.e = a.y_scale;
+    args.tiles = tiles;
     if (sums_rows) {
-      fade.factors = factors + walk.first_token_at(), fade.e_head = int64_t{walk.groups()} * kBoundary;
-      fade.faded_e = a.y_scale.data == nullptr ? fade.factors : e + walk.first_token_at();
-      fade.zeroed_y = y, fade.zeroed_w = w, fade.whole = whole, fade.carries = carries;
+      args.factors = factors + walk.first_token_at(), args.e_head = int64_t{walk.groups()} * kBoundary;
+      args.decayed_e = a.y_scale.data == nullptr ? args.factors : e + walk.first_token_at();
+      args.zeroed_y = y, args.zeroed_w = w, args.whole = whole, args.carries = carries;
     }
-    linear_fade_tiles(fade, stream);
+    linear_decay_tiles(args, stream);
     if (!sums_rows) return;
     a.zeroed_y = contiguous(y, heads, walk.ny, walk.d), a.zeroed_w = contiguous(w, heads, walk.ny, walk.dv);
-    a.y_scale = {fade.faded_e, fade.e_head, 1}, a.y_factors = {fade.factors, fade.e_head, 1};
+    a.y_scale = {args.decayed_e, args.e_head, 1}, a.y_factors = {args.factors, args.e_head, 1};
     a.kept = {nullptr, 0, 0, whole, walk.groups()};
   }
 
-  void copy_rows(const Problem& p, const LinearProblem& walk, const Fading& fading, StateArgs& a, cudaStream_t stream) const {
-    FadeArgs fade{};
-    static_cast<LinearProblem&>(fade) = walk;
-    fade.fading = fading;
-    fade.y = a.y, fade.w = a.w, fade.mask = a.mask, fade.e = a.y_scale;
-    fade.faded_w = w, fade.kept = kept, fade.whole = whole, fade.carries = carries;
-    fade.faded_e = e + walk.first_token_at(), fade.e_head = int64_t{walk.groups()} * kBoundary;
-    linear_fade(p, fade, stream);
+  void copy_rows(const Problem& p, const LinearProblem& walk, const Decay& decay, StateArgs& a, cudaStream_t stream) const {
+    DecayArgs args{};
+    static_cast<LinearProblem&>(args) = walk;
+    args.decay = decay;
+    args.y = a.y, args.w = a.w, args.mask = a.mask, args.e = a.y_scale;
+    args.decayed_w = w, args.kept = kept, args.whole = whole, args.carries = carries;
+    args.decayed_e = e + walk.first_token_at(), args.e_head = int64_t{walk.groups()} * kBoundary;
+    linear_decay(p, args, stream);
     a.w = contiguous(w, walk.state_heads * walk.y_group, walk.ny, walk.dv);
-    a.y_scale = {fade.faded_e, fade.e_head, 1};
+    a.y_scale = {args.decayed_e, args.e_head, 1};
     a.kept = {kept, walk.ny, 1, whole, walk.groups()};
   }
 };
@@ -384,7 +384,7 @@ struct FwdPlan {
   StatePlan states;
   WidenedInputs inputs;
   ZeroedInputs zeroed;
-  FadedRows faded;
+  DecayedRows decayed;
   StateBuffers buffers;
   size_t bytes;
 
@@ -395,7 +395,7 @@ struct FwdPlan {
       : states(forward_in_time(p, sizes, p.kept != nullptr), sizes, p.sm_count, continues(p), p.kept != nullptr),
         inputs(p, w),
         zeroed(p, takes_zeros, w),
-        faded(p, takes_zeros, {&states.whole}, w) {
+        decayed(p, takes_zeros, {&states.whole}, w) {
     buffers = take_buffers({&states}, w);
     bytes = w.used();
   }
@@ -406,7 +406,7 @@ struct BwdPlan {
   StatePlan suffixes;  // grad_k, grad_v: keys looking at queries, back in time
   PreparedInputs inputs;
   ZeroedInputs zeroed;
-  FadedRows faded;
+  DecayedRows decayed;
   char* pairs = nullptr;  // and what their sum over tokens takes
   char* decay_gradient = nullptr;
   StateBuffers buffers;
@@ -422,7 +422,7 @@ struct BwdPlan {
                  /*saves=*/p.grad_q == nullptr && p.grad_k != nullptr),
         inputs(p, w, continues(p) ? suffixes.whole.y_row(suffixes.whole.end()) : p.n),
         zeroed(p, takes_zeros, w),
-        faded(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
+        decayed(p, takes_zeros, {&prefixes.whole, &suffixes.whole}, w) {
     if (p.grad_log_decay != nullptr) {
       pairs = w.take<char>(static_cast<int64_t>(pair_sum_bytes(p)));
       decay_gradient = w.take<char>(static_cast<int64_t>(decay_gradient_bytes(p)));
@@ -462,7 +462,7 @@ size_t linear2_bwd_kept_bytes(const BwdParams& p, const StatePasses& kernels) {
 void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   FwdParams p = call;
   const FwdPlan plan(p, kernels, Workspace(p.workspace));
-  if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
+  if (has_decay(p)) fill_decay_sums(p, resets(p), plan.decayed.sums, stream);
   Inputs in = plan.inputs.fill(p, stream);
   plan.zeroed.fill(p, in, stream);
   const Coefficients f(p);
@@ -471,7 +471,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   state.y = in.k, state.w = in.v;
   state.mask = in.key_mask;
   state.weights = {f.c2, f.c1, f.c2};
-  const Fading fading = plan.faded.fill(p, plan.states, origin(p) == Snapshots::kSummed, state, stream);
+  const Decay decay = plan.decayed.fill(p, plan.states, origin(p) == Snapshots::kSummed, state, stream);
 
   ReadArgs read{};
   read.x = in.q, read.y = in.k, read.w = in.v;
@@ -481,14 +481,14 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
   read.half_out = runs_as_tf32(p);
   read.z = p.z;
   read.z_head = p.n;
-  read.near_lse = {p.near_lse, p.near_lse_head, 1};
-  read.first_key = p.first_key;
+  read.local_lse = {p.local_lse, p.local_lse_head, 1};
+  read.k_start = p.k_start;
   read.noise = view(p.noise, p.noise_stride);
   read.dropout = p.dropout;
 
   // Kernels that are given counts of rows count those that fade alone.
-  const UncountedRows uncounted = kernels.takes_zeros && !fading ? UncountedRows{p.m, plan.zeroed.row_counts(p)} : UncountedRows{};
-  const Passes passes{p,       kernels,    plan.states, plan.buffers, fading,      stream,
+  const UncountedRows uncounted = kernels.takes_zeros && !decay ? UncountedRows{p.m, plan.zeroed.row_counts(p)} : UncountedRows{};
+  const Passes passes{p,       kernels,    plan.states, plan.buffers, decay,      stream,
                       p.state, kAsTheyAre, kAsTheyAre,  p.kept,       origin(p),   uncounted};
   passes.run(state, [&](const Phase& phase) {
     if (!wants_state_alone(p)) passes.read(phase, read);
@@ -498,7 +498,7 @@ void launch_linear2_fwd(const FwdParams& call, const StatePasses& kernels, cudaS
 void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaStream_t stream) {
   BwdParams p = call;
   const BwdPlan plan(p, kernels, Workspace(p.workspace));
-  if (fades(p)) fill_decay_sums(p, resets(p), plan.faded.sums, stream);
+  if (has_decay(p)) fill_decay_sums(p, resets(p), plan.decayed.sums, stream);
   PairSums pairs = plan.pairs == nullptr ? PairSums{} : pair_sums(p, plan.pairs);
   if (p.pairs_by_query != nullptr) pairs.by_query = p.pairs_by_query;
   BwdInputs in = plan.inputs.fill(p, stream);
@@ -510,7 +510,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   prefix.y = in.k, prefix.w = in.v;
   prefix.mask = in.key_mask;
   prefix.weights = {f.c2, f.c1, f.g1};
-  const Fading prefix_fading = p.grad_q == nullptr ? Fading{} : plan.faded.fill(p, plan.prefixes, true, prefix, stream);
+  const Decay prefix_decay = p.grad_q == nullptr ? Decay{} : plan.decayed.fill(p, plan.prefixes, true, prefix, stream);
 
   GradArgs grad_q{};
   grad_q.x = in.q, grad_q.x2 = in.g, grad_q.y = in.k, grad_q.y2 = in.v;
@@ -525,7 +525,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
 
   const CarriedGradients& c = p.state;
   const CarriedState before{c.values, c.weights, nullptr, nullptr, c.d, c.dv};
-  Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_fading, stream, before};
+  Passes over_prefixes{p, kernels, plan.prefixes, plan.buffers, prefix_decay, stream, before};
   if (p.grad_q != nullptr) over_prefixes.run(prefix, [&](const Phase& phase) { over_prefixes.grad(phase, grad_q); });
   if (p.grad_q != nullptr && p.grad_k == nullptr) return;
 
@@ -537,7 +537,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   suffix.y = in.q, suffix.w = in.g;
   suffix.y_scale = in.e;
   suffix.weights = {f.c2, f.c1, f.g1};
-  const Fading suffix_fading = plan.faded.fill(p, plan.suffixes, origin(p) == Snapshots::kSummed, suffix, stream);
+  const Decay suffix_decay = plan.decayed.fill(p, plan.suffixes, origin(p) == Snapshots::kSummed, suffix, stream);
 
   ReadArgs grad_v{};
   grad_v.x = in.k, grad_v.y = in.q, grad_v.w = in.g;
@@ -559,7 +559,7 @@ void launch_linear2_bwd(const BwdParams& call, const StatePasses& kernels, cudaS
   grad_k.pair_sums = {pairs.by_key, p.m, 1};
 
   const CarriedState behind{c.grad_new_values, c.grad_new_weights, c.grad_values, c.grad_weights, c.d, c.dv};
-  const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,       suffix_fading, stream,
+  const Passes over_suffixes{p,      kernels, plan.suffixes,       plan.buffers,       suffix_decay, stream,
                              behind, divisors.inverses(), divisors.factors(), p.kept, origin(p)};
   over_suffixes.run(suffix, [&](const Phase& phase) {
     if (p.grad_k != nullptr) over_suffixes.grads(phase, grad_v, grad_k);

@@ -47,7 +47,7 @@ Params with_sums_and_tables(Params p, cudaStream_t stream) {
     const BoundedWorkspace at(p);
     char* workspace = static_cast<char*>(p.workspace);
     if (p.log_decay != nullptr) fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
-    fill_bound_tables(p, Score::kGone, workspace + at.tables, kDirection, stream);
+    fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, kDirection, stream);
   }
   return p;
 }

@@ -15,7 +15,7 @@
 #include "core/launch.h"
 #include "quadratic/portable/bwd_pair.h"
 #include "quadratic/portable/bwd_single.h"
-#include "quadratic/portable/fading.h"
+#include "quadratic/portable/decay.h"
 #include "quadratic/portable/kernels.h"
 
 namespace fastmax {
@@ -35,33 +35,33 @@ struct LaunchQuadraticBwd {
     launch_row_scores<Score, Element, kHeadDim>(p, p.n, row_scores, noisy_grad_o, stream);
 
     if constexpr (kPairsForKv<Math, kHeadDim>) {
-      run_kernel<QueryFadingScratch<QuadraticBwdKvPairTile<Math, kHeadDim>>>(
+      run_kernel<QueryDecayScratch<QuadraticBwdKvPairTile<Math, kHeadDim>>>(
           "quadratic_bwd_kv_pair", quadratic_bwd_kv_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.m, p.hk, row_scores, grad_o,
           grad_o_stride, sums, stream);
     } else {
-      run_kernel<QueryFadingScratch<QuadraticBwdKvTile<Math, kHeadDim>>>(
+      run_kernel<QueryDecayScratch<QuadraticBwdKvTile<Math, kHeadDim>>>(
           "quadratic_bwd_kv", quadratic_bwd_kv_kernel<Score, Visibility, Math, kHeadDim>, p, p.m, p.hk, row_scores, grad_o,
           grad_o_stride, sums, stream);
     }
     if constexpr (kPairsForQ<Math, kHeadDim>) {
-      run_kernel<KeyFadingScratch<QuadraticBwdQPairTile<Math, kHeadDim>>>(
+      run_kernel<KeyDecayScratch<QuadraticBwdQPairTile<Math, kHeadDim>>>(
           "quadratic_bwd_q_pair", quadratic_bwd_q_pair_kernel<Score, Visibility, Math, kHeadDim>, p, p.n, p.h, row_scores, grad_o,
           grad_o_stride, sums, stream);
     } else {
-      run_kernel<KeyFadingScratch<QuadraticBwdQTile<Math, kHeadDim>>>(
+      run_kernel<KeyDecayScratch<QuadraticBwdQTile<Math, kHeadDim>>>(
           "quadratic_bwd_q", quadratic_bwd_q_kernel<Score, Visibility, Math, kHeadDim>, p, p.n, p.h, row_scores, grad_o, grad_o_stride,
           sums, stream);
     }
   }
 
-  // tokens and heads: of the rows that blocks own. Scratch: FadingScratch of the kernel.
+  // tokens and heads: of the rows that blocks own. Scratch: DecayScratch of the kernel.
   template <class Scratch, class Kernel>
   static void run_kernel(const char* name, Kernel kernel, const BwdParams& p, int tokens, int heads, const float4* row_scores,
                          const void* grad_o, const Stride& grad_o_stride, const PairSums& sums, cudaStream_t stream) {
     using Tile = typename Scratch::Tile;
     const int row_blocks = (tokens + Tile::kRows - 1) / Tile::kRows;
     launch_kernel(name, kernel, grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * heads), Tile::kThreads,
-                  Tile::kSharedBytes + (Visibility::kMayFade ? Scratch::bytes(p) : 0), stream, p, row_scores, grad_o,
+                  Tile::kSharedBytes + (Visibility::kMayDecay ? Scratch::bytes(p) : 0), stream, p, row_scores, grad_o,
                   grad_o_stride, sums, row_blocks);
   }
 };

@@ -14,7 +14,7 @@
 #include "core/score.h"
 #include "core/visibility.h"
 #include "quadratic/portable/bwd_common.h"
-#include "quadratic/portable/fading.h"
+#include "quadratic/portable/decay.h"
 #include "quadratic/portable/tile_config.h"
 
 namespace fastmax {
@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
                                                       lane_offset_b_kn<Math, kHeadDim>(first_col));
   const uint32_t exchange = ring + Tile::kRingBytes + pair * Tile::kSlots * Tile::kExchangeBytes;
   const int state = in.batch * p.hk + in.kv_head;
-  const QueryFadingScratch<Tile> scratch{ring + Tile::kSharedBytes};
-  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
+  const QueryDecayScratch<Tile> scratch{ring + Tile::kSharedBytes};
+  if (Visibility::kMayDecay && p.decay_sums != nullptr) scratch.clear_sums();
 
   // A block whose keys are all dropped has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * Tile::kColumnParts * p.hk);
@@ -109,26 +109,26 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
       const int last_row = first_row + kRowTiles * 16 - 1;
       const Visibility sees = visibility_of<Visibility>(p, state);
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
-      const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
+      const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
         constexpr bool kMasked = decltype(masked)::value;
         const uint32_t tokens = stage + slab * Tile::kRowBytes;
         const uint32_t slot = exchange + slab / 16 % Tile::kSlots * Tile::kExchangeBytes;
         float x[kRowTiles][2][4];  // x in the first warp, dp in the second; p or ds in the end
         multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
         const auto make_weights = [&] {
-          maybe_fading.visit([&](auto&& fading) {
+          maybe_decay.visit([&](auto&& decay) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               const int token = begin + slab + half * 8 + t * 2;
-              const auto queries = fading.at(token);
+              const auto queries = decay.at(token);
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                const float4 row = fading.row(scores + (slab + half * 8 + e) * 16, token + e);
+                const float4 row = decay.row(scores + (slab + half * 8 + e) * 16, token + e);
 #pragma unroll
                 for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
                   for (int r = 0; r < 4; r += 2) {
-                    x[i][half][r + e] = fading.weight(row, x[i][half][r + e], queries, e, i, r / 2);
+                    x[i][half][r + e] = decay.weight(row, x[i][half][r + e], queries, e, i, r / 2);
                   }
                 }
               }
@@ -158,34 +158,34 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
             }
           }
           wait_for_pair(pair);
-          maybe_fading.visit([&](auto&& fading) {
+          maybe_decay.visit([&](auto&& decay) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
               float other[kRowTiles][4];  // x or the weight
 #pragma unroll
               for (int i = 0; i < kRowTiles; ++i) take_over(other[i], lane_slot(slot, i, half));
               const int token = begin + slab + half * 8 + t * 2;
-              const auto queries = fading.at(token);
+              const auto queries = decay.at(token);
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
                 float4 row{};
                 if constexpr (!Score::kSlopeIsWeight) {
-                  row = fading.row(scores + (slab + half * 8 + e) * 16, token + e);
+                  row = decay.row(scores + (slab + half * 8 + e) * 16, token + e);
                 }
 #pragma unroll
                 for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
                   for (int r = 0; r < 4; r += 2) {
                     const int key = first_row + i * 16 + r * 4 + g;
-                    auto pair = fading.pair_of_centred(row, other[i][r + e], x[i][half][r + e], queries, e, i, r / 2);
-                    if (std::decay_t<decltype(fading)>::kFades && kMasked && !sees.key_is_seen(key, token + e)) pair = {};
+                    auto pair = decay.pair_of_centred(row, other[i][r + e], x[i][half][r + e], queries, e, i, r / 2);
+                    if (std::decay_t<decltype(decay)>::kHasDecay && kMasked && !sees.key_is_seen(key, token + e)) pair = {};
                     x[i][half][r + e] = pair.ds;
-                    fading.add_flow(pair, i, r / 2, key, token + e);
+                    decay.add_flow(pair, i, r / 2, key, token + e);
                   }
                 }
               }
             }
-            fading.finish_slab(scratch);
+            decay.finish_slab(scratch);
           });
         }
         if constexpr (kMasked) {
@@ -206,17 +206,17 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
         for (int i = 0; i < kRowTiles; ++i) weights_a_from_accumulator<Math>(weights[i], x[i][0], x[i][1]);
         accumulate_slab<Math, kHeadDim>(grad, weights, tokens + lane_b_trans);
       };
-      const auto add_whole_tile = [&](auto&& fading) {
+      const auto add_whole_tile = [&](auto&& decay) {
 #pragma unroll(Tile::kUnroll)
-        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, decay);
       };
-      const auto add_masked_tile = [&](auto&& fading) {
+      const auto add_masked_tile = [&](auto&& decay) {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
           bool sees_some = begin + slab + 15 >= sees.queries_of(first_row).begin;
           if constexpr (Visibility::kBoundsBothSides) sees_some = sees_some && begin + slab < sees.queries_of(last_row).end;
           if (sees_some) {
-            add_slab(slab, std::true_type{}, fading);
+            add_slab(slab, std::true_type{}, decay);
           } else {
             wait_for_pair(pair);  // every warp comes to as many barriers: compute-sanitizer's racecheck counts them
           }
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvPairTile<Math, kHeadDim>::kThrea
   Element* dst =
       static_cast<Element*>(sums_v ? p.grad_v : p.grad_k) + out.batch * stride.batch + out.kv_head * stride.head + first_col;
   store_rows(grad, dst, stride.token, warp_row, p.m, (sums_v ? p.dv : p.d) - first_col, finish);
-  if constexpr (Visibility::kMayFade) {
+  if constexpr (Visibility::kMayDecay) {
     if (!sums_v && first_col == 0) store_sums_by_key<Score>(p, pair_sums, scratch, out.batch, out.kv_head, warp_row);
   }
 }
@@ -262,8 +262,8 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
   const Element* k = head_of<Element>(p.k, p.k_stride, in.batch, in.kv_head);
   const Element* v = head_of<Element>(p.v, p.v_stride, in.batch, in.kv_head);
   const int state = in.batch * p.hk + in.kv_head;
-  const KeyFadingScratch<Tile> scratch{ring + Tile::kSharedBytes};
-  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
+  const KeyDecayScratch<Tile> scratch{ring + Tile::kSharedBytes};
+  if (Visibility::kMayDecay && p.decay_sums != nullptr) scratch.clear_sums();
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
   const Range keys = keys_seen(Visibility(p, state), block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared)));
@@ -289,14 +289,14 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
       }
     }
   }
-  const auto load_rows = [&](const auto& fade_row) {
+  const auto load_rows = [&](const auto& decay_row) {
     const int64_t head = static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = min(warp_row + i * 16 + half * 8 + g, p.n - 1);
-        const float4 row = fade_row(row_scores[head * p.n + query], query);
+        const float4 row = decay_row(row_scores[head * p.n + query], query);
         line[i][half] = role == 0 ? Score::slope_line(row) : score.centre_line(row.w);
         at_zero[i][half] = row.x;
       }
@@ -319,37 +319,37 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
     const int begin = tile * Tile::kStream;
     const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
     const Visibility sees = visibility_of<Visibility>(p, state);
-    if constexpr (Visibility::kMayFade) {
+    if constexpr (Visibility::kMayDecay) {
       if (tile > tiles.begin && tile == near_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
     }
     if (kept == Kept::kNone) continue;
     const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
     const int last_row = first_row + kRowTiles * 16 - 1;
     // One slab of 16 keys; masked: some may be invisible.
-    const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
+    const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
       constexpr bool kMasked = decltype(masked)::value;
       const uint32_t tokens = stage + slab * Tile::kRowBytes;
       const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
       float x[kRowTiles][2][4];
       multiply_slab<Math, kHeadDim, kRowTiles>(x, rows, tokens + lane_b);
       float weight[kRowTiles][2][4];  // where keys fade and the slope is not the weight
-      maybe_fading.visit([&](auto&& fading) {
-        constexpr bool kFades = std::decay_t<decltype(fading)>::kFades;
+      maybe_decay.visit([&](auto&& decay) {
+        constexpr bool kHasDecay = std::decay_t<decltype(decay)>::kHasDecay;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const auto keys = fading.at(begin + slab + half * 8 + t * 2);
+          const auto keys = decay.at(begin + slab + half * 8 + t * 2);
 #pragma unroll
           for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               const Line& of_row = line[i][e / 2];
               float factor = of_row.at(x[i][half][e]);
-              if constexpr (kFades) {
+              if constexpr (kHasDecay) {
                 if constexpr (!Score::kSlopeIsWeight) {
                   weight[i][half][e] = fmaf(0.5f * x[i][half][e], factor + of_row.offset, at_zero[i][e / 2]);
                 }
                 // The slope is of the first warp, what is centred of the second.
-                if ((role == 0) == Score::kSlopeIsWeight) factor = Score::fade_line(factor, fading.factor(keys, e % 2, i, e / 2));
+                if ((role == 0) == Score::kSlopeIsWeight) factor = Score::decay_line(factor, decay.factor(keys, e % 2, i, e / 2));
               }
               if (role == 0) factor = Score::slope(factor);
               if constexpr (kMasked) {
@@ -369,7 +369,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
         for (int half = 0; half < 2; ++half) hand_over(lane_slot(slot + role * Tile::kExchangeBytes, i, half), x[i][half]);
       }
       wait_for_pair(pair);
-      maybe_fading.visit([&](auto&& fading) {
+      maybe_decay.visit([&](auto&& decay) {
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -380,32 +380,32 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
             for (int e = 0; e < 4; ++e) {
               x[i][half][e] *= other[e];
               // Of the first warp, which has the slope.
-              if constexpr (std::decay_t<decltype(fading)>::kFades) {
+              if constexpr (std::decay_t<decltype(decay)>::kHasDecay) {
                 const float flow = Score::kSlopeIsWeight ? x[i][half][e] : weight[i][half][e] * other[e];
-                fading.add_flow({{0.f, x[i][half][e]}, flow}, i, e / 2, begin + slab + half * 8 + t * 2 + e % 2,
+                decay.add_flow({{0.f, x[i][half][e]}, flow}, i, e / 2, begin + slab + half * 8 + t * 2 + e % 2,
                                 first_row + i * 16 + e / 2 * 8 + g);
               }
             }
           }
         }
-        fading.finish_slab(scratch);
+        decay.finish_slab(scratch);
       });
       WeightsA<Math> derivatives[kRowTiles];
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) weights_a_from_accumulator<Math>(derivatives[i], x[i][0], x[i][1]);
       accumulate_slab<Math, kHeadDim>(grad_q, derivatives, tokens + lane_b_trans);
     };
-    const auto add_whole_tile = [&](auto&& fading) {
+    const auto add_whole_tile = [&](auto&& decay) {
 #pragma unroll(Tile::kUnroll)
-      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, decay);
     };
-    const auto add_masked_tile = [&](auto&& fading) {
+    const auto add_masked_tile = [&](auto&& decay) {
 #pragma unroll 1
       for (int slab = 0; slab < Tile::kStream; slab += 16) {
         bool sees_some = begin + slab < sees.keys_of(last_row).end;
         if constexpr (Visibility::kBoundsBothSides) sees_some = sees_some && begin + slab + 15 >= sees.keys_of(first_row).begin;
         if (sees_some) {
-          add_slab(slab, std::true_type{}, fading);
+          add_slab(slab, std::true_type{}, decay);
         } else {
           wait_for_pair(pair);
         }
@@ -419,7 +419,7 @@ __global__ void __launch_bounds__(QuadraticBwdQPairTile<Math, kHeadDim>::kThread
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
   Element* dst = head_of<Element>(p.grad_q, p.grad_q_stride, out.batch, out.head) + first_col;
   store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d - first_col, StoreAsIs{});
-  if constexpr (Visibility::kMayFade) {
+  if constexpr (Visibility::kMayDecay) {
     if (role == 0) store_sums_by_query<Score>(p, pair_sums, scratch, out.batch, out.head, warp_row);
   }
 }

@@ -9,7 +9,7 @@
 #include "core/score.h"
 #include "core/visibility.h"
 #include "quadratic/portable/bwd_common.h"
-#include "quadratic/portable/fading.h"
+#include "quadratic/portable/decay.h"
 #include "quadratic/portable/tile_config.h"
 
 namespace fastmax {
@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   const uint32_t lane_b_trans = ptx::keep_in_register(ring + lane_offset_b_kn<Math, kHeadDim>());
   const int state = in.batch * p.hk + in.kv_head;
   const StreamLoader<Tile, Element, kHeadDim> loader(threadIdx.x);
-  const QueryFadingScratch<Tile> scratch{ptx::smem_address(shared) + Tile::kSharedBytes};
-  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
+  const QueryDecayScratch<Tile> scratch{ptx::smem_address(shared) + Tile::kSharedBytes};
+  if (Visibility::kMayDecay && p.decay_sums != nullptr) scratch.clear_sums();
 
   // A block whose keys are all dropped has nothing to sum.
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.hk);
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
       const int last_row = first_row + kRowTiles * 16 - 1;
       const Visibility sees = visibility_of<Visibility>(p, state);
       // One slab of 16 queries; masked: some pairs are on the invisible side of the diagonal.
-      const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
+      const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
         constexpr bool kMasked = decltype(masked)::value;
         const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of q; grad_o's are kTileBytes further on
         const uint32_t rows_trans = stage + slab * Tile::kRowBytes + lane_b_trans;
@@ -166,30 +166,30 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
           float x[kHalves][kRowTiles][4], dp[kHalves][kRowTiles][4];
           multiply_tokens<Math, kHeadDim, kRowTiles, kHalves>(x, dp, k_rows, v_rows, rows + first_half * 8 * Tile::kRowBytes,
                                                               Tile::kTileBytes);
-          maybe_fading.visit([&](auto&& fading) {
+          maybe_decay.visit([&](auto&& decay) {
 #pragma unroll
             for (int j = 0; j < kHalves; ++j) {
               const int half = first_half + j, token = begin + slab + half * 8 + t * 2;
-              const auto queries = fading.at(token);
+              const auto queries = decay.at(token);
 #pragma unroll
               for (int e = 0; e < 2; ++e) {
-                const float4 row = fading.row(scores + (slab + half * 8 + e) * 16, token + e);
+                const float4 row = decay.row(scores + (slab + half * 8 + e) * 16, token + e);
                 const int query = token + e;
 #pragma unroll
                 for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
                   for (int r = 0; r < 2; ++r) {
                     const int key = warp_row + i * 16 + r * 8 + g;
-                    auto pair = fading.pair(row, x[j][i][2 * r + e], dp[j][i][2 * r + e], queries, e, i, r);
+                    auto pair = decay.pair(row, x[j][i][2 * r + e], dp[j][i][2 * r + e], queries, e, i, r);
                     if (kMasked && !sees.key_is_seen(key, query)) pair = {};
                     x[j][i][2 * r + e] = pair.p;
                     dp[j][i][2 * r + e] = pair.ds;
-                    fading.add_flow(pair, i, r, key, query);
+                    decay.add_flow(pair, i, r, key, query);
                   }
                 }
               }
             }
-            fading.finish_slab(scratch);
+            decay.finish_slab(scratch);
           });
 #pragma unroll
           for (int j = 0; j < kHalves; ++j) {
@@ -203,17 +203,17 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
         accumulate_slab<Math, kHeadDim>(grad_v, weights, rows_trans + Tile::kTileBytes);
         accumulate_slab<Math, kHeadDim>(grad_k, derivatives, rows_trans);
       };
-      const auto add_whole_tile = [&](auto&& fading) {
+      const auto add_whole_tile = [&](auto&& decay) {
 #pragma unroll(Tile::kUnroll)
-        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+        for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, decay);
       };
-      const auto add_masked_tile = [&](auto&& fading) {
+      const auto add_masked_tile = [&](auto&& decay) {
 #pragma unroll 1
         for (int slab = 0; slab < Tile::kStream; slab += 16) {
           if constexpr (Visibility::kBoundsBothSides) {
             if (sees.queries_of(last_row).end <= begin + slab) break;
           }
-          if (begin + slab + 15 >= sees.queries_of(first_row).begin) add_slab(slab, std::true_type{}, fading);
+          if (begin + slab + 15 >= sees.queries_of(first_row).begin) add_slab(slab, std::true_type{}, decay);
         }
       };
       const bool whole = query_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(QuadraticBwdKvTile<Math, kHeadDim>::kThreads, 
   Element* dst_v = head_of<Element>(p.grad_v, p.grad_v_stride, out.batch, out.kv_head);
   store_rows(grad_k, dst_k, p.grad_k_stride.token, warp_row, p.m, p.d, finish);
   store_rows(grad_v, dst_v, p.grad_v_stride.token, warp_row, p.m, p.dv, finish);
-  if constexpr (Visibility::kMayFade) store_sums_by_key<Score>(p, pair_sums, scratch, out.batch, out.kv_head, warp_row);
+  if constexpr (Visibility::kMayDecay) store_sums_by_key<Score>(p, pair_sums, scratch, out.batch, out.kv_head, warp_row);
 }
 
 // grad_q: a block owns kRows queries of one head and streams the keys they see.
@@ -260,8 +260,8 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
                             block_row);
 
   const int state = in.batch * p.hk + in.kv_head;
-  const KeyFadingScratch<Tile> scratch{ptx::smem_address(shared) + Tile::kSharedBytes};
-  if (Visibility::kMayFade && p.decay_sums != nullptr) scratch.clear_sums();
+  const KeyDecayScratch<Tile> scratch{ptx::smem_address(shared) + Tile::kSharedBytes};
+  if (Visibility::kMayDecay && p.decay_sums != nullptr) scratch.clear_sums();
   const KeptKeys<BwdParams> kept_keys(p, row_blocks * p.h);
   const Range keys = keys_seen(Visibility(p, state), block_row, min(block_row + Tile::kRows, p.n) - 1);
   const Range tiles = tiles_with<Tile::kStream>(kept_keys.trim<Tile::kThreads>(keys, reinterpret_cast<int*>(shared + Tile::kResidentBytes)));
@@ -270,14 +270,14 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   load_stage(tiles.begin);
 
   float4 row[kRowTiles][2];
-  const auto load_rows = [&](const auto& fade_row) {
+  const auto load_rows = [&](const auto& decay_row) {
     const int64_t head = static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int query = min(warp_row + i * 16 + half * 8 + g, p.n - 1);
-        row[i][half] = fade_row(row_scores[head * p.n + query], query);
+        row[i][half] = decay_row(row_scores[head * p.n + query], query);
       }
     }
   };
@@ -296,14 +296,14 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
     const int begin = tile * Tile::kStream;
     const Kept kept = kept_keys.template tile<Tile::kStream>(begin);
     const Visibility sees = visibility_of<Visibility>(p, state);
-    if constexpr (Visibility::kMayFade) {
+    if constexpr (Visibility::kMayDecay) {
       if (tile > tiles.begin && tile == near_tile_of<Tile::kStream>(p, state, warp_row)) load_rows(AsItIs{});
     }
     if (kept == Kept::kNone) continue;
     const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
     const int last_row = first_row + kRowTiles * 16 - 1;
     // One slab of 16 keys; masked: some may be invisible.
-    const auto add_slab = [&](int slab, auto masked, auto&& maybe_fading) {
+    const auto add_slab = [&](int slab, auto masked, auto&& maybe_decay) {
       constexpr bool kMasked = decltype(masked)::value;
       const uint32_t rows = stage + slab * Tile::kRowBytes + lane_b;  // of k; v's are kTileBytes further on
       const uint32_t kept_bits = kMasked ? kept_keys.slab(begin + slab) : 0u;
@@ -313,24 +313,24 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
         float x[kHalves][kRowTiles][4], dp[kHalves][kRowTiles][4];
         multiply_tokens<Math, kHeadDim, kRowTiles, kHalves>(x, dp, q_rows, grad_o_rows, rows + first_half * 8 * Tile::kRowBytes,
                                                             Tile::kTileBytes);
-        maybe_fading.visit([&](auto&& fading) {
+        maybe_decay.visit([&](auto&& decay) {
 #pragma unroll
           for (int j = 0; j < kHalves; ++j) {
-            const auto keys = fading.at(begin + slab + (first_half + j) * 8 + t * 2);
+            const auto keys = decay.at(begin + slab + (first_half + j) * 8 + t * 2);
 #pragma unroll
             for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
               for (int e = 0; e < 4; ++e) {
-                auto pair = fading.pair(row[i][e / 2], x[j][i][e], dp[j][i][e], keys, e % 2, i, e / 2);
+                auto pair = decay.pair(row[i][e / 2], x[j][i][e], dp[j][i][e], keys, e % 2, i, e / 2);
                 const int column = (first_half + j) * 8 + t * 2 + e % 2;
                 const int query = first_row + i * 16 + e / 2 * 8 + g, key = begin + slab + column;
                 if (kMasked && !(sees.query_sees(query, key) && (kept_bits >> column & 1u))) pair = {};
                 dp[j][i][e] = pair.ds;
-                fading.add_flow(pair, i, e / 2, key, query);
+                decay.add_flow(pair, i, e / 2, key, query);
               }
             }
           }
-          fading.finish_slab(scratch);
+          decay.finish_slab(scratch);
         });
 #pragma unroll
         for (int j = 0; j < kHalves; ++j) {
@@ -340,17 +340,17 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
       }
       accumulate_slab<Math, kHeadDim>(grad_q, derivatives, stage + slab * Tile::kRowBytes + lane_b_trans);
     };
-    const auto add_whole_tile = [&](auto&& fading) {
+    const auto add_whole_tile = [&](auto&& decay) {
 #pragma unroll(Tile::kUnroll)
-      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, fading);
+      for (int slab = 0; slab < Tile::kStream; slab += 16) add_slab(slab, std::false_type{}, decay);
     };
-    const auto add_masked_tile = [&](auto&& fading) {
+    const auto add_masked_tile = [&](auto&& decay) {
 #pragma unroll 1
       for (int slab = 0; slab < Tile::kStream && begin + slab < sees.keys_of(last_row).end; slab += 16) {
         if constexpr (Visibility::kBoundsBothSides) {
           if (sees.keys_of(first_row).begin >= begin + slab + 16) continue;
         }
-        add_slab(slab, std::true_type{}, fading);
+        add_slab(slab, std::true_type{}, decay);
       }
     };
     const bool whole = kept == Kept::kAll && key_tiles<Tile::kStream>(sees, first_row, last_row).whole.contains(tile);
@@ -361,7 +361,7 @@ __global__ void __launch_bounds__(QuadraticBwdQTile<Math, kHeadDim>::kThreads, Q
   const HeadIndex out = head_index(p, static_cast<int>(ptx::keep_in_register(blockIdx.x)) / row_blocks);
   Element* dst = head_of<Element>(p.grad_q, p.grad_q_stride, out.batch, out.head);
   store_rows(grad_q, dst, p.grad_q_stride.token, warp_row, p.n, p.d, StoreAsIs{});
-  if constexpr (Visibility::kMayFade) store_sums_by_query<Score>(p, pair_sums, scratch, out.batch, out.head, warp_row);
+  if constexpr (Visibility::kMayDecay) store_sums_by_query<Score>(p, pair_sums, scratch, out.batch, out.head, warp_row);
 }
 
 }  // namespace fastmax

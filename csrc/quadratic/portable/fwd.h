@@ -15,7 +15,7 @@
 #include "core/heads.h"
 #include "core/score.h"
 #include "core/visibility.h"
-#include "quadratic/portable/fading.h"
+#include "quadratic/portable/decay.h"
 #include "quadratic/portable/kernels.h"
 #include "quadratic/portable/tile_config.h"
 
@@ -65,14 +65,14 @@ struct QuadraticFwd {
   }
 
   // After the last far tile: what was summed so far counts from the first row; from here on, from each row.
-  __device__ __forceinline__ void fade_on(const DecaySums& sums, int warp_row) {
+  __device__ __forceinline__ void decay_on(const DecaySums& sums, int warp_row) {
     const int g = threadIdx.x % kWarpSize / 4;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float factor =
-            Score::query_factor(fading(sums.of_query(warp_row + i * 16 + half * 8 + g), sums.of_query(warp_row)));
+            Score::query_factor(decay(sums.of_query(warp_row + i * 16 + half * 8 + g), sums.of_query(warp_row)));
         if constexpr (Score::kFollowsRowMax) {
           reference[i][half] += factor;
         } else {
@@ -85,26 +85,26 @@ struct QuadraticFwd {
   }
 
   // Adds the 16 keys from key on, which are at k_slab and v_slab. kept: a bit for each of them.
-  template <bool kMasked, class MaybeFading>
+  template <bool kMasked, class MaybeDecay>
   __device__ __forceinline__ void add_slab(const Visibility& sees, const Score& score, uint32_t k_slab, uint32_t v_slab, int key,
-                                           int warp_row, uint32_t kept, MaybeFading& maybe_fading) {
+                                           int warp_row, uint32_t kept, MaybeDecay& maybe_decay) {
     float s[kRowTiles][2][4];
     multiply_slab<Math, kHeadDim, kRowTiles>(s, q, k_slab);
 
     const int g = threadIdx.x % kWarpSize / 4, t = threadIdx.x % 4;
     Score made_of_s = score;
-    const auto fade = [&](auto&& fading) {
-      if constexpr (std::decay_t<decltype(fading)>::kFades) {
+    const auto apply_decay = [&](auto&& decay) {
+      if constexpr (std::decay_t<decltype(decay)>::kHasDecay) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const auto keys = fading.at(key + half * 8 + t * 2);
+          const auto keys = decay.at(key + half * 8 + t * 2);
 #pragma unroll
           for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) s[i][half][e] = score.fade(s[i][half][e], fading.factor(keys, e % 2, i, e / 2));
+            for (int e = 0; e < 4; ++e) s[i][half][e] = score.apply_decay(s[i][half][e], decay.factor(keys, e % 2, i, e / 2));
           }
         }
-        made_of_s = score.of_faded();
+        made_of_s = score.of_decayed();
       }
     };
     const auto visible = [&](int i, int half, int e) {
@@ -112,7 +112,7 @@ struct QuadraticFwd {
       return sees.query_sees(warp_row + i * 16 + e / 2 * 8 + g, key + column) && (kept >> column & 1u);
     };
     if constexpr (Score::kFollowsRowMax) {
-      maybe_fading.visit(fade);
+      maybe_decay.visit(apply_decay);
       if constexpr (kMasked) {  // hidden keys must not raise a reference
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
@@ -135,7 +135,7 @@ struct QuadraticFwd {
           for (int e = 0; e < 4; ++e) s[i][half][e] = score.weight(s[i][half][e]);
         }
       }
-      maybe_fading.visit(fade);
+      maybe_decay.visit(apply_decay);
     }
 
     WeightsA<Math> w[kRowTiles];
@@ -159,9 +159,9 @@ struct QuadraticFwd {
   }
 
   // Adds one stage of keys, those from key_begin on. k_base and v_base: the stage's tiles plus this lane's offsets.
-  template <bool kMasked, class Fading>
+  template <bool kMasked, class Decay>
   __device__ __forceinline__ void add_tile(const Visibility& sees, const Score& score, uint32_t k_base, uint32_t v_base,
-                                           int key_begin, int warp_row, const KeptKeys<FwdParams>& kept_keys, Fading& fading) {
+                                           int key_begin, int warp_row, const KeptKeys<FwdParams>& kept_keys, Decay& decay) {
     const int key_end = sees.keys_of(warp_row + kRowTiles * 16 - 1).end;
     const int slabs = kMasked ? min(kSlabs, (key_end - key_begin + 15) / 16) : kSlabs;
     int first = 0;
@@ -169,7 +169,7 @@ struct QuadraticFwd {
 #pragma unroll(kMasked ? 1 : Tile::kUnroll)
     for (int slab = first; slab < slabs; ++slab) {
       add_slab<kMasked>(sees, score, k_base + slab * kSlabBytes, v_base + slab * kSlabBytes / Tile::kColumnParts, key_begin + slab * 16,
-                        warp_row, kMasked ? kept_keys.slab(key_begin + slab * 16) : 0u, fading);
+                        warp_row, kMasked ? kept_keys.slab(key_begin + slab * 16) : 0u, decay);
     }
   }
 };
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
   }
 
   const Score score(p);
-  const FadingScratch<Tile, float, false> scratch{ring + Tile::kSharedBytes};
+  const DecayScratch<Tile, float, false> scratch{ring + Tile::kSharedBytes};
   const uint32_t k_lane = ptx::keep_in_register(lane_offset_b_nk<Math, kHeadDim>());
   const uint32_t v_lane = ptx::keep_in_register(lane_offset_b_kn<Math, Tile::kOutputCols>()) + Tile::kTileBytes;
   for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -239,18 +239,18 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
     const Kept kept = kept_keys.tile<Tile::kStream>(key_begin);
     const int row = static_cast<int>(ptx::keep_in_register(warp_row));  // bounds are computed again, not kept in registers
     const Visibility sees = visibility_of<Visibility>(p, kv_state);
-    const auto add_whole_tile = [&](auto&& fading) {
-      state.template add_tile<false>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, fading);
+    const auto add_whole_tile = [&](auto&& decay) {
+      state.template add_tile<false>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, decay);
     };
-    const auto add_masked_tile = [&](auto&& fading) {
-      state.template add_tile<true>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, fading);
+    const auto add_masked_tile = [&](auto&& decay) {
+      state.template add_tile<true>(sees, score, stage + k_lane, stage + v_lane, key_begin, row, kept_keys, decay);
     };
     const bool whole =
         kept == Kept::kAll && key_tiles<Tile::kStream>(sees, row, row + kRowTiles * 16 - 1).whole.contains(tile);
     if (kept != Kept::kNone) add_key_tile<Score, Visibility>(p, kv_state, scratch, whole, tile, row, add_whole_tile, add_masked_tile);
-    if constexpr (Visibility::kMayFade) {
+    if constexpr (Visibility::kMayDecay) {
       const DecaySums sums(p, sees.state);
-      if (sums.fade() && tile + 1 == min(sums.template near_tile<Tile::kStream>(row), tiles.end)) state.fade_on(sums, row);
+      if (sums.has_decay() && tile + 1 == min(sums.template near_tile<Tile::kStream>(row), tiles.end)) state.decay_on(sums, row);
     }
   }
 
@@ -264,7 +264,7 @@ __global__ void __launch_bounds__(QuadraticFwdTile<Math, kHeadDim>::kThreads, Qu
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       state.z[i][half] = quad_sum(state.z[i][half]);
-      if constexpr (Visibility::kMayFade) {
+      if constexpr (Visibility::kMayDecay) {
         if (p.decay_sums != nullptr && fabsf(state.z[i][half]) < Score::kSmallestSum) state.z[i][half] = 0.f;
       }
     }
@@ -299,7 +299,7 @@ struct LaunchQuadraticFwd {
     const int row_blocks = (p.n + Tile::kRows - 1) / Tile::kRows;
     launch_kernel("quadratic_fwd", quadratic_fwd_kernel<Score, Visibility, Math, kHeadDim>,
                   grid_1d(int64_t{row_blocks} * Tile::kColumnParts * p.b * p.h), Tile::kThreads,
-                  Tile::kSharedBytes + (Visibility::kMayFade ? FadingScratch<Tile, float, false>::bytes(p) : 0), stream, p, row_blocks);
+                  Tile::kSharedBytes + (Visibility::kMayDecay ? DecayScratch<Tile, float, false>::bytes(p) : 0), stream, p, row_blocks);
   }
 };
 

@@ -1,7 +1,7 @@
 // The backward of the quadratic algorithm and of softmax attention on Hopper, in two kernels.
 //
-// shards: FASTMAX_SCORE=PolynomialScore FASTMAX_VISIBILITY=DenseVisibility,TableVisibility,FadingVisibility
-// shards: FASTMAX_SCORE=SoftmaxScore FASTMAX_VISIBILITY=DenseVisibility,WindowVisibility,TableVisibility,FadingVisibility
+// shards: FASTMAX_SCORE=PolynomialScore FASTMAX_VISIBILITY=DenseVisibility,TableVisibility,DecayVisibility
+// shards: FASTMAX_SCORE=SoftmaxScore FASTMAX_VISIBILITY=DenseVisibility,WindowVisibility,TableVisibility,DecayVisibility
 
 #include "quadratic/sm90/bwd.h"
 

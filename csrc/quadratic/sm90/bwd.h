@@ -27,7 +27,7 @@
 #include "decay/decay.h"
 #include "quadratic/bounds.h"
 #include "quadratic/row_score.h"
-#include "quadratic/sm90/fading.h"
+#include "quadratic/sm90/decay.h"
 #include "quadratic/sm90/kept_keys.h"
 #include "quadratic/sm90/kernels.h"
 #include "quadratic/sm90/visible.h"
@@ -42,7 +42,7 @@ template <class Visibility, int kHeadDim, bool kOwnsKeys>
 struct QuadraticBwdSm90Tile {
   // Queries of head_dim 32 take so few registers that three consumers fit, which hide each other's waits better than two with larger
   // tiles; keys take a few too many.
-  static constexpr bool kNarrow = kHeadDim <= 32 && !kFades<Visibility>;
+  static constexpr bool kNarrow = kHeadDim <= 32 && !kHasDecay<Visibility>;
   static constexpr int kConsumers = kNarrow && !kOwnsKeys ? 3 : 2;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
@@ -51,8 +51,8 @@ struct QuadraticBwdSm90Tile {
   // Registers: sums take kHeadDim / 2, twice that for keys; S and D kStream; P and dS half of that, or dS alone a quarter; X and Y
   // kHeadDim / 4 each where they are kept in registers. 64 x 64 products of two operands in shared memory take all of its bandwidth.
   // What fades takes registers as well.
-  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kFades<Visibility> ? 128 : 64;
-  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kFades<Visibility>;
+  static constexpr int kStream = !kOwnsKeys && kHeadDim <= 64 && !kNarrow && !kHasDecay<Visibility> ? 128 : 64;
+  static constexpr bool kXInRegisters = kStream == 64 && !(kOwnsKeys && kHeadDim > 64) && !kHasDecay<Visibility>;
   static constexpr bool kYInRegisters = kXInRegisters && (!kOwnsKeys || kHeadDim <= 32);
   static constexpr bool kPipelined = !(kOwnsKeys && kHeadDim > 64);
   static constexpr int kStages = kNarrow || (kOwnsKeys && kHeadDim <= 64) ? 6 : 4;
@@ -64,7 +64,7 @@ struct QuadraticBwdSm90Tile {
   static constexpr int kThreads = (kConsumers + 1) * 128;
   // Behind A and B: row scores; where keys fade with their factors, or factors of keys.
   using Column = std::conditional_t<kOwnsKeys, float4, float>;
-  static constexpr int kScoreBytes = kFades<Visibility> ? kFadingTileBytes<Column, kStream>
+  static constexpr int kScoreBytes = kHasDecay<Visibility> ? kDecayTileBytes<Column, kStream>
                                      : kOwnsKeys        ? kStream * static_cast<int>(sizeof(float4))
                                                         : 0;
   static constexpr int kStageBytes =
@@ -100,7 +100,7 @@ struct QuadraticBwdRows {
   float d[kStream / 2];  // grad_o . v, then derivatives
   uint32_t x[Tile::kXInRegisters ? kHeadDim / 4 : 1], y[Tile::kYInRegisters ? kHeadDim / 4 : 1];
   float4 row_scores[kOwnsKeys ? 1 : 2];  // of queries that are rows
-  float flow[kFades<Visibility> ? 2 : 1];  // this lane's part of the rows' sums of pairs (decay/decay.h)
+  float flow[kHasDecay<Visibility> ? 2 : 1];  // this lane's part of the rows' sums of pairs (decay/decay.h)
 
   __device__ __forceinline__ void reset() {
 #pragma unroll
@@ -150,24 +150,24 @@ struct QuadraticBwdRows {
 
   // S and D of a tile, whose first token is `begin`, to P and dS. visible: as visible_keys or visible_queries fills it. stage: of what
   // columns bring with them. lane_row: the first row of this lane. streamed: row scores of the head that is streamed.
-  template <bool kMasked, class Fading>
-  __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Fading& fading, int begin,
+  template <bool kMasked, class Decay>
+  __device__ __forceinline__ void differentiate(uint32_t stage, const uint32_t (&visible)[2][kStream / 32], Decay& decay, int begin,
                                                 int lane_row, int causal_offset, const float4* streamed) {
     const uint32_t columns = stage + 2 * StreamTile::kBytes;
-    fading.template start<kMasked>(columns);
-    if constexpr (kFades<Visibility>) {
-      if (kMasked && fading.takes_pairs) {
-        differentiate<kMasked, true>(columns, visible, fading, begin, lane_row, causal_offset, streamed);
+    decay.template start<kMasked>(columns);
+    if constexpr (kHasDecay<Visibility>) {
+      if (kMasked && decay.takes_pairs) {
+        differentiate<kMasked, true>(columns, visible, decay, begin, lane_row, causal_offset, streamed);
         return;
       }
     }
-    differentiate<kMasked, false>(columns, visible, fading, begin, lane_row, causal_offset, streamed);
+    differentiate<kMasked, false>(columns, visible, decay, begin, lane_row, causal_offset, streamed);
   }
 
  private:
   // kTakesPairs: the factor of each pair by itself.
-  template <bool kMasked, bool kTakesPairs, class Fading>
-  __device__ __forceinline__ void differentiate(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Fading& fading,
+  template <bool kMasked, bool kTakesPairs, class Decay>
+  __device__ __forceinline__ void differentiate(uint32_t columns, const uint32_t (&visible)[2][kStream / 32], const Decay& decay,
                                                 int begin, int lane_row, int causal_offset, const float4* streamed) {
     const int t = lane_index() % 4;
     float4 rows[kOwnsKeys ? 1 : 2];
@@ -175,7 +175,7 @@ struct QuadraticBwdRows {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         rows[half] = row_scores[half];
-        if constexpr (kFades<Visibility> && !kTakesPairs) rows[half] = Score::fade_row(rows[half], fading.of_rows[half]);
+        if constexpr (kHasDecay<Visibility> && !kTakesPairs) rows[half] = Score::decay_row(rows[half], decay.of_rows[half]);
       }
     }
 #pragma unroll
@@ -191,10 +191,10 @@ struct QuadraticBwdRows {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           if constexpr (kOwnsKeys) of_columns[e] = streamed[begin + column + e];
-          sums[e] = fading.sum_of_column(begin + column + e);
+          sums[e] = decay.sum_of_column(begin + column + e);
         }
-      } else if constexpr (kFades<Visibility> && !kOwnsKeys) {
-        keys = fading.columns(columns, column);
+      } else if constexpr (kHasDecay<Visibility> && !kOwnsKeys) {
+        keys = decay.columns(columns, column);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
@@ -202,21 +202,21 @@ struct QuadraticBwdRows {
         const float4& row = kOwnsKeys ? of_columns[e % 2] : rows[e / 2];
         const bool counts = !kMasked || is_visible(visible, i);
         WeightAndDerivative pair;
-        if constexpr (kFades<Visibility>) {
+        if constexpr (kHasDecay<Visibility>) {
           float factor;
           if constexpr (kTakesPairs) {
-            factor = fading.factor(sums[e % 2], e / 2);
+            factor = decay.factor(sums[e % 2], e / 2);
           } else if constexpr (kOwnsKeys) {
-            factor = fading.of_rows[e / 2];
+            factor = decay.of_rows[e / 2];
           } else {
             factor = e % 2 == 0 ? keys.x : keys.y;
           }
-          const FadedPair faded = Score::faded(row, s[i], d[i], factor);
+          const DecayedPair decayed = Score::decayed(row, s[i], d[i], factor);
           // A pair of a token with itself does not fade; there is none in a whole tile.
           const int own = lane_row + 8 * (e / 2), other = begin + column + e % 2;
           const bool itself = kMasked && (kOwnsKeys ? other + causal_offset == own : own + causal_offset == other);
-          flow[e / 2] += counts && !itself ? faded.flow : 0.f;
-          pair = faded;
+          flow[e / 2] += counts && !itself ? decayed.flow : 0.f;
+          pair = decayed;
         } else if constexpr (kOwnsKeys) {
           pair = Score::weight_and_derivative(row, s[i], d[i]);
         } else {
@@ -261,7 +261,7 @@ template <class Score, class Visibility, class Math, int kHeadDim, bool kOwnsKey
 __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>::kThreads, 1)
     quadratic_bwd_sm90_kernel(const __grid_constant__ QuadraticBwdMaps maps, const BwdParams p, const KeptWords kept,
                               const float4* row_scores, const int rows_per_head, const int group, const WorkOrder order,
-                              const PairSums pair_sums, const uint8_t* fading_columns) {
+                              const PairSums pair_sums, const uint8_t* decay_columns) {
   using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
   using RowTile = typename Tile::RowTile;
   using StreamTile = typename Tile::StreamTile;
@@ -330,10 +330,10 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
             ring.expect(at, 2 * StreamTile::kBytes + Tile::kScoreBytes);
             StreamTile::load(stage, maps.a, ring.full(at), token, head, item.batch);
             StreamTile::load(stage + StreamTile::kBytes, maps.b, ring.full(at), token, head, item.batch);
-            if constexpr (kFades<Visibility>) {
+            if constexpr (kHasDecay<Visibility>) {
               const int tokens = kOwnsKeys ? p.n : p.m, heads = kOwnsKeys ? p.h : p.hk;
               const int64_t of_head = (static_cast<int64_t>(item.batch) * heads + head) * ((tokens + Tile::kStream - 1) / Tile::kStream);
-              ptx::bulk_load(stage + 2 * StreamTile::kBytes, fading_columns + (of_head + tile) * Tile::kScoreBytes, Tile::kScoreBytes,
+              ptx::bulk_load(stage + 2 * StreamTile::kBytes, decay_columns + (of_head + tile) * Tile::kScoreBytes, Tile::kScoreBytes,
                              ring.full(at));
             } else if constexpr (kOwnsKeys) {
               const int64_t of_head = (static_cast<int64_t>(item.batch) * p.h + head) * rows_per_head;
@@ -399,11 +399,11 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
       }
 
       const auto stage_of = [&](RingPosition at) { return base + at.stage * Tile::kStageBytes; };
-      auto fading = [&] {
-        if constexpr (kFades<Visibility>) {
-          return TileFading<Score, kOwnsKeys, Tile::kStream>(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head), lane_row);
+      auto decay = [&] {
+        if constexpr (kHasDecay<Visibility>) {
+          return TileDecay<Score, kOwnsKeys, Tile::kStream>(p, item.batch * p.hk + (kOwnsKeys ? item.head : item.first_head), lane_row);
         } else {
-          return NoTileFading();
+          return NoTileDecay();
         }
       }();
       uint32_t visible[2][Tile::kStream / 32];
@@ -419,10 +419,10 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
           }
         }
         const float4* streamed = nullptr;
-        if constexpr (kOwnsKeys && kFades<Visibility>) {
+        if constexpr (kOwnsKeys && kHasDecay<Visibility>) {
           streamed = row_scores + (static_cast<int64_t>(item.batch) * p.h + item.first_head + head_streamed) * rows_per_head;
         }
-        sums.template differentiate<kMasked>(stage_of(at), visible, fading, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
+        sums.template differentiate<kMasked>(stage_of(at), visible, decay, (kOwnsKeys ? first + i : first - i) * Tile::kStream, lane_row,
                                              p.causal_offset, streamed);
       };
 
@@ -529,7 +529,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
         }
       }
 
-      if constexpr (kFades<Visibility>) {
+      if constexpr (kHasDecay<Visibility>) {
         const int heads = kOwnsKeys ? p.hk : p.h;
         float* of_head = kOwnsKeys ? pair_sums.by_key : pair_sums.by_query;
 #pragma unroll
@@ -570,7 +570,7 @@ __global__ void __launch_bounds__(QuadraticBwdSm90Tile<Visibility, kHeadDim, kOw
 // In the workspace: row scores, a copy of grad_o where noise is in it or a tensor map cannot express its strides, the kept keys, tables
 // of bounds, and where keys fade what decay/decay.h takes.
 struct QuadraticBwdSm90Workspace {
-  size_t grad_o, kept, tables, decay_sums, pair_sums, decay_gradient, key_factors, faded_row_scores, bytes;
+  size_t grad_o, kept, tables, decay_sums, pair_sums, decay_gradient, key_factors, decayed_row_scores, bytes;
   bool copies_grad_o;
 
   explicit QuadraticBwdSm90Workspace(const BwdParams& p)
@@ -583,8 +583,8 @@ struct QuadraticBwdSm90Workspace {
     pair_sums = align(decay_sums + (p.log_decay == nullptr ? 0 : decay_sum_bytes(p)));
     decay_gradient = align(pair_sums + (p.grad_log_decay == nullptr ? 0 : pair_sum_bytes(p)));
     key_factors = align(decay_gradient + (p.grad_log_decay == nullptr ? 0 : decay_gradient_bytes(p)));
-    faded_row_scores = align(key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, kFadingQueries)));
-    bytes = faded_row_scores + (p.log_decay == nullptr ? 0 : faded_row_score_bytes(p));
+    decayed_row_scores = align(key_factors + (p.log_decay == nullptr ? 0 : key_factor_bytes(p, kDecayQueries)));
+    bytes = decayed_row_scores + (p.log_decay == nullptr ? 0 : decayed_row_score_bytes(p));
   }
 };
 
@@ -602,15 +602,15 @@ struct LaunchQuadraticBwdSm90 {
     const KeptWords kept = fill_kept_words(p, workspace + at.kept, stream);
     PairSums sums{};
     uint8_t* columns[2] = {};  // what fades, of keys and of queries
-    if constexpr (kFades<Visibility>) {
+    if constexpr (kHasDecay<Visibility>) {
       columns[0] = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
-      columns[1] = reinterpret_cast<uint8_t*>(workspace + at.faded_row_scores);
+      columns[1] = reinterpret_cast<uint8_t*>(workspace + at.decayed_row_scores);
       fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
       fill_key_factors<Score, QuadraticBwdSm90Tile<Visibility, kHeadDim, false>::kStream>(p, columns[0], stream);
-      fade_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
+      decay_row_scores<Score>(p, row_scores, row_scores_per_head(p), columns[1], stream);
       if (p.grad_log_decay != nullptr) sums = pair_sums(p, workspace + at.pair_sums);
     }
-    if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kBackward, stream);
+    if constexpr (Visibility::kHasTables) fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, Direction::kBackward, stream);
 
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
     const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};
@@ -623,14 +623,14 @@ struct LaunchQuadraticBwdSm90 {
                                      sums, columns[1], stream);
     run_kernel<Math, kHeadDim, false>("quadratic_bwd_q_sm90", p, q, grad_o, k, v, kept, row_scores, p.n, p.h,
                                       sums, columns[0], stream);
-    if (kFades<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
+    if (kHasDecay<Visibility> && p.grad_log_decay != nullptr) fill_decay_gradient(p, sums, workspace + at.decay_gradient, stream);
   }
 
   // rows: of a head that blocks own.
   template <class Math, int kHeadDim, bool kOwnsKeys>
   static void run_kernel(const char* name, const BwdParams& p, const TokenTensor& x, const TokenTensor& y, const TokenTensor& a,
                          const TokenTensor& b, const KeptWords& kept,
-                         const float4* row_scores, int rows, int heads, const PairSums& sums, const uint8_t* fading_columns,
+                         const float4* row_scores, int rows, int heads, const PairSums& sums, const uint8_t* decay_columns,
                          cudaStream_t stream) {
     using Tile = QuadraticBwdSm90Tile<Visibility, kHeadDim, kOwnsKeys>;
     const auto tensor_map = [](const TokenTensor& x, int box_tokens) {
@@ -642,7 +642,7 @@ struct LaunchQuadraticBwdSm90 {
                                           p.causal && !p.window, !kOwnsKeys);
     launch_waiting_kernel(name, quadratic_bwd_sm90_kernel<Score, Visibility, Math, kHeadDim, kOwnsKeys>,
                           grid_1d(std::min(order.items(), p.sm_count)), Tile::kThreads, Tile::kSharedBytes, stream, maps, p, kept,
-                          row_scores, row_scores_per_head(p), p.h / p.hk, order, sums, fading_columns);
+                          row_scores, row_scores_per_head(p), p.h / p.hk, order, sums, decay_columns);
   }
 };
 

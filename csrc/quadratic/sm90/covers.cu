@@ -36,7 +36,7 @@ bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction) 
   return covers_fused(p, direction) && sums_divide_grad_o(p) && covers_quadratic_sm90(p, direction);
 }
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction) { return has_bounds_alone(p) && covers_quadratic(p); }
-bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
+bool covers_quadratic_decay_sm90(const AttentionParams& p, Direction) { return p.log_decay != nullptr && covers_quadratic(p); }
 
 bool covers_flash_window_sm90(const AttentionParams& p, Direction direction) { return has_window_alone(p) && covers_flash(p, direction); }
 bool covers_flash_sm90(const AttentionParams& p, Direction direction) { return !is_bounded(p) && covers_flash(p, direction); }
@@ -46,7 +46,7 @@ bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction) {
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction) {
   return has_bounds_alone(p) && covers_flash(p, direction);
 }
-bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction) {
+bool covers_flash_decay_sm90(const AttentionParams& p, Direction direction) {
   return p.log_decay != nullptr && covers_flash(p, direction);
 }
 

@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
         return RingPosition{at.stage ^ 1, at.parity ^ static_cast<uint32_t>(at.stage == 0)};
       };
       const auto derivatives_of = [&](RingPosition at) { return base + Tile::kDerivativesAt + at.stage * DerivativeTile::kBytes; };
-      NoTileFading fading;
+      NoTileDecay decay;
       uint32_t visible[2][Tile::kStream / 32];
       const auto start_dq = [&] {  // of the tile before this one
         const Operand<DerivativeTile> ds(derivatives_of(before(derivatives)));
@@ -255,7 +255,7 @@ __global__ void __launch_bounds__(FusedBwdTile::kThreads, 1)
         keep(sums.s);
         keep(sums.d);
         if constexpr (kMasked) visible_queries_of_kept(visible, sees, tile, lane_row, t, keeps);
-        sums.template differentiate<kMasked>(stage_of(at), visible, fading, tile * Tile::kStream, lane_row, p.causal_offset,
+        sums.template differentiate<kMasked>(stage_of(at), visible, decay, tile * Tile::kStream, lane_row, p.causal_offset,
                                              /*streamed=*/nullptr);
         uint32_t packed_p[Tile::kStream / 4], packed_ds[Tile::kStream / 4];
         sums.pack(packed_p, packed_ds);

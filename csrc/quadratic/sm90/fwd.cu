@@ -1,7 +1,7 @@
 // The forward of the quadratic algorithm and of softmax attention on Hopper.
 //
-// shards: FASTMAX_SCORE=PolynomialScore FASTMAX_VISIBILITY=DenseVisibility,TableVisibility,FadingVisibility
-// shards: FASTMAX_SCORE=SoftmaxScore FASTMAX_VISIBILITY=DenseVisibility,WindowVisibility,TableVisibility,FadingVisibility
+// shards: FASTMAX_SCORE=PolynomialScore FASTMAX_VISIBILITY=DenseVisibility,TableVisibility,DecayVisibility
+// shards: FASTMAX_SCORE=SoftmaxScore FASTMAX_VISIBILITY=DenseVisibility,WindowVisibility,TableVisibility,DecayVisibility
 
 #include "quadratic/sm90/fwd.h"
 

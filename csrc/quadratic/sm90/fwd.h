@@ -26,7 +26,7 @@
 #include "core/sm90/wgmma.h"
 #include "core/visibility.h"
 #include "quadratic/bounds.h"
-#include "quadratic/sm90/fading.h"
+#include "quadratic/sm90/decay.h"
 #include "quadratic/sm90/kept_keys.h"
 #include "quadratic/sm90/kernels.h"
 #include "quadratic/sm90/visible.h"
@@ -38,7 +38,7 @@ template <class Score, class Visibility, int kHeadDim>
 struct QuadraticFwdSm90Tile {
   // Sums of kHeadDim / 2 registers, scores of 64 and weights of 32: three consumers at head_dim 64 have 160 each, two at 128 have 240,
   // as where keys fade.
-  static constexpr int kConsumers = kHeadDim <= 64 && !kFades<Visibility> ? 3 : 2;
+  static constexpr int kConsumers = kHeadDim <= 64 && !kHasDecay<Visibility> ? 3 : 2;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kRows = 64;  // of a consumer
@@ -56,7 +56,7 @@ struct QuadraticFwdSm90Tile {
   static constexpr int kQueries = kStages * kStageBytes;  // offsets in shared memory
   static constexpr int kBarriers = kQueries + kQueryBuffers * kConsumers * QueryTile::kBytes;
   static constexpr int kQueryBarriers = kBarriers + Ring<kStages>::kBarrierBytes;
-  static constexpr int kFactorBytes = kFades<Visibility> ? kFadingTileBytes<float, kKeys> : 0;  // of a stage
+  static constexpr int kFactorBytes = kHasDecay<Visibility> ? kDecayTileBytes<float, kKeys> : 0;  // of a stage
   static constexpr int kFactors = kQueryBarriers + kConsumers * Ring<kQueryBuffers>::kBarrierBytes;
   static constexpr int kEnd = kFactors + kStages * kFactorBytes;
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kEnd;
@@ -118,32 +118,32 @@ struct QuadraticFwdRows {
 
   // Scores of the tile that begins at a key to weights. visible: as visible_keys fills it. factors: of keys that fade, in shared memory.
   // shrink: what sums so far are to be multiplied by.
-  template <bool kMasked, class Fading>
-  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Fading& fading, uint32_t factors,
+  template <bool kMasked, class Decay>
+  __device__ __forceinline__ void weigh(Score score, const uint32_t (&visible)[2][Tile::kKeys / 32], Decay& decay, uint32_t factors,
                                         int key_begin, float (&shrink)[2]) {
-    if constexpr (kFades<Visibility>) {
-      fading.template start<kMasked>(factors);
-      if (kMasked && fading.takes_pairs) {
+    if constexpr (kHasDecay<Visibility>) {
+      decay.template start<kMasked>(factors);
+      if (kMasked && decay.takes_pairs) {
 #pragma unroll
         for (int i = 0; i < Tile::kKeys / 4; ++i) {
-          const float2 key = fading.sum_of_column(key_begin + i / 2 * 8 + lane_index() % 4 * 2 + i % 2);
+          const float2 key = decay.sum_of_column(key_begin + i / 2 * 8 + lane_index() % 4 * 2 + i % 2);
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             float& x = s[i / 2 * 4 + half * 2 + i % 2];
             if constexpr (!Score::kFollowsRowMax) x = score.weight(x);
-            x = score.fade(x, fading.factor(key, half));
+            x = score.apply_decay(x, decay.factor(key, half));
           }
         }
       } else {
-        const typename Score::FadedRow rows[2] = {score.faded_row(fading.of_rows[0]), score.faded_row(fading.of_rows[1])};
+        const typename Score::DecayedRow rows[2] = {score.decayed_row(decay.of_rows[0]), score.decayed_row(decay.of_rows[1])};
 #pragma unroll
         for (int j = 0; j < Tile::kKeys / 8; ++j) {
-          const float2 keys = fading.columns(factors, 8 * j + lane_index() % 4 * 2);
+          const float2 keys = decay.columns(factors, 8 * j + lane_index() % 4 * 2);
 #pragma unroll
           for (int e = 0; e < 4; ++e) s[4 * j + e] = rows[e / 2].at(s[4 * j + e], e % 2 == 0 ? keys.x : keys.y);
         }
       }
-      score = score.of_faded();
+      score = score.of_decayed();
     }
     const auto sees = [&](int i) { return !kMasked || is_visible(visible, i); };
     if constexpr (Score::kFollowsRowMax) {
@@ -166,7 +166,7 @@ struct QuadraticFwdRows {
       if constexpr (Score::kFollowsRowMax) {
         s[i] = score.weight(s[i], reference[i >> 1 & 1]);
       } else {
-        const float weight = kFades<Visibility> ? s[i] : score.weight(s[i]);
+        const float weight = kHasDecay<Visibility> ? s[i] : score.weight(s[i]);
         s[i] = sees(i) ? weight : 0.f;
       }
       z[i >> 1 & 1] += s[i];
@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           const uint32_t stage = base + at.stage * Tile::kStageBytes;
           ring.wait_until_empty(at);
           ring.expect(at, Tile::kStageBytes + Tile::kFactorBytes);
-          if constexpr (kFades<Visibility>) {
+          if constexpr (kHasDecay<Visibility>) {
             const int64_t of_head = int64_t{head.batch * p.hk + head.kv_head} * ((p.m + Tile::kKeys - 1) / Tile::kKeys);
             ptx::bulk_load(factors(at), key_factors + (of_head + tile) * Tile::kFactorBytes, Tile::kFactorBytes, ring.full(at));
           }
@@ -319,21 +319,21 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
         const Operand<QueryTile> q(query_tile(consumer, queries));
         uint32_t visible[2][Tile::kKeys / 32];
         float shrink[2];
-        auto fading = [&] {
-          if constexpr (kFades<Visibility>) {
-            return TileFading<Score, false, Tile::kKeys>(p, head.batch * p.hk + head.kv_head, lane_row);
+        auto decay = [&] {
+          if constexpr (kHasDecay<Visibility>) {
+            return TileDecay<Score, false, Tile::kKeys>(p, head.batch * p.hk + head.kv_head, lane_row);
           } else {
-            return NoTileFading();
+            return NoTileDecay();
           }
         }();
 
         const auto weigh_masked = [&](int tile, uint32_t key_factors) {
           if constexpr (kHidesKeys<Score, Visibility>) {
             hide_keys(rows.s, sees, kept, head.batch, tile, lane_row, t);
-            rows.template weigh<false>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+            rows.template weigh<false>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
           } else {
             visible_keys(visible, sees, kept, head.batch, tile, lane_row, t);
-            rows.template weigh<true>(score, visible, fading, key_factors, tile * Tile::kKeys, shrink);
+            rows.template weigh<true>(score, visible, decay, key_factors, tile * Tile::kKeys, shrink);
           }
         };
 
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
           wgmma_wait<1>();
           keep(rows.s);
           if constexpr (kMasked) weigh_masked(tile - 1, factors(below));
-          else rows.template weigh<false>(score, visible, fading, factors(below), (tile - 1) * Tile::kKeys, shrink);
+          else rows.template weigh<false>(score, visible, decay, factors(below), (tile - 1) * Tile::kKeys, shrink);
           wgmma_wait<0>();
           keep(rows.o);
           rows.shrink_output(shrink);
@@ -401,7 +401,7 @@ __global__ void __launch_bounds__(QuadraticFwdSm90Tile<Score, Visibility, kHeadD
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float z = quad_sum(rows.z[half]);
-        if (kFades<Visibility> && fabsf(z) < Score::kSmallestSum) z = 0.f;
+        if (kHasDecay<Visibility> && fabsf(z) < Score::kSmallestSum) z = 0.f;
         inverse[half] = z == 0.f ? 0.f : 1.f / z;
         const int query = lane_row + 8 * half;
         if (t == 0 && query < p.n) {
@@ -467,12 +467,12 @@ struct LaunchQuadraticFwdSm90 {
     if constexpr (Visibility::kHasTables) {
       const QuadraticFwdSm90Workspace at(p);
       char* workspace = static_cast<char*>(p.workspace);
-      if constexpr (kFades<Visibility>) {
+      if constexpr (kHasDecay<Visibility>) {
         fill_decay_sums(p, Resets::kNone, workspace + at.decay_sums, stream);
         key_factors = reinterpret_cast<uint8_t*>(workspace + at.key_factors);
         fill_key_factors<Score, Tile::kKeys>(p, key_factors, stream);
       }
-      fill_bound_tables(p, Score::kGone, workspace + at.tables, Direction::kForward, stream);
+      fill_bound_tables(p, Score::kFullyDecayed, workspace + at.tables, Direction::kForward, stream);
     }
     const TokenTensor q{p.q, p.q_stride, p.b, p.h, p.n, p.d, p.math}, k{p.k, p.k_stride, p.b, p.hk, p.m, p.d, p.math};
     const TokenTensor v{p.v, p.v_stride, p.b, p.hk, p.m, p.dv, p.math};

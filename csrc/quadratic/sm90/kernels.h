@@ -19,11 +19,11 @@ bool covers_quadratic_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_fused_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_sm90(const AttentionParams& p, Direction direction);
 bool covers_quadratic_bounded_sm90(const AttentionParams& p, Direction direction);
-bool covers_quadratic_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_quadratic_decay_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_window_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_sm90(const AttentionParams& p, Direction direction);
 bool covers_flash_bounded_sm90(const AttentionParams& p, Direction direction);
-bool covers_flash_fading_sm90(const AttentionParams& p, Direction direction);
+bool covers_flash_decay_sm90(const AttentionParams& p, Direction direction);
 
 // Of core/score.h, core/visibility.h and fading.h. WindowVisibility: softmax alone.
 struct PolynomialScore;
@@ -31,7 +31,7 @@ struct SoftmaxScore;
 struct DenseVisibility;
 struct WindowVisibility;
 struct TableVisibility;
-struct FadingVisibility;
+struct DecayVisibility;
 
 template <class Score, class Visibility>
 size_t quadratic_fwd_sm90_workspace_bytes(const FwdParams& p);

@@ -6,7 +6,7 @@
 #include <climits>
 
 #include "core/visibility.h"
-#include "quadratic/sm90/fading.h"
+#include "quadratic/sm90/decay.h"
 #include "quadratic/sm90/kept_keys.h"
 
 namespace fastmax {
@@ -108,7 +108,7 @@ template <int kTile, class Visibility>
 __device__ __forceinline__ TileRanges walk_over_keys(const Visibility& sees, const KeptWords& kept, int batch, int first, int last,
                                                      Range block = kAllTiles) {
   TileRanges tiles = key_tiles<kTile>(sees, first, last);
-  if constexpr (kFades<Visibility>) {  // a whole tile is before all rows
+  if constexpr (kHasDecay<Visibility>) {  // a whole tile is before all rows
     tiles.whole = tiles_within<kTile>({sees.keys_of(last).begin, sees.keys_of(first).end - 1});
   }
   tiles.seen = clamped_to_block<Visibility>(kept.trim<kTile>(batch, tiles.seen), block);
@@ -120,7 +120,7 @@ template <int kTile, class Visibility>
 __device__ __forceinline__ TileRanges walk_over_queries(const Visibility& sees, int first, int last, Range block = kAllTiles) {
   TileRanges tiles = query_tiles<kTile>(sees, first, last);
   tiles.seen = clamped_to_block<Visibility>(tiles.seen, block);
-  if constexpr (kFades<Visibility>) tiles.whole.begin = tiles_within<kTile>({sees.queries_of(last).begin + 1, 0}).begin;  // behind all rows
+  if constexpr (kHasDecay<Visibility>) tiles.whole.begin = tiles_within<kTile>({sees.queries_of(last).begin + 1, 0}).begin;  // behind all rows
   tiles.whole = {max(tiles.whole.begin, tiles.seen.begin), min(tiles.whole.end, tiles.seen.end)};
   if (tiles.whole.end <= tiles.whole.begin) tiles.whole = {tiles.seen.end, tiles.seen.end};
   return tiles;

@@ -163,7 +163,7 @@ def configurations(model: PreTrainedModel | PreTrainedConfig) -> Iterator[PreTra
 def remember_choice(config: PreTrainedConfig) -> None:
     """Let `attn_implementation` be saved with a configuration that chose fastmax, and not with one that did not.
 
-    transformers forgets the choice on saving, but reads the key `attn_implementation` of a saved configuration. So a model
+    transformers drops the choice on saving, but reads the key `attn_implementation` of a saved configuration. So a model
     comes back as it was saved, and where this package is not imported transformers refuses the name.
     """
     chosen = _chosen(config)

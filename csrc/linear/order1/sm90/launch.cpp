@@ -9,7 +9,7 @@ namespace fastmax {
 // Not: masked keys, queries before the first key.
 bool linear1_sm90_covers(const AttentionParams& p, Direction) {
   const bool has_head_dim = p.head_dim == 64 || p.head_dim == 128;
-  if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 1 || !has_head_dim || fades(p)) return false;
+  if (p.sm_arch != 90 || p.math != MathMode::kBF16 || p.order != 1 || !has_head_dim || has_decay(p)) return false;
   if (!p.causal || p.causal_offset < 0 || p.attention_mask != nullptr) return false;
   const auto is_copied = [&](const void* data, const Stride& stride, int heads, int tokens, int columns) {
     return has_tensor_map({data, stride, p.b, heads, tokens, columns, p.math});

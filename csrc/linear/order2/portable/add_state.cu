@@ -19,7 +19,7 @@ constexpr int kAhead = 4;    // loads in flight
 
 // 16 bytes of a snapshot.
 template <class Math>
-__device__ __forceinline__ uint4 added(const uint4& x, const uint4& y, const FadeFactor& left) {
+__device__ __forceinline__ uint4 added(const uint4& x, const uint4& y, const DecayFactor& left) {
   const auto add = [&](uint32_t x, uint32_t y) {
     if constexpr (kBf16State<Math>) {
       return ptx::pack_bf16x2(low_bf16(x) + left(low_bf16(y)), high_bf16(x) + left(high_bf16(y)));
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint4 added(const uint4& x, const uint4& y, const Fad
 }
 
 // A thread has 16 bytes of the snapshots of up to kChunks chunks. pieces: of 16 bytes of a snapshot; chunks: from the first one on.
-template <class Math, bool kFades>
+template <class Math, bool kHasDecay>
 __global__ void __launch_bounds__(kThreads) linear_add_state_kernel(const AddArgs a, const uint4* state, uint4* snapshots, const int pieces,
                                                                     const int chunks) {
   const int blocks = (pieces + kThreads - 1) / kThreads, runs = (chunks + kChunks - 1) / kChunks;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) linear_add_state_kernel(const AddArg
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (c + i >= end) break;
-      const FadeFactor left = kFades ? FadeFactor::of(a.fading.passing(a, index, 0, c + i)) : FadeFactor{0.f};
+      const DecayFactor left = kHasDecay ? DecayFactor::of(a.decay.passing(a, index, 0, c + i)) : DecayFactor{0.f};
       x[static_cast<int64_t>(c + i) * pieces] = added<Math>(before[i], y, left);
     }
   }
@@ -62,7 +62,7 @@ void launch(const char* name, const AddArgs& a, const void* state, void* snapsho
   if (bytes % 16 != 0) throw std::logic_error(std::string("fastmax: ") + name + ": snapshots and sums are taken 16 bytes at a time");
   const int pieces = static_cast<int>(bytes / 16), chunks = (a.nx + a.chunk - 1) / a.chunk;
   const int64_t blocks = int64_t{a.states()} * ((pieces + kThreads - 1) / kThreads) * ((chunks + kChunks - 1) / kChunks);
-  launch_kernel(name, a.fading ? linear_add_state_kernel<Math, true> : linear_add_state_kernel<Math, false>, grid_1d(blocks), kThreads, 0,
+  launch_kernel(name, a.decay ? linear_add_state_kernel<Math, true> : linear_add_state_kernel<Math, false>, grid_1d(blocks), kThreads, 0,
                 stream, a, static_cast<const uint4*>(state), static_cast<uint4*>(snapshots), pieces, chunks);
 }
 

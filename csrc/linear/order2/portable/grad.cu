@@ -20,11 +20,11 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim, bool kFades, bool kAdds>
+template <class Math, int kHeadDim, bool kHasDecay, bool kAdds>
 __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize, 1) linear_grad_kernel(const GradArgs a, const int row_blocks) {
   using Tile = GradTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize, kFades, kAdds>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kMaxWarps * kWarpSize, kHasDecay, kAdds>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16, kBlocks = kHeadDim / 8;
@@ -72,11 +72,11 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   }
 
   const auto state_again = [&] { return static_cast<int64_t>(at.x_head_index / a.x_group); };
-  const auto fading_again = [&] {
-    return FadingRows<GradArgs>{a, state_again(), static_cast<int>(ptx::keep_in_register(at.row)) + warp_row + g};
+  const auto decay_again = [&] {
+    return DecayRows<GradArgs>{a, state_again(), static_cast<int>(ptx::keep_in_register(at.row)) + warp_row + g};
   };
   // Sums of the pairs of rows wait in shared memory: loops need the registers.
-  const bool wants_pairs = kFades && a.pair_sums.data != nullptr;
+  const bool wants_pairs = kHasDecay && a.pair_sums.data != nullptr;
   const uint32_t warp_pairs = ring + Tile::kRingBytes + rows * Tile::kRowBytes + warp_row * 4;
   const auto pairs_address = [&](int m, int half) { return warp_pairs + (16 * m + 8 * half + g) * 4; };
   // Adds this lane's part.
@@ -335,25 +335,25 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
   }
 
   // What is left of earlier chunks.
-  if (kFades && has_state) {
+  if (kHasDecay && has_state) {
     float pairs[kRowTiles][2] = {};
     if (wants_pairs) {
       add_half_of_gradient(pairs);
       add_pairs(pairs, false);
     }
     float factors[2 * kRowTiles];
-    fading_again().since_chunk(factors, at.chunk);
+    decay_again().since_chunk(factors, at.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
       const float f0 = factors[2 * m], f1 = factors[2 * m + 1];
 #pragma unroll
       for (int c = 0; c < 2 * kDepth; ++c) {
         const float4 v = ptx::load_shared_f32x4(grad_address(m, c));
-        ptx::store_shared_f32x4(grad_address(m, c), make_float4(faded(v.x, f0), faded(v.y, f0), faded(v.z, f1), faded(v.w, f1)));
+        ptx::store_shared_f32x4(grad_address(m, c), make_float4(decayed(v.x, f0), decayed(v.y, f0), decayed(v.z, f1), decayed(v.w, f1)));
       }
       if (wants_pairs && t == 0) {
-        ptx::store_shared_f32(pairs_address(m, 0), faded(ptx::load_shared_f32(pairs_address(m, 0)), f0));
-        ptx::store_shared_f32(pairs_address(m, 1), faded(ptx::load_shared_f32(pairs_address(m, 1)), f1));
+        ptx::store_shared_f32(pairs_address(m, 0), decayed(ptx::load_shared_f32(pairs_address(m, 0)), f0));
+        ptx::store_shared_f32(pairs_address(m, 1), decayed(ptx::load_shared_f32(pairs_address(m, 1)), f1));
       }
     }
     __syncwarp();
@@ -374,21 +374,21 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
     }
   }
   const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
-  WalkSum x_sums[kFades ? 2 * kRowTiles : 1];
-  if constexpr (kFades) fading_again().load(x_sums);
+  WalkSum x_sums[kHasDecay ? 2 * kRowTiles : 1];
+  if constexpr (kHasDecay) decay_again().load(x_sums);
 #pragma unroll 1
   for (int index = 0; index < stream.key_stages(); ++index) {
     const uint32_t y = stream.next(), y2 = y + Stage::kValueOffset, y_e = y + Stage::kScaleOffset;
-    const int first_key = stream.first_key(index);
+    const int k_start = stream.k_start(index);
 #pragma unroll 1
     for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
-      const int key = first_key + slab;
+      const int key = k_start + slab;
       if (key > chunk_row + Tile::kWarpRows - 1) break;
       const int source = a.y_row(stream.own_begin()) + key;
       WalkSum y_sums{};
-      if constexpr (kFades) {
-        y_sums = fading_again().template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
-        if (key + Tile::kSlab <= chunk_row && is_gone<Tile::kSlab>(y_sums, x_sums[0])) continue;
+      if constexpr (kHasDecay) {
+        y_sums = decay_again().template slab<Tile::kSlab>(y + Stage::kDecayOffset + slab * 8);
+        if (key + Tile::kSlab <= chunk_row && is_fully_decayed<Tile::kSlab>(y_sums, x_sums[0])) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {}, u[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll kUnrollX2
@@ -434,7 +434,7 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
           }
         }
       }
-      if constexpr (kFades) {
+      if constexpr (kHasDecay) {
         // Masked keys count among no pairs: the kernel of the queries alone has a mask here.
         if (const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch); y_mask != nullptr) {
           const int token = source + lane % Tile::kSlab;
@@ -455,9 +455,9 @@ __global__ void __launch_bounds__(GradTile<Math, kHeadDim>::kMaxWarps* kWarpSize
               float &x = s[m][n][2 * half + i], &pair = u[m][n][2 * half + i];
               const int column = 8 * n + 2 * t + i;
               if constexpr (decltype(may_be_zero)::value) {
-                x = faded(x, factor);
+                x = decayed(x, factor);
                 const bool counts = before || key + column < chunk_row + 16 * m + 8 * half + g;
-                own_pairs[m][half] += counts ? faded(pair, factor) : 0.f;
+                own_pairs[m][half] += counts ? decayed(pair, factor) : 0.f;
               } else {
                 x *= factor;
                 own_pairs[m][half] = fmaf(pair, factor, own_pairs[m][half]);
@@ -559,8 +559,8 @@ struct LaunchGrad {
     if (a.added != nullptr) {
       if constexpr (Tile::kAdds) launch("linear_grad_adding", linear_grad_kernel<Math, kHeadDim, false, true>, Tile::kAddingBytes);
       else throw std::logic_error("fastmax: linear_grad adds no states here");
-    } else if (a.fading) {
-      launch("linear_grad_fading", linear_grad_kernel<Math, kHeadDim, true, false>, Tile::shared_bytes(warps));
+    } else if (a.decay) {
+      launch("linear_grad_decay", linear_grad_kernel<Math, kHeadDim, true, false>, Tile::shared_bytes(warps));
     } else {
       launch("linear_grad", linear_grad_kernel<Math, kHeadDim, false, false>, Tile::shared_bytes(warps));
     }

@@ -102,9 +102,9 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
   const auto carried = [&] { return a.accumulators + static_cast<int64_t>(ptx::keep_in_register(blockIdx.x)) / state_blocks * stride; };
   constexpr int kAhead = 8;  // loads in flight
   // Of the sum of all parts before one.
-  const auto fade = [&](int part) {
+  const auto apply_decay = [&](int part) {
     const int chunk = part - lead;
-    return FadeFactor{chunk >= 0 ? a.fading.carries[state * a.fading.chunks + chunk] : 0.f};
+    return DecayFactor{chunk >= 0 ? a.decay.carries[state * a.decay.chunks + chunk] : 0.f};
   };
 
   if (index < scan_words) {
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
           }
         }
         if (p0 + i < parts) {
-          if (a.fading) {
-            const FadeFactor factor = fade(p0 + i);
+          if (a.decay) {
+            const DecayFactor factor = apply_decay(p0 + i);
             sum = make_float2(factor(sum.x), factor(sum.y));
           }
           sum.x += next[i].x, sum.y += next[i].y;
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(256) linear_part_scan_kernel(const PartStateAr
     for (int p = 0; p <= parts; ++p) {
       const int c = p - lead;
       if (c >= 0 && c < a.chunks && a.has_state(c)) a.sums[a.slot(state, c) * Layout::kSums + i] = sum;
-      if (p < parts) sum = (a.fading ? fade(p)(sum) : sum) + src[p * stride + 2 * words + i];
+      if (p < parts) sum = (a.decay ? apply_decay(p)(sum) : sum) + src[p * stride + 2 * words + i];
     }
     if (kCarries) carried()[2 * words + i] = sum;
   }

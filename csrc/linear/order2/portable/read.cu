@@ -13,12 +13,12 @@
 namespace fastmax {
 namespace {
 
-template <class Math, int kHeadDim, bool kFades, bool kAdds>
+template <class Math, int kHeadDim, bool kHasDecay, bool kAdds>
 __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<Math, kHeadDim>::kTwoBlocks ? 2 : 1)
     linear_read_kernel(const ReadArgs a, const int row_blocks) {
   using Tile = ReadTile<Math, kHeadDim>;
   using Stage = typename Tile::Stage;
-  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads, kFades, kAdds>;
+  using Stream = RowStream<Math, kHeadDim, Tile::kStages, Tile::kThreads, kHasDecay, kAdds>;
   using Layout = StateLayout<Math, kHeadDim>;
   using Element = typename Math::Element;
   constexpr int kRowTiles = Tile::kRowTiles, kDepth = kHeadDim / 16;
@@ -144,21 +144,21 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
   }
 
   const int64_t state = static_cast<int64_t>(at.batch) * a.state_heads + at.kv_head;
-  const FadingRows<ReadArgs> fading{a, state, at.row + warp_row + g};
+  const DecayRows<ReadArgs> decay{a, state, at.row + warp_row + g};
   float count = has_state ? a.c0 * sums[Layout::kSumOne] : 0.f;
-  if (kFades && has_state) {
+  if (kHasDecay && has_state) {
     float factors[2 * kRowTiles];
-    fading.since_chunk(factors, at.chunk);
+    decay.since_chunk(factors, at.chunk);
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float factor = factors[2 * m + half];
         if (t == 0) z[m][half] += count;
-        z[m][half] = faded(z[m][half], factor);
+        z[m][half] = decayed(z[m][half], factor);
 #pragma unroll
         for (int c = 0; c < 2 * kDepth; ++c) {
-          acc[m][c][2 * half] = faded(acc[m][c][2 * half], factor), acc[m][c][2 * half + 1] = faded(acc[m][c][2 * half + 1], factor);
+          acc[m][c][2 * half] = decayed(acc[m][c][2 * half], factor), acc[m][c][2 * half + 1] = decayed(acc[m][c][2 * half + 1], factor);
         }
       }
     }
@@ -168,21 +168,21 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
   // The own chunk.
   const int chunk_row = at.row - at.chunk * a.chunk + warp_row;
   const uint8_t* y_mask = mask_pointer(a.y_mask, at.batch);
-  WalkSum x_sums[kFades ? 2 * kRowTiles : 1];
-  if constexpr (kFades) fading.load(x_sums);
+  WalkSum x_sums[kHasDecay ? 2 * kRowTiles : 1];
+  if constexpr (kHasDecay) decay.load(x_sums);
 #pragma unroll 1
   for (int index = 0; index < stream.key_stages(); ++index) {
     const uint32_t y = stream.next(), w = y + Stage::kValueOffset;
-    const int first_key = stream.first_key(index);
+    const int k_start = stream.k_start(index);
 #pragma unroll 1
     for (int slab = 0; slab < Stage::kKeys; slab += Tile::kSlab) {
-      const int key = first_key + slab;  // within the chunk
+      const int key = k_start + slab;  // within the chunk
       if (key > chunk_row + 16 * kRowTiles - 1) break;
       const int source = a.y_row(stream.own_begin()) + key;
       WalkSum y_sums{};
-      if constexpr (kFades) {
-        y_sums = fading.template slab<Tile::kSlab>(y + Stage::kFadingOffset + slab * 8);
-        if (key + Tile::kSlab <= chunk_row && is_gone<Tile::kSlab>(y_sums, x_sums[0])) continue;
+      if constexpr (kHasDecay) {
+        y_sums = decay.template slab<Tile::kSlab>(y + Stage::kDecayOffset + slab * 8);
+        if (key + Tile::kSlab <= chunk_row && is_fully_decayed<Tile::kSlab>(y_sums, x_sums[0])) continue;
       }
       float s[kRowTiles][Tile::kSlab / 8][4] = {};
 #pragma unroll
@@ -209,11 +209,11 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
           for (int e = 0; e < 4; ++e) s[m][n][e] = fmaf(s[m][n][e], fmaf(a.c2, s[m][n][e], a.c1), a.c0);
         }
       }
-      if constexpr (kFades) {
+      if constexpr (kHasDecay) {
         for_each_pair<Tile::kSlab / 8>(x_sums, y_sums, key + Tile::kSlab <= chunk_row,
                                        [&](auto may_be_zero, int m, int half, int n, int e, float factor) {
                                          float& x = s[m][n][2 * half + e];
-                                         x = decltype(may_be_zero)::value ? faded(x, factor) : x * factor;
+                                         x = decltype(may_be_zero)::value ? decayed(x, factor) : x * factor;
                                        });
       }
       if (key + Tile::kSlab - 1 > chunk_row || source + Tile::kSlab > a.ny || y_mask != nullptr) {
@@ -261,8 +261,8 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
       float factor = 1.f;
       if (normalise) {
         float row_sum = quad_sum(z[m][half]) + count;
-        if constexpr (kFades) {
-          const KeyBounds& first = a.first_key;
+        if constexpr (kHasDecay) {
+          const KeyBounds& first = a.k_start;
           const bool is_blind = first.data != nullptr && row < a.nx &&
                                 first.data[at.batch * first.stride.batch + at.kv_head * first.stride.head + row * first.stride.token] >
                                     a.y_row(a.seen_end(row));
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(ReadTile<Math, kHeadDim>::kThreads, ReadTile<M
         const int column = 8 * c + 2 * t;
         if (column >= a.dv) break;
         float x = acc[m][c][2 * half], y = acc[m][c][2 * half + 1];
-        x = kFades ? faded(x, factor) : x * factor, y = kFades ? faded(y, factor) : y * factor;
+        x = kHasDecay ? decayed(x, factor) : x * factor, y = kHasDecay ? decayed(y, factor) : y * factor;
         if (a.noise.data != nullptr) {
           const float2 r = load_row_pair<Element>(a.noise, a.half_out, at.batch, at.x_head, row, column);
           x *= fmaf(a.dropout, r.x, 1.f), y *= fmaf(a.dropout, r.y, 1.f);
@@ -301,8 +301,8 @@ struct LaunchRead {
     if (a.added != nullptr) {
       if constexpr (Tile::kAdds) launch("linear_read_adding", linear_read_kernel<Math, kHeadDim, false, true>, Tile::kAddingBytes);
       else throw std::logic_error("fastmax: linear_read adds no states here");
-    } else if (a.fading) {
-      launch("linear_read_fading", linear_read_kernel<Math, kHeadDim, true, false>, Tile::kSharedBytes);
+    } else if (a.decay) {
+      launch("linear_read_decay", linear_read_kernel<Math, kHeadDim, true, false>, Tile::kSharedBytes);
     } else {
       launch("linear_read", linear_read_kernel<Math, kHeadDim, false, false>, Tile::kSharedBytes);
     }

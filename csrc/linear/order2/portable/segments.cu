@@ -11,10 +11,10 @@ __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a,
   const int64_t index = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   if (index >= slot_floats) return;
   // What is left of a sum once a segment's rows are in it.
-  const auto fade = [&](float sum, int segment) {
+  const auto apply_decay = [&](float sum, int segment) {
     const int state = static_cast<int>(index / (slot_floats / a.states()));
     const Work work = locate_segment(a, segment * a.states());
-    return FadeFactor::of(a.fading.passing(a, state, a.fading.edge_after(a, work.begin), a.fading.edge_after(a, work.end)))(sum);
+    return DecayFactor::of(a.decay.passing(a, state, a.decay.edge_after(a, work.begin), a.decay.edge_after(a, work.end)))(sum);
   };
   float* slots = a.accumulators + slot_floats + index;
   float sum = slots[0];
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(256) linear_segments_kernel(const StateArgs a,
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if (first + i < a.segments) slots[(first + i) * slot_floats] = sum;
-      if (a.fading && first + i < a.segments) sum = fade(sum, first + i);
+      if (a.decay && first + i < a.segments) sum = apply_decay(sum, first + i);
       sum += totals[i];
     }
   }

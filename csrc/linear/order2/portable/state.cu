@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
   const Work work = work_again();
   const int until_boundary = a.chunk_begin(a.first_snapshot(work.begin)) - work.begin;
   if (first_segment > 0 && until_boundary >= work.end - work.begin && segment_again() < a.segments - 1) return;  // no snapshot in it
-  int until_snapshot = sums_alone() && !a.fading ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages; or until the state fades
+  int until_snapshot = sums_alone() && !a.decay ? INT_MAX : until_boundary / Tile::kTokens * a.y_group;  // stages; or until the state fades
 
   StateWarp<Math, kHeadDim> s(a, blockIdx.x % Tile::kBlocks);
   RowWalk<Tile, Math, kHeadDim> loader(a, work, s.first_value, ring);
@@ -246,12 +246,12 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
   };
   // Before the rows of the chunk that begins at a virtual row. What it fades by was looked up at the one before it.
   const auto carry_of = [&](int row) {
-    const int state = block_again() / Tile::kBlocks % a.states(), chunk = a.fading.edge_at(a, row);
-    return chunk < a.fading.chunks ? __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + chunk) : 0.f;
+    const int state = block_again() / Tile::kBlocks % a.states(), chunk = a.decay.edge_at(a, row);
+    return chunk < a.decay.chunks ? __ldg(a.decay.carries + static_cast<int64_t>(state) * a.decay.chunks + chunk) : 0.f;
   };
   float next_carry = 0.f;
-  const auto fade = [&](int row) {
-    const FadeFactor factor{next_carry};
+  const auto apply_decay = [&](int row) {
+    const DecayFactor factor{next_carry};
     next_carry = carry_of(row + a.chunk);
     factor.apply([&](const auto& f) {
 #pragma unroll
@@ -271,9 +271,9 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
     const int segment = segment_again();
     for_each_accumulator(segment == 0 ? 0 : 1 + segment, [](float& accumulator, const float& saved) { accumulator = saved; });
     // Between phases a walk goes on at a chunk that has its snapshot already, but is not faded.
-    if (a.fading && until_snapshot > 0 && a.fading.begins_chunk(a, work.begin)) until_snapshot = 0, stores = false;
+    if (a.decay && until_snapshot > 0 && a.decay.begins_chunk(a, work.begin)) until_snapshot = 0, stores = false;
   }
-  if (a.fading) next_carry = carry_of(work.begin + until_snapshot / a.y_group * Tile::kTokens);
+  if (a.decay) next_carry = carry_of(work.begin + until_snapshot / a.y_group * Tile::kTokens);
 
   const auto store_sums = [&](const WarpShare<Math, kHeadDim>& share, float* sums) {
     if (!share.is_sum()) return;
@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(StateTile<Math, kHeadDim>::kThreads, 1)
       const int row = work_again().end - (loader.stages + 2) / a.y_group * Tile::kTokens;
       if (stores) store_snapshot(a.chunk_of(row));
       stores = !sums_alone();
-      if (a.fading) fade(row);
+      if (a.decay) apply_decay(row);
       until_snapshot = a.chunk / Tile::kTokens * a.y_group - 1;
     }
     const uint32_t stage = stage_after<Tile>(loader.stage, ring);  // two before the loader's, in a ring of three

@@ -34,10 +34,10 @@ __device__ __forceinline__ void mma_row_tiles(float (&sums)[kRowTiles][kBlocks8]
   }
 }
 
-// kThreads: of a block; some have fewer. kFades: whether the walk does. kAdds: a state is added to the snapshot, stage by stage; every
+// kThreads: of a block; some have fewer. kHasDecay: whether the walk does. kAdds: a state is added to the snapshot, stage by stage; every
 // thread adds to what it copied itself, before the barrier that shows it to the others. Not where the walk fades, and blocks then have
 // kThreads.
-template <class Math, int kHeadDim, int kStages, int kThreads, bool kFades, bool kAdds = false>
+template <class Math, int kHeadDim, int kStages, int kThreads, bool kHasDecay, bool kAdds = false>
 struct RowStream {
   using Layout = StateLayout<Math, kHeadDim>;
   using Stage = StreamStage<Math, kHeadDim>;
@@ -127,7 +127,7 @@ struct RowStream {
   __device__ __forceinline__ int plain_stages() const { return (plain_pairs() + Stage::kPairs - 1) / Stage::kPairs; }
 
   // The first row of a stage of the own chunk, counted from the chunk's first; the y heads of a group take turns.
-  __device__ __forceinline__ int first_key(int key_stage) const {
+  __device__ __forceinline__ int k_start(int key_stage) const {
     return (p.y_group == 1 ? key_stage : key_stage / p.y_group) * Stage::kKeys;
   }
   __device__ __forceinline__ int key_stages() const { return total_stages - state_stages; }
@@ -140,7 +140,7 @@ struct RowStream {
       if constexpr (kAdds) load_bytes_async(added_stage(index), added + int64_t{pair} * Layout::kPairBytes, bytes);
     } else if (index < total_stages) {
       const int key_stage = index - state_stages;
-      const int key = first_key(key_stage);
+      const int key = k_start(key_stage);
       const int y_head = at.kv_head * p.y_group + key_stage - key / Stage::kKeys * p.y_group;
       const int row = p.y_row(own_begin() + key);
       const Element* y_rows = head_pointer<Element>(y, at.batch, y_head);
@@ -162,10 +162,10 @@ struct RowStream {
         ptx::cp_async_small<4>(dst + Stage::kScaleOffset + threadIdx.x * 4,
                                inside ? e + static_cast<int64_t>(source) * scale.token : e, inside ? 4 : 0);
       }
-      if (kFades && threadIdx.x < Stage::kKeys) {
+      if (kHasDecay && threadIdx.x < Stage::kKeys) {
         const int64_t state = static_cast<int64_t>(at.batch) * p.state_heads + at.kv_head;
-        ptx::cp_async_small<8>(dst + Stage::kFadingOffset + threadIdx.x * 8,
-                               p.fading.address(p, state, row + static_cast<int>(threadIdx.x)), 8);
+        ptx::cp_async_small<8>(dst + Stage::kDecayOffset + threadIdx.x * 8,
+                               p.decay.address(p, state, row + static_cast<int>(threadIdx.x)), 8);
       }
     }
     ptx::cp_async_commit();

@@ -57,9 +57,9 @@ struct GradTileSm90 : HopperState<kHeadDim> {
   static constexpr int kSumsAt = kScales + kStages * kScaleBytes;
   static constexpr int kPairSums = kSumsAt + kWarpgroups * kSumBytes;  // of rows
   // How tiles of x, and of y of each stage, fade. Of wide heads it is read from memory.
-  static constexpr int kFadingBytes = kSumsInShared ? 0 : static_cast<int>(sizeof(FadingTile));
-  static constexpr int kXFading = kPairSums + kRows * 4, kYFading = kXFading + kXBuffers * kWarpgroups * kFadingBytes;
-  static constexpr int kXFull = kYFading + kStages * kFadingBytes;
+  static constexpr int kDecayBytes = kSumsInShared ? 0 : static_cast<int>(sizeof(DecayTile));
+  static constexpr int kXDecay = kPairSums + kRows * 4, kYDecay = kXDecay + kXBuffers * kWarpgroups * kDecayBytes;
+  static constexpr int kXFull = kYDecay + kStages * kDecayBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kQueues = kBarriers + Ring<kStages>::kBarrierBytes;  // of each warp
   static constexpr int kQueueBytes = grads_with_values_sm90(kHeadDim) ? kWarps * SourceQueue::kBytes : 0;
@@ -72,7 +72,7 @@ struct GradMaps {
   CUtensorMap x, x2, y, y2, grad, values;
 };
 
-template <int kHeadDim, Grads kGrads, Fade kFade>
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
 __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     linear_grad_sm90_kernel(const __grid_constant__ GradMaps maps, const GradArgs a, const View values_out,
                             const ItemsOfRows items) {
@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   constexpr bool kBack = kGrads != Grads::kQueries, kValues = kGrads == Grads::kKeysAndValues;
   constexpr int kBlocks = Tile::kBlocks, kSteps = kHeadDim / 16;  // of 16 columns
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes, kWarpgroups = Tile::kWarpgroups;
-  constexpr bool kFades = kFade != Fade::kNone, kDecays = kFade == Fade::kDecays;
-  constexpr int kFadingBytes = kFades ? Tile::kFadingBytes : 0;
+  constexpr bool kHasDecay = kDecayKind != DecayKind::kNone, kDecays = kDecayKind == DecayKind::kDecays;
+  constexpr int kDecayBytes = kHasDecay ? Tile::kDecayBytes : 0;
   extern __shared__ uint8_t shared[];
   const uint32_t stages_at = first_tile(shared), x_at = stages_at + Tile::kX, scales_at = stages_at + Tile::kScales;
   const uint32_t x_full = stages_at + Tile::kXFull;
@@ -109,10 +109,10 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t stage = stages_at + at.stage * Tile::kStageBytes;
     const int token = first_token + (kBack ? -(own / a.y_group) : own) * kTileRows, y_head = first_y_head + (kBack ? own % a.y_group : 0);
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0) + kFadingBytes);
-    if constexpr (kFadingBytes != 0) {
+    ring.expect(at, Tile::kStageBytes + (kBack ? kScaleBytes : 0) + kDecayBytes);
+    if constexpr (kDecayBytes != 0) {
       const int64_t state = int64_t{batch} * a.state_heads + first_y_head / a.y_group;
-      ptx::bulk_load(stages_at + Tile::kYFading + at.stage * kFadingBytes, fading_tile_at(a, state, token), kFadingBytes, ring.full(at));
+      ptx::bulk_load(stages_at + Tile::kYDecay + at.stage * kDecayBytes, decay_tile_at(a, state, token), kDecayBytes, ring.full(at));
     }
     RowTile::load(stage, maps.y, ring.full(at), token, y_head, batch);
     RowTile::load(stage + kTileBytes, maps.y2, ring.full(at), token, y_head, batch);
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   // The same where the stage kAhead from here is of the item's snapshot too. Where rows fade, and each place that loads can load
   // everything, there are more instructions than a cache of them holds (128 KB).
   constexpr int kLongStages = 1 + kBlocks / 4 * Tile::star_tiles(0);  // to the end of the longer passes
-  constexpr bool kLongLoadState = kFades && kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
+  constexpr bool kLongLoadState = kHasDecay && kValues && kLongStages - 1 + kAhead < Tile::kStateStages;  // not at head_dim 32
   const auto load_state_stage = [&] {
     if constexpr (kLongLoadState) {
       if (lane == 0 && warp == loads.count % Tile::kWarps) {
@@ -182,8 +182,8 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     for (int i = 0; i < kAhead; ++i) load_stage();
   }
 
-  [[maybe_unused]] const auto x_fading_at = [&](int buffer) {
-    return static_cast<uint32_t>(stages_at + Tile::kXFading + (kWarpgroups * buffer + warpgroup) * kFadingBytes);
+  [[maybe_unused]] const auto x_decay_at = [&](int buffer) {
+    return static_cast<uint32_t>(stages_at + Tile::kXDecay + (kWarpgroups * buffer + warpgroup) * kDecayBytes);
   };
   const auto load_x = [&](int index, int count) {  // a thread of the warpgroup
     if (index >= items.count) return;
@@ -193,10 +193,10 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     const uint32_t x = x_at + (kWarpgroups * buffer + warpgroup) * Tile::kXBytes;
     const int token = tile_token(a, a.nx, item.row + warpgroup * kTileRows);
     prefetch_sums<Tile::kSums>(a, a.sums, item);
-    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kFadingBytes);
-    if constexpr (kFadingBytes != 0) {
+    ptx::mbarrier_arrive_expect(barrier, Tile::kXBytes + kDecayBytes);
+    if constexpr (kDecayBytes != 0) {
       const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-      ptx::bulk_load(x_fading_at(buffer), fading_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows)), kFadingBytes, barrier);
+      ptx::bulk_load(x_decay_at(buffer), decay_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows)), kDecayBytes, barrier);
     }
     RowTile::load(x, maps.x, barrier, token, item.x_head, item.batch);
     RowTile::load(x + kTileBytes, maps.x2, barrier, token, item.x_head, item.batch);
@@ -567,22 +567,22 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
     // What is left of earlier chunks.
     [[maybe_unused]] WalkSum x_sums[2];
     [[maybe_unused]] float pairs[2] = {0.f, 0.f};  // this lane's part of the sums of pairs
-    const auto x_fading = [&](const ItemsOfRows::Item& item) {
-      if constexpr (kFadingBytes != 0) {
-        return SharedFadingTile{x_fading_at(static_cast<int>(ptx::keep_in_register(count)) % Tile::kXBuffers)};
+    const auto x_decay = [&](const ItemsOfRows::Item& item) {
+      if constexpr (kDecayBytes != 0) {
+        return SharedDecayTile{x_decay_at(static_cast<int>(ptx::keep_in_register(count)) % Tile::kXBuffers)};
       } else {
         const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-        return GlobalFadingTile{fading_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows))};
+        return GlobalDecayTile{decay_tile(a, state, a.seen_end(item.row + warpgroup * kTileRows))};
       }
     };
-    if constexpr (kFades) {
-      const auto fading = x_fading(item_again());
-      x_sums[0] = fading.sum(row), x_sums[1] = fading.sum(row + 8);
+    if constexpr (kHasDecay) {
+      const auto decay = x_decay(item_again());
+      x_sums[0] = decay.sum(row), x_sums[1] = decay.sum(row + 8);
       if (has_state) {
         [[maybe_unused]] const auto columns = lane_columns();
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float factor = fading.since_chunk(row + 8 * r);
+          const float factor = decay.since_chunk(row + 8 * r);
           float of_gradient = 0.f;
 #pragma unroll
           for (int j = 0; j < kBlocks; ++j) {
@@ -592,11 +592,11 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
             for (int i = 0; i < 2; ++i) {
               float& of_column = grad[4 * j + 2 * r + i];
               if (kDecays) of_gradient = fmaf(i == 0 ? x_pair.x : x_pair.y, of_column, of_gradient);
-              of_column = faded(of_column, factor);
-              if constexpr (kValues) values[4 * j + 2 * r + i] = faded(values[4 * j + 2 * r + i], factor);
+              of_column = decayed(of_column, factor);
+              if constexpr (kValues) values[4 * j + 2 * r + i] = decayed(values[4 * j + 2 * r + i], factor);
             }
           }
-          if (kDecays) pairs[r] = faded(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
+          if (kDecays) pairs[r] = decayed(fmaf(0.5f, of_gradient, t == 0 ? ptx::load_shared_f32(pair_sum_at(r)) : 0.f), factor);
         }
       }
     }
@@ -609,19 +609,19 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       uint32_t slopes[16], weights[kValues ? 16 : 1];
       RingPosition before;  // the stage before, not yet released
       bool releases = false;
-      const auto y_fading = [&]([[maybe_unused]] int tile) {  // of the stage's tile of y
-        if constexpr (kFadingBytes != 0) {
-          return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kYFading + at.stage * kFadingBytes)};
+      const auto y_decay = [&]([[maybe_unused]] int tile) {  // of the stage's tile of y
+        if constexpr (kDecayBytes != 0) {
+          return SharedDecayTile{static_cast<uint32_t>(stages_at + Tile::kYDecay + at.stage * kDecayBytes)};
         } else {
           const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-          return GlobalFadingTile{fading_tile(a, state, a.chunk_begin(item.chunk)) + tile};
+          return GlobalDecayTile{decay_tile(a, state, a.chunk_begin(item.chunk)) + tile};
         }
       };
       const auto add_tile = [&](auto is_diagonal, auto pair_factors, [[maybe_unused]] int tile) {
         constexpr bool kDiagonal = decltype(is_diagonal)::value;
         constexpr PairFactors kFactors = decltype(pair_factors)::value;
         ring.wait_until_full(at);
-        if constexpr (!kFades) load_stage();
+        if constexpr (!kHasDecay) load_stage();
         const Rows y(stage()), y2 = y.behind(kTileBytes);
         const uint32_t y_e = scales_at + at.stage * kScaleBytes;
         float s[32], p[32];
@@ -647,7 +647,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
               const bool seen = !kDiagonal || (kBack ? column >= x_row : column <= x_row);
               float centred = p[4 * j + 2 * r + i] + e, f = 0.f;
               if (kValues || kDecays) f = fmaf(score, fmaf(score, 0.5f * a.g1, a.g0), a.c0);
-              if constexpr (kFades) {
+              if constexpr (kHasDecay) {
                 centred *= factors[r][i];
                 // A row's pair with its own token does not fade, and does not count.
                 if (kDecays) pairs[r] = seen && (!kDiagonal || column != x_row) ? fmaf(f, centred, pairs[r]) : pairs[r];
@@ -661,11 +661,11 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
           }
         };
         // Before the wait: what is in memory comes beside the products.
-        const PairFading<kBack, kFactors, decltype(y_fading(0))> fading(y_fading(tile), x_sums[0], x_sums[1]);
+        const PairDecay<kBack, kFactors, decltype(y_decay(0))> decay(y_decay(tile), x_sums[0], x_sums[1]);
         wgmma_wait<0>();
         keep(s), keep(p);
         ring.release(before, lane, releases);
-        fading.for_each_block(weigh);
+        decay.for_each_block(weigh);
         keep(slopes);
         if constexpr (kValues) keep(weights);
         wgmma_fence();
@@ -686,7 +686,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
         ring.release(before, lane, releases);  // or the ring would fill up
         releases = false;
         ring.wait_until_full(at);
-        if constexpr (!kFades) load_stage();
+        if constexpr (!kHasDecay) load_stage();
         ring.release(at, lane);
         at.template advance<kStages>();
       };
@@ -700,36 +700,36 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
       constexpr OfPairFactors<PairFactors::kRowsAndColumns> kRowsAndColumns;
       constexpr OfPairFactors<PairFactors::kPairs> kPairs;
       [[maybe_unused]] WalkSum first_x{};
-      if constexpr (kFades) first_x = x_fading(item).sum(kFirstOfTile<kBack>);
+      if constexpr (kHasDecay) first_x = x_decay(item).sum(kFirstOfTile<kBack>);
       for (; own < diagonal && own < own_stages; ++own) {
         const int tile = tile_at(own);
-        if constexpr (!kFades) {
+        if constexpr (!kHasDecay) {
           add_tile(std::false_type{}, kOne, tile);
         } else {
-          if constexpr (kFadingBytes != 0) ring.wait_until_full(at), load_stage();
-          if (is_gone(first_x, y_fading(tile).sum(kLastOfTile<kBack>))) skip_tile();
+          if constexpr (kDecayBytes != 0) ring.wait_until_full(at), load_stage();
+          if (is_fully_decayed(first_x, y_decay(tile).sum(kLastOfTile<kBack>))) skip_tile();
           else if constexpr (kDecays) add_tile(std::false_type{}, kRowsAndColumns, tile);
-          else if (is_whole<kBack>(x_fading(item), y_fading(tile))) add_tile(std::false_type{}, kOne, tile);
+          else if (is_whole<kBack>(x_decay(item), y_decay(tile))) add_tile(std::false_type{}, kOne, tile);
           else add_tile(std::false_type{}, kPairs, tile);
         }
       }
       wgmma_wait<0>();
       for (; own < diagonal_end; ++own) {
         const int tile = tile_at(own);
-        if constexpr (!kFades) {
+        if constexpr (!kHasDecay) {
           add_tile(std::true_type{}, kOne, tile);
         } else if constexpr (kDecays && kGrads == Grads::kQueries && kHeadDim == 64) {  // whose loads are another warp's
           add_tile(std::true_type{}, kPairs, tile);  // of two kinds the compiler would take registers from tiles of the state
         } else {
-          if constexpr (kFadingBytes != 0) ring.wait_until_full(at), load_stage();
-          const bool is_plain = kDecays ? !is_far<kBack>(y_fading(tile)) : is_whole<kBack>(x_fading(item), y_fading(tile));
+          if constexpr (kDecayBytes != 0) ring.wait_until_full(at), load_stage();
+          const bool is_plain = kDecays ? !is_far<kBack>(y_decay(tile)) : is_whole<kBack>(x_decay(item), y_decay(tile));
           if (is_plain) add_tile(std::true_type{}, std::conditional_t<kDecays, decltype(kRowsAndColumns), decltype(kOne)>{}, tile);
           else add_tile(std::true_type{}, kPairs, tile);
         }
       }
       wgmma_wait<0>();
       for (; own < own_stages; ++own) {  // of the other warpgroup alone
-        if constexpr (kFades) load_stage();
+        if constexpr (kHasDecay) load_stage();
         skip_tile();
       }
       ring.release(before, lane, releases);
@@ -792,7 +792,7 @@ __global__ void __launch_bounds__(GradTileSm90<kHeadDim>::threads(kGrads), 1)
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, Grads kGrads, Fade kFade>
+template <int kHeadDim, Grads kGrads, DecayKind kDecayKind>
 void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
   using Tile = GradTileSm90<kHeadDim>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
@@ -802,15 +802,15 @@ void launch_grad(const GradArgs& a, const View& values, int sm_count, cudaStream
   maps.y = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d), maps.y2 = rows_map<kHeadDim>(a.y2, a, y_heads, a.ny, a.dv);
   maps.grad = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.d);
   if (kGrads == Grads::kKeysAndValues) maps.values = rows_map<kHeadDim>(values, a, x_heads, a.nx, a.dv);
-  launch_kernel(kFade == Fade::kNone ? "linear_grad_sm90" : "linear_grad_fading_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kFade>,
+  launch_kernel(kDecayKind == DecayKind::kNone ? "linear_grad_sm90" : "linear_grad_decay_sm90", linear_grad_sm90_kernel<kHeadDim, kGrads, kDecayKind>,
                 std::min(sm_count, items.count), Tile::threads(kGrads), Tile::kSharedBytes, stream, maps, a, values, items);
 }
 
 template <int kHeadDim, Grads kGrads>
 void launch(const GradArgs& a, const View& values, int sm_count, cudaStream_t stream) {
-  if (!a.fading) launch_grad<kHeadDim, kGrads, Fade::kNone>(a, values, sm_count, stream);
-  else if (a.fading.bounds_alone) launch_grad<kHeadDim, kGrads, Fade::kBounds>(a, values, sm_count, stream);
-  else launch_grad<kHeadDim, kGrads, Fade::kDecays>(a, values, sm_count, stream);
+  if (!a.decay) launch_grad<kHeadDim, kGrads, DecayKind::kNone>(a, values, sm_count, stream);
+  else if (a.decay.bounds_alone) launch_grad<kHeadDim, kGrads, DecayKind::kBounds>(a, values, sm_count, stream);
+  else launch_grad<kHeadDim, kGrads, DecayKind::kDecays>(a, values, sm_count, stream);
 }
 
 }  // namespace

@@ -70,35 +70,35 @@ __device__ __forceinline__ int tile_token(const Sequence& s, int rows, int row) 
 }
 
 // What fades in a call: nothing; rows of sequences that ended; or all rows.
-enum class Fade { kNone, kBounds, kDecays };
+enum class DecayKind { kNone, kBounds, kDecays };
 
 // How the 64 rows from a virtual row on fade.
-__device__ __forceinline__ const FadingTile* fading_tile(const LinearProblem& p, int64_t state, int virtual_row) {
-  static_assert(kTileRows == kFadingTile, "the same tiles");
-  return p.fading.tiles + state * p.fading.tile_count + virtual_row / kFadingTile;
+__device__ __forceinline__ const DecayTile* decay_tile(const LinearProblem& p, int64_t state, int virtual_row) {
+  static_assert(kTileRows == kDecayTile, "the same tiles");
+  return p.decay.tiles + state * p.decay.tile_count + virtual_row / kDecayTile;
 }
 // Of a tile of y that begins at a token.
-__device__ __forceinline__ const FadingTile* fading_tile_at(const LinearProblem& p, int64_t state, int token) {
-  return fading_tile(p, state, p.pad + (p.time == Time::kForward ? token : p.ny - kTileRows - token));
+__device__ __forceinline__ const DecayTile* decay_tile_at(const LinearProblem& p, int64_t state, int token) {
+  return decay_tile(p, state, p.pad + (p.time == Time::kForward ? token : p.ny - kTileRows - token));
 }
 
 // The same to read, in shared memory or in global.
-struct SharedFadingTile {
+struct SharedDecayTile {
   static constexpr bool kLoadsEarly = false;
   uint32_t address;
 
-  __device__ __forceinline__ WalkSum sum(int row) const { return {ptx::load_shared_f32x2(address + offsetof(FadingTile, sums) + 8 * row)}; }
-  __device__ __forceinline__ float4 sums(int row) const { return ptx::load_shared_f32x4(address + offsetof(FadingTile, sums) + 8 * row); }
+  __device__ __forceinline__ WalkSum sum(int row) const { return {ptx::load_shared_f32x2(address + offsetof(DecayTile, sums) + 8 * row)}; }
+  __device__ __forceinline__ float4 sums(int row) const { return ptx::load_shared_f32x4(address + offsetof(DecayTile, sums) + 8 * row); }
   __device__ __forceinline__ float2 until_end(int row) const {
-    return ptx::load_shared_f32x2(address + offsetof(FadingTile, until_end) + 4 * row);
+    return ptx::load_shared_f32x2(address + offsetof(DecayTile, until_end) + 4 * row);
   }
   __device__ __forceinline__ float since_chunk(int row) const {
-    return ptx::load_shared_f32(address + offsetof(FadingTile, since_chunk) + 4 * row);
+    return ptx::load_shared_f32(address + offsetof(DecayTile, since_chunk) + 4 * row);
   }
 };
-struct GlobalFadingTile {
+struct GlobalDecayTile {
   static constexpr bool kLoadsEarly = true;
-  const FadingTile* tile;
+  const DecayTile* tile;
 
   __device__ __forceinline__ WalkSum sum(int row) const { return {__ldg(tile->sums + row)}; }
   __device__ __forceinline__ float4 sums(int row) const { return __ldg(reinterpret_cast<const float4*>(tile->sums + row)); }
@@ -113,9 +113,9 @@ template <bool kBack>
 inline constexpr int kLastOfTile = kTileRows - 1 - kFirstOfTile<kBack>;
 
 // Whether nothing is left of a tile that ends at `end`, for rows of x of which `x` are the first.
-__device__ __forceinline__ bool is_gone(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
+__device__ __forceinline__ bool is_fully_decayed(const WalkSum& x, const WalkSum& end) { return x.since(end) < -150.f; }
 
-// Whether a tile fades so much that numbers of its rows alone would not be in range (PairFading).
+// Whether a tile fades so much that numbers of its rows alone would not be in range (PairDecay).
 template <bool kBack, class Tile>
 __device__ __forceinline__ bool is_far(const Tile& y) {
   return !(y.sum(kLastOfTile<kBack>).since(y.sum(kFirstOfTile<kBack>)) > -64.f);
@@ -134,7 +134,7 @@ __device__ __forceinline__ bool is_whole(const XTile& x, const YTile& y) {
 enum class PairFactors { kOne, kRowsAndColumns, kPairs };
 
 template <bool kBack, PairFactors kFactors, class Tile>
-struct PairFading {
+struct PairDecay {
   static constexpr bool kOfRows = kFactors == PairFactors::kRowsAndColumns, kOfPairs = kFactors == PairFactors::kPairs;
   static constexpr bool kLoadsEarly = Tile::kLoadsEarly && kOfRows;
   Tile y;
@@ -142,7 +142,7 @@ struct PairFading {
   float left[2];
   float2 loaded[kLoadsEarly ? 8 : 1];
 
-  __device__ __forceinline__ PairFading(const Tile& y, const WalkSum& x0, const WalkSum& x1) : y(y), x{x0, x1} {
+  __device__ __forceinline__ PairDecay(const Tile& y, const WalkSum& x0, const WalkSum& x1) : y(y), x{x0, x1} {
     if constexpr (kOfRows) {
       const WalkSum end = y.sum(kLastOfTile<kBack>);
       left[0] = ptx::exp2_approx(x0.since(end)), left[1] = ptx::exp2_approx(x1.since(end));
@@ -243,7 +243,7 @@ struct SourceQueue {
   __device__ __forceinline__ int word(int item, int i) const { return static_cast<int>(ptx::load_shared_u32(of(item) + 4 * i)); }
 };
 
-// The e of a tile of y: of a walk back in time (PreparedInputs), or faded (FadeArgs). Rows that are further before the first token are zeros, whatever their e is.
+// The e of a tile of y: of a walk back in time (PreparedInputs), or faded (DecayArgs). Rows that are further before the first token are zeros, whatever their e is.
 __device__ __forceinline__ const float* tile_scales(const RowScale& e, int tokens, int64_t head, int token) {
   return e.data + head * e.head + max(token, tokens - static_cast<int>(e.head));
 }

@@ -27,14 +27,14 @@
 namespace fastmax {
 namespace {
 
-template <int kHeadDim, bool kFades, bool kAdds>
+template <int kHeadDim, bool kHasDecay, bool kAdds>
 struct ReadTileSm90 : HopperState<kHeadDim> {
   using State = HopperState<kHeadDim>;
   static constexpr int kWarpgroups = 2, kRowTiles = 2;  // of a warpgroup
   static constexpr int kItemTiles = kWarpgroups * kRowTiles, kRows = kItemTiles * kTileRows;
   // Two sums of 64 rows take more than the third of the registers that a warpgroup has at first, where products are always in flight; so
   // do factors.
-  static constexpr bool kMovesRegisters = (kHeadDim >= 64 && !kAdds) || kFades;
+  static constexpr bool kMovesRegisters = (kHeadDim >= 64 && !kAdds) || kHasDecay;
   static constexpr int kThreads = 128 * (kWarpgroups + 1);  // and one that issues loads
   static constexpr int kPartBytes = 2 * State::kTileBytes, kStateStages = State::kTiles / 2;
   // Where a state is added to the snapshot, its tiles come beside those of the snapshot.
@@ -45,9 +45,9 @@ struct ReadTileSm90 : HopperState<kHeadDim> {
 
   // Shared memory, from a multiple of 1024 bytes on.
   static constexpr int kX = kStages * kStageBytes;
-  static constexpr int kFadingBytes = kFades ? static_cast<int>(sizeof(FadingTile)) : 0;  // of a tile of x, and of y of each stage
-  static constexpr int kXFading = kX + kXBuffers * kXBytes, kYFading = kXFading + kXBuffers * kItemTiles * kFadingBytes;
-  static constexpr int kXFull = kYFading + kStages * kFadingBytes;
+  static constexpr int kDecayBytes = kHasDecay ? static_cast<int>(sizeof(DecayTile)) : 0;  // of a tile of x, and of y of each stage
+  static constexpr int kXDecay = kX + kXBuffers * kXBytes, kYDecay = kXDecay + kXBuffers * kItemTiles * kDecayBytes;
+  static constexpr int kXFull = kYDecay + kStages * kDecayBytes;
   static constexpr int kBarriers = kXFull + 8 * kWarpgroups * kXBuffers;
   static constexpr int kCopied = kBarriers + Ring<kStages>::kBarrierBytes;  // barriers of what is not yet added
   static constexpr int kSharedBytes = kSwizzledTileAlignment + kCopied + (kAdds ? Ring<kStages>::kBarrierBytes : 0);
@@ -64,7 +64,7 @@ __device__ __forceinline__ int rows_seen(const ReadArgs& a, int batch, int x_row
 
 // Whether a row of x sees nothing because its first key comes after its own token, where rows fade.
 __device__ __forceinline__ bool is_blind(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row) {
-  const KeyBounds& first = a.first_key;
+  const KeyBounds& first = a.k_start;
   if (first.data == nullptr || x_row >= a.nx) return false;
   return first.data[item.batch * first.stride.batch + item.state_head * first.stride.head + x_row * first.stride.token] >
          a.y_row(a.seen_end(x_row));
@@ -87,21 +87,21 @@ __device__ __forceinline__ void multiply_noise(const ReadArgs& a, const ItemsOfR
   }
 }
 
-// Near keys of a row (ReadArgs::near_lse) joined to the far ones, as merge/merge.cu does it: of its sums of values and weights, z and
+// Near keys of a row (ReadArgs::local_lse) joined to the far ones, as merge/merge.cu does it: of its sums of values and weights, z and
 // what the former are still to be multiplied by, those of both. r: which half of the accumulator the row is.
 template <int kCount>
-__device__ __forceinline__ void join_near(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, float& z, float& factor,
+__device__ __forceinline__ void join_local(const ReadArgs& a, const ItemsOfRows::Item& item, int x_row, float& z, float& factor,
                                           float (&acc)[kCount], int r) {
   const int t = static_cast<int>(ptx::keep_in_register(threadIdx.x)) % 4;
-  float* lse = a.near_lse.data + item.x_head_index * a.near_lse.head + x_row;
+  float* lse = a.local_lse.data + item.x_head_index * a.local_lse.head + x_row;
   float near = t == 0 && x_row < a.nx ? *lse : 0.f;
   near = __shfl_sync(0xffffffffu, near, 0, 4);  // from the lane that writes over it
   if (x_row >= a.nx) return;
-  float of_near = 1.f;
+  float of_local = 1.f;
   if (z != 0.f) {
-    const float far = logf(z), base = fmaxf(near, far), near_weight = expf(near - base), far_weight = expf(far - base);
-    const float total = near_weight + far_weight;
-    of_near = near_weight / total, factor *= far_weight / total;
+    const float far = logf(z), base = fmaxf(near, far), local_weight = expf(near - base), global_weight = expf(far - base);
+    const float total = local_weight + global_weight;
+    of_local = local_weight / total, factor *= global_weight / total;
     z = isnan(total) ? total : z + expf(near);
     if (t == 0) *lse = base + logf(total);
   }
@@ -113,7 +113,7 @@ __device__ __forceinline__ void join_near(const ReadArgs& a, const ItemsOfRows::
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float& x = acc[4 * j + 2 * r + i];
-      x = fmaf(of_near, i == 0 ? o.x : o.y, x * factor);
+      x = fmaf(of_local, i == 0 ? o.x : o.y, x * factor);
     }
   }
   factor = 1.f;
@@ -150,13 +150,13 @@ __device__ __forceinline__ void add_states(const ReadArgs& a, const ItemsOfRows&
 
 // kValues: grad_v, of a walk back in time, without denominators; else a forward.
 // kAdds: a snapshot comes without the state a.added, in a walk that does not fade.
-template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
-__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, kAdds>::kThreads, 1)
+template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds>
+__global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kDecayKind != DecayKind::kNone, kAdds>::kThreads, 1)
     linear_read_sm90_kernel(const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap y_map,
                             const __grid_constant__ CUtensorMap w_map, const __grid_constant__ CUtensorMap out_map, const ReadArgs a,
                             const ItemsOfRows items) {
-  constexpr bool kFades = kFade != Fade::kNone;
-  using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
+  constexpr bool kHasDecay = kDecayKind != DecayKind::kNone;
+  using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
   using Scores = Wgmma<Bf16, 64>;
@@ -207,10 +207,10 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         const int token = source.token + (kValues ? -(own / a.y_group) : own) * kTileRows;
         const int y_head = source.y_head + (kValues ? own % a.y_group : 0);
         ring.wait_until_empty(at);
-        copied.expect(at, Tile::kPartBytes + Tile::kFadingBytes);
-        if constexpr (kFades) {
-          ptx::bulk_load(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes, fading_tile_at(a, source.state(a), token),
-                         Tile::kFadingBytes, copied.full(at));
+        copied.expect(at, Tile::kPartBytes + Tile::kDecayBytes);
+        if constexpr (kHasDecay) {
+          ptx::bulk_load(stages_at + Tile::kYDecay + at.stage * Tile::kDecayBytes, decay_tile_at(a, source.state(a), token),
+                         Tile::kDecayBytes, copied.full(at));
         }
         RowTile::load(stage, y_map, copied.full(at), token, y_head, source.batch);
         RowTile::load(stage + kTileBytes, w_map, copied.full(at), token, y_head, source.batch);
@@ -220,9 +220,9 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
   }
   if constexpr (Tile::kMovesRegisters) ptx::more_registers<240>();
 
-  [[maybe_unused]] const auto x_fading = [&](int buffer, int m) {
+  [[maybe_unused]] const auto x_decay = [&](int buffer, int m) {
     const int tile = buffer * Tile::kItemTiles + warpgroup * kRowTiles + m;
-    return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kXFading + tile * Tile::kFadingBytes)};
+    return SharedDecayTile{static_cast<uint32_t>(stages_at + Tile::kXDecay + tile * Tile::kDecayBytes)};
   };
   const auto load_x = [&](int index, int count) {  // a thread of each warpgroup
     if (index >= items.count) return;
@@ -230,13 +230,13 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
     const int buffer = count % kXBuffers;
     const uint32_t barrier = x_full + 8 * (kWarpgroups * buffer + warpgroup);
     prefetch_sums<Tile::kSums>(a, a.sums, item);
-    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kFadingBytes));
+    ptx::mbarrier_arrive_expect(barrier, kRowTiles * (kTileBytes + Tile::kDecayBytes));
     for (int m = 0; m < kRowTiles; ++m) {
       const uint32_t x = x_at + buffer * Tile::kXBytes + (warpgroup * kRowTiles + m) * kTileBytes;
       const int row = item.row + tile_of(m) * kTileRows;
-      if constexpr (kFades) {
+      if constexpr (kHasDecay) {
         const int64_t state = static_cast<int64_t>(item.batch) * a.state_heads + item.state_head;
-        ptx::bulk_load(x_fading(buffer, m).address, fading_tile(a, state, a.seen_end(row)), Tile::kFadingBytes, barrier);
+        ptx::bulk_load(x_decay(buffer, m).address, decay_tile(a, state, a.seen_end(row)), Tile::kDecayBytes, barrier);
       }
       RowTile::load(x, x_map, barrier, tile_token(a, a.nx, row), item.x_head, item.batch);
     }
@@ -403,15 +403,15 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
     for (int m = 0; m < kRowTiles; ++m) keep(acc[m]);
 
     const ItemsOfRows::Item own_item = item_again();
-    if (kFades && a.has_state(own_item.chunk)) {
+    if (kHasDecay && a.has_state(own_item.chunk)) {
       const float* state_sums = a.sums + own_item.slot * Tile::kSums;
       float factor[kRowTiles][2];
 #pragma unroll
       for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          factor[m][r] = x_fading(buffer, m).since_chunk(row + 8 * r);
-          if (!kValues) sums[m][r] = faded(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor[m][r]);
+          factor[m][r] = x_decay(buffer, m).since_chunk(row + 8 * r);
+          if (!kValues) sums[m][r] = decayed(sums[m][r] + (t == 0 ? a.c0 * state_sums[Tile::kSumOne] : 0.f), factor[m][r]);
         }
       }
 #pragma unroll
@@ -421,16 +421,16 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            acc[m][4 * j + 2 * r] = faded(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor[m][r]);
-            acc[m][4 * j + 2 * r + 1] = faded(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor[m][r]);
+            acc[m][4 * j + 2 * r] = decayed(fmaf(a.c0, w.x, acc[m][4 * j + 2 * r]), factor[m][r]);
+            acc[m][4 * j + 2 * r + 1] = decayed(fmaf(a.c0, w.y, acc[m][4 * j + 2 * r + 1]), factor[m][r]);
           }
         }
       }
     }
 
     // The own chunk.
-    [[maybe_unused]] const auto y_fading = [&] {
-      return SharedFadingTile{static_cast<uint32_t>(stages_at + Tile::kYFading + at.stage * Tile::kFadingBytes)};
+    [[maybe_unused]] const auto y_decay = [&] {
+      return SharedDecayTile{static_cast<uint32_t>(stages_at + Tile::kYDecay + at.stage * Tile::kDecayBytes)};
     };
     float s[32];
     uint32_t weights[16];
@@ -449,9 +449,9 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
       keep(s);
       // In memory a walk back in time goes from later rows to earlier ones.
       const auto is_seen = [&](int r, int column) { return !kDiagonal || (kValues ? column >= row + 8 * r : column <= row + 8 * r); };
-      if constexpr (kFades) {
-        const SharedFadingTile x = x_fading(buffer, m), y = y_fading();
-        const auto fade_block = [&](int j, const float(&factors)[2][2]) {
+      if constexpr (kHasDecay) {
+        const SharedDecayTile x = x_decay(buffer, m), y = y_decay();
+        const auto decay_block = [&](int j, const float(&factors)[2][2]) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             float& score = s[4 * j + i];
@@ -460,15 +460,15 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
             if (!kValues) sums[m][i / 2] += score;
           }
         };
-        const auto fade = [&](auto factors) {
-          PairFading<kValues, decltype(factors)::value, SharedFadingTile>(y, x.sum(row), x.sum(row + 8)).for_each_block(fade_block);
+        const auto apply_decay = [&](auto factors) {
+          PairDecay<kValues, decltype(factors)::value, SharedDecayTile>(y, x.sum(row), x.sum(row + 8)).for_each_block(decay_block);
         };
-        if constexpr (kFade == Fade::kDecays) {
-          if (kDiagonal && is_far<kValues>(y)) fade(OfPairFactors<PairFactors::kPairs>());
-          else fade(OfPairFactors<PairFactors::kRowsAndColumns>());
+        if constexpr (kDecayKind == DecayKind::kDecays) {
+          if (kDiagonal && is_far<kValues>(y)) apply_decay(OfPairFactors<PairFactors::kPairs>());
+          else apply_decay(OfPairFactors<PairFactors::kRowsAndColumns>());
         } else {
-          if (a.y_mask.data == nullptr && is_whole<kValues>(x, y)) fade(OfPairFactors<PairFactors::kOne>());
-          else fade(OfPairFactors<PairFactors::kPairs>());
+          if (a.y_mask.data == nullptr && is_whole<kValues>(x, y)) apply_decay(OfPairFactors<PairFactors::kOne>());
+          else apply_decay(OfPairFactors<PairFactors::kPairs>());
         }
       } else {
 #pragma unroll
@@ -532,11 +532,11 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
     // Tiles before all rows of x of tile m; those of which nothing is left for them are skipped.
     const auto before_rows = [&](int m, int end_own, const auto& add_tile) {
       [[maybe_unused]] WalkSum first_x;
-      if constexpr (kFades) first_x = x_fading(buffer, m).sum(kFirstOfTile<kValues>);
+      if constexpr (kHasDecay) first_x = x_decay(buffer, m).sum(kFirstOfTile<kValues>);
       for (; own < end_own && own < tiles; ++own) {
-        if constexpr (kFades) {
+        if constexpr (kHasDecay) {
           ring.wait_until_full(at);
-          if (is_gone(first_x, y_fading().sum(kLastOfTile<kValues>))) {
+          if (is_fully_decayed(first_x, y_decay().sum(kLastOfTile<kValues>))) {
             skip_tile();
             continue;
           }
@@ -562,7 +562,7 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
 
     const ItemsOfRows::Item here = item_again();
     [[maybe_unused]] float rows_before = 0.f;  // what a carried state has of them
-    if (!kFades && a.has_state(here.chunk)) {
+    if (!kHasDecay && a.has_state(here.chunk)) {
       const float* sum_w = a.sums + here.slot * Tile::kSums + Tile::kSumW;
       if constexpr (!kValues) rows_before = __ldg(a.sums + here.slot * Tile::kSums + Tile::kSumOne);
 #pragma unroll
@@ -599,18 +599,18 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
         } else {
           const int x_row = first + row + 8 * r;
           float z = quad_sum(sums[m][r]);
-          if constexpr (!kFades) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
+          if constexpr (!kHasDecay) z = fmaf(a.c0, static_cast<float>(rows_seen(a, here.batch, x_row)) + rows_before, z);
           else if (is_blind(a, here, x_row) || fabsf(z) < PolynomialScore::kSmallestSum) z = 0.f;
           factor[r] = z == 0.f ? 0.f : 1.f / z;
-          if constexpr (!kFades) {
-            if (a.near_lse.data != nullptr) join_near(a, here, x_row, z, factor[r], acc[m], r);
+          if constexpr (!kHasDecay) {
+            if (a.local_lse.data != nullptr) join_local(a, here, x_row, z, factor[r], acc[m], r);
           }
           if (t == 0 && x_row < a.nx) a.z[here.x_head_index * a.z_head + x_row] = z;
         }
       }
-      if constexpr (kFades && !kValues) {
+      if constexpr (kHasDecay && !kValues) {
 #pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = faded(acc[m][i], factor[i / 2 % 2]);
+        for (int i = 0; i < kHeadDim / 2; ++i) acc[m][i] = decayed(acc[m][i], factor[i / 2 % 2]);
         factor[0] = factor[1] = 1.f;
       }
       if (!kValues && a.noise.data != nullptr) multiply_noise(a, here, first + row, acc[m]);
@@ -641,28 +641,28 @@ __global__ void __launch_bounds__(ReadTileSm90<kHeadDim, kFade != Fade::kNone, k
   if (w4 == 0 && lane == 0) ptx::bulk_wait<0>();
 }
 
-template <int kHeadDim, bool kValues, Fade kFade, bool kAdds>
+template <int kHeadDim, bool kValues, DecayKind kDecayKind, bool kAdds>
 void launch_read(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  constexpr bool kFades = kFade != Fade::kNone;
-  using Tile = ReadTileSm90<kHeadDim, kFades, kAdds>;
+  constexpr bool kHasDecay = kDecayKind != DecayKind::kNone;
+  using Tile = ReadTileSm90<kHeadDim, kHasDecay, kAdds>;
   const int x_heads = a.state_heads * a.x_group, y_heads = a.state_heads * a.y_group;
   const ItemsOfRows items(a, Tile::kRows);
   const CUtensorMap x_map = rows_map<kHeadDim>(a.x, a, x_heads, a.nx, a.d);
   const CUtensorMap y_map = rows_map<kHeadDim>(a.y, a, y_heads, a.ny, a.d);
   const CUtensorMap w_map = rows_map<kHeadDim>(a.w, a, y_heads, a.ny, a.dv);
   const CUtensorMap out_map = rows_map<kHeadDim>(a.out, a, x_heads, a.nx, a.dv);
-  launch_kernel(kFades ? "linear_read_fading_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kFade, kAdds>,
+  launch_kernel(kHasDecay ? "linear_read_decay_sm90" : "linear_read_sm90", linear_read_sm90_kernel<kHeadDim, kValues, kDecayKind, kAdds>,
                 std::min(sm_count, items.count), Tile::kThreads, Tile::kSharedBytes, stream, x_map, y_map, w_map, out_map, a, items);
 }
 
 template <int kHeadDim, bool kValues>
 void launch(const ReadArgs& a, int sm_count, cudaStream_t stream) {
-  if (a.fading && a.fading.bounds_alone) return launch_read<kHeadDim, kValues, Fade::kBounds, false>(a, sm_count, stream);
-  if (a.fading) return launch_read<kHeadDim, kValues, Fade::kDecays, false>(a, sm_count, stream);
+  if (a.decay && a.decay.bounds_alone) return launch_read<kHeadDim, kValues, DecayKind::kBounds, false>(a, sm_count, stream);
+  if (a.decay) return launch_read<kHeadDim, kValues, DecayKind::kDecays, false>(a, sm_count, stream);
   if constexpr (reads_add_sm90(kHeadDim)) {
-    if (a.added != nullptr) return launch_read<kHeadDim, kValues, Fade::kNone, true>(a, sm_count, stream);
+    if (a.added != nullptr) return launch_read<kHeadDim, kValues, DecayKind::kNone, true>(a, sm_count, stream);
   }
-  launch_read<kHeadDim, kValues, Fade::kNone, false>(a, sm_count, stream);
+  launch_read<kHeadDim, kValues, DecayKind::kNone, false>(a, sm_count, stream);
 }
 
 }  // namespace

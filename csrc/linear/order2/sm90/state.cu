@@ -49,7 +49,7 @@ struct StateTileSm90 : HopperShares<kHeadDim, kFine> {
 
 // What the rows are: as they are; with moments and sums of e y; such of which all is left or nothing, e too; or such that fade, whose
 // features have what is left of them.
-enum class Rows { kPlain, kScaled, kBounded, kFading };
+enum class Rows { kPlain, kScaled, kBounded, kDecay };
 
 // Division by a number that the launch knows, as one multiplication: exact where what is divided is not negative, and its product
 // with that number below 2^32.
@@ -79,7 +79,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   using Tile = StateTileSm90<kHeadDim, kFine>;
   using RowTile = RowTileSm90<kHeadDim>;
   using Products = Wgmma<Bf16, kHeadDim>;
-  constexpr bool kScaled = kRows != Rows::kPlain, kFades = kRows == Rows::kFading, kBounded = kRows == Rows::kBounded || kFades;
+  constexpr bool kScaled = kRows != Rows::kPlain, kHasDecay = kRows == Rows::kDecay, kBounded = kRows == Rows::kBounded || kHasDecay;
   constexpr int kStages = Tile::kStages, kTileBytes = Tile::kTileBytes;
   constexpr int kRegs = kHeadDim / 2;  // accumulators of a tile
   // Products of a step go in two groups, the first kFirst tiles and the rest: features of one are made while the other runs.
@@ -109,7 +109,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       is_whole = a.kept.whole[(int64_t{own_state} * y_group + y_head) * a.kept.groups + row / kBoundary] != 0;
     }
     ring.wait_until_empty(at);
-    ring.expect(at, Tile::kStageBytes + (kFades ? 1 + loads.has_e : kScaled ? 1 : 0) * kScaleBytes);
+    ring.expect(at, Tile::kStageBytes + (kHasDecay ? 1 + loads.has_e : kScaled ? 1 : 0) * kScaleBytes);
     if (is_whole) {
       RowTile::load(w, w_map, ring.full(at), token, head, batch);
       RowTile::load(w + kTileBytes, y_map, ring.full(at), token, head, batch);
@@ -117,11 +117,11 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       RowTile::load(w, zeroed_w_map, ring.full(at), token, head, batch);
       RowTile::load(w + kTileBytes, zeroed_y_map, ring.full(at), token, head, batch);
     }
-    if (kFades) {
+    if (kHasDecay) {
       ptx::bulk_load(stages_at + Tile::kFactors + at.stage * kScaleBytes, tile_scales(a.y_factors, a.ny, state, token), kScaleBytes,
                      ring.full(at));
     }
-    if (kFades ? loads.has_e : kScaled) {
+    if (kHasDecay ? loads.has_e : kScaled) {
       ptx::bulk_load(stages_at + Tile::kScales + at.stage * kScaleBytes,
                      tile_scales(a.y_scale, a.ny, int64_t{own_state} * y_group + y_head, token), kScaleBytes, ring.full(at));
     }
@@ -267,11 +267,11 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
   for (int row = begin;;) {
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) keep(acc[j]);
-    FadeFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
+    DecayFactor carry{0.f};  // of the sums when the rows from here on join them; looked up before a snapshot is stored
     // A walk may begin in a phase's chunk before the first; from there on edges are counted.
-    if (kBounded && row < end && (row == begin ? a.fading.begins_chunk(a, row) : row == a.chunk_begin(chunk))) {
-      const int edge = row == begin ? a.fading.edge_at(a, row) : a.fading.first_chunk + chunk;
-      carry.code = __ldg(a.fading.carries + static_cast<int64_t>(state) * a.fading.chunks + edge);
+    if (kBounded && row < end && (row == begin ? a.decay.begins_chunk(a, row) : row == a.chunk_begin(chunk))) {
+      const int edge = row == begin ? a.decay.edge_at(a, row) : a.decay.first_chunk + chunk;
+      carry.code = __ldg(a.decay.carries + static_cast<int64_t>(state) * a.decay.chunks + edge);
     }
     if (row == a.chunk_begin(chunk) && (row < end || is_last)) {
       if (!totals) store_snapshot(chunk);
@@ -283,11 +283,11 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       const float factor = carry.factor();
       goes_on = factor != 0.f;
 #pragma unroll
-      for (int j = 0; kFades && j < kOwn; ++j) {
+      for (int j = 0; kHasDecay && j < kOwn; ++j) {
 #pragma unroll
         for (int i = 0; i < kRegs; ++i) acc[j][i] *= factor;
       }
-      count = faded(count, factor);
+      count = decayed(count, factor);
     }
     const int next = totals && !kBounded ? end : min(a.chunk_begin(chunk), end);
     int run = (next - row) / kTileRows * y_group;
@@ -301,12 +301,12 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
       --left;
       const RingPosition own = at;
       const uint32_t w = stages_at + own.stage * Tile::kStageBytes, y = w + kTileBytes;
-      const uint32_t e = stages_at + (kFades && !loads.has_e ? Tile::kFactors : Tile::kScales) + own.stage * kScaleBytes;
+      const uint32_t e = stages_at + (kHasDecay && !loads.has_e ? Tile::kFactors : Tile::kScales) + own.stage * kScaleBytes;
       // Of this lane's first rows: what is left of them, and what a last tile that is not of pairs takes.
       [[maybe_unused]] uint32_t left_at, last_at;
       if constexpr (kBounded) {
         left_at = ptx::keep_in_register(stages_at + Tile::kFactors + own.stage * kScaleBytes + 8 * t);
-        last_at = kFades && !share.of_y ? left_at : ptx::keep_in_register(e + 8 * t);
+        last_at = kHasDecay && !share.of_y ? left_at : ptx::keep_in_register(e + 8 * t);
       }
       const Operand<RowTile> values(w), last_values(share.of_y ? y : w);
       bool next_is_full = false;
@@ -328,12 +328,12 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         // What is loaded is, before a wait, beside products.
         uint32_t m[2][2], scale[2] = {one, one};
         [[maybe_unused]] uint32_t left[2];
-        if constexpr (kFades) load_pairs(left, left_at, k);
+        if constexpr (kHasDecay) load_pairs(left, left_at, k);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           m[0][h] = ptx::pair_of_low(scalars[h][0], scalars[h][1]), m[1][h] = ptx::pair_of_high(scalars[h][0], scalars[h][1]);
         }
-        if constexpr (kFades) {
+        if constexpr (kHasDecay) {
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
 #pragma unroll
@@ -353,7 +353,7 @@ __device__ __forceinline__ void walk(const CUtensorMap& y_map, const CUtensorMap
         wgmma_commit();
         if constexpr (kBounded) {
           load_pairs(scale, last_at, k);
-          if (!kFades && !share.of_y) scale[0] = scale[1] = one;
+          if (!kHasDecay && !share.of_y) scale[0] = scale[1] = one;
           keep(scale);
         } else if constexpr (kScaled) {
 #pragma unroll
@@ -434,8 +434,8 @@ void launch_state(const StateArgs& a, cudaStream_t stream) {
                     zeroed_y_map, w_map, zeroed_w_map, a, first_segment,
                     Loads{Divisor(a.y_group), Divisor(a.state_heads), a.y_scale.data != a.y_factors.data});
     };
-    if (a.fading && a.fading.bounds_alone) run(linear_state_sm90_kernel<kHeadDim, Rows::kBounded, kFine>);
-    else if (a.fading) run(linear_state_sm90_kernel<kHeadDim, Rows::kFading, kFine>);
+    if (a.decay && a.decay.bounds_alone) run(linear_state_sm90_kernel<kHeadDim, Rows::kBounded, kFine>);
+    else if (a.decay) run(linear_state_sm90_kernel<kHeadDim, Rows::kDecay, kFine>);
     else if (a.y_scale.data != nullptr) run(linear_state_sm90_kernel<kHeadDim, Rows::kScaled, kFine>);
     else run(linear_state_sm90_kernel<kHeadDim, Rows::kPlain, kFine>);
   };

@@ -11,7 +11,7 @@
 //
 // What is near is taken pair by pair, and so is what is partly visible: masked tiles, which look at single pairs anyway.
 //
-// Score policies say how a factor joins a pair (score.h): query_factor and key_factor of its logarithm, fade_row, fade.
+// Score policies say how a factor joins a pair (score.h): query_factor and key_factor of its logarithm, decay_row, fade.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -37,7 +37,7 @@ struct DecaySums {
   __device__ __forceinline__ DecaySums(const AttentionParams& p, int state)
       : p(p), sums(p.decay_sums + static_cast<int64_t>(state) * p.m) {}
 
-  __device__ __forceinline__ bool fade() const { return p.decay_sums != nullptr; }
+  __device__ __forceinline__ bool has_decay() const { return p.decay_sums != nullptr; }
   __device__ __forceinline__ int position(int query) const { return max(0, min(query + p.causal_offset, p.m - 1)); }
   __device__ __forceinline__ float2 of_key(int key) const { return __ldg(sums + min(key, p.m - 1)); }
   __device__ __forceinline__ float2 of_query(int query) const { return __ldg(sums + position(query)); }
@@ -52,7 +52,7 @@ struct DecaySums {
 // Shared memory behind a kernel's tiles, there where something fades: of each warp, a Factor for each token of a tile; of each thread
 // of a backward (kSumsPairs), its sums of pairs, which would fill registers of the loops of calls where nothing fades.
 template <class TileOfKernel, class Factor, bool kSumsPairs>
-struct FadingScratch {
+struct DecayScratch {
   using Tile = TileOfKernel;
   static constexpr int kWarpBytes = Tile::kStream * static_cast<int>(sizeof(Factor));
   static constexpr int kFactorBytes = Tile::kThreads / kWarpSize * kWarpBytes;
@@ -111,9 +111,9 @@ struct FadingScratch {
 
 // Where keys, or queries, stream by in a backward.
 template <class Tile>
-using KeyFadingScratch = FadingScratch<Tile, float, true>;
+using KeyDecayScratch = DecayScratch<Tile, float, true>;
 template <class Tile>
-using QueryFadingScratch = FadingScratch<Tile, float4, true>;
+using QueryDecayScratch = DecayScratch<Tile, float4, true>;
 
 // What main loops take factors from: at(token), of the streamed tokens `token` and the next; then, of the first (e = 0) or second
 // of them and the row (i, half) of this lane, what joins the pair; row(), of a backward that owns keys, the score of a streamed query,
@@ -121,8 +121,8 @@ using QueryFadingScratch = FadingScratch<Tile, float4, true>;
 // one that has them, or that has none. Sums of pairs (decay/decay.h) are those of a lane's rows. weight() and pair_of_centred() are for
 // pairs of warps: of x, or of the weight where it is the slope, and of the centred line.
 template <class Score>
-struct NoFading {
-  static constexpr bool kFades = false;
+struct NoDecay {
+  static constexpr bool kHasDecay = false;
   struct Pair {};
 
   template <class Function>
@@ -147,21 +147,21 @@ struct NoFading {
 
 // Pairs with the key factors of Self.
 template <class Score, class Self>
-struct FadingPairs {
-  static constexpr bool kFades = true;
+struct DecayPairs {
+  static constexpr bool kHasDecay = true;
 
   template <class Pair>
-  __device__ __forceinline__ FadedPair pair(const float4& row, float x, float dp, const Pair& at, int e, int i, int half) const {
-    return Score::faded(row, x, dp, self().factor(at, e, i, half));
+  __device__ __forceinline__ DecayedPair pair(const float4& row, float x, float dp, const Pair& at, int e, int i, int half) const {
+    return Score::decayed(row, x, dp, self().factor(at, e, i, half));
   }
   template <class Pair>
   __device__ __forceinline__ float weight(const float4& row, float x, const Pair& at, int e, int i, int half) const {
-    return Score::faded(row, x, 0.f, self().factor(at, e, i, half)).p;
+    return Score::decayed(row, x, 0.f, self().factor(at, e, i, half)).p;
   }
   template <class Pair>
-  __device__ __forceinline__ FadedPair pair_of_centred(const float4& row, float x, float centred, const Pair& at, int e, int i,
+  __device__ __forceinline__ DecayedPair pair_of_centred(const float4& row, float x, float centred, const Pair& at, int e, int i,
                                                        int half) const {
-    return Score::faded_of_centred(row, x, centred, Score::kSlopeIsWeight ? 0.f : self().factor(at, e, i, half));
+    return Score::decayed_of_centred(row, x, centred, Score::kSlopeIsWeight ? 0.f : self().factor(at, e, i, half));
   }
 
  private:
@@ -170,7 +170,7 @@ struct FadingPairs {
 
 // Of far tiles. kOwnsQueries: the rows' part is not here but in what the loop keeps of a row; else a streamed query's is in its score.
 template <class Score, int kRowTiles, bool kOwnsQueries>
-struct FarFading : FadingPairs<Score, FarFading<Score, kRowTiles, kOwnsQueries>> {
+struct FarDecay : DecayPairs<Score, FarDecay<Score, kRowTiles, kOwnsQueries>> {
   struct None {};
   using Pair = std::conditional_t<kOwnsQueries, float2, None>;
   uint32_t factors;  // of token 0; kOwnsQueries: of keys, else row scores
@@ -190,14 +190,14 @@ struct FarFading : FadingPairs<Score, FarFading<Score, kRowTiles, kOwnsQueries>>
     if constexpr (kOwnsQueries) return e == 0 ? at.x : at.y;
     else return key_factor[i][half];
   }
-  __device__ __forceinline__ void add_flow(const FadedPair& pair, int i, int half, int, int) { flow[i][half] += pair.flow; }
+  __device__ __forceinline__ void add_flow(const DecayedPair& pair, int i, int half, int, int) { flow[i][half] += pair.flow; }
   template <class Scratch>
   __device__ __forceinline__ void finish_slab(const Scratch&) const {}
 };
 
 // Of near tiles: from differences of running sums.
 template <class Score, int kRowTiles, bool kOwnsQueries>
-struct NearFading : FadingPairs<Score, NearFading<Score, kRowTiles, kOwnsQueries>> {
+struct NearDecay : DecayPairs<Score, NearDecay<Score, kRowTiles, kOwnsQueries>> {
   struct Pair {
     float2 first, second;
   };
@@ -212,10 +212,10 @@ struct NearFading : FadingPairs<Score, NearFading<Score, kRowTiles, kOwnsQueries
   __device__ __forceinline__ float4 row(uint32_t address, int) const { return ptx::load_shared_f32x4(address); }
   __device__ __forceinline__ float factor(const Pair& at, int e, int i, int half) const {
     const float2& token = e == 0 ? at.first : at.second;
-    return Score::key_factor(kOwnsQueries ? fading(rows[i][half], token) : fading(token, rows[i][half]));
+    return Score::key_factor(kOwnsQueries ? decay(rows[i][half], token) : decay(token, rows[i][half]));
   }
   // A pair of a token with itself does not fade.
-  __device__ __forceinline__ void add_flow(const FadedPair& pair, int i, int half, int key, int query) {
+  __device__ __forceinline__ void add_flow(const DecayedPair& pair, int i, int half, int key, int query) {
     if (key != query + sums.p.causal_offset) flow[i][half] += pair.flow;
   }
   template <class Scratch>
@@ -228,7 +228,7 @@ struct NearFading : FadingPairs<Score, NearFading<Score, kRowTiles, kOwnsQueries
 // of calls where nothing fades. far: the tile is far, and rows count from the reference, that is the first row (of a loop that owns
 // queries).
 template <class Score, int kRowTiles, bool kOwnsQueries>
-struct MaskedFading {
+struct MaskedDecay {
   const AttentionParams& p;
   int state, warp_row;
   bool far;
@@ -236,11 +236,11 @@ struct MaskedFading {
   template <class Function>
   __device__ __forceinline__ void visit(const Function& function) const {
     if (p.decay_sums == nullptr) {
-      function(NoFading<Score>{});
+      function(NoDecay<Score>{});
     } else {
       const DecaySums sums(p, static_cast<int>(ptx::keep_in_register(state)));
       const int first_row = static_cast<int>(ptx::keep_in_register(warp_row));
-      NearFading<Score, kRowTiles, kOwnsQueries> near{{}, sums, {}, {}};
+      NearDecay<Score, kRowTiles, kOwnsQueries> near{{}, sums, {}, {}};
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -258,7 +258,7 @@ struct MaskedFading {
 template <int kStream>
 __device__ __forceinline__ int near_tile_of(const AttentionParams& p, int state, int query) {
   const DecaySums sums(p, state);
-  return sums.fade() ? sums.near_tile<kStream>(query) : INT_MAX;
+  return sums.has_decay() ? sums.near_tile<kStream>(query) : INT_MAX;
 }
 
 // Loads what a loop over keys keeps of its warp's queries, before its first tile: load(fade), where fade(row, query) is a row score
@@ -268,12 +268,12 @@ struct AsItIs {
 };
 template <class Score, class Visibility, int kStream, class Load>
 __device__ __forceinline__ void load_query_rows(const AttentionParams& p, int state, int first_tile, int first_row, const Load& load) {
-  if constexpr (Visibility::kMayFade) {
+  if constexpr (Visibility::kMayDecay) {
     const DecaySums sums(p, state);
-    if (sums.fade() && first_tile < sums.near_tile<kStream>(first_row)) {
+    if (sums.has_decay() && first_tile < sums.near_tile<kStream>(first_row)) {
       const float2 reference = sums.of_query(first_row);
       load([&](const float4& row, int query) {
-        return Score::fade_row(row, Score::query_factor(fading(sums.of_query(query), reference)));
+        return Score::decay_row(row, Score::query_factor(decay(sums.of_query(query), reference)));
       });
       return;
     }
@@ -287,23 +287,23 @@ template <class Score, class Visibility, class Scratch, class AddWhole, class Ad
 __device__ __forceinline__ void add_key_tile(const AttentionParams& p, int state, const Scratch& scratch, bool whole, int tile,
                                              int first_row, const AddWhole& add_whole, const AddMasked& add_masked) {
   using Tile = typename Scratch::Tile;
-  if constexpr (!Visibility::kMayFade) {
-    if (whole) add_whole(NoFading<Score>{});
-    else add_masked(NoFading<Score>{});
+  if constexpr (!Visibility::kMayDecay) {
+    if (whole) add_whole(NoDecay<Score>{});
+    else add_masked(NoDecay<Score>{});
   } else {
     const DecaySums sums(p, state);
     const bool far = tile < near_tile_of<Tile::kStream>(p, state, first_row);
-    if (whole && !sums.fade()) {
-      add_whole(NoFading<Score>{});
+    if (whole && !sums.has_decay()) {
+      add_whole(NoDecay<Score>{});
     } else if (whole && far) {
       const int begin = tile * Tile::kStream;
       const float2 reference = sums.of_query(first_row);
-      scratch.fill(begin, [&](int key) { return Score::key_factor(fading(reference, sums.of_key(key))); });
-      FarFading<Score, Tile::kRowTiles, true> factors{{}, scratch.factors(begin), {}, {}};
+      scratch.fill(begin, [&](int key) { return Score::key_factor(decay(reference, sums.of_key(key))); });
+      FarDecay<Score, Tile::kRowTiles, true> factors{{}, scratch.factors(begin), {}, {}};
       add_whole(factors);
       scratch.add_sums(factors.flow);
     } else {
-      add_masked(MaskedFading<Score, Tile::kRowTiles, true>{p, state, first_row, far});
+      add_masked(MaskedDecay<Score, Tile::kRowTiles, true>{p, state, first_row, far});
     }
   }
 }
@@ -312,33 +312,33 @@ __device__ __forceinline__ void add_query_tile(const AttentionParams& p, int sta
                                                bool whole, int tile, int first_row, const AddWhole& add_whole,
                                                const AddMasked& add_masked) {
   using Tile = typename Scratch::Tile;
-  if constexpr (!Visibility::kMayFade) {
-    if (whole) add_whole(NoFading<Score>{});
-    else add_masked(NoFading<Score>{});
+  if constexpr (!Visibility::kMayDecay) {
+    if (whole) add_whole(NoDecay<Score>{});
+    else add_masked(NoDecay<Score>{});
   } else {
     const DecaySums sums(p, state);
     const int begin = tile * Tile::kStream, last_row = first_row + Tile::kRowTiles * 16 - 1;
-    if (whole && !sums.fade()) {
-      add_whole(NoFading<Score>{});
+    if (whole && !sums.has_decay()) {
+      add_whole(NoDecay<Score>{});
     } else if (whole && begin + p.causal_offset > last_row) {
       const float2 reference = sums.of_key(last_row);
       scratch.fill(begin, [&](int query) {
         const float4 row = ptx::load_shared_f32x4(row_scores + (query - begin) * sizeof(float4));
-        return Score::fade_row(row, Score::query_factor(fading(sums.of_query(query), reference)));
+        return Score::decay_row(row, Score::query_factor(decay(sums.of_query(query), reference)));
       });
-      FarFading<Score, Tile::kRowTiles, false> factors{{}, scratch.factors(begin), {}, {}};
+      FarDecay<Score, Tile::kRowTiles, false> factors{{}, scratch.factors(begin), {}, {}};
 #pragma unroll
       for (int i = 0; i < Tile::kRowTiles; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int key = first_row + i * 16 + half * 8 + lane_index() / 4;
-          factors.key_factor[i][half] = Score::key_factor(fading(reference, sums.of_key(key)));
+          factors.key_factor[i][half] = Score::key_factor(decay(reference, sums.of_key(key)));
         }
       }
       add_whole(factors);
       scratch.add_sums(factors.flow);
     } else {
-      add_masked(MaskedFading<Score, Tile::kRowTiles, false>{p, state, first_row, false});
+      add_masked(MaskedDecay<Score, Tile::kRowTiles, false>{p, state, first_row, false});
     }
   }
 }

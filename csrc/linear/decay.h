@@ -26,14 +26,14 @@ namespace fastmax {
 
 // How 64 virtual rows fade, for kernels that take rows by tiles, in the order of tokens. A row of x has that of the last row of y that
 // it sees.
-inline constexpr int kFadingTile = 64;
-struct FadingTile {
-  float2 sums[kFadingTile];        // G as WalkSum has it
-  float until_end[kFadingTile];    // what is left of a row of y at the tile's last row in the walk; -0 where it takes no part
-  float since_chunk[kFadingTile];  // what is left of the state before the chunk, for a row of x
+inline constexpr int kDecayTile = 64;
+struct DecayTile {
+  float2 sums[kDecayTile];        // G as WalkSum has it
+  float until_end[kDecayTile];    // what is left of a row of y at the tile's last row in the walk; -0 where it takes no part
+  float since_chunk[kDecayTile];  // what is left of the state before the chunk, for a row of x
 };
 
-struct Fading {
+struct Decay {
   const float2* sums;  // G, [state][token of the keys] (decay/decay.h); null: nothing fades
   int tokens;
   int origin;            // virtual row where chunk 0 of the whole sequence begins
@@ -41,7 +41,7 @@ struct Fading {
   int chunks;            // of the whole sequence
   int first_chunk;       // of the phase
 
-  const FadingTile* tiles;  // [state][tile_count], of all virtual rows (linear_fade_tiles); null: not wanted
+  const DecayTile* tiles;  // [state][tile_count], of all virtual rows (linear_decay_tiles); null: not wanted
   int tile_count;
   bool bounds_alone;  // there are no decays: of a row everything is left or nothing
 
@@ -56,7 +56,7 @@ struct Fading {
   __device__ __forceinline__ float2 at_row(const Sequence& s, int64_t state, int y_row) const { return __ldg(address(s, state, y_row)); }
   // Between two rows, the later one in the walk first; <= 0.
   __device__ __forceinline__ static float between(const Sequence& s, const float2& x, const float2& y) {
-    return s.time == Time::kForward ? fastmax::fading(x, y) : fastmax::fading(y, x);
+    return s.time == Time::kForward ? fastmax::decay(x, y) : fastmax::decay(y, x);
   }
 
   // Where the state refers to once all rows before a virtual row are in it, and the edge at which a chunk of the whole sequence begins.
@@ -99,12 +99,12 @@ struct WalkSum {
     return {make_float2(sign * g.x, sign * g.y)};
   }
   // log2 of the factor from a row on to a later one, <= 0.
-  __device__ __forceinline__ float since(const WalkSum& row) const { return fastmax::fading(g, row.g); }
+  __device__ __forceinline__ float since(const WalkSum& row) const { return fastmax::decay(g, row.g); }
 };
 
 // The rows of x of a lane, and slabs of rows of y that they look at, as they fade. Called by whole warps.
 template <class Problem>
-struct FadingRows {
+struct DecayRows {
   const Problem& p;
   int64_t state;
   int row;  // of x, this lane's first
@@ -114,7 +114,7 @@ struct FadingRows {
   template <int kCount>
   __device__ __forceinline__ void load(WalkSum (&x)[kCount]) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) x[i] = in_walk(p.fading.at_row(p, state, p.y_row(p.seen_end(row + 8 * i))));
+    for (int i = 0; i < kCount; ++i) x[i] = in_walk(p.decay.at_row(p, state, p.y_row(p.seen_end(row + 8 * i))));
   }
   // A row of a slab per lane, from shared memory.
   template <int kRows>
@@ -125,7 +125,7 @@ struct FadingRows {
   // Of what the rows row + 8 i read from the state before their chunk, the phase's `chunk`.
   template <int kCount>
   __device__ __forceinline__ void since_chunk(float (&factors)[kCount], int chunk) const {
-    const WalkSum edge = in_walk(p.fading.at_edge(p, state, p.fading.first_chunk + chunk));
+    const WalkSum edge = in_walk(p.decay.at_edge(p, state, p.decay.first_chunk + chunk));
     WalkSum x[kCount];
     load(x);
 #pragma unroll
@@ -139,7 +139,7 @@ __device__ __forceinline__ WalkSum from_lane(const WalkSum& x, int lane) {
 
 // Whether nothing is left of a slab of kRows rows before the rows of x, of which `x` are this lane's.
 template <int kRows>
-__device__ __forceinline__ bool is_gone(const WalkSum& slab, const WalkSum& x) {
+__device__ __forceinline__ bool is_fully_decayed(const WalkSum& slab, const WalkSum& x) {
   constexpr float kZero = -150.f;  // 2^that is 0
   return __shfl_sync(0xffffffffu, from_lane(x, 0).since(slab), kRows - 1) < kZero;
 }
@@ -182,15 +182,15 @@ __device__ __forceinline__ void for_each_pair(const WalkSum (&x)[kRows8], const 
 }
 
 // Nothing is left where the factor is 0, of what is no number either.
-__device__ __forceinline__ float faded(float x, float factor) { return factor == 0.f ? 0.f : x * factor; }
+__device__ __forceinline__ float decayed(float x, float factor) { return factor == 0.f ? 0.f : x * factor; }
 
 // x times 2^exponent. Where the factor is near 1, what it lacks is taken from x: a factor that is the same for thousands of chunks would
 // leave its rounding in all of them. Nothing is left of anything where it is 0, as of what is no number.
-struct FadeFactor {
+struct DecayFactor {
   float code;  // <= 0: what a factor near 1 lacks; in (0, 1): the factor; kNothing: 0
   static constexpr float kNothing = 2.f;
 
-  __device__ __forceinline__ static FadeFactor of(float exponent) {
+  __device__ __forceinline__ static DecayFactor of(float exponent) {
     const float far = exp2f(exponent);
     return {exponent > -0.5f ? expm1f(exponent * 0.6931471805599453f) : far == 0.f ? kNothing : far};
   }

@@ -1,4 +1,4 @@
-"""`torch.ops.fastmax.far_forward_` and `far_backward_`: far keys of an exact window joined to the near ones, in place."""
+"""`torch.ops.fastmax.global_forward_` and `global_backward_`: far keys of an exact window joined to the near ones, in place."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from fastmax import eager
 from fastmax.eager import compute_dtype
 from fastmax.testing import verify
 
-far_forward_ = torch.ops.fastmax.far_forward_.default
-far_backward_ = torch.ops.fastmax.far_backward_.default
+global_forward_ = torch.ops.fastmax.global_forward_.default
+global_backward_ = torch.ops.fastmax.global_backward_.default
 SCORE = (0.3, 1.0, 1.0, 0.5)  # scale and coefficients
 
 
@@ -43,20 +43,20 @@ def by_parts(tensors, near, of_output, grads, tokens, p, algorithm):
     """What the operators are to leave, by those that join nothing."""
     mask, log_decay, first = tokens
     call = (mask, None, None, log_decay, first, None, *SCORE, p, True, 0.0, algorithm, False)
-    o_far, z_far = torch.ops.fastmax.forward(*tensors, *call)
+    o_global, z_global = torch.ops.fastmax.forward(*tensors, *call)
     o, lse = (x.clone() for x in near)
-    z = torch.ops.fastmax.merge_(o, lse, o_far, z_far, None)
-    of_far = torch.ops.fastmax.backward(*of_output, *tensors, o, z, *call)
-    return (o, lse, z), [x + y for x, y in zip(grads, of_far, strict=False)], of_far[-1]
+    z = torch.ops.fastmax.merge_(o, lse, o_global, z_global, None)
+    of_global = torch.ops.fastmax.backward(*of_output, *tensors, o, z, *call)
+    return (o, lse, z), [x + y for x, y in zip(grads, of_global, strict=False)], of_global[-1]
 
 
 def joined(tensors, near, of_output, grads, tokens, p, algorithm, results=None):
     """The same by the operators, the gradients from given results."""
     call = (*tokens, *SCORE, p, algorithm, False)
     o, lse = (x.clone(memory_format=torch.preserve_format) for x in near)
-    z = far_forward_(o, lse, *tensors, *call)
+    z = global_forward_(o, lse, *tensors, *call)
     into = [x.clone(memory_format=torch.preserve_format) for x in grads]
-    of_decay = far_backward_(*into, *of_output, *tensors, *((o, z) if results is None else results), *call)
+    of_decay = global_backward_(*into, *of_output, *tensors, *((o, z) if results is None else results), *call)
     return (o, lse, z), into, of_decay
 
 
@@ -113,8 +113,8 @@ def test_writes_into_views_alone(layout, dtype, d, device):
     around = [x if x._base is None else x._base for x in views]
     before = [x.clone() for x in around]
     call = (None, None, None, *SCORE, 2, "linear", False)
-    z = far_forward_(o, lse, *tensors, *call)
-    far_backward_(*into, *of_output, *tensors, o, z, *call)
+    z = global_forward_(o, lse, *tensors, *call)
+    global_backward_(*into, *of_output, *tensors, o, z, *call)
     for x, y in zip((o, lse, z, *into), (*exact[0], *exact[1]), strict=True):
         if dtype == torch.float32:
             assert_close(x, y, rtol=1e-6, atol=1e-5)
@@ -129,22 +129,22 @@ def test_opcheck(dtype, device):
     tensors, near, of_output, grads = operands(device, dtype)
     call = (*tokens_of(tensors, mask=True, decay=True), *SCORE, 2, "linear", False)
     traced = dtype == torch.bfloat16
-    check_operator(far_forward_, (*near, *tensors, *call), traced)
-    check_operator(far_backward_, (*grads, *of_output, *tensors, *near, *call), traced)
+    check_operator(global_forward_, (*near, *tensors, *call), traced)
+    check_operator(global_backward_, (*grads, *of_output, *tensors, *near, *call), traced)
 
 
 def test_they_record_nothing(device):
     tensors, near, of_output, grads = operands(device)
     call = (None, None, None, *SCORE, 2, "linear", False)
     tensors[1].requires_grad_()
-    with pytest.raises(RuntimeError, match="far_forward_ has no gradient: use fastmax.fastmax_attention"):
-        far_forward_(*near, *tensors, *call)
-    with pytest.raises(RuntimeError, match="far_backward_ has no gradient"):
-        far_backward_(*grads, *of_output, *tensors, *near, *call)
+    with pytest.raises(RuntimeError, match="global_forward_ has no gradient: use fastmax.fastmax_attention"):
+        global_forward_(*near, *tensors, *call)
+    with pytest.raises(RuntimeError, match="global_backward_ has no gradient"):
+        global_backward_(*grads, *of_output, *tensors, *near, *call)
     x = torch.ones_like(near[0], requires_grad=True)
     y = x * near[0]
     with torch.no_grad():
-        far_forward_(*near, *tensors, *call)
+        global_forward_(*near, *tensors, *call)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -165,10 +165,10 @@ def test_refused_by_name(index, name, device):
     ):
         into = [*grads[:index], wrong, *grads[index + 1 :]]
         with pytest.raises((ValueError, TypeError, RuntimeError), match=f"{name} {message}"):
-            far_backward_(*into, *of_output, *tensors, *near, *call)
+            global_backward_(*into, *of_output, *tensors, *near, *call)
     for wrong in ((near[0][..., :-1], near[1]), (near[0], near[1][..., :-1])):
         with pytest.raises((ValueError, RuntimeError), match="(o|lse) must have shape"):
-            far_forward_(*wrong, *tensors, *call)
+            global_forward_(*wrong, *tensors, *call)
 
 
 @pytest.mark.cuda
@@ -194,7 +194,7 @@ def test_a_tensor_on_the_cpu_is_named():
     given = {"o": near[0], "lse": near[1], "q": tensors[0], "k": tensors[1], "v": tensors[2]}
     of_backward = {"grad_q": grads[0], "grad_k": grads[1], "grad_v": grads[2], "grad_o": of_output[0], "grad_z": of_output[1]}
     of_backward |= dict(zip(("q", "k", "v", "o", "z"), (*tensors, *near), strict=True))
-    for operator, arguments in ((far_forward_, given), (far_backward_, of_backward)):
+    for operator, arguments in ((global_forward_, given), (global_backward_, of_backward)):
         for name in arguments:
             wrong = [x.cpu() if other == name else x for other, x in arguments.items()]
             with pytest.raises(RuntimeError, match=f"{name} is on cpu, and "):
