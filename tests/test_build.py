@@ -143,7 +143,7 @@ def test_ninja_file_of_the_sources(build, toolkit):
         expected.add(build.object_name(source))
     assert len(expected) == len(found) - 2, "no two sources make one object"
     assert {"bindings/attention.o", "linear/order1/portable/walk.bf16.o", "linear/order2/portable/read.bf16.o"} < expected
-    assert {"quadratic/portable/fwd.softmax.table.bf16.o", "quadratic/sm90/bwd.polynomial.fading.o"} < expected
+    assert {"quadratic/portable/fwd.softmax.table.bf16.o", "quadratic/sm90/bwd.polynomial.decay.o"} < expected
     rule, inputs, _ = found["libfastmax.so"]
     assert rule == "link" and set(inputs) == expected | {"stub/libtorch_cuda.so"}
     assert set(found) == expected | {"libfastmax.so", "stub/libtorch_cuda.so"}

@@ -407,7 +407,7 @@ def test_packed_sequences(sequences, n, causal, d, softmax, taken):
 # of them skips more tiles than the ring has stages.
 @by_head_dim
 @by_attention
-@pytest.mark.parametrize("fades", [False, True], ids=["", "fading"])
+@pytest.mark.parametrize("fades", [False, True], ids=["", "decay"])
 @pytest.mark.parametrize("lengths", [(64, 1000), (1088, 64, 200), (1, 63, 64, 900, 60)], ids=str)
 def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
     for causal in (True,) if fades else (True, False):
@@ -417,7 +417,7 @@ def test_warpgroups_that_see_other_tiles(lengths, fades, d, softmax, taken):
         tensors["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
         errors = verify.measure(tensors, case.options, verify.ROUNDING[case.mode], softmax)
         assert all(row.passed for row in errors), errors
-    kind = "fading" if fades else "bounded"
+    kind = "decay" if fades else "bounded"
     assert f"{'flash_forward: flash' if softmax else 'forward: quadratic'}_{kind}_sm90" in taken()
 
 

@@ -111,7 +111,7 @@ def covered(probe):
     def run(head_dim, arch=90, math=BF16, window=0, bounds=0, decays=0, expanded=0, backward=0):
         line = f"{arch} {head_dim} {math} {window} {bounds} {decays} {expanded} {backward}"
         answer = subprocess.run([probe], input=line, check=True, capture_output=True, text=True).stdout.split()
-        kinds = ("dense", "bounded", "fading"), ("dense", "window", "bounded", "fading")
+        kinds = ("dense", "bounded", "decay"), ("dense", "window", "bounded", "decay")
         return tuple(
             {kind for kind, bit in zip(names, bits, strict=True) if bit == "1"}
             for names, bits in zip(kinds, answer, strict=True)
@@ -126,7 +126,7 @@ def test_head_dims(backward, covered):
         assert covered(head_dim, backward=backward) == ({"dense"}, {"dense"})
         of_fastmax, of_softmax = covered(head_dim, bounds=1, backward=backward)
         assert of_fastmax == {"bounded"} and "bounded" in of_softmax
-        assert covered(head_dim, decays=1, backward=backward) == ({"fading"}, {"fading"})
+        assert covered(head_dim, decays=1, backward=backward) == ({"decay"}, {"decay"})
         assert "window" in covered(head_dim, window=1, backward=backward)[1]
         assert covered(head_dim, math=FP16, backward=backward) == (set(), set() if backward else {"dense"})
     assert covered(256, backward=backward) == (set(), set())

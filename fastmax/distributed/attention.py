@@ -423,7 +423,7 @@ def _of_earlier_keys(
     Returns:
         A function that finishes the call and returns the output and the log of the denominators.
     """
-    keys, first_keys, between = [], [], []
+    keys, k_starts, between = [], [], []
     for x, part in zip(surrounded.parts, spread.parts, strict=True):
         first = decay = None
         if x.log_decay is not None:
@@ -435,16 +435,16 @@ def _of_earlier_keys(
             begin, _ = _sequences(asked.cu_seqlens, part)
             begin = (begin - part.start + window).clamp(min=-1).to(torch.int32).expand(*x.k.shape[:2], part.tokens)
             first = begin if first is None else torch.maximum(first, begin)
-        first_keys.append(first)
+        k_starts.append(first)
         keys.append(x._replace(log_decay=decay).narrow(0, part.tokens))
     bounded = asked.log_decay is not None or asked.cu_seqlens is not None
     k, v, mask, decay = surrounded._replace(parts=keys).side_by_side()
-    first_keys = tuple(first_keys) if bounded else None
-    carries = Carries(k, decay, first_keys, *spread) if bounded else None
+    k_starts = tuple(k_starts) if bounded else None
+    carries = Carries(k, decay, k_starts, *spread) if bounded else None
     if algorithm == "linear":
-        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, first_keys, carries))
+        attend = states.begin(q, k, v, decay, states.Job(score, spread, mask, k_starts, carries))
     else:
-        job = ring.Job(score, True, spread, mask, first_keys, carries, None)
+        job = ring.Job(score, True, spread, mask, k_starts, carries, None)
         attend = partial(ring.attend, q, k, v, decay, job)
 
     def finish() -> tuple[Tensor, Tensor]:

@@ -19,20 +19,20 @@ class Carries:
     """
 
     def __init__(
-        self, k: Tensor, log_decay: Tensor | None, first_keys: tuple[Tensor, ...], layout: Layout, group: dist.ProcessGroup
+        self, k: Tensor, log_decay: Tensor | None, k_starts: tuple[Tensor, ...], layout: Layout, group: dist.ProcessGroup
     ):
         """Starts the all-gather.
 
         Args:
             k: (b, hk, n, d), the local keys.
             log_decay: (b, hk, n), finite.
-            first_keys: int (b, hk, tokens) for each local part: the first key of the part that a query sees; -1 if it also sees
+            k_starts: int (b, hk, tokens) for each local part: the first key of the part that a query sees; -1 if it also sees
                 keys before the part.
         """
         self._layout = layout
         own = layout.of(group.rank())
         numbers = k.new_zeros(layout.most_parts, 2, *k.shape[:2], dtype=torch.float64)
-        for i, (part, first) in enumerate(zip(own, first_keys, strict=True)):
+        for i, (part, first) in enumerate(zip(own, k_starts, strict=True)):
             if log_decay is not None:
                 numbers[i, 0] = log_decay.detach()[..., part.local].sum(-1, dtype=torch.float64)
             last = first[..., -1]

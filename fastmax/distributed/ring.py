@@ -40,7 +40,7 @@ class Job(NamedTuple):
     causal: bool
     spread: Spread
     mask: Tensor | None  # bool (b, n)
-    first_keys: tuple[Tensor, ...] | None  # causal: int32 (b, hk, tokens) of each part; -1: keys before the part are visible
+    k_starts: tuple[Tensor, ...] | None  # causal: int32 (b, hk, tokens) of each part; -1: keys before the part are visible
     carries: Carries | None
     ranges: tuple[Tensor, Tensor] | None  # not causal: start and end of the global keys that each query sees, int64 (n,) each
 
@@ -138,7 +138,7 @@ def _blocks(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[Block]:
     Without decays, resets or ranges, consecutive parts share one call: a rank holds its parts in sequence order, so its own
     keys are one causal call, and of the keys of another rank each part sees a prefix.
     """
-    if own.log_decay is not None or job.first_keys is not None or job.ranges is not None:
+    if own.log_decay is not None or job.k_starts is not None or job.ranges is not None:
         yield from _blocks_of_parts(job, own, held, holder)
         return
     layout, of_rank = job.spread.layout, job.spread.parts
@@ -169,9 +169,9 @@ def _blocks_of_parts(job: Job, own: Keys, held: Keys, holder: int) -> Iterator[B
             block = _block(job, (queries,), (keys,), held, causal=job.causal and keys == queries)
             x, call = held.of(keys.local), block.call
             if keys == queries:
-                first = None if not job.causal or job.first_keys is None else job.first_keys[i].clamp(min=0)
+                first = None if not job.causal or job.k_starts is None else job.k_starts[i].clamp(min=0)
                 call = call._replace(log_decay=x.log_decay, k_start=first)
-            elif job.first_keys is not None:
+            elif job.k_starts is not None:
                 call = call._replace(k_start=_k_start(job, i, keys))
             if job.ranges is not None:
                 first, end = ((x[queries.local] - keys.start).clamp(0, keys.tokens).to(torch.int32) for x in job.ranges)
@@ -188,7 +188,7 @@ def _k_start(job: Job, i: int, keys: Part) -> Tensor:
     """Returns the first key of an earlier part that the queries of the i-th local part see, int32 (b, hk, tokens)."""
     forgotten = job.carries.forgotten(job.spread.layout.index[job.spread.parts[i]]).unsqueeze(-1)
     first = (forgotten - keys.start).clamp(0, keys.tokens).to(torch.int32)
-    return torch.where(job.first_keys[i] >= 0, keys.tokens, first)
+    return torch.where(job.k_starts[i] >= 0, keys.tokens, first)
 
 
 def _decay(job: Job, block: Block, own: Keys, held: Keys) -> Block:

@@ -139,7 +139,7 @@ class Job(NamedTuple):
     score: Score
     spread: Spread
     mask: Tensor | None  # bool (b, n)
-    first_keys: tuple[Tensor, ...] | None  # int32 (b, hk, tokens) of each part; -1: the state before the part is visible
+    k_starts: tuple[Tensor, ...] | None  # int32 (b, hk, tokens) of each part; -1: the state before the part is visible
     carries: Carries | None
 
     def call(self, i: int, log_decay: Tensor | None) -> Call:
@@ -147,7 +147,7 @@ class Job(NamedTuple):
         local = self.spread.parts[i].local
         mask = None if self.mask is None else self.mask[:, local]
         decay = None if log_decay is None else log_decay[..., local]
-        first = None if self.first_keys is None else self.first_keys[i]
+        first = None if self.k_starts is None else self.k_starts[i]
         return Call(self.score, causal=True, attention_mask=mask, log_decay=decay, k_start=first)
 
 
