@@ -1,6 +1,6 @@
 """Polynomial-kernel (Fastmax) attention for PyTorch.
 
-The modules `convert`, `distributed`, `info` and `testing` are imported when they are first used.
+The modules `convert`, `distributed`, `info` and `testing` are imported on first use.
 """
 
 import importlib
@@ -39,8 +39,8 @@ __all__ = [
 
 
 def _attend_on_dtensors(attention: Callable, arguments: dict[str, object]) -> sharded_dispatch.Result:
-    # At the first DTensor: `fastmax.distributed` loads torch.distributed.tensor, which takes seconds. A statement, because
-    # torch.compile traces it, but not importlib.import_module.
+    # Imported here, at the first DTensor, because `fastmax.distributed` loads torch.distributed.tensor, which takes seconds.
+    # torch.compile traces an import statement, but not importlib.import_module.
     from fastmax.distributed.dtensors import attend
 
     return attend(attention, arguments)

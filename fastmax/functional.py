@@ -1,4 +1,4 @@
-"""`fastmax_attention` and `flash_attention`: from arguments to the operator and back."""
+"""`fastmax_attention` and `flash_attention`: check the arguments, make a `Call`, and run its operator."""
 
 from __future__ import annotations
 
@@ -48,57 +48,58 @@ def fastmax_attention(
         s_ij = q_i . k_j / temperature
         o_i  = sum_j f(s_ij) v_j / sum_j f(s_ij)         over the keys j that query i sees
 
-    With `log_decay` every weight f(s_ij) fades, with `exact_window` those of near keys are exp(s_ij). Query i is at position
-    pos(i) = i + m - n among the keys.
+    `log_decay` multiplies every weight by a decay. `exact_window` gives local keys the weight exp(s_ij) in place of f(s_ij).
+    Query i has the position pos(i) = i + m - n among the keys.
 
     There is no hidden `1 / sqrt(head_dim)`: pass `temperature=math.sqrt(head_dim)` for the usual scale.
 
     Args:
         q: (b, h, n, d), or 3-d (b * h, n, d); float64, float32, float16 or bfloat16, any strides.
-        k: (b, hk, m, d), h a multiple of hk: query head i uses kv head i // (h // hk). q's dtype and device.
-        v: (b, hk, m, dv).
-        causal: key j is visible to query i when `j <= i + (m - n)` (aligned at the end); n <= m.
-        drop_noise: standard normal tensor of the output's shape, for `o * (1 + dropout * drop_noise)`; drawn when None and
-            dropout > 0, refused when dropout is 0. No gradient flows to it.
-        rpe_matrix: relative positions. A tensor (n + m - 1, d) whose row `j - i + n - 1` is added to k_j for query i (runs on
-            the quadratic algorithm, gets a gradient); or "sinusoidal": the rows of `rpe_matrix_creator(structured=True)`,
-            factorised, with no matrix and any algorithm.
+        k: (b, hk, m, d), h a multiple of hk: query head i uses key/value head i // (h // hk). q's dtype and device.
+        v: (b, hk, m, dv). q's dtype and device.
+        causal: key j is visible to query i if `j <= i + (m - n)` (aligned at the end); n <= m.
+        drop_noise: standard normal tensor of the output's shape, for `o * (1 + dropout * drop_noise)`. Drawn if None and
+            dropout > 0; refused if dropout is 0. It gets no gradient.
+        rpe_matrix: relative positions. A tensor (n + m - 1, d) whose row `j - i + n - 1` is added to k_j for query i; it needs
+            the quadratic algorithm and gets a gradient. Or "sinusoidal": the rows of `rpe_matrix_creator(structured=True)` in
+            factorised form, without a matrix, with any algorithm.
         dropout: strength of the noise, >= 0.
-        normalize: False; True or "sequence" (each head's q, and k, scaled so that the longest row has length `lim`; it looks
-            at all rows but masked keys, later ones too, of which it warns when causal); "token" (each row longer than `lim`
-            scaled back to it; causal).
-        temperature: > 0.
+        normalize: False: q and k are used as they are. True or "sequence": each head's q is scaled so that its longest row has
+            length `lim`, and each head's k likewise. All rows count except masked keys, later ones too, so a causal call
+            warns. "token": each row longer than `lim` is scaled to length `lim`; causal.
+        temperature: divides the scores; > 0.
         a0, a1, a2: coefficients of f. The defaults are the Taylor polynomial of exp.
-        lim: radius for `normalize`, > 0; refused without.
+        lim: radius for `normalize`, > 0; refused without `normalize`.
         p: degree of f, 1 or 2. With 1, a2 is ignored.
         attention_mask: bool (b, m), True = the key is attended. A query that sees no key gets output and gradient 0.
         use_custom_gradient: True: one fused operator with an analytic backward. False: the same forward in PyTorch
-            operations that autograd records (higher derivatives, forward mode, torch.func).
-        algorithm: "quadratic", "linear" or "auto" (cost models: `fastmax.eager.planner`, and csrc/core/cost_model.h where the
-            CUDA kernels run).
-        log_decay: (b, hk, m), for 3-d k (b * hk, m): floating point, <= 0, any strides; needs `causal`. The weight of key j is
-            multiplied by the exponential of the sum over `j + 1 .. pos(i)`: a key fades by the decays of the tokens after it.
-            -inf resets all before the token. Values above 0 count as 0, with gradient 0. With a NaN the queries that see a
-            key before its token get NaN; others do not see it. Summed in float64; gets a gradient.
-        exact_window: keys with `|pos(i) - j| < exact_window` are weighed by `exp(s_ij)`, at O(n * exact_window) beside the
-            rest; n <= m. From m on this is softmax attention.
-        cu_seqlens: int32 (s + 1,), from 0 to n without falling: the n tokens of a batch of one are s sequences end to end, none
-            of which sees another (for `normalize="sequence"` either); n = m. Without `causal` on the quadratic algorithm, but
-            for the far keys of an exact window. The values are checked on a CPU. On a GPU they are not read back: the
-            results of other values are not specified.
-        return_lse: also return the logarithms of the sums of weights, for `fastmax.merge_attention`.
-        others: none; names by which other libraries pass such arguments raise an error that says what takes their place.
+            operations that autograd records, for higher derivatives, forward mode and torch.func.
+        algorithm: "quadratic", "linear" or "auto", which chooses by a cost model (`fastmax.eager.planner`, or
+            csrc/core/cost_model.h where the CUDA kernels run).
+        log_decay: (b, hk, m), or (b * hk, m) for 3-d k: floating point, <= 0, any strides; needs `causal`. Key j's weight is
+            multiplied by exp of the sum of log_decay over tokens `j + 1 .. pos(i)`, so it decays with the tokens after it.
+            -inf resets: keys before the token are hidden from it and from later queries. Values above 0 count as 0, with
+            gradient 0. A NaN makes the queries NaN that see a key before its token, and no others. Summed in float64; gets
+            a gradient.
+        exact_window: local keys, `|pos(i) - j| < exact_window`, have the weight `exp(s_ij)`. This costs O(n * exact_window)
+            in addition; n <= m. A window of m or more is softmax attention.
+        cu_seqlens: int32 (s + 1,), from 0 to n, not decreasing. The n tokens of a batch of one are s sequences end to end, and
+            tokens of different sequences do not see each other (`normalize="sequence"` is per sequence too); n = m. Without
+            `causal` the algorithm is the quadratic one, except for the global keys of an exact window. The values are
+            checked on a CPU. On a GPU they are not read back, and results for invalid values are unspecified.
+        return_lse: whether to return also the log of the sum of weights of each query, for `fastmax.merge_attention`.
+        others: must be empty. An argument name of another library raises an error that says what to pass instead.
 
     Returns:
-        o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout; with `return_lse` also lse (b, h, n), or (b * h, n), in
-        float32 (float64 for float64 q), differentiable too: -inf where a query sees no key, NaN where the sum is negative.
+        o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout. With `return_lse` also lse (b, h, n), or (b * h, n), in
+        float32 (float64 for float64 q), differentiable: -inf where a query sees no key, NaN where the sum is negative.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted.
+        TypeError, ValueError: naming the argument, its value and what is accepted.
         RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
-    Under autocast q, k, v are cast to autocast's dtype, as `scaled_dot_product_attention` does; decays are not. Method: Gerami
-    et al., "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901); decays as in Lin et al.,
+    Under autocast q, k and v are cast to autocast's dtype, as in `scaled_dot_product_attention`; decays are not. Method: Gerami
+    et al., "FAST: Factorizable Attention for Speeding up Transformers", 2024 (arXiv:2402.07901). Decays: Lin et al.,
     "Forgetting Transformer", 2025 (arXiv:2503.02130).
     """
     if others:
@@ -162,36 +163,36 @@ def flash_attention(
     cu_seqlens: Tensor | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Softmax attention, exact, in O(n) memory: the baseline to compare `fastmax_attention` with.
+    """Exact softmax attention in O(n) memory, the baseline for `fastmax_attention`.
 
         s_ij = scale * q_i . k_j
         o_i  = sum_j exp(s_ij) v_j / sum_j exp(s_ij)     over the keys j that query i sees
 
     Args:
         q: (b, h, n, d), or 3-d (b * h, n, d); float64, float32, float16 or bfloat16, any strides.
-        k: (b, hk, m, d), h a multiple of hk: query head i uses kv head i // (h // hk). q's dtype and device.
-        v: (b, hk, m, dv).
-        causal: key j is visible to query i when `j <= i + (m - n)` (aligned at the end, where PyTorch's `is_causal` aligns at
+        k: (b, hk, m, d), h a multiple of hk: query head i uses key/value head i // (h // hk). q's dtype and device.
+        v: (b, hk, m, dv). q's dtype and device.
+        causal: key j is visible to query i if `j <= i + (m - n)` (aligned at the end, while PyTorch's `is_causal` aligns at
             the start); n <= m.
         scale: finite and > 0; None: `1 / sqrt(d)`.
         attention_mask: bool (b, m), True = the key is attended.
-        return_lse: also return `log sum_j exp(s_ij)`.
+        return_lse: whether to return also `log sum_j exp(s_ij)`.
         use_custom_gradient: as in `fastmax_attention`.
-        log_decay: as in `fastmax_attention`; it is added to the scores.
-        window: keys with `|pos(i) - j| < window` only, pos(i) = i + m - n; or (left, right): keys from `pos(i) - left` to
-            `pos(i) + right`, -1 for no bound, as FlashAttention counts. Tiles outside are not visited.
+        log_decay: as in `fastmax_attention`. Its sum over tokens `j + 1 .. pos(i)` is added to s_ij.
+        window: an int hides keys with `|pos(i) - j| >= window`, where pos(i) = i + m - n. A tuple (left, right) leaves keys
+            from `pos(i) - left` to `pos(i) + right` visible, as in FlashAttention; -1: no bound. Tiles outside are skipped.
         cu_seqlens, others: as in `fastmax_attention`.
 
     Returns:
-        o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout; with `return_lse` also lse (b, h, n), or (b * h, n), in
-        float32 (float64 for float64 q), differentiable too. A query that sees no key gets o = 0, lse = -inf and gradient 0.
+        o (b, h, n, dv), or 3-d like q, in q's dtype and memory layout. With `return_lse` also lse (b, h, n), or (b * h, n), in
+        float32 (float64 for float64 q), differentiable. A query that sees no key gets o = 0, lse = -inf and gradient 0.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it was and what is accepted.
+        TypeError, ValueError: naming the argument, its value and what is accepted.
         RuntimeError: on a second, forward-mode or torch.func derivative through `use_custom_gradient=True`.
 
-    Under autocast q, k, v are cast to autocast's dtype. Method: online normaliser (Milakov and Gimelshein, 2018,
-    arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691); decays as in Lin et al., "Forgetting
+    Under autocast q, k and v are cast to autocast's dtype. Method: online normaliser (Milakov and Gimelshein, 2018,
+    arXiv:1805.02867) over tiles (Dao, "FlashAttention-2", 2023, arXiv:2307.08691). Decays: Lin et al., "Forgetting
     Transformer", 2025 (arXiv:2503.02130).
     """
     if others:
@@ -217,7 +218,7 @@ def flash_attention(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Output, and denominators or log-sum-exp, of 4-d tensors."""
+    """Returns the output of 4-d tensors, and the denominators or, for softmax, the log-sum-exp."""
     if use_custom_gradient:
         return ops.attention(q, k, v, call)
     with ops.without_autocast(q):
@@ -225,7 +226,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bo
 
 
 def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_gradient: bool) -> tuple[Tensor, Tensor]:
-    """Output and log of the sums of weights, near keys weighed exactly."""
+    """Returns the output and the log of the sums of weights of a call with an exact window."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         o, z = _attend(q, k, v, call, use_custom_gradient=False)
@@ -241,16 +242,16 @@ def _attend_exactly(q: Tensor, k: Tensor, v: Tensor, call: Call, use_custom_grad
 def _algorithm_of_packed(
     algorithm: str, has_linear: bool, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, score: Score
 ) -> str:
-    """The choice of "auto" goes by the mean length of a sequence, which is known without looking at values."""
+    """Returns the algorithm for packed sequences. "auto" goes by their mean length, which the shapes give."""
     if not has_linear:
         return validation.algorithm_without_state(algorithm)
-    if algorithm != "auto" or torch.compiler.is_compiling() or q.numel() == 0:  # no choice by size in a compiled graph's guards
+    if algorithm != "auto" or torch.compiler.is_compiling() or q.numel() == 0:  # a choice by size would add a guard
         return algorithm
     length = max(1, q.shape[-2] // (cu_seqlens.shape[0] - 1))
     return choose_algorithm(length, length, q.shape[-1], v.shape[-1], True, score.order, q.shape[-3] // k.shape[-3])
 
 
 def _four_d(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, ...]:
-    """(b * h, n, d) and so on -> (b, h, n, d), b from the mask."""
+    """Converts 3-d q, k and v (b * h, tokens, d) to 4-d (b, h, tokens, d); the mask gives b, else it is 1."""
     batch = 1 if mask is None else mask.shape[0]
     return tuple(x.unflatten(0, (batch, x.shape[0] // max(batch, 1))) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""`python -m fastmax.info`: versions, devices, and which implementation of the operator runs on each."""
+"""`python -m fastmax.info` prints versions, devices, and which implementation of the operators runs on each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fastmax.ops import extension
 
 
 def implementation(device: torch.device) -> str:
-    """One sentence: what computes `use_custom_gradient=True` on this device."""
+    """Returns a sentence that says which implementation of `use_custom_gradient=True` runs on the device."""
     if device.type != "cuda":
         return f"On {device} fastmax runs its PyTorch implementation (tiled matrix products with an analytic backward)."
     reason = extension.problem(device)
@@ -22,7 +22,7 @@ def implementation(device: torch.device) -> str:
 
 
 def report() -> list[tuple[str, str]]:
-    """(name, value) pairs."""
+    """Returns (name, value) pairs."""
     rows = [
         ("fastmax", fastmax.__version__),
         ("Python", f"{platform.python_version()} ({platform.system()} {platform.machine()})"),

@@ -1,7 +1,7 @@
-"""Softmax of rows three ways, for numpy arrays and torch tensors: naive, safe, and online, by blocks of the row.
+"""Softmax of rows in three ways, for numpy arrays and torch tensors: naive, safe, and online over blocks of the row.
 
-`online_softmax` is what attention by an online normaliser does to its scores. On CUDA tensors it and `safe_softmax` run kernels
-(docs/softmax.md).
+`online_softmax` is the method that attention with an online normaliser applies to its scores. On CUDA tensors it and
+`safe_softmax` run kernels (docs/softmax.md).
 
 Source: M. Milakov, N. Gimelshein, *Online normalizer calculation for softmax*, arXiv:1805.02867.
 """
@@ -27,14 +27,14 @@ __all__ = ["RunningStates", "naive_softmax", "online_softmax", "safe_softmax"]
 
 
 def naive_softmax(x: Array) -> Array:
-    """`exp(x) / sum(exp(x))` over the last dimension, as the formula stands.
+    """Computes `exp(x) / sum(exp(x))` over the last dimension, exactly as written.
 
-    It overflows as the formula does, from x = 89 in float32 on (710 in float64): infinity divided by infinity is NaN; and where
-    every element of a row is below -104 (-746), the row is 0 / 0, NaN too. numpy warns of it (RuntimeWarning), torch does not.
+    The exponential overflows from x = 89 on in float32 (710 in float64), and infinity / infinity is NaN. A row whose elements
+    are all below -104 (-746) is 0 / 0, which is NaN too. numpy then issues a RuntimeWarning, torch does not.
 
     Args:
         x: (..., width), numpy array (float16, float32, float64, longdouble) or torch tensor (float16, bfloat16, float32,
-            float64); half types are computed in float32.
+            float64). Half types are computed in float32.
 
     Returns:
         An array or tensor of x's shape and dtype. Differentiable for tensors, through autograd.
@@ -47,15 +47,15 @@ def naive_softmax(x: Array) -> Array:
 
 
 def safe_softmax(x: Array) -> Array:
-    """Softmax over the last dimension with the maximum of the row subtracted first: three passes, no overflow.
+    """Computes softmax over the last dimension after subtracting the maximum of the row: three passes, no overflow.
 
-    A row that is -inf throughout, or holds +inf or NaN, is NaN throughout, as in `torch.softmax`.
+    A row that is all -inf, or contains +inf or NaN, becomes all NaN, as in `torch.softmax`.
 
     Args:
         x: as for `naive_softmax`. Floating-point CUDA tensors of up to 32 bits run a kernel.
 
     Returns:
-        An array or tensor of x's shape and dtype. Differentiable for tensors; twice, too.
+        An array or tensor of x's shape and dtype. For tensors, differentiable twice.
 
     Raises:
         TypeError, ValueError: naming x.
@@ -70,21 +70,21 @@ def safe_softmax(x: Array) -> Array:
 
 
 def online_softmax(x: Array, block_size: int | None = None, return_states: bool = False) -> Array | tuple[Array, RunningStates]:
-    """Softmax over the last dimension with maximum and sum from one pass, a block of columns at a time: two passes in all.
+    """Computes softmax over the last dimension in two passes; the first finds maximum and sum, block of columns by block.
 
-    After a block with maximum b the running maximum m becomes `m' = max(m, b)` and the running sum `s exp(m - m') +
-    sum(exp(x - m'))` over the block. In exact arithmetic the result does not depend on the blocks.
+    After a block with maximum b, the running maximum m becomes `m' = max(m, b)`, and the running sum s becomes
+    `s exp(m - m') + sum(exp(x - m'))`, summed over the block. In exact arithmetic the result does not depend on the blocks.
 
     Args:
         x: as for `safe_softmax`, with the same results for infinite elements and NaN.
-        block_size: columns per block, at least 1; the last block may be shorter. None: 1024, and the kernel's own on CUDA.
-        return_states: also return what is known after each block.
+        block_size: columns per block, at least 1; the last block may be shorter. None: 1024; on CUDA the kernel chooses.
+        return_states: whether to return also the running maximum and sum after each block.
 
     Returns:
-        An array or tensor of x's shape and dtype; with `return_states` that and `RunningStates(max, sum)`, each
-        (..., ceil(width / block_size)), float32 for half types and x's dtype otherwise. While a row held nothing but -inf,
-        its state is (-inf, 0). Differentiable for tensors, the states too. A block_size or return_states runs PyTorch
-        operations on every device.
+        An array or tensor of x's shape and dtype. With `return_states` also `RunningStates(max, sum)`, each
+        (..., ceil(width / block_size)), float32 for half types and x's dtype otherwise. As long as all elements were -inf, the
+        state is (-inf, 0). For tensors, result and states are differentiable. With block_size or return_states, PyTorch
+        operations run on every device.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -118,12 +118,12 @@ def _check(x: object) -> None:
 
 
 def _runs_kernel(x: Array) -> bool:
-    """Whether the registered operator takes x."""
+    """Returns whether the registered operator takes x."""
     return isinstance(x, Tensor) and x.is_cuda and (torch.compiler.is_compiling() or not is_transformed())
 
 
 def _quiet(x: Array) -> AbstractContextManager:
-    """Without numpy's warning of -inf - -inf, which gives the documented NaN."""
+    """Suppresses numpy's warning for -inf - -inf, which gives the documented NaN."""
     return nullcontext() if isinstance(x, Tensor) else np.errstate(invalid="ignore")
 
 
@@ -132,5 +132,5 @@ def _like(y: Array, x: Array) -> Array:
 
 
 def _empty(x: Array) -> Array:
-    """x without columns, as a result: a tensor or array of its own, and part of autograd's graph."""
+    """Returns the result for x without columns: a copy, which autograd records."""
     return x.clone() if isinstance(x, Tensor) else x.copy()

@@ -1,4 +1,4 @@
-"""What every part of the library shares: the call and its score function, checks of arguments, and warnings.
+"""Code that every part of the library shares: `Call`, score functions, checks of arguments, and warnings.
 
-Imports nothing else of fastmax.
+It imports nothing else of fastmax.
 """

@@ -1,6 +1,7 @@
-"""`Call`: what is asked of an attention operator beside q, k and v, as one value from the public functions to the tiles.
+"""`Call`: all arguments of an attention operator except q, k and v, as one value.
 
-`Signature` is how a call is laid out in a registered schema, and the one place that flattens it.
+The public functions make a `Call`, which is passed down to the code that computes tiles. A registered operator takes flat
+arguments instead; `Signature` converts between the two.
 """
 
 from __future__ import annotations
@@ -17,63 +18,81 @@ ALGORITHMS = ("auto", "quadratic", "linear")
 
 
 class Accompanying(NamedTuple):
-    """A tensor that accompanies q, k and v, as its field of `Call` declares it.
+    """Describes a tensor that accompanies q, k and v; annotates its field in `Call`.
 
-    Schemas, checks, gradients, the parts of an exact window and the placements of DTensors follow from this.
+    Schemas, checks, gradients, slices for heads and for global keys, and placements of DTensors are derived from it.
     """
 
-    axes: str  # of b, h, hk, n, m, d, dv; others are sizes of its own
-    dtype: torch.dtype | None = None  # None: the compute dtype
+    # Names of the dimensions: b batch, h query heads, hk key/value heads, n queries, m keys, d head dim of q and k, dv head dim
+    # of v. Any other name is a size of this tensor alone.
+    axes: str
+    # The dtype that a tensor with the axis hk must have (`core.validation` has rules of its own for the others). None: float32,
+    # or float64 for float64 q.
+    dtype: torch.dtype | None = None
+    # Whether the backward returns a gradient for it.
     differentiable: bool = False
-    of_global_keys: bool = (
-        False  # whether a call for the far keys of an exact window, and one that continues from a state, has it
-    )
+    # Whether it also applies where attention is computed in parts: to the global keys of an exact window (the tensor is then
+    # cut to the part's tokens), and to calls that continue from a state.
+    of_global_keys: bool = False
 
     @property
     def per_head(self) -> bool:
-        """Whether it has numbers for every key/value head."""
+        """Whether it has a dimension for key/value heads."""
         return "hk" in self.axes.split()
 
 
 class Call(NamedTuple):
-    """Checked by `fastmax.core.validation`; shapes for 4-d q (b, h, n, d), k (b, hk, m, d) and v (b, hk, m, dv).
+    """The arguments of an attention operator besides q, k and v, checked by `fastmax.core.validation`.
 
-    pos(i) = i + m - n is the place of query i among the keys.
+    Shapes are for 4-d q (b, h, n, d), k (b, hk, m, d) and v (b, hk, m, dv). Query i has the position pos(i) = i + m - n among
+    the keys. A key is visible to a query unless one of the arguments below hides it.
     """
 
+    # The function that turns scores into weights.
     score: Score | Softmax
+    # Hides keys j > pos(i) from query i.
     causal: bool = False
+    # Strength of `drop_noise`.
     dropout: float = 0.0
-    algorithm: str = "auto"  # up to the implementation, so that no choice by size ends up in a compiled graph's guards
-    left: int = -1  # keys with pos(i) - j > left are hidden; -1: none is
-    right: int = -1  # keys with j - pos(i) > right, likewise
-    exact_window: int = 0  # keys with |pos(i) - j| < exact_window are weighed by exp(s): see `fastmax.ops.exact_window`
-    # Tensors that accompany q, k and v.
-    # True = the key is attended
+    # One of ALGORITHMS. The implementation resolves "auto": a choice by size up here would add guards to compiled graphs.
+    algorithm: str = "auto"
+    # Hides keys j < pos(i) - left from query i; -1: no bound. Softmax only.
+    left: int = -1
+    # Hides keys j > pos(i) + right from query i; -1: no bound. Softmax only.
+    right: int = -1
+    # Keys with |pos(i) - j| < exact_window are local keys, of weight exp(s): see `fastmax.ops.exact_window`. 0: there are none.
+    exact_window: int = 0
+
+    # Tensors that accompany q, k and v; None if the call has none.
+
+    # Padding: True = the key is attended, False = it is hidden from all queries of its batch entry.
     attention_mask: Annotated[Tensor | None, Accompanying("b m", torch.bool, of_global_keys=True)] = None
-    # A constant
+    # Standard normal noise. The output is multiplied by 1 + dropout * drop_noise. A constant to autograd.
     drop_noise: Annotated[Tensor | None, Accompanying("b h n dv")] = None
-    # n + m - 1 rows
+    # Relative positions: query i sees key j as k_j + row j - i + n - 1. There are n + m - 1 rows, one for each distance.
     rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True)] = None
-    # Finite, <= 0, or NaN: see `fastmax.prepare.bounds`
+    # Log of the decay at each token: the weight of key j for query i is multiplied by exp of the sum over tokens j + 1 to
+    # pos(i). Finite and <= 0, or NaN: `fastmax.prepare.bounds` turns -inf into a bound in `k_start`.
     log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True)] = None
-    # Keys before it are hidden; does not fall from query to query
+    # First key that each query may see: keys j < k_start[i] are hidden. Must not decrease with i. It holds the beginnings of
+    # packed sequences and the tokens whose log_decay is -inf. -1: the keys in the state too, if the call continues from one.
     k_start: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_global_keys=True)] = None
-    # Keys from it on are hidden; likewise
+    # End of the keys that each query may see: keys j >= k_end[i] are hidden. Must not decrease with i. It holds the ends of
+    # packed sequences in calls that are not causal.
     k_end: Annotated[Tensor | None, Accompanying("b hk n", torch.int32)] = None
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The tensors that get a gradient."""
+        """The tensors that get a gradient; None for those that the call does not have."""
         return tuple([getattr(self, name) for name in _DIFFERENTIABLE])
 
 
 _HINTS = get_type_hints(Call, include_extras=True)
 ACCOMPANYING = {name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")}
-# Tensors with a number for every token of every key/value head.
+# Names of the tensors with a number per token and key/value head.
 PER_HEAD = tuple(name for name, x in ACCOMPANYING.items() if x.per_head)
 _DIFFERENTIABLE = tuple(name for name, x in ACCOMPANYING.items() if x.differentiable)
-SCORE = "float scale, float a0, float a1, float a2, int p"  # in a schema
+SCORE = "float scale, float a0, float a1, float a2, int p"  # the fields of Score, as arguments of a schema
 _SCORE_SCHEMAS = {Score: SCORE, Softmax: "float scale"}
 _OPTION_TYPES = {
     "causal": "bool",
@@ -86,8 +105,15 @@ _OPTION_TYPES = {
 
 
 class Signature:
-    """The part of a schema that stands for a call: its tensors, its score, its options, and `allow_tf32`, which kernels alone
-    read, since PyTorch's own matrix products obey its precision setting by themselves."""
+    """The arguments of a registered operator that make up a `Call`: tensors, score, options, and `allow_tf32`.
+
+    Only kernels read `allow_tf32`. PyTorch's matrix products follow its precision setting by themselves.
+
+    Args:
+        score: the type of the score.
+        options: names of the options, in the order of the schema.
+        tensors: names of the accompanying tensors, in the order of the schema.
+    """
 
     def __init__(self, score: type[Score] | type[Softmax], options: tuple[str, ...], tensors: tuple[str, ...]):
         self.score = score
@@ -113,34 +139,34 @@ class Signature:
 
     @property
     def gradients_schema(self) -> str:
-        """The results of a backward: gradients of q, k, v and of the call's differentiable tensors."""
+        """The results of a backward in its schema: gradients of q, k, v and of the differentiable tensors."""
         return ", ".join(f"Tensor grad_{name}" for name in self.gradient_names)
 
     def flatten(self, call: Call, allow_tf32: bool) -> tuple[tuple[Tensor | None, ...], tuple]:
-        """Tensors and options, in the order of the schema."""
+        """Returns the tensors, and the score and options, in the order of the schema."""
         return tuple([call[i] for i in self._tensors]), (*call.score, *[call[i] for i in self._options], allow_tf32)
 
     def call(self, arguments: Sequence) -> Call:
-        """The call of `arguments`, all that the schema holds."""
+        """Returns the call that `arguments`, the values for `schema`, make up."""
         names = (*self.tensor_names, *self.option_names)
         tensors, options = arguments[: len(self.tensor_names)], arguments[len(self.tensor_names) : -1]
         score, options = self.score(*options[: len(self.score._fields)]), options[len(self.score._fields) :]
         return Call(score, **dict(zip(names, (*tensors, *options), strict=True)))
 
     def gradients(self, results: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The results of a backward by what they are gradients of."""
+        """Returns the results of a backward as a dict: name of a tensor -> its gradient."""
         return dict(zip(self.gradient_names, results, strict=True))
 
     def of_inputs(self, gradients: dict[str, Tensor], tensors: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-        """A gradient, or None, for q, k, v and each of the schema's tensors, those of the call."""
+        """Returns a gradient, or None, for q, k, v and each tensor of the schema; `tensors` are their values in the call."""
         of_tensors = [None if x is None else gradients.get(name) for name, x in zip(self.tensor_names, tensors, strict=True)]
         return gradients["q"], gradients["k"], gradients["v"], *of_tensors
 
 
 FASTMAX = Signature(Score, ("causal", "dropout", "algorithm"), ("attention_mask", "drop_noise", "rpe_matrix", *PER_HEAD))
-# Causal calls whose keys are far ones of an exact window.
+# Causal calls over global keys of an exact window.
 GLOBAL = Signature(Score, ("algorithm",), tuple(name for name, x in ACCOMPANYING.items() if x.of_global_keys))
-# Calls that continue from a state, which are causal and run on the linear algorithm.
+# Calls that continue from a state. They are causal and use the linear algorithm.
 CONTINUED = Signature(Score, (), GLOBAL.tensor_names)
 EXACT_WINDOW = Signature(Score, ("causal", "algorithm", "exact_window"), ("attention_mask", *PER_HEAD))
 EXACT_TILES = Signature(Score, ("causal", "exact_window"), ("attention_mask", *PER_HEAD))

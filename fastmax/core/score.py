@@ -1,4 +1,4 @@
-"""The score function `f(s) = a0 + a1 s + a2 s^2`, its derivative, and division by its sums."""
+"""The score function `f(s) = a0 + a1 s + a2 s^2`, its derivative, and division by sums of weights."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Score(NamedTuple):
-    """Polynomial that replaces `exp` in the attention weights.
+    """The polynomial that replaces `exp` in the attention weights.
 
-    `order` is the `p` of the public interface; `a2` is ignored when it is 1. `scale` is `1 / temperature`: whoever loads a
-    block of q multiplies it by `scale` once, so that `s` is a plain product.
+    `order` is the `p` of the public functions; with 1, `a2` is ignored. `scale` is `1 / temperature`. The code that loads a
+    block of q multiplies it by `scale` once, so s is a plain product of q and k.
 
-    A pass over a tile of scores costs as much as a product, so `weights` and `slope` take `y = alpha s + beta`, which the
-    product of q and k can return as it is, and `affine` is chosen to leave them little to do.
+    An elementwise pass over a tile of scores costs as much as the matrix product. `weights` and `slope` therefore take
+    `y = alpha s + beta`, which the product can return directly. `affine` chooses alpha and beta so that little work remains.
     """
 
     scale: float
@@ -27,12 +27,12 @@ class Score(NamedTuple):
 
     @property
     def _is_square(self) -> bool:
-        """Whether f is a2 (s + a1 / 2 a2)^2 plus a positive rest: then that form loses no digits. True for the default."""
+        """Whether f is a2 (s + a1 / 2 a2)^2 plus a positive constant, a form that loses no digits. True for the defaults."""
         return self.order == 2 and self.a2 > 0.0 and self.a1 * self.a1 < 4.0 * self.a0 * self.a2
 
     def without_zeros(self, smallest: float) -> Score:
-        """Coefficients that can be divided by: at least `smallest` times the largest in size, with its sign, or 1 where all are
-        0. With the square of a rounding, nobody sees the difference in f."""
+        """Returns coefficients that can be divisors: each is at least `smallest` times the largest in magnitude, and keeps its
+        sign. If all are 0, they become 1. With the square of a rounding error as `smallest`, f is the same within rounding."""
         used = (self.a0, self.a1, self.a2)[: 1 + self.order]
         limit = smallest * max(map(abs, used)) or 1.0
         kept: dict[str, Any] = dict(zip(("a0", "a1", "a2"), (copysign(max(abs(a), limit), a) for a in used), strict=False))
@@ -40,13 +40,13 @@ class Score(NamedTuple):
 
     @property
     def affine(self) -> tuple[float, float]:
-        """alpha and beta of y."""
+        """alpha and beta of `y = alpha s + beta`."""
         if self.order == 1:
             return self.a1, self.a0
         return 1.0, self.a1 / (2.0 * self.a2) if self._is_square else 0.0
 
     def weights(self, y: Tensor, temporary: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-        """f(s) from y; `temporary` and `out` (y itself, say) are optional places to write to."""
+        """Returns f(s), given y. `temporary` and `out` are optional buffers; `out` may be y."""
         if self.order == 1:
             return y
 
@@ -58,7 +58,7 @@ class Score(NamedTuple):
         return torch.addcmul(constant(self.a0), y, torch.add(constant(self.a1), y, alpha=self.a2, out=temporary), out=out)
 
     def slope(self, y: Tensor, out: Tensor | None = None) -> tuple[float, Tensor | None]:
-        """f'(s) as a factor and a tensor (None for 1)."""
+        """Returns f'(s) as a factor and a tensor; None stands for a tensor of ones."""
         if self.order == 1:
             return self.a1, None
         if self._is_square:
@@ -66,7 +66,7 @@ class Score(NamedTuple):
         return 1.0, torch.add(torch.full((), self.a1, dtype=y.dtype, device=y.device), y, alpha=2.0 * self.a2, out=out)
 
     def minimum(self, radius: float) -> float:
-        """Smallest value of f on `[-radius, radius]` (`radius` may be infinite)."""
+        """Returns the smallest value of f on `[-radius, radius]`; `radius` may be infinite."""
         a2 = self.a2 if self.order == 2 else 0.0
         if a2 > 0.0 and abs(self.a1) <= 2.0 * a2 * radius:
             return self.a0 - self.a1 * self.a1 / (4.0 * a2)
@@ -78,24 +78,27 @@ class Score(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """`exp(s)`, the score function of `fastmax.flash_attention`; `scale` as in `Score`. Its weights need the maximum of their
-    row first, so it has tiles of its own (`fastmax.eager.flash`)."""
+    """`exp(s)`, the score function of `fastmax.flash_attention`; `scale` is as in `Score`.
+
+    Its weights need the maximum of their row first, so `fastmax.eager.flash` computes its tiles.
+    """
 
     scale: float
 
 
 def reciprocal(z: Tensor) -> Tensor:
-    """1 / z, and 0 for z = 0: a query that sees no key gets output 0 (and, by the inner `where`, gradient 0, not NaN)."""
+    """Returns 1 / z, and 0 for z = 0: a query without keys gets output 0 and, by the inner `where`, gradient 0, not NaN."""
     empty = z == 0
     return torch.where(empty, 0.0, 1.0 / torch.where(empty, 1.0, z))
 
 
 def quotient(x: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor:
-    """x / z, and 0 for z = 0 (with gradient 0). That of `x * reciprocal(z)` has the square of 1 / z in it, which overflows."""
+    """Returns x / z, and 0 with gradient 0 for z = 0. The gradient of `x * reciprocal(z)` would contain 1 / z^2, which
+    overflows."""
     return torch.div(x, torch.where(z == 0, torch.inf, z), out=out)
 
 
 def log_of_sums(z: Tensor) -> Tensor:
-    """log z, and -inf for z = 0 (with gradient 0)."""
+    """Returns log z, and -inf with gradient 0 for z = 0."""
     seen = z != 0
     return torch.where(seen, torch.where(seen, z, 1.0).log(), -torch.inf)

@@ -1,6 +1,6 @@
-"""Every rule about arguments, checked before anything is computed.
+"""All rules about arguments. They are checked before anything is computed.
 
-Messages name the argument, what it was and what is accepted.
+Messages name the argument, its value and what is accepted.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from fastmax.core.warning import warn
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 NORMALIZE = (False, True, "sequence", "token")
 DEFAULT_LIM = 1.0
-LARGEST_COUNT = 2**31 - 1  # of what is counted in tokens, channels or batch entries: kernels hold these in 32 bits
+LARGEST_COUNT = 2**31 - 1  # of tokens, channels or batch entries: kernels hold these numbers in 32 bits
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxdict = 2, 3, 3, 3
 
 
 def describe(value: object) -> str:
+    """Returns a short description of a value, for error messages."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return f"{_SHORT.repr(value)} ({type(value).__name__})"
@@ -40,11 +41,11 @@ def _check_tensor(name: str, value: object, accepted: str) -> None:
 
 
 def check_dense(name: str, x: Tensor) -> None:
-    """A tensor of plain, strided memory."""
+    """Checks that a tensor is strided: neither nested, quantized nor sparse."""
     if x.is_nested:
         raise TypeError(
             f"{name} must be a dense tensor, got a nested one: pad it (torch.nested.to_padded_tensor), and in attention pass "
-            "a attention_mask"
+            "an attention_mask"
         )
     if x.is_quantized:
         raise TypeError(f"{name} must be a dense tensor, got a quantized one ({x.dtype}): pass {name}.dequantize()")
@@ -53,21 +54,21 @@ def check_dense(name: str, x: Tensor) -> None:
 
 
 def check_in_graph(condition: Tensor, message: str) -> None:
-    """Leave an assertion in a compiled graph, where the values are not known: a RuntimeError when the graph runs.
+    """Adds an assertion to a compiled graph, which raises a RuntimeError when the graph runs.
 
-    Inductor copies the message into a C++ string literal without escapes. So quotes become single, backslashes become
-    slashes, and a line break becomes a space.
+    The message is changed, because Inductor copies it into a C++ string literal without escapes: double quotes become single
+    ones, backslashes become slashes, and line breaks become spaces.
 
     Args:
-        condition: bool, one element.
-        message: says the same as the error of an eager call.
+        condition: bool tensor of one element. Its value is unknown while the graph is compiled.
+        message: the text of the error that an eager call raises.
     """
     torch._assert_async(condition, message.replace('"', "'").replace("\\", "/").replace("\n", " "))
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
-    """Ranks, shapes, dtypes and devices of q, k and v."""
-    # Every call comes through here: each attribute of a tensor is asked for once, and messages are made after a fault is seen.
+    """Checks ranks, shapes, dtypes and devices of q, k and v."""
+    # Every call runs this code. For speed it reads each attribute of a tensor once, and formats messages only after a fault.
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.is_nested or x.is_quantized or x.layout is not torch.strided:
             _check_tensor(name, x, "a torch.Tensor")
@@ -114,7 +115,7 @@ def _refuse_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_flag(name: str, value: object) -> None:
-    """`causal` or `mask`: a bool and nothing else."""
+    """Checks `causal` or `mask`, which must be a bool."""
     if isinstance(value, Tensor):
         raise TypeError(
             f"{name} must be a bool (True = causal), got {describe(value)}; "
@@ -134,21 +135,21 @@ def _number(name: str, value: object) -> float:
             raise TypeError(f"{name} must be a real number, got {describe(value)}")
         try:
             value = float(value)
-        except OverflowError:  # of an int or a fraction
+        except OverflowError:  # an int or a Fraction that is too large
             raise ValueError(f"{name} must be finite as a float, got {describe(value)}") from None
-    if not -math.inf < value < math.inf:  # not math.isfinite: torch.compile passes symbolic floats through here
+    if not -math.inf < value < math.inf:  # math.isfinite does not take the symbolic floats of torch.compile
         raise ValueError(f"{name} must be finite, got {value}")
     return value
 
 
 def check_positive(name: str, value: object) -> None:
-    """A finite number above 0."""
+    """Checks that a value is a finite number above 0."""
     if _number(name, value) <= 0.0:
         raise ValueError(f"{name} must be > 0, got {value}")
 
 
 def check_not_negative(name: str, value: object) -> float:
-    """A finite number, 0 or above."""
+    """Checks that a value is a finite number of at least 0; returns it as a float."""
     number = _number(name, value)
     if number < 0.0:
         raise ValueError(f"{name} must be >= 0, got {number}")
@@ -156,7 +157,7 @@ def check_not_negative(name: str, value: object) -> float:
 
 
 def check_count(name: str, value: object, least: int = 1, most: int = LARGEST_COUNT) -> None:
-    """An int from `least` to `most`."""
+    """Checks that a value is an int from `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int, got {describe(value)}")
     if value < least:
@@ -166,20 +167,20 @@ def check_count(name: str, value: object, least: int = 1, most: int = LARGEST_CO
 
 
 def check_dtype(name: str, dtype: object) -> None:
-    """Of q, k and v."""
+    """Checks that a dtype is one that q, k and v may have."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         got = dtype if isinstance(dtype, torch.dtype) else describe(dtype)
         raise TypeError(f"{name} must be float64, float32, float16 or bfloat16, got {got}")
 
 
 def check_degree(p: Any) -> None:
-    """1 or 2."""
+    """Checks that p is 1 or 2."""
     if isinstance(p, bool) or not isinstance(p, Real) or p not in (1, 2):
         raise ValueError(f"p must be 1 or 2, got {describe(p)}")
 
 
 def check_score(temperature: object, a0: object, a1: object, a2: object, p: Any) -> Score:
-    """The polynomial from its parameters."""
+    """Checks the parameters of the polynomial; returns it."""
     temperature = _number("temperature", temperature)
     if temperature <= 0.0:
         raise ValueError(f"temperature must be > 0, got {temperature}")
@@ -191,7 +192,7 @@ def check_score(temperature: object, a0: object, a1: object, a2: object, p: Any)
 
 
 def check_scale(scale: object, head_dim: int) -> float:
-    """What multiplies the scores of softmax attention; None is 1 / sqrt(head_dim)."""
+    """Checks and returns the factor of the scores of softmax attention; None becomes 1 / sqrt(head_dim)."""
     if scale is None:
         return head_dim**-0.5
     scale = _number("scale", scale)
@@ -201,7 +202,7 @@ def check_scale(scale: object, head_dim: int) -> float:
 
 
 def check_normalize(normalize: object, lim: object) -> str | None:
-    """None, "sequence" or "token"."""
+    """Checks `normalize` and `lim`; returns None, "sequence" or "token"."""
     if not isinstance(normalize, (bool, str)) or normalize not in NORMALIZE:
         raise ValueError(f'normalize must be False, True, "sequence" or "token", got {describe(normalize)}')
     check_positive("lim", lim)
@@ -213,7 +214,7 @@ def check_normalize(normalize: object, lim: object) -> str | None:
 
 
 def check_drop_noise(drop_noise: Any, dropout: float, q: Tensor, dv: int) -> None:
-    """None or a tensor of the output's shape."""
+    """Checks that drop_noise is None or a tensor of the output's shape, and has an effect."""
     if drop_noise is None:
         return
     if isinstance(drop_noise, bool) or (isinstance(drop_noise, Tensor) and drop_noise.dtype == torch.bool):
@@ -238,13 +239,13 @@ def check_drop_noise(drop_noise: Any, dropout: float, q: Tensor, dv: int) -> Non
 
 
 def check_rpe_name(rpe_matrix: Any, why: str) -> None:
-    """None or "sinusoidal", where there is no place for a tensor."""
+    """Checks that rpe_matrix is None or "sinusoidal"; `why` is the reason that no tensor is accepted."""
     if rpe_matrix is not None and not (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
         raise TypeError(f'rpe_matrix must be "sinusoidal" or None here, got {describe(rpe_matrix)}; {why}')
 
 
 def check_rpe(rpe_matrix: Any, q: Tensor, k: Tensor) -> None:
-    """None, "sinusoidal", or an (n + m - 1, d) tensor."""
+    """Checks that rpe_matrix is None, "sinusoidal", or an (n + m - 1, d) tensor."""
     if rpe_matrix is None or (isinstance(rpe_matrix, str) and rpe_matrix == "sinusoidal"):
         return
     accepted = 'a tensor of shape (n + m - 1, head_dim), "sinusoidal" or None'
@@ -266,7 +267,7 @@ def check_rpe(rpe_matrix: Any, q: Tensor, k: Tensor) -> None:
 
 
 def check_attention_mask(mask: Any, q: Tensor, k: Tensor) -> None:
-    """None or a bool (batch, m) tensor. For 3-d q its batch must divide batch * heads of q and of k."""
+    """Checks that a mask is None or a bool (batch, m) tensor. For 3-d q the batch must divide batch * heads of q and of k."""
     if mask is None:
         return
     _check_tensor("attention_mask", mask, "a bool tensor of shape (batch, keys) or None")
@@ -289,7 +290,7 @@ def check_attention_mask(mask: Any, q: Tensor, k: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, causal: bool, attention_mask: Any = None, log_decay: Any = None) -> None:
-    """q, k, v and the tensors of their keys, which every attention function takes."""
+    """Checks the tensors that every attention function takes: q, k, v, attention_mask and log_decay."""
     check_qkv(q, k, v, causal)
     check_attention_mask(attention_mask, q, k)
     check_log_decay(log_decay, q, k, causal)
@@ -305,7 +306,7 @@ def check_algorithm(algorithm: object, rpe_matrix: Any) -> None:
 
 
 def algorithm_without_state(algorithm: str) -> str:
-    """Of a call in which the keys that a query sees end at its sequence, so that no state of all keys serves it."""
+    """Checks and returns the algorithm of packed sequences without causal, where a state of all keys would mix sequences."""
     if algorithm == "linear":
         raise ValueError(
             'cu_seqlens without causal has no linear algorithm: use algorithm="auto" or "quadratic", or causal=True'
@@ -314,7 +315,7 @@ def algorithm_without_state(algorithm: str) -> str:
 
 
 def check_log_decay(log_decay: Any, q: Tensor, k: Tensor, causal: bool) -> None:
-    """None or a floating-point tensor with a number for every key of every key/value head."""
+    """Checks that log_decay is None or a floating-point tensor of k's shape without head_dim, and that the call is causal."""
     if log_decay is None:
         return
     accepted = tuple(k.shape[:-1])
@@ -326,16 +327,16 @@ def check_log_decay(log_decay: Any, q: Tensor, k: Tensor, causal: bool) -> None:
     if log_decay.device != q.device:
         raise ValueError(f"log_decay must be on q's device {q.device}, got {log_decay.device}")
     if not causal:
-        raise ValueError("log_decay needs causal=True: keys fade with the tokens after them, got causal = False")
+        raise ValueError("log_decay needs causal=True: weights decay with the tokens after each key, got causal = False")
 
 
 def check_exact_window(window: object) -> None:
-    """A number of tokens."""
+    """Checks that an exact window is a number of tokens, 0 or more."""
     check_count("exact_window", window, least=0)
 
 
 def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: Any) -> None:
-    """What a call with an exact window cannot have."""
+    """Checks that nothing in a call excludes an exact window."""
     if window == 0:
         return
     if isinstance(rpe_matrix, Tensor):
@@ -347,7 +348,7 @@ def check_exact_window_of(window: int, q: Tensor, k: Tensor, rpe_matrix: Any) ->
 
 
 def check_window(window: object) -> tuple[int, int]:
-    """The bounds on either side, -1 for none."""
+    """Checks a window of `flash_attention`; returns its bounds (left, right), -1 for none."""
     accepted = (
         f"an int of at least 1, a tuple (left, right) of ints of at least -1 (no bound), at most {LARGEST_COUNT}, or None"
     )
@@ -366,8 +367,12 @@ def check_window(window: object) -> tuple[int, int]:
 
 
 def check_cu_seqlens(cu_seqlens: Any, q: Tensor, k: Tensor, tokens: int | None = None) -> None:
-    """None or an int32 (sequences + 1,) tensor. Its values are looked at where that does not make a device wait. `tokens`: of
-    all sequences, where q holds a part of them."""
+    """Checks that cu_seqlens is None or an int32 (sequences + 1,) tensor. Its values are checked on a CPU only, where reading
+    them needs no synchronisation.
+
+    Args:
+        tokens: number of tokens of all sequences, if q holds only a part of them; None: q holds all.
+    """
     if cu_seqlens is None:
         return
     _check_tensor("cu_seqlens", cu_seqlens, "an int32 tensor of shape (sequences + 1,) or None")
@@ -392,7 +397,7 @@ def check_cu_seqlens(cu_seqlens: Any, q: Tensor, k: Tensor, tokens: int | None =
 
 
 def check_parts(outputs: Any, lses: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Of `merge_attention`, as tuples."""
+    """Checks the arguments of `merge_attention`; returns them as tuples."""
     for name, parts in (("outputs", outputs), ("lses", lses)):
         if isinstance(parts, Tensor) or not isinstance(parts, Sequence):
             raise TypeError(f"{name} must be a sequence of tensors, got {describe(parts)}")
@@ -427,7 +432,7 @@ def _warn_once(key: tuple, message: str) -> None:
 
 
 def warn_if_leaking(causal: bool, normalize: str | None) -> None:
-    """Warn, once, when a causal output depends on later tokens."""
+    """Warns once if outputs of a causal call depend on later tokens."""
     if causal and normalize == "sequence":
         _warn_once(
             ("sequence",),
@@ -437,7 +442,7 @@ def warn_if_leaking(causal: bool, normalize: str | None) -> None:
 
 
 def warn_if_vanishing(score: Score, normalize: str | None, lim: float, rpe: bool) -> None:
-    """Warn, once per configuration, when f is not positive for every reachable score."""
+    """Warns once per configuration if f is not positive for every score that the settings allow."""
     radius = float("inf") if normalize is None or rpe else lim * lim * score.scale
     if score.minimum(radius) > 0.0:
         return

@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's program, through however many layers of modules they were called."""
+"""Warnings that point at a line of the user's program, however deep in the library they arise."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _LIBRARIES = ("fastmax", "torch", "transformers")
 
 
 def warn(message: str) -> None:
-    """A RuntimeWarning at the innermost line outside this library and those that call it.
+    """Issues a RuntimeWarning at the innermost line outside _LIBRARIES.
 
-    Not `warnings.warn(skip_file_prefixes=...)`, which Python has from 3.12 on.
+    `warnings.warn(skip_file_prefixes=...)` would do the same, but needs Python 3.12.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:

@@ -1,1 +1,1 @@
-"""From public arguments to a `Call`: sequence bounds, decays, normalisation, relative positions, padding, shards."""
+"""Turns public arguments into a `Call`: sequence bounds, decays, normalisation, relative positions, padding, sharding."""

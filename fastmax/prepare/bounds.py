@@ -1,6 +1,6 @@
-"""`log_decay` and `cu_seqlens` as the operators take them: finite decays, and the range of keys that each query may see.
+"""Converts `log_decay` and `cu_seqlens` to the operators' form: finite decays, and the range of keys each query may see.
 
-Both are of the same kind. A sequence that begins is a token that resets all before it, which is a decay of -inf.
+The beginning of a sequence and a decay of -inf have the same effect: no query from there on sees an earlier key.
 """
 
 from __future__ import annotations
@@ -15,10 +15,16 @@ from fastmax.core.call import Call
 def with_bounds(
     call: Call, q: Tensor, k: Tensor, log_decay: Tensor | None, cu_seqlens: Tensor | None = None, continues: bool = False
 ) -> Call:
-    """The call with checked arguments for 4-d q (b, h, n, d) and k (b, hk, m, d); log_decay (b, hk, m), or as of 3-d k. No
-    value is copied to the host.
+    """Returns the call with its fields `log_decay`, `k_start` and `k_end` set. No value is copied to the host.
 
-    `continues`: there are keys in a state before the first one here, which is why queries that saw no token forget have -1.
+    Args:
+        call: a call without these fields.
+        q: (b, h, n, d).
+        k: (b, hk, m, d).
+        log_decay: (b, hk, m), or (b * hk, m) as for 3-d k; checked.
+        cu_seqlens: int32 (s + 1,); checked.
+        continues: whether a state holds keys before the first one here. A query with no reset at or before it then has
+            `k_start` -1, so that it sees the state.
     """
     if log_decay is None and cu_seqlens is None:
         return call
@@ -36,11 +42,11 @@ def with_bounds(
 
 
 def sequence_of_token(cu_seqlens: Tensor, n: int) -> Tensor:
-    """(n,) int64."""
+    """Returns the index of each token's sequence, int64 (n,)."""
     return sequence_at(cu_seqlens, torch.arange(n, dtype=cu_seqlens.dtype, device=cu_seqlens.device))
 
 
 def sequence_at(cu_seqlens: Tensor, positions: Tensor) -> Tensor:
-    """Of tokens at positions of the whole row: int64, in their shape."""
+    """Returns the index of the sequence at each position of the packed row, int64, in the shape of `positions`."""
     sequence = torch.searchsorted(cu_seqlens, positions.to(cu_seqlens.dtype), right=True) - 1
-    return sequence.clamp(0, cu_seqlens.shape[0] - 2)  # whatever the values are, they index no other memory
+    return sequence.clamp(0, cu_seqlens.shape[0] - 2)  # invalid values must not index out of bounds

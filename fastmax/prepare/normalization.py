@@ -1,4 +1,4 @@
-"""Scaling the rows of q and k into a ball, so that scores stay where the polynomial is close to exp."""
+"""Scales the rows of q and k into a ball, so that scores stay where the polynomial is close to exp."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ def normalize_queries_and_keys(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`normalize_rows` of q and of k, whose masked keys take no part; `"token"` with `use_custom_gradient` in one operator for
-    both, `fastmax::normalize_tokens`. Compilers fuse the operations themselves, with what is before them."""
+    """Returns `normalize_rows` of q and of k, without masked keys.
+
+    `"token"` with `use_custom_gradient` is one operator for both, `fastmax::normalize_tokens`. Compiled code uses PyTorch
+    operations, which the compiler fuses with those before them.
+    """
     if kind == "token" and use_custom_gradient and not torch.compiler.is_compiling() and not eager.is_transformed():
         if q.dim() == 4:
             return ops.normalize_tokens(q, k, lim)
@@ -41,24 +44,27 @@ def normalize_rows(
     takes_part: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """Scale the rows of x (b, h, tokens, d), or (b * h, tokens, d), into the ball of radius `lim`, in PyTorch operations.
+    """Scales the rows of x (b, h, tokens, d), or (b * h, tokens, d), into the ball of radius `lim`, in PyTorch operations.
 
-    `"sequence"`: all rows of a head by the one factor `lim / max_i |x_i|`; it looks at every row, future ones too. Rows that
-    `takes_part`, bool (b, tokens), leaves out do not count and come out as zeros, so that none leaves the ball.
-    `"token"`: each row longer than `lim` back onto the sphere, shorter rows as they are; causal.
-    With `cu_seqlens` the rows are several sequences, each with its own longest row.
-    Zero stays zero. Differentiable, the factor included. Computed in fp32 for half precision; squares neither overflow nor
-    underflow, because rows are first divided by their largest element (a constant to autograd: it cancels).
+    `"sequence"` multiplies all rows of a head by the same factor `lim / max_i |x_i|`, over all rows, future ones too.
+    `"token"` scales each row longer than `lim` to length `lim` and leaves shorter rows unchanged; it is causal.
 
-    Rows that are longest together share the derivative of "sequence"'s factor, of which with `use_custom_gradient` only the
-    result is kept for the backward, and about half of the passes over memory are saved.
+    Args:
+        takes_part: bool (b, tokens). Rows where it is False do not count for the maximum of "sequence", and become zeros, so
+            that no row lies outside the ball.
+        cu_seqlens: bounds of packed sequences, each of which has its own maximum.
+        use_custom_gradient: for "sequence", a gradient that saves only the result and needs about half as many passes over
+            memory.
+
+    Rows of zeros stay zeros. The gradient includes the derivative of the factor; rows that share the maximum share it. Half
+    precision is computed in fp32. Squares neither overflow nor underflow: rows are first divided by their largest element,
+    which is a constant to autograd, because it cancels.
     """
     if x.numel() == 0:
         return x
     if kind == "token":
-        rows = x.to(
-            eager.compute_dtype(x.dtype)
-        )  # first, so that autograd adds up the gradient's parts before they are rounded
+        # Converted before the factors use it, so that autograd adds the parts of the gradient before rounding.
+        rows = x.to(eager.compute_dtype(x.dtype))
         return (rows * eager.token_factors(rows, lim)[0]).to(x.dtype)
     if takes_part is not None:
         heads = x.shape[0] // takes_part.shape[0]  # of a 3-d x
@@ -67,7 +73,7 @@ def normalize_rows(
     if cu_seqlens is not None:
         return _normalize_sequences(x, lim, cu_seqlens)
     recording = use_custom_gradient and x.requires_grad and torch.is_grad_enabled()
-    # Compilers fuse the operations themselves; transforms and forward mode are told by the attention that follows.
+    # Compilers fuse the operations. Under transforms and forward mode the attention that follows raises the error.
     if recording and not torch.compiler.is_compiling() and not eager.is_transformed():
         return _NormalizedSequence.apply(x, lim)
     unit, factor, _, _ = _sequence_factor(x.to(eager.compute_dtype(x.dtype)), lim)
@@ -86,8 +92,8 @@ def _normalize_sequences(x: Tensor, lim: float, cu_seqlens: Tensor) -> Tensor:
 
 
 def _sequence_factor(x: Tensor, lim: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows and their factor, whose product is the result; what x was divided by to get these rows; the longest rows, whose norm
-    the factor was taken from."""
+    """Returns rows and their factor, whose product is the result; the divisor of x that gave these rows; and a mask of the
+    longest rows, whose norm determines the factor."""
     unit, largest = eager.unit_rows(x, (-2, -1))
     norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True)
     longest = norm.amax(-2, keepdim=True)
@@ -95,14 +101,17 @@ def _sequence_factor(x: Tensor, lim: float) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 class _NormalizedSequence(torch.autograd.Function):
-    """With o = F x and N the norm that F = lim / N divides by, the derivative of F is -F / N times that of N, which is a row of
-    o / lim; so grad x = F (grad o - o (grad o . o) / lim^2), the last term in rows that are N's alone, its product summed over
-    all rows that have this F."""
+    """`"sequence"` with an analytic gradient.
+
+    The result is o = F x with F = lim / N, where N is the norm of the longest row. The derivative of F is -F / N times that of
+    N, and the derivative of N by its row is o / lim. Hence grad x = F (grad o - o (grad o . o) / lim^2). The second term is
+    only in the longest row; its product grad o . o is summed over all rows with this F.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, lim: float) -> Tensor:
         rows, factor, divisor, is_longest = _sequence_factor(x, lim)
-        o = torch.mul(rows, factor, out=torch.empty_like(x))  # rounded as it is written
+        o = torch.mul(rows, factor, out=torch.empty_like(x))  # rounds while writing
         ctx.save_for_backward(o, factor / divisor, is_longest)
         ctx.lim = lim
         return o
@@ -119,7 +128,7 @@ class _NormalizedSequence(torch.autograd.Function):
 
 
 class _Final(torch.autograd.Function):
-    """A gradient that cannot be differentiated again (create_graph=True records it)."""
+    """Marks a gradient that cannot be differentiated again; `create_graph=True` records it."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, grad_o: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Relative positions: the rpe matrix, and its sinusoidal form as extra channels of q and k."""
+"""Relative positions: the rpe matrix, and its sinusoidal form as additional channels of q and k."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fastmax.core import validation
 
 
 def _frequencies(d: int, device: torch.device | str | None) -> Tensor:
-    """`w_f = 10000^(-2f/d)` for each pair of columns, float64."""
+    """Returns `w_f = 10000^(-2f/d)` for each pair of columns, float64."""
     return 10000.0 ** (-2.0 * torch.arange((d + 1) // 2, dtype=torch.float64, device=device) / d)
 
 
@@ -21,18 +21,18 @@ def rpe_matrix_creator(
     structured: bool = False,
     is_zero: bool = True,
 ) -> Tensor:
-    """A relative-position matrix for n queries and n keys.
+    """Returns a relative-position matrix for n queries and n keys.
 
     Args:
         n: sequence length, >= 1.
         d: head dim, >= 1 (odd too).
         device, dtype: of the result; any float dtype.
-        structured: sinusoids, `sin(t w_f)` and `cos(t w_f)` interleaved, `w_f = 10000^(-2f/d)` (Vaswani et al. 2017, with the
-            distance t in place of the position).
-        is_zero: when not structured, zeros (True) or standard normal (False).
+        structured: True: sinusoids, `sin(t w_f)` and `cos(t w_f)` interleaved, with `w_f = 10000^(-2f/d)` (Vaswani et al.
+            2017, with the distance t in place of the position). False: zeros or noise.
+        is_zero: without `structured`, zeros (True) or standard normal noise (False).
 
     Returns:
-        (2n - 1, d): row r holds distance `t = n - 1 - r`, so row 0 is the farthest past.
+        (2n - 1, d). Row r is for the distance `t = n - 1 - r`; row 0 is for the key that lies farthest before the query.
 
     Raises:
         TypeError, ValueError: naming the argument.
@@ -62,8 +62,8 @@ def append_sinusoidal_query(q: Tensor, positions: Tensor) -> Tensor:
 
     `positions` is float64 (n,), or (b, 1, n) for q (b, h, n, d).
 
-    By the angle-addition formula `q_i . r_(i-j) = q~_i . u_j` with `u_j = [cos(j w), sin(j w)]`, so a sinusoidal rpe costs
-    twice the head dim and no matrix.
+    By the angle-addition formula `q_i . r_(i-j) = q~_i . u_j` with `u_j = [cos(j w), sin(j w)]`. Sinusoidal relative positions
+    therefore need twice the head dim, but no matrix.
     """
     d = q.shape[-1]
     cos, sin = _angles(positions, d, q.dtype)
@@ -75,15 +75,15 @@ def append_sinusoidal_query(q: Tensor, positions: Tensor) -> Tensor:
 
 
 def append_sinusoidal_key(k: Tensor, positions: Tensor) -> Tensor:
-    """Returns [k, u] for keys at these positions: the other half of `append_sinusoidal_query`."""
+    """Returns [k, u] for keys at these positions; see `append_sinusoidal_query`."""
     cos, sin = _angles(positions, k.shape[-1], k.dtype)
     u = torch.cat([cos, sin], dim=-1).to(k.dtype)
     return torch.cat([k, u.expand(*k.shape[:-1], u.shape[-1])], dim=-1)
 
 
 def _angles(positions: Tensor, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin of position times frequency, (..., tokens, ceil(d / 2)). The product is float64, because positions
-    can be in the millions; the result is float64 for float64 and float32 for other dtypes."""
+    """Returns cos and sin of position times frequency, (..., tokens, ceil(d / 2)), float64 for float64 and float32 for other
+    dtypes. The product is float64, because positions can be in the millions."""
     angles = positions.unsqueeze(-1) * _frequencies(d, positions.device)
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     return angles.cos().to(dtype), angles.sin().to(dtype)

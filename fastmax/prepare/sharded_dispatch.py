@@ -1,8 +1,8 @@
-"""Dispatch of public functions whose tensors are sharded over ranks: DTensors, and the local tokens of a context parallel call.
+"""Sharded dispatch: public functions called with DTensors, or with the local tokens of a context-parallel call.
 
-This module knows neither. `fastmax`, above it, registers the function that runs a call on DTensors
-(`register_dtensor_handler`); a context is entered by `entered` and runs the calls of its thread. A call on plain tensors only
-checks a flag and the types of its arguments.
+This module imports neither implementation. `fastmax/__init__.py` registers the handler of DTensors
+(`register_dtensor_handler`). A context that was entered (`entered`) runs the calls of its thread. For plain tensors a call
+only checks a flag and the types of its arguments.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from fastmax.core import other_arguments
 
 _KEY = "fastmax.context"
-_entered = 0  # contexts that are active in any thread of this process
-_is_any_entered = False  # a bool, which compiled code can guard on
+_entered = 0  # number of active contexts in all threads of this process
+_is_any_entered = False  # a bool for the guards of compiled code
 _counting = Lock()
 _OTHERS = frozenset({Tensor, torch.nn.Parameter, type(None), str, bool, int, float, tuple})
 
@@ -31,23 +31,23 @@ Result: TypeAlias = Tensor | tuple[Tensor, Tensor]
 
 
 class ParallelContext(Protocol):
-    """What a context offers to the functions and layers called in it; `fastmax.distributed.Context` is one."""
+    """The interface of a context to the functions and layers called in it. `fastmax.distributed.Context` implements it."""
 
     @property
     def attentions(self) -> tuple[Callable, Callable]:
-        """`fastmax_attention` and `flash_attention` of the local tokens."""
+        """`fastmax_attention` and `flash_attention` for local tokens."""
 
     def call(self, attention: Callable[..., Result], arguments: dict[str, object]) -> Result:
         """Runs `attention` on the local tokens of this rank."""
 
     def telling(self, check: Callable) -> Callable:
-        """Returns `check`, with its errors raised on all ranks."""
+        """Returns `check` wrapped so that its errors are raised on all ranks."""
 
     def of_one_forward(self, options: dict[str, object]) -> ParallelContext:
-        """Returns the context of a forward of a layer, whose options must be the same on all ranks."""
+        """Returns the context for one forward of a layer. `options` must be the same on all ranks."""
 
     def layout_of(self, tokens: int) -> Any:
-        """Returns the layout of the sequence, of which this rank has so many tokens; its `tokens` counts all of them."""
+        """Returns the layout of a sequence of which this rank has `tokens` tokens. The layout's `tokens` counts all of them."""
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
         """Returns the positions of the local tokens in the sequence, int64 (n,)."""
@@ -70,13 +70,13 @@ _dtensor_handler: Handler = _no_handler
 
 
 def register_dtensor_handler(handler: Handler) -> None:
-    """Registers `handler(attention, arguments)`, which runs a public function some of whose tensors are DTensors."""
+    """Registers `handler(attention, arguments)`, which runs a public function called with DTensors."""
     global _dtensor_handler
     _dtensor_handler = handler
 
 
 def is_dtensor(x: object) -> bool:
-    """Returns whether `x` is a DTensor. Does not import its module, which takes seconds: the owner of a DTensor has done so."""
+    """Returns whether `x` is a DTensor. It does not import DTensor, which takes seconds: whoever has one has imported it."""
     if type(x) in _OTHERS or not isinstance(x, Tensor):
         return False
     module = sys.modules.get("torch.distributed.tensor")
@@ -91,9 +91,9 @@ def refuse(instead: str, **tensors: object) -> None:
 
 
 def outside_of_compiled_code(function: Callable) -> Callable:
-    """Excludes a function from graphs, which cannot hold collectives of this package.
+    """Excludes a function from compiled graphs, which cannot contain the collectives of this package.
 
-    `torch.compiler.disable` as a decorator would import the compiler; this calls it only while code is being compiled.
+    `torch.compiler.disable` as a decorator would import the compiler. This wrapper calls it only during compilation.
     """
 
     @wraps(function)
@@ -106,9 +106,9 @@ def outside_of_compiled_code(function: Callable) -> Callable:
 
 
 def current() -> ParallelContext | None:
-    """Returns the active `fastmax.distributed.context_parallel` context of this thread.
+    """Returns the active `fastmax.distributed.context_parallel` context of this thread, or None.
 
-    A thread in which autograd runs a backward pass has the context of the thread that called it.
+    A thread in which autograd runs a backward has the context of the thread that called the backward.
     """
     return _of_this_thread() if _is_any_entered else None
 
@@ -120,10 +120,10 @@ def _of_this_thread() -> ParallelContext | None:
 
 @contextmanager
 def entered(context: ParallelContext | None) -> Iterator[None]:
-    """Runs the calls of this thread inside the block in the given context.
+    """Makes a context the current one of this thread while the block runs.
 
-    The context is one of PyTorch's thread-local objects, a private API (`torch._C._stash_obj_in_tls`): autograd copies those to
-    the threads that run a backward pass. It does not copy `contextvars`, and there is no public equivalent.
+    The context is stored with `torch._C._stash_obj_in_tls`, a private API. Autograd copies such objects to the threads that run
+    a backward; it does not copy `contextvars`, and there is no public equivalent.
     """
     outer = _of_this_thread()
     _stash(context)
@@ -133,7 +133,7 @@ def entered(context: ParallelContext | None) -> Iterator[None]:
     finally:
         _count(-1)
         if outer is None and hasattr(torch._C, "_remove_obj_from_tls"):  # not in PyTorch 2.11
-            torch._C._remove_obj_from_tls(_KEY)  # a thread that ends while it holds an object leaks it
+            torch._C._remove_obj_from_tls(_KEY)  # a thread that ends with an object leaks it
         else:
             _stash(outer)
 
@@ -146,8 +146,8 @@ def _stash(context: ParallelContext | None) -> None:
 
 @lru_cache
 def _stash_steals() -> bool:
-    """Returns whether a thread-local object takes a reference that it does not own, as in PyTorch 2.11: when it is replaced,
-    the object would be freed while it is in use."""
+    """Returns whether `_stash_obj_in_tls` takes over a reference without counting it, as in PyTorch 2.11. Replacing the object
+    would then free it while it is in use."""
     probe = object()
     count = sys.getrefcount(probe)
     torch._C._stash_obj_in_tls(_KEY, probe)
@@ -165,12 +165,12 @@ def _count(change: int) -> None:
 
 
 def dispatches_shards(attention: Callable[..., Result]) -> Callable[..., Result]:
-    """Makes an attention function of q, k, v and options accept DTensors, and local tokens in a context.
+    """Decorates an attention function so that it accepts DTensors, and local tokens inside a context.
 
-    Either all tensors of a call are DTensors or none; results of DTensors are DTensors.
+    Either all tensors of a call are DTensors or none is. The results for DTensors are DTensors.
 
     Raises:
-        TypeError: some of the tensors are DTensors, others are not; dropout has no drop_noise.
+        TypeError: only some of the tensors are DTensors, or there is dropout without drop_noise.
     """
 
     @wraps(attention)

@@ -1,4 +1,4 @@
-"""q, k and v as every attention function takes them: cast under autocast, normalised, with channels for their positions."""
+"""Prepares q, k and v for attention: autocast, normalisation, channels for sinusoidal positions, and dropout noise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Positions(NamedTuple):
 
 
 def cast_for_autocast(*tensors: object, dtype: torch.dtype | None = None) -> tuple:
-    """Returns the arguments, with floating-point tensors in `dtype` (None: autocast's) where autocast is on."""
+    """Returns the arguments. Under autocast floating-point tensors are cast to `dtype`; None: autocast's dtype."""
     first = tensors[0]
     if not isinstance(first, Tensor) or dtype == torch.float64 or not ops.in_autocast(first):
         return tensors
@@ -38,8 +38,8 @@ def prepare_queries_and_keys(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Returns q and k, normalised where `normalize` is not None, and with the channels of sinusoidal positions where there are
-    any."""
+    """Returns q and k, normalised unless `normalize` is None, with channels for sinusoidal positions unless `positions` is
+    None."""
     if normalize is not None:
         q, k = normalize_queries_and_keys(q, k, normalize, lim, use_custom_gradient, attention_mask, cu_seqlens)
     if positions is not None:
@@ -48,9 +48,9 @@ def prepare_queries_and_keys(
 
 
 def dropout_noise(drop_noise: Tensor | None, dropout: float, shape: tuple[int, ...], like: Tensor) -> Tensor | None:
-    """Returns noise for an output of this shape in the dtype of `like`: the given one, or a drawn one; None without dropout.
+    """Returns noise for an output of this shape, in the dtype of `like`; None without dropout.
 
-    No gradient flows to it.
+    It is `drop_noise`, or drawn if that is None. It gets no gradient.
     """
     if dropout == 0.0:
         return None
