@@ -1,4 +1,4 @@
-"""`finite_decay`: decays taken apart."""
+"""`finite_decay`: splits decays into finite values and resets."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from fastmax.ops.registration import LIBRARY, register
 
 
 def finite_decay(log_decay: Tensor, continues: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Checked decays (b, hk, m) taken apart: finite ones or NaN in a dtype, 0 where -inf or more than 0 was, and the first key
-    that a query at the place of a token may see, int32 (b, hk, m): the last token up to that which resets, else 0, or -1 with
-    `continues`."""
+    """Splits checked decays into finite values and resets (-inf).
+
+    Args:
+        log_decay: (b, hk, m).
+        continues: whether a state holds keys before the first token.
+        dtype: of the finite decays, float32 or float64.
+
+    Returns:
+        The finite decays (b, hk, m): NaN stays NaN, -inf and values above 0 become 0. And `k_start`, int32 (b, hk, m): the
+        first key that a query at each token may see, that is the last token up to it with -inf. If there is none it is 0, or
+        -1 with `continues`.
+    """
     if not log_decay.is_cuda or eager.is_transformed():
         return eager.finite_decay(log_decay, continues, dtype)
     wide = dtype == torch.float64
@@ -56,7 +65,7 @@ torch.library.register_autograd(_OPERATOR, _differentiate_finite_decay, setup_co
 
 
 class _FiniteDecay(torch.autograd.Function):
-    """What `register_autograd` does, at less cost a call."""
+    """The same as `register_autograd` for `_OPERATOR`, at a lower cost per call."""
 
     @staticmethod
     def forward(ctx, *inputs):

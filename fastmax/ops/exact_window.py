@@ -28,23 +28,26 @@ from fastmax.core.call import ACCOMPANYING, GLOBAL, Call
 from fastmax.core.score import Softmax
 from fastmax.ops.merge import merge_attention
 
-# q, k, v, call -> output, and denominators or, for softmax, the log of the sums of weights
+# (q, k, v, call) -> output, and denominators or, for softmax, the log of the sums of weights
 Attend = Callable[[Tensor, Tensor, Tensor, Call], tuple[Tensor, Tensor]]
-# o, lse, q, k, v, call -> denominators; o and lse of near keys become those of these keys too
+# (o, lse, q, k, v, call) -> denominators; attention to the keys of the call is merged into o and lse of the local keys
 AttendGlobal = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Call], Tensor]
-# grad_o, grad_z (or None), q, k, v, o, z, call -> gradients by name (no elements for a tensor that the call has not)
+# (grad_o, grad_z or None, q, k, v, o, z, call) -> gradients by name; no elements for tensors that the call does not have
 Differentiate = Callable[..., dict[str, Tensor]]
-# Gradients of q, k and v to add to, then as Differentiate -> the gradient of log_decay
+# (gradients of q, k and v to add to, then the arguments of Differentiate) -> the gradient of log_decay
 DifferentiateGlobal = Callable[..., Tensor]
 
 
 class GlobalKeys(NamedTuple):
-    """A part of global keys: queries and keys whose causal attention is the attention to the global keys on one side."""
+    """A part of the global keys: those on one side of the queries, with the queries that see them.
 
-    queries: int  # the last ones; reversed: the first
-    keys: int  # the first ones; reversed: the last
-    reversed: bool  # whether both are taken from the end
-    call: Call  # of these queries and keys
+    Causal attention of the part's queries to its keys is the attention to these global keys.
+    """
+
+    queries: int  # number of queries: the last ones, or if reversed the first ones
+    keys: int  # number of keys: the first ones, or if reversed the last ones
+    reversed: bool  # whether the keys are behind the queries; the part's call then has both sequences in reverse order
+    call: Call  # the call for these queries and keys
 
     def queries_of(self, x: Tensor) -> Tensor:
         """Returns a view of the part's queries in x (b, heads, n, ...), not reversed."""
@@ -55,7 +58,7 @@ class GlobalKeys(NamedTuple):
         return x[:, :, x.shape[2] - self.keys :] if self.reversed else x[:, :, : self.keys]
 
     def part_of(self, name: str, x: Tensor) -> Tensor:
-        """Returns the part's tokens in a tensor that accompanies q, k and v, in the order of the part's call."""
+        """Returns the part's tokens of a tensor that accompanies q, k and v, in the order of the part's call."""
         axes = ACCOMPANYING[name].axes.split()
         dim = next(i for i, axis in enumerate(axes) if axis in ("n", "m"))
         count, from_end = (self.queries, not self.reversed) if axes[dim] == "n" else (self.keys, self.reversed)
@@ -80,7 +83,10 @@ def local_call(call: Call) -> Call:
 
 
 def global_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]:
-    """Returns the numbers of queries with global keys before them and behind them. Symbolic sizes get no guards."""
+    """Returns the number of queries that have global keys before them, and the number that have some behind them.
+
+    Symbolic sizes get no guards.
+    """
     if all(isinstance(size, int) for size in (n, m)):
         return max(0, min(n, m - window)), 0 if causal else max(0, n - window)
     before = torch.sym_max(0, torch.sym_min(n, m - window))
@@ -88,20 +94,21 @@ def global_queries(n: int, m: int, window: int, causal: bool) -> tuple[int, int]
 
 
 def global_keys(q: Tensor, k: Tensor, call: Call) -> Iterator[GlobalKeys]:
-    """Yields the parts of global keys that have any queries: keys before the queries, then keys behind them."""
+    """Yields the parts of the global keys: first the keys before the queries, then those behind them. Parts without queries are
+    left out."""
     n, m, window = q.shape[2], k.shape[2], call.exact_window
     before, behind = global_queries(n, m, window, call.causal)
     whole = {name: getattr(call, name) for name in GLOBAL.tensor_names}
-    far = call._replace(causal=True, exact_window=0, k_end=None)
+    part_call = call._replace(causal=True, exact_window=0, k_end=None)
     if before > 0:
-        part = GlobalKeys(before, m - window, False, far)
+        part = GlobalKeys(before, m - window, False, part_call)
         tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items()}
-        yield part._replace(call=far._replace(**tensors))
+        yield part._replace(call=part_call._replace(**tensors))
     if behind > 0:
-        part = GlobalKeys(behind, behind, True, far)
+        part = GlobalKeys(behind, behind, True, part_call)
         tensors = {name: None if x is None else part.part_of(name, x) for name, x in whole.items() if name != "k_start"}
         first = None if call.k_end is None else m - part.part_of("k_end", call.k_end)
-        yield part._replace(call=far._replace(**tensors, k_start=first))
+        yield part._replace(call=part_call._replace(**tensors, k_start=first))
 
 
 def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -111,26 +118,27 @@ def attention_with_exact_window(q: Tensor, k: Tensor, v: Tensor, call: Call, att
     log of the sums for both scores.
     """
     n = q.shape[2]
-    parts = [attend(q, k, v, local_call(call))]
-    for far in global_keys(q, k, call):
-        o, lse = (far.turned(x) for x in attend(*far.operands(q, k, v), far.call))
+    outputs = [attend(q, k, v, local_call(call))]
+    for part in global_keys(q, k, call):
+        o, lse = (part.turned(x) for x in attend(*part.operands(q, k, v), part.call))
         if call.log_decay is not None:
-            between = _between(call, far).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+            between = _between(call, part).to(lse.dtype).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
             lse = torch.where(lse == -torch.inf, lse, lse + between)  # -inf: no global key is visible
-        ahead, behind = (0, n - far.queries) if far.reversed else (n - far.queries, 0)
-        parts.append((F.pad(o, (0, 0, ahead, behind)), F.pad(lse, (ahead, behind), value=-torch.inf)))
-    return merge_attention(*zip(*parts, strict=True))
+        ahead, behind = (0, n - part.queries) if part.reversed else (n - part.queries, 0)
+        outputs.append((F.pad(o, (0, 0, ahead, behind)), F.pad(lse, (ahead, behind), value=-torch.inf)))
+    return merge_attention(*zip(*outputs, strict=True))
 
 
 class Forward(NamedTuple):
-    """The results of `forward`. Those that only the backward needs have no elements if the part does not exist."""
+    """The results of `forward`. Results for a part that does not exist have no elements."""
 
     o: Tensor  # (b, h, n, dv)
     lse: Tensor  # (b, h, n)
-    # (b, h, queries of the part): denominators over all keys, in units of the part's weights; 0 if the part has no key
+    # (b, h, queries of the part): the sums of weights over all keys, on the scale of the part's weights. 0: the query sees no
+    # key of the part.
     z_before: Tensor
     z_behind: Tensor
-    # With log_decay, output and denominators of the part before the queries alone: (b, h, queries, dv) and (b, h, queries)
+    # (b, h, queries, dv) and (b, h, queries), only with log_decay: output and denominators of the first part alone
     o_global: Tensor
     z_global: Tensor
 
@@ -160,16 +168,16 @@ def forward(
     """
     o, lse = attend(q, k, v, local_call(call))
     results = empty_results(q[:, :, :0], k, v, call)._replace(o=o, lse=lse)
-    for far in global_keys(q, k, call):
-        if call.log_decay is None and not far.reversed:
-            z = attend_global_(far.queries_of(o), far.queries_of(lse), *far.operands(q, k, v), far.call)
+    for part in global_keys(q, k, call):
+        if call.log_decay is None and not part.reversed:
+            z = attend_global_(part.queries_of(o), part.queries_of(lse), *part.operands(q, k, v), part.call)
             results = results._replace(z_before=z)
             continue
-        o_global, z_global = attend(*far.operands(q, k, v), far.call)
-        shift = None if call.log_decay is None else _between(call, far).to(lse.dtype)
-        o_global, z_global = far.turned(o_global), far.turned(z_global)
-        z = merge(far.queries_of(o), far.queries_of(lse), o_global, z_global, shift)
-        if far.reversed:
+        o_global, z_global = attend(*part.operands(q, k, v), part.call)
+        shift = None if call.log_decay is None else _between(call, part).to(lse.dtype)
+        o_global, z_global = part.turned(o_global), part.turned(z_global)
+        z = merge(part.queries_of(o), part.queries_of(lse), o_global, z_global, shift)
+        if part.reversed:
             _add_to_denominators(results.z_before, z_global, q.shape[2])
             results = results._replace(z_behind=z)
         else:
@@ -178,7 +186,7 @@ def forward(
 
 
 def _add_to_denominators(z: Tensor, z_global: Tensor, n: int) -> None:
-    """Adds the sums over keys behind the queries to z, where z is not 0 and both parts have the query."""
+    """Adds the sums over the keys behind the queries to z, for queries that both parts have, except where z is 0."""
     both = max(0, z.shape[2] + z_global.shape[2] - n)
     of_both = z[..., :both]
     of_both.add_(torch.where(of_both == 0, 0.0, z_global[..., z_global.shape[2] - both :]))
@@ -197,43 +205,43 @@ def backward(
 ) -> dict[str, Tensor]:
     """Returns the gradients by name. That of log_decay has no elements if the call has none."""
     grads = differentiate(grad_o, grad_lse, q, k, v, results.o, results.lse, local_call(call))
-    for far in global_keys(q, k, call):
-        z = far.turned(results.z_behind if far.reversed else results.z_before)
+    for part in global_keys(q, k, call):
+        z = part.turned(results.z_behind if part.reversed else results.z_before)
 
-        def of_queries(x: Tensor, far=far) -> Tensor:
-            return far.turned(far.queries_of(x))
+        def of_queries(x: Tensor, part=part) -> Tensor:
+            return part.turned(part.queries_of(x))
 
-        # If z is 0 the quotient is not read; if z is infinite the part has no weight.
+        # Where z is 0, the quotient is not used. Where z is infinite, the part has no weight.
         grad_z = None if grad_lse is None else of_queries(grad_lse) / z
-        arguments = (of_queries(grad_o), grad_z, *far.operands(q, k, v), of_queries(results.o), z, far.call)
-        into = {"q": far.queries_of(grads["q"]), "k": far.keys_of(grads["k"]), "v": far.keys_of(grads["v"])}
-        if far.reversed:
-            part = differentiate(*arguments)
+        arguments = (of_queries(grad_o), grad_z, *part.operands(q, k, v), of_queries(results.o), z, part.call)
+        into = {"q": part.queries_of(grads["q"]), "k": part.keys_of(grads["k"]), "v": part.keys_of(grads["v"])}
+        if part.reversed:
+            of_part = differentiate(*arguments)
             for name, whole in into.items():
-                whole.add_(far.turned(part[name]))
+                whole.add_(part.turned(of_part[name]))
             continue
         of_decay = differentiate_global_(tuple(into.values()), *arguments)
         if call.log_decay is not None:
-            far.keys_of(grads["log_decay"]).add_(of_decay)
-            grads["log_decay"].add_(_gradient_of_between(grad_o, grad_lse, results, far, call))
+            part.keys_of(grads["log_decay"]).add_(of_decay)
+            grads["log_decay"].add_(_gradient_of_between(grad_o, grad_lse, results, part, call))
     return grads
 
 
-def _between(call: Call, far: GlobalKeys) -> Tensor:
+def _between(call: Call, part: GlobalKeys) -> Tensor:
     """Returns, float64 (b, hk, queries), the sum of the `window` log decays between a query and its last global key."""
-    return eager.sums_in_window(call.log_decay, call.exact_window)[..., far.keys - far.queries :]
+    return eager.sums_in_window(call.log_decay, call.exact_window)[..., part.keys - part.queries :]
 
 
-def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, far: GlobalKeys, call: Call) -> Tensor:
+def _gradient_of_between(grad_o: Tensor, grad_lse: Tensor | None, results: Forward, part: GlobalKeys, call: Call) -> Tensor:
     """Returns the gradient of log_decay (b, hk, m) through `_between`: for each token the sum, over the `window` queries from
     it on, of the gradient of the log of their global weights."""
     (b, hk, m), window = call.log_decay.shape, call.exact_window
     z, z_global = results.z_before, results.z_global
-    change = (results.o_global.to(z.dtype) - far.queries_of(results.o)).mul_(far.queries_of(grad_o)).sum(-1)
+    change = (results.o_global.to(z.dtype) - part.queries_of(results.o)).mul_(part.queries_of(grad_o)).sum(-1)
     if grad_lse is not None:
-        change += far.queries_of(grad_lse)
+        change += part.queries_of(grad_lse)
     flow = torch.where(z == 0, 0.0, change * (z_global / z))
     flow = flow.double().unflatten(1, (hk, -1)).sum(2)
-    sums = F.pad(flow.cumsum(-1), (m - far.queries + 1, 0))  # over earlier tokens, m + 1 of them
+    sums = F.pad(flow.cumsum(-1), (m - part.queries + 1, 0))  # over earlier tokens, m + 1 of them
     until = torch.cat((sums[..., window:], sums[..., -1:].expand(b, hk, window - 1)), dim=-1)
     return (until - sums[..., :m]).to(call.log_decay.dtype)

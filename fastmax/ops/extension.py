@@ -1,7 +1,7 @@
-"""The CUDA extension, a compiled library of kernels: where it is, loading it, and why it does not run where it does not.
+"""The CUDA extension, a compiled library of kernels: loads it, calls it, and says why it does not run.
 
-The library (built from `csrc/` by `setup.py`) registers kernels for the operators of `fastmax.ops` when it is loaded. It holds
-no Python symbols, so one file serves every Python and every PyTorch from 2.11 on.
+`setup.py` builds the library from `csrc/`. When loaded, it registers kernels for the operators of `fastmax.ops`. It uses no
+Python symbols, so one file serves every Python and every PyTorch from 2.11 on.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ HOW_TO_BUILD = (
     "(`FASTMAX_BUILD_CUDA=1` makes it an error when the kernels cannot be built)"
 )
 
-SCHEMA_VERSION = 21  # counts changes of the schemas in fastmax.ops; the library was built with the one it answers
+SCHEMA_VERSION = 21  # incremented when schemas in fastmax.ops change; the library returns the version it was built for
 
-_problem: str | None = "it was not asked for yet"
+_problem: str | None = "it was not loaded yet"
 
 
 def load() -> None:
-    """Loads the library where PyTorch has CUDA; otherwise `problem()` says why not.
+    """Loads the library if PyTorch has CUDA. If it cannot be loaded, `problem()` returns the reason.
 
     Raises:
         ImportError: the library belongs to another version of this package.
@@ -53,7 +53,11 @@ def load() -> None:
 
 
 def problem(device: torch.device | None = None) -> str | None:
-    """Why the kernels do not run (on this CUDA device, when one is given), in words; None when they do."""
+    """Returns the reason why the kernels do not run, or None if they run.
+
+    Args:
+        device: a CUDA device to check too.
+    """
     if _problem is not None or device is None:
         return _problem
     return _device_problem(torch.cuda.current_device() if device.index is None else device.index)
@@ -67,7 +71,7 @@ def _symbol(name: str):
 def _schema_version() -> int | None:
     try:
         return _symbol("fastmax_schema_version")()
-    except AttributeError:  # from before there was one
+    except AttributeError:  # a library older than schema versions
         return None
 
 
@@ -80,29 +84,32 @@ def _device_problem(index: int) -> str | None:
 
 
 def build_info() -> str:
-    """What the loaded library was built for: architectures, head dims, arithmetic."""
+    """Returns what the loaded library was built for: architectures, head dims, arithmetic."""
     query = _symbol("fastmax_build_info")
     query.argtypes, query.restype = [], ctypes.c_char_p
     return query().decode()
 
 
 def set_debugging(on: bool) -> None:
-    """As FASTMAX_DEBUG in the environment, for calls from here on: a line on stderr with the kernels that a call takes."""
+    """Switches a line on stderr with the kernels of each call on or off, as FASTMAX_DEBUG in the environment does."""
     change = _symbol("fastmax_set_debugging")
     change.argtypes, change.restype = [ctypes.c_int], None
     change(on)
 
 
 class _Failures(threading.local):
-    raised: list[Exception] | None = None  # by the PyTorch implementation, inside `call`
+    raised: list[Exception] | None = None  # exceptions of the PyTorch implementation inside `call`
 
 
 _failures = _Failures()
 
 
 def remembering(implementation: Callable) -> Callable:
-    """A PyTorch implementation as the library calls it: through an interface in C, which keeps no more of an exception than
-    that there was one. `call` raises it again."""
+    """Wraps a PyTorch implementation that the library calls.
+
+    The library calls it through a C interface, which loses the exception that is raised. The wrapper stores it, and `call`
+    raises it again.
+    """
 
     @wraps(implementation)
     def run(*arguments):
@@ -117,11 +124,11 @@ def remembering(implementation: Callable) -> Callable:
 
 
 def call(operator: Callable, *arguments):
-    """`operator(*arguments)` for an operator that the library may compute.
+    """Returns `operator(*arguments)` for an operator that may have a kernel.
 
     Raises:
-        torch.OutOfMemoryError: where memory ran out in the library, which can raise no more than a RuntimeError.
-        Exception: what the PyTorch implementation raised, where the library handed the call on to it.
+        torch.OutOfMemoryError: the library ran out of memory. The library itself can only raise a RuntimeError.
+        Exception: the exception of the PyTorch implementation, if the library passed the call on to it.
     """
     before, _failures.raised = _failures.raised, []
     raised = _failures.raised
@@ -143,7 +150,7 @@ _checked: set[int | None] = set()
 
 
 def warn_if_unused(device: torch.device) -> None:
-    """Warns once for a CUDA device on which PyTorch operations do the work of the kernels."""
+    """Warns once for each CUDA device on which PyTorch operations run in place of the kernels."""
     if device.index in _checked:
         return
     _checked.add(device.index)

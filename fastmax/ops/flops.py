@@ -1,20 +1,22 @@
-"""Floating-point operations of attention, as `torch.utils.flop_counter.FlopCounterMode` counts them.
+"""Counts the floating-point operations of attention for `torch.utils.flop_counter.FlopCounterMode`.
 
-Each operator's formula stands beside it and is made of these functions.
+Each operator has a formula beside its implementation, which calls these functions.
 
-The convention is PyTorch's for its own attention: matrix products only, a multiply-add as two operations, and in the backward
-the five products of the definition, whatever a kernel computes again. Other than there, pairs of a query and a key that it does
-not see are not counted: by `causal`, windows and, where their values are at hand (not those of fake tensors), packed sequences
-and decays of -inf. Keys that `attention_mask` hides are.
+The convention is that of PyTorch for its own attention. Only matrix products count, and a multiply-add is two operations. The
+backward counts the five products of the definition, whatever a kernel recomputes. Unlike in PyTorch, pairs of a query and a key
+that it does not see do not count. That holds for `causal` and windows, and for packed sequences and decays of -inf if their
+values are known (those of fake tensors are not). Keys that `attention_mask` hides do count.
 
-    pairs        d + dv multiply-adds a pair of a query head and a key, backward 3 d + 2 dv; with an rpe matrix 2 d and 6 d
-    states       F dv to add a token to a state, or to read it, F = d (p = 1) or d + d (d + 1) / 2 (p = 2)
+Multiply-adds:
 
-The quadratic algorithm and softmax consist of pairs. The linear one adds keys to states once for each key/value head and reads
-them once for each query head, and the backward takes five such passes: adds k, reads for grad_q, adds q, reads for grad_k and
-grad_v. Causal, its pairs are those within chunks, which are counted as CHUNK queries long, and tokens that nothing reads from a
-state are not in one; those of a prefill are all in states that something reads. Sums without a product (denominators, the
-gradient of log_decay) are not counted, as a softmax's are not.
+    a pair of a query head and a key           d + dv, backward 3 d + 2 dv; with an rpe matrix 2 d and 6 d in place of d and 3 d
+    adding a token to a state, or reading it   F dv with F = d (p = 1) or d + d (d + 1) / 2 (p = 2)
+
+The quadratic algorithm and softmax consist of pairs. The linear algorithm adds each key of a key/value head to a state, and
+each query of a query head reads a state. Its backward has five such passes: it adds k, reads for grad_q, adds q, and reads for
+grad_k and grad_v. The causal linear algorithm also has the pairs within chunks, which count as CHUNK queries long. It adds a
+token to a state only if the state is read later; a prefill adds all tokens. Sums without a product (denominators, the gradient
+of log_decay) do not count, as those of softmax do not.
 """
 
 from __future__ import annotations
@@ -27,11 +29,11 @@ from fastmax.core.call import Call
 from fastmax.core.score import Softmax
 from fastmax.eager import algorithm_of
 
-CHUNK = 256  # queries; what runs has 64 to 2048, which changes the count by a few percent
+CHUNK = 256  # queries; the implementations have 64 to 2048, which changes the count by a few percent
 
 
 def visible_pairs(q: Tensor, k: Tensor, call: Call) -> int:
-    """Pairs of a query head and a key, in all heads together."""
+    """Counts the pairs of a query and a key that it sees, over all query heads."""
     (b, h, n, _), (_, hk, m, _) = q.shape, k.shape
     position = np.arange(n) + (m - n)
     first = np.zeros(n, dtype=np.int64) if call.left < 0 else position - call.left
@@ -46,7 +48,7 @@ def visible_pairs(q: Tensor, k: Tensor, call: Call) -> int:
 
 
 def _values(bound: Tensor | None) -> np.ndarray | None:
-    """Of (b, hk, n); None where there are none to look at."""
+    """Returns the values of a bound (b, hk, n); None if there is no bound or its values are unknown."""
     return None if bound is None or is_fake(bound) or bound.device.type == "meta" else bound.detach().cpu().numpy()
 
 
@@ -58,7 +60,7 @@ def count_attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool)
     if isinstance(call.score, Softmax) or algorithm_of(q, k, v, call) == "quadratic":
         return 2 * products * visible_pairs(q, k, call)
     readers, keys, pairs = n, m, 0
-    if call.causal:  # what is in no other chunk than a token's own
+    if call.causal:  # queries of the first chunk read no state unless keys precede them; keys of the last chunk are in none
         readers, keys = n if m > n else n - min(n, CHUNK), m - _last_chunk(n)
         pairs = b * h * pairs_within_chunks(n)
     features = d + (d * (d + 1) // 2 if call.score.order == 2 else 0)
@@ -68,7 +70,7 @@ def count_attention(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool)
 
 
 def _last_chunk(n: int) -> int:
-    """Its queries."""
+    """Returns the number of queries in the last chunk."""
     return (n - 1) % CHUNK + 1 if n else 0
 
 
@@ -79,11 +81,13 @@ def pairs_within_chunks(n: int) -> int:
 
 
 def count_step(q: Tensor, values: Tensor) -> int:
-    """Counts the products of a step: one token is added to each state and each query head reads one. The first feature is 1."""
+    """Counts the products of a step: a token is added to each state, and each query head reads a state. The first feature is 1
+    and needs no product."""
     b, hk, features, dv = values.shape
     return 2 * b * (hk + q.shape[1]) * (features - 1) * dv
 
 
 def count_states(b: int, tokens: int, features: int, dv: int) -> int:
-    """Counts the products of adding so many tokens, in all heads together, to states of so many features, or reading them."""
+    """Counts the products of adding tokens to states, or of reading states. `tokens` counts those of all heads together, and
+    `features` are those of a state."""
     return 2 * b * tokens * (features - 1) * dv

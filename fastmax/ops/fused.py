@@ -53,10 +53,11 @@ def _part(call: Call) -> Differentiable:
 def _exact(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Differentiable:
     """Returns the operator that computes a call with an exact window.
 
-    The quadratic algorithm in PyTorch operations visits all tiles, so one walk can apply both kinds of weights. Forward and
-    backward on one CPU core, in place of a call for the near keys and others for the far keys, 4 heads of 64: 1.75 times as
-    fast at 64 tokens, 1.1 to 1.2 times at 256 to 1024, equal at 2048; without `causal` 2.7, 1.4 to 1.8 and 1.02 times.
-    Compiled code must hold for other sizes too.
+    The quadratic algorithm in PyTorch operations visits all tiles, so one pass can compute both kinds of weights. The other
+    operator makes a call for the local keys and others for the global keys. Measured on one CPU core, forward and backward,
+    4 heads of 64, one pass is 1.75 times as fast at 64 tokens, 1.1 to 1.2 times at 256 to 1024, and equally fast at 2048;
+    without `causal` 2.7, 1.4 to 1.8 and 1.02 times. Compiled code always uses the other operator, because a choice by size
+    would not hold for other sizes.
     """
     if q.is_cuda or torch.compiler.is_compiling():
         return _EXACT_WINDOW
@@ -64,7 +65,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Differentiable:
     return _EXACT_TILES if algorithm == "quadratic" else _EXACT_WINDOW
 
 
-# ---- one operator for all keys of a call
+# ---- operators that compute all keys of a call in one pass
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, call: Call, signature: Signature) -> None:
@@ -143,7 +144,7 @@ _FLASH = _register("flash_", FLASH, "lse")
 _EXACT_TILES = _register("exact_tiles_", EXACT_TILES, "lse", has_kernels=False)
 
 
-# ---- near and far keys of an exact window by other operators
+# ---- the operator of an exact window, which calls others for the local and the global keys
 
 
 def _exact_window_forward(q, k, v, *arguments):
@@ -205,8 +206,8 @@ def _fake_exact_window_backward(grad_o, grad_lse, q, k, v, *arguments):
 def _exact_window_flops(q: Tensor, k: Tensor, v: Tensor, call: Call, backward: bool) -> int:
     """Counts attention to the local keys and to the parts of global keys."""
     total = count_attention(q, k, v, exact_window.local_call(call), backward)
-    for far in exact_window.global_keys(q, k, call):
-        total += count_attention(far.queries_of(q), far.keys_of(k), far.keys_of(v), far.call, backward)
+    for part in exact_window.global_keys(q, k, call):
+        total += count_attention(part.queries_of(q), part.keys_of(k), part.keys_of(v), part.call, backward)
     return total
 
 

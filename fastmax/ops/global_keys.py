@@ -1,4 +1,4 @@
-"""`merge_`, `global_forward_` and `global_backward_`: they add the global keys of an exact window to the local ones."""
+"""`merge_`, `global_forward_` and `global_backward_` add attention to global keys of an exact window to that of local keys."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _global_call(q, k, v, arguments):
 
 
 def _global_forward_(o, lse, q, k, v, *arguments):
-    """Merges attention to global keys into o and lse of local keys. Returns the sums of all weights, as `merge_` does."""
+    """Merges attention to global keys into o and lse of the local keys. Returns the sums of all weights, as `merge_` does."""
     tensors, options = FASTMAX.flatten(_global_call(q, k, v, arguments), arguments[-1])
     operator_checks.check_joined(q, o=(o, (*q.shape[:3], v.shape[3])))
     operator_checks.check_results(q, v, lse=lse)
@@ -53,19 +53,19 @@ def _global_forward_flops(o, lse, q, k, v, *arguments, out_val=None) -> int:
     return count_attention(q, k, v, GLOBAL.call(arguments)._replace(causal=True), backward=False)
 
 
-_FAR_FORWARD = register(
+_GLOBAL_FORWARD = register(
     f"global_forward_(Tensor(a!) o, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, {GLOBAL.schema}) -> (Tensor z)",
     _global_forward_,
     _fake_global_forward_,
     flops=_global_forward_flops,
 )
 _INSTEAD = "fastmax.fastmax_attention with exact_window"
-refuse_gradient(_FAR_FORWARD, refuse_to_differentiate("global_forward_", _INSTEAD), written=slice(2))
+refuse_gradient(_GLOBAL_FORWARD, refuse_to_differentiate("global_forward_", _INSTEAD), written=slice(2))
 
 
 def _global_backward_(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z, *arguments):
-    """Adds the gradients by global keys to those of q, k and v; o and z are of all keys. Returns the gradient of log_decay, no
-    elements if the call has none."""
+    """Adds the gradients through global keys to grad_q, grad_k and grad_v. o and z are the results over all keys. Returns the
+    gradient of log_decay, which has no elements if the call has no log_decay."""
     tensors, options = FASTMAX.flatten(_global_call(q, k, v, arguments), arguments[-1])
     operator_checks.check_joined(q, grad_q=(grad_q, q.shape), grad_k=(grad_k, k.shape), grad_v=(grad_v, v.shape))
     operator_checks.check_results(q, v, o=o, grad_o=grad_o, z=z, grad_z=grad_z)
@@ -84,11 +84,11 @@ def _global_backward_flops(grad_q, grad_k, grad_v, grad_o, grad_z, q, k, v, o, z
     return count_attention(q, k, v, GLOBAL.call(arguments)._replace(causal=True), backward=True)
 
 
-_FAR_BACKWARD = register(
+_GLOBAL_BACKWARD = register(
     f"global_backward_(Tensor(a!) grad_q, Tensor(b!) grad_k, Tensor(c!) grad_v, Tensor grad_o, Tensor? grad_z, "
     f"Tensor q, Tensor k, Tensor v, Tensor o, Tensor z, {GLOBAL.schema}) -> (Tensor grad_log_decay)",
     _global_backward_,
     _fake_global_backward_,
     flops=_global_backward_flops,
 )
-refuse_gradient(_FAR_BACKWARD, refuse_to_differentiate("global_backward_", _INSTEAD), written=slice(3))
+refuse_gradient(_GLOBAL_BACKWARD, refuse_to_differentiate("global_backward_", _INSTEAD), written=slice(3))

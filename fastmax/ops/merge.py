@@ -1,4 +1,4 @@
-"""`merge_attention`: attention over parts of the keys, put together by the logarithms of their sums of weights."""
+"""`merge_attention`: merges attention over parts of the keys, given the log of the sums of weights of each part."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from fastmax.core import validation
 
 
 def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys from attention over parts of them, each with its own denominator.
+    """Returns attention over all keys, given attention over parts of them, each with its own denominator.
 
         lse = log sum_p exp(lse_p)          o = sum_p exp(lse_p - lse) o_p
 
     Args:
-        outputs: (b, h, n, dv), or 3-d (b * h, n, dv), of `fastmax_attention` or `flash_attention`; alike in shape and dtype.
-        lses: their `return_lse`, (b, h, n) or (b * h, n), float32 (float64 for float64 outputs); -inf where a query sees no
-            key of the part.
+        outputs: results of `fastmax_attention` or `flash_attention`, (b, h, n, dv) or 3-d (b * h, n, dv), all of the same
+            shape and dtype.
+        lses: the second results of these calls with `return_lse=True`, (b, h, n) or (b * h, n), float32 (float64 for float64
+            outputs); -inf where a query sees no key of the part.
 
     Returns:
-        o and lse, like one of each, in memory of their own; 0 and -inf where no part has a key. Differentiable, any number of
-        times.
+        o and lse, of the shape and dtype of one output and one lse, in new memory. They are 0 and -inf where a query sees no
+        key of any part. Differentiable any number of times.
 
     Raises:
         TypeError, ValueError: naming the argument.
 
-    Noise on the outputs (`dropout`) does not go through: add it to what comes out. Method: as the online normaliser merges
-    blocks (Milakov and Gimelshein, 2018, arXiv:1805.02867).
+    Compute the parts without `dropout` and apply its noise to the merged output. Method: the online normaliser merges blocks
+    in this way (Milakov and Gimelshein, 2018, arXiv:1805.02867).
     """
     outputs, lses = validation.check_parts(outputs, lses)
     if len(outputs) == 1:
@@ -42,6 +43,6 @@ def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[
     total = sum(weights)
     seen = total != 0
     total = torch.where(seen, total, 1.0)
-    # The output first: a product lies in memory as its first factor.
+    # A product has the memory layout of its first factor, so the output comes first.
     o = sum(x.to(eager.compute_dtype(x.dtype)) * (w / total).unsqueeze(-1) for w, x in zip(weights, outputs, strict=True))
     return o.to(outputs[0].dtype), torch.where(seen, base + total.log(), -torch.inf)

@@ -1,4 +1,4 @@
-"""`normalize_tokens` and its gradient."""
+"""`normalize_tokens` and its gradient: shortens rows of q and k to a given length."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fastmax.ops.registration import register
 
 
 def normalize_tokens(q: Tensor, k: Tensor, lim: float) -> tuple[Tensor, Tensor]:
-    """4-d, checked q and k with their rows that are longer than `lim` scaled back to it."""
+    """Returns 4-d, checked q and k in which each row longer than `lim` is scaled to length `lim`."""
     q, k, *_ = compute(_NORMALIZATION, (q, k), (lim,))
     return q, k
 
@@ -29,7 +29,7 @@ def _normalize_tokens(q, k, lim):
 
 
 def _normalize_tokens_backward(grad_q, grad_k, q, k, q_factor, k_factor, lim):
-    """Gradients of q and k, from the results of the forward."""
+    """Returns the gradients of q and k, given the results of the forward; no elements where grad_q or grad_k is None."""
     operator_checks.check_normalization(q, k, lim)
     operator_checks.check_normalized("q", q, grad_q, q_factor)
     operator_checks.check_normalized("k", k, grad_k, k_factor)

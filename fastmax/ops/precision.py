@@ -1,4 +1,4 @@
-"""The setting of the precision of float32 matrix products."""
+"""PyTorch's setting for the precision of float32 matrix products."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from torch import Tensor
 
 
 def allow_tf32_of(q: Tensor) -> bool:
+    """Returns whether kernels may use TF32 for this q."""
     return q.is_cuda and q.dtype == torch.float32 and _tf32_is_set()
 
 
 def _tf32_is_set() -> bool:
-    """What `torch.set_float32_matmul_precision` and its newer forms come to for CUDA."""
+    """Returns what `torch.set_float32_matmul_precision` and its newer forms set for CUDA."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-# What `torch.compiler.assume_constant_result` does, without importing the compiler, which takes seconds. Compiled code is
-# guarded by the setting all the same.
+# The effect of `torch.compiler.assume_constant_result` without importing the compiler, which takes seconds. Compiled code has a
+# guard on the setting anyway.
 _tf32_is_set._dynamo_marked_constant = True

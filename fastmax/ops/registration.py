@@ -13,8 +13,8 @@ from fastmax import eager
 from fastmax.ops import extension
 
 LIBRARY = torch.library.Library("fastmax", "DEF")
-NAMES: list[str] = []  # of the registered operators
-FLOP_FORMULAS: dict[str, Callable[..., int]] = {}  # by the name of the operator
+NAMES: list[str] = []  # names of the registered operators
+FLOP_FORMULAS: dict[str, Callable[..., int]] = {}  # name of an operator -> its formula
 
 
 def register(
@@ -30,11 +30,11 @@ def register(
     Args:
         schema: name, arguments and results, as `torch.library.Library.define` takes them.
         implementation: PyTorch operations for every device. A kernel of the compiled library takes precedence on CUDA.
-        fake: results without values, for compilers and fake tensors.
-        flops: what `torch.utils.flop_counter` counts, from the arguments and `out_val`; None for an operator without matrix
-            products.
-        fallback_of_kernels: also registers the implementation as `eager_<name>`, the name by which a kernel of the library
-            passes on calls that it does not cover.
+        fake: returns results without values, for compilers and fake tensors.
+        flops: returns the count for `torch.utils.flop_counter`, given the arguments and `out_val`; None for an operator
+            without matrix products.
+        fallback_of_kernels: whether to register the implementation also as `eager_<name>`. A kernel of the library calls that
+            operator where it does not cover a call.
     """
     name = schema[: schema.index("(")]
     LIBRARY.define(schema)
@@ -53,10 +53,11 @@ def register(
 
 
 def refuse_gradient(operator: torch._ops.OpOverload, refuse: Callable[..., None], written: slice) -> None:
-    """Registers that an operator writes over its arguments `written` and has no gradient.
+    """Registers that an operator writes to some of its arguments and has no gradient.
 
     Args:
-        refuse: called with the tensors (or None) among the arguments; raises an error where a gradient would be recorded.
+        refuse: called with the tensors (or None) among the arguments; raises an error if a gradient would be recorded.
+        written: the arguments that the operator writes to.
     """
     name = operator._schema.name.removeprefix("fastmax::")
 
@@ -65,7 +66,7 @@ def refuse_gradient(operator: torch._ops.OpOverload, refuse: Callable[..., None]
         return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     def count_versions(keyset: Any, *args: object) -> object:
-        # Autograd may have saved the tensors for an earlier call.
+        # Autograd may have saved these tensors for an earlier call. The version lets its backward notice the change.
         torch.autograd.graph.increment_version(args[written])
         return operator.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *args)
 
@@ -74,8 +75,8 @@ def refuse_gradient(operator: torch._ops.OpOverload, refuse: Callable[..., None]
 
 
 def refuse_to_differentiate(name: str, instead: str) -> Callable[..., None]:
-    """Returns a function that raises an error, which names the operator and what to use instead, where one of its tensors is
-    differentiated."""
+    """Returns a function that raises an error if one of its tensors is differentiated. The error names the operator and what
+    to use instead."""
 
     def refuse(*tensors: Tensor | None) -> None:
         if eager.differentiating(*tensors):

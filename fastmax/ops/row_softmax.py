@@ -1,4 +1,4 @@
-"""`softmax` of rows."""
+"""`softmax`: softmax of rows."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from fastmax.ops.registration import LIBRARY, register
 
 
 def softmax(x: Tensor, algorithm: str) -> Tensor:
-    """Softmax over the last dimension of a checked tensor; algorithm is "safe" or "online". There are no rules for what
-    `eager.is_transformed` tells of."""
+    """Computes softmax over the last dimension of a checked tensor. `algorithm` is "safe" or "online".
+
+    The operator has no rules for torch.func transforms and forward mode: callers check `eager.is_transformed`.
+    """
     if torch.compiler.is_compiling():
         return _OPERATOR(x, algorithm)
     if x.is_cuda:
         extension.warn_if_unused(x.device)
     if torch.is_grad_enabled() and x.requires_grad:
         return extension.call(_OPERATOR, x, algorithm)
-    with torch._C._AutoDispatchBelowAutograd():  # saves 15 us of Python on the way through `register_autograd`
+    with torch._C._AutoDispatchBelowAutograd():  # skips 15 us of Python in `register_autograd`
         return extension.call(_OPERATOR, x, algorithm)
 
 
