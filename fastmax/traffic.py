@@ -1,4 +1,4 @@
-"""Bytes that attention moves to and from device memory: formulas for this library's forward passes and for plain attention."""
+"""Formulas for the bytes that attention moves to and from device memory, in this library's forwards and in plain attention."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from fastmax.core import validation
 
 ALGORITHMS = ("standard", "flash", "quadratic", "linear")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-_HEAD_DIMS = (32, 64, 96, 128, 256)  # what other head dims are widened to
-_WIDEST_IN_REGISTERS = 128  # of p = 1, whose state is kept there
+_HEAD_DIMS = (32, 64, 96, 128, 256)  # native head dims; others are widened to the next one
+_WIDEST_IN_REGISTERS = 128  # largest head dim for p = 1, whose state is in registers
 _CHUNK_OF_ORDER_1 = 256  # csrc/linear/order2/state_format.h
-_FLOAT = 4
+_FLOAT = 4  # bytes
 
 
 class Traffic(NamedTuple):
-    """Bytes."""
+    """Bytes read from and written to device memory."""
 
     read: int
     written: int
 
     @property
     def total(self) -> int:
-        """Read and written."""
+        """Bytes read and written together."""
         return self.read + self.written
 
     def __add__(self, other: Traffic) -> Traffic:  # type: ignore[override]
@@ -49,72 +49,75 @@ def hbm_traffic(
     exact_window: int = 0,
     state: bool = False,
 ) -> Traffic:
-    """Bytes that the forward pass of one (batch, head) reads from and writes to device memory.
+    """Returns the bytes that the forward of one (batch, head) reads from and writes to device memory.
 
-    Every kernel is taken to read each of its operands once and to write each of its results once; what its blocks read again
-    comes from the L2 cache, which holds nothing from one kernel to the next. T = seqlen tokens, d = head_dim for q, k and v,
-    e the bytes of an element.
+    The model: every kernel reads each of its operands once and writes each of its results once. Repeated reads by its blocks
+    come from the L2 cache, which keeps nothing from one kernel to the next. Below, T = seqlen is the number of tokens,
+    d = head_dim that of q, k and v, and e the bytes of an element.
 
-    "flash", "quadratic" and "linear" are the portable kernels. Hopper's move about as much where nothing accompanies q, k and
-    v, but scale what fades as they use it, and merge the parts of an exact window as they write (docs/cuda.md).
+    "flash", "quadratic" and "linear" are the portable kernels. Without accompanying tensors the Hopper kernels move about as
+    much. With decays they scale values while they use them, and they merge the parts of an exact window while they write
+    (docs/cuda.md).
 
-    - "standard": scores, softmax and weighted values as three kernels, with scores and weights (T, T) of the given dtype in
-      memory: read (3 T d + 2 T^2) e, written (T d + 2 T^2) e. A causal mask saves nothing.
-    - "flash", "quadratic": one kernel; softmax and Fastmax differ in nothing here. Read (3 T d) e, written T d e + 4 T (a
-      float32 per query: log-sum-exp or denominator). With a `block_size` no cache is shared: each block of so many queries
-      reads every key and value that one of its queries sees. With R the keys that all blocks read, T ceil(T / block_size) or,
-      causal, `sum(min(T, i block_size))` over the blocks i = 1, 2, ...: read (T d + 2 R d) e.
-    - "linear", p = 2: with D the native head dim, F = D (D + 8) / 2 + 2 D and chunks of C queries, a state is S = F D bf16 or
-      float32 numbers and 2 D + 4 float32 sums. Not causal there is one: read (3 T d) e + S, written T d e + 4 T + S. Causal
-      there is one for each of the ceil(T / C) chunks but the first, and k and v are read for the states and again within their
-      chunk: read (T d + 2 (T + (chunks - 1) C) d) e + (chunks - 1) S, written T d e + 4 T + (chunks - 1) S. C is 256 to 2048
-      by D (csrc/linear/order2/state_format.h).
-    - "linear", p = 1: the state stays in registers: read (3 T d) e, written T d e + 4 T.
-    - "linear" in float16 first makes float32 copies of q, k and v, which are then read in their place (e = 4): (3 T d) 2 more
-      read, (3 T d) 4 more written.
+    - "standard": three kernels (scores, softmax, weighted values), with scores and weights (T, T) of the given dtype in memory.
+      Read (3 T d + 2 T^2) e, written (T d + 2 T^2) e. A causal mask saves nothing.
+    - "flash", "quadratic": one kernel, with the same traffic for softmax and Fastmax. Read (3 T d) e, written T d e + 4 T (a
+      float32 per query: log-sum-exp or denominator). With a `block_size` blocks share no cache: each block of that many queries
+      reads every key and value that one of its queries sees. Let R be the number of keys that all blocks read together,
+      T ceil(T / block_size) or, if causal, `sum(min(T, i block_size))` over the blocks i = 1, 2, ... Then read (T d + 2 R d) e.
+    - "linear", p = 2: let D be the native head dim, F = D (D + 8) / 2 + 2 D, and C the queries per chunk, 256 to 2048 by D
+      (csrc/linear/order2/state_format.h). A state has S bytes: F D numbers in bf16 or float32, and 2 D + 4 float32 sums. If
+      not causal, there is one state: read (3 T d) e + S, written T d e + 4 T + S. If causal, each of the ceil(T / C) chunks
+      except the first has one, and k and v are read for the states and again within their chunk: read
+      (T d + 2 (T + (chunks - 1) C) d) e + (chunks - 1) S, written T d e + 4 T + (chunks - 1) S.
+    - "linear", p = 1: the state stays in registers. Read (3 T d) e, written T d e + 4 T.
+    - "linear" in float16 first makes float32 copies of q, k and v and reads these instead (e = 4): (3 T d) 2 more read,
+      (3 T d) 4 more written.
 
-    What accompanies q, k and v:
+    Options:
 
-    - `log_decay`: its running sums, two float32 a key, are made of it in a pass of their own and read by the attention, and
-      another pass looks for NaN in it: 16 T more read, 8 T more written. "linear" also makes copies of the values that the
-      states are sums of, scaled: with t of them, (chunks - 1) C or, p = 1, T, (t d) e more of either.
-    - `log_decay`, `cu_seqlens`: the first key that each query sees, an int32: 4 T more read; not causal the last one too, 8 T.
-      With a `block_size` no key is counted that no query of a block sees.
-    - `window`: keys outside are not visited, which a `block_size` alone shows; a cache reads each key once all the same.
-    - `exact_window` of W: "flash" with this window; the algorithm itself, causal, for the T - W queries and keys that are so
-      far apart (not causal: for those behind as well); and a merge of each such part into the outputs and float32 sums of those
-      queries: 2 (T - W) (d e + 4) read, (T - W) (d e + 8) written, 4 (T - W) of it the sums that a backward divides by; with
-      `log_decay` 4 (T - W) more read, the decay of the tokens between.
-    - `state`, as `prefill` has: with R = 1 + d + d (d + 1) / 2 rows (p = 1: 1 + d), R (d + 1) float32 are read and written;
-      there is a state before each of the chunks, and all keys are summed. p = 1 has chunks of 256, whose sums, D (D + 2) + 1
-      float32, are written and read once more before they are made states, D^2 bf16 or float32 numbers and 2 D + 1 float32.
+    - `log_decay`: one pass computes its running sums, two float32 per key, which attention reads; another pass looks for NaN.
+      16 T more read, 8 T more written. "linear" also copies and scales the values that are added to states. There are t of
+      them, (chunks - 1) C or, for p = 1, T: (t d) e more read, and as much more written.
+    - `log_decay` or `cu_seqlens`: the first key that each query sees, an int32: 4 T more read. If not causal, also the end of
+      its keys: 8 T. With a `block_size` only keys count that some query of a block sees.
+    - `window`: keys outside are skipped. This changes the count only with a `block_size`; with a cache each key is read once
+      anyway.
+    - `exact_window` of W: "flash" with this window. Then the algorithm itself, causal, for T - W queries and keys, those at
+      least W apart; if not causal, a second time for the keys behind the queries. Then each of these parts is merged into the
+      outputs and float32 sums of its queries: 2 (T - W) (d e + 4) read, (T - W) (d e + 8) written, of which 4 (T - W) are the
+      sums that a backward divides by. With `log_decay` 4 (T - W) more read: the decay over the window.
+    - `state`, as in `prefill`: with R = 1 + d + d (d + 1) / 2 rows (p = 1: 1 + d), R (d + 1) float32 are read and written.
+      Every chunk has a state before it, and all keys are added to states. For p = 1 the chunks have 256 queries. Their sums,
+      D (D + 2) + 1 float32, are written and read once, then turned into states, D^2 numbers in bf16 or float32 and 2 D + 1
+      float32.
 
-    Batch times heads is taken to fill the device: where it does not, the linear algorithm reads keys and values once more, for
-    what each segment of them starts from (docs/cuda.md, "State kernel").
+    Batch times heads is assumed to fill the device. If it does not, the linear algorithm reads keys and values a second time,
+    to find the state before each segment (docs/cuda.md, "State kernel").
 
     Args:
-        seqlen: queries, and as many keys, at least 1.
-        head_dim: of q, k and v, 1 to 256; to 128 for "linear" with p = 1.
+        seqlen: number of queries, and of keys, at least 1.
+        head_dim: of q, k and v, 1 to 256; at most 128 for "linear" with p = 1.
         dtype: float16, bfloat16 or float32 (true float32, not TF32).
         algorithm: "standard", "flash", "quadratic" or "linear".
-        causal: whether keys after a query are left out.
-        block_size: queries per block of "flash" and "quadratic", at least 1 (`fastmax.traffic.tile_rows`: the CUDA kernels'),
-            or None. The others have none.
-        p: 1 or 2, of "linear".
-        log_decay: whether there is one; causal, for all but "standard".
-        cu_seqlens: as in `fastmax_attention`, its numbers: from 0 to seqlen without falling. Not for "standard", nor for
-            "linear" without `causal`.
-        window: as in `flash_attention`, of "flash".
-        exact_window: as in `fastmax_attention`, of "quadratic" and "linear"; without `block_size`.
-        state: whether tokens continue from a `DecodeState` and make another; "linear", causal.
+        causal: whether keys after a query are hidden.
+        block_size: queries per block of "flash" and "quadratic", at least 1 (`fastmax.traffic.tile_rows` returns that of the
+            CUDA kernels), or None. The other algorithms take None only.
+        p: 1 or 2, for "linear".
+        log_decay: whether there are decays. They need `causal`; not for "standard".
+        cu_seqlens: the values of `cu_seqlens` in `fastmax_attention`: from 0 to seqlen, not decreasing. Not for "standard", nor
+            for "linear" without `causal`.
+        window: as in `flash_attention`; for "flash".
+        exact_window: as in `fastmax_attention`; for "quadratic" and "linear", without `block_size`.
+        state: whether the tokens continue from a `DecodeState` and a new one is returned; for "linear", causal.
 
     Returns:
-        `Traffic(read, written)` in bytes, and their sum as `.total`.
+        `Traffic(read, written)` in bytes; `.total` is their sum.
 
     Raises:
         TypeError, ValueError: naming the argument.
     """
-    validation.check_count("seqlen", seqlen, most=2**63 - 1)  # a formula: nothing is allocated
+    validation.check_count("seqlen", seqlen, most=2**63 - 1)  # no 32-bit limit: nothing is allocated
     validation.check_count("head_dim", head_dim)
     if head_dim > _HEAD_DIMS[-1]:
         raise ValueError(f"head_dim must be at most {_HEAD_DIMS[-1]}, the widest that there are kernels for, got {head_dim}")
@@ -144,11 +147,11 @@ def hbm_traffic(
     if exact_window > 0:
         options: dict[str, Any] = {"log_decay": log_decay, "cu_seqlens": cu_seqlens}
         parts = [hbm_traffic(seqlen, head_dim, dtype, "flash", causal=causal, window=exact_window, **options)]
-        far = seqlen - exact_window
-        if far > 0:
-            options["cu_seqlens"] = None if cu_seqlens is None else (0, far)  # one number a query, whatever they are
-            parts += [hbm_traffic(far, head_dim, dtype, algorithm, causal=True, p=p, **options)] * (1 if causal else 2)
-        return sum(parts[1:], parts[0]) + _merged(len(parts) - 1, far, head_dim, dtype, log_decay)
+        queries = seqlen - exact_window  # those with global keys
+        if queries > 0:
+            options["cu_seqlens"] = None if cu_seqlens is None else (0, queries)  # one number per query, whatever its value
+            parts += [hbm_traffic(queries, head_dim, dtype, algorithm, causal=True, p=p, **options)] * (1 if causal else 2)
+        return sum(parts[1:], parts[0]) + _merged(len(parts) - 1, queries, head_dim, dtype, log_decay)
     along = _along(seqlen, causal, log_decay, bounds is not None)
     if algorithm == "linear":
         return along + _linear(seqlen, head_dim, dtype, causal, p, log_decay, state)
@@ -178,7 +181,7 @@ def _check_options(
     exact_window: int,
     state: bool,
 ) -> None:
-    """That there is such a call."""
+    """Checks that the options can be combined."""
     given = {
         "log_decay": (log_decay, ("flash", "quadratic", "linear")),
         "cu_seqlens": (bounds is not None, ("flash", "quadratic", "linear")),
@@ -188,7 +191,7 @@ def _check_options(
     }
     for name, (is_given, of) in given.items():
         if is_given and algorithm not in of:
-            raise ValueError(f'{name} is of {", ".join(map(repr, of))}, got algorithm="{algorithm}"')
+            raise ValueError(f'{name} is for {", ".join(map(repr, of))}, got algorithm="{algorithm}"')
     if not causal and (log_decay or state):
         raise ValueError(f"{'log_decay' if log_decay else 'state'} needs causal=True")
     if not causal and bounds is not None and algorithm == "linear" and exact_window == 0:
@@ -198,20 +201,20 @@ def _check_options(
 
 
 def _along(seqlen: int, causal: bool, log_decay: bool, packed: bool) -> Traffic:
-    """Decays and bounds of keys, where there are such."""
+    """Returns the traffic of decays and of bounds of keys."""
     sums = Traffic(16 * seqlen, 8 * seqlen) if log_decay else Traffic(0, 0)
     return sums + Traffic((4 if causal else 8) * seqlen if log_decay or packed else 0, 0)
 
 
 def _merged(parts: int, queries: int, head_dim: int, dtype: torch.dtype, shifted: bool) -> Traffic:
-    """So many parts merged into the output, in place."""
+    """Returns the traffic of merging `parts` parts into the outputs of their queries, in place; `shifted`: with decays."""
     output = queries * head_dim * dtype.itemsize + _FLOAT * queries
     number = _FLOAT * queries
     return Traffic(parts * (2 * output + (number if shifted else 0)), parts * (output + number))
 
 
 def _keys_of_blocks(seqlen: int, rows: int, causal: bool, left: int, right: int, bounds: list[int] | None) -> int:
-    """Keys that some query of a block sees, over all blocks of so many queries."""
+    """Returns the number of keys that some query of a block sees, summed over all blocks of `rows` queries."""
     keys = 0
     for start in range(0, seqlen, rows):
         stop = min(seqlen, start + rows)
@@ -230,7 +233,7 @@ def _linear(
     if p == 1 and head_dim > _WIDEST_IN_REGISTERS:
         raise ValueError(f"head_dim must be at most {_WIDEST_IN_REGISTERS} for p = 1, got {head_dim}")
     numbers = seqlen * head_dim
-    states, summed = 0, 0  # in memory, and keys that they are sums of
+    states, summed = 0, 0  # number of states in memory, and of keys that are added to states
     if p == 2 and causal:
         chunk = chunk_length(head_dim, dtype)
         chunks = -(-seqlen // chunk)
@@ -259,14 +262,17 @@ def _native(head_dim: int) -> int:
 
 
 def tile_rows(head_dim: int, dtype: torch.dtype = torch.float16) -> int:
-    """Queries per block of the quadratic forward kernel for arguments of `hbm_traffic` (quadratic/portable/tile_config.h)."""
+    """Returns the queries per block of the quadratic forward kernel (csrc/quadratic/portable/tile_config.h).
+
+    The arguments are those of `hbm_traffic`.
+    """
     width = _native(head_dim)
     two_tiles = dtype == torch.bfloat16 or (dtype == torch.float16 and width <= 64)
     return 128 if width > 128 or two_tiles else 64
 
 
 def chunk_length(head_dim: int, dtype: torch.dtype) -> int:
-    """Queries per state of the linear kernels, p = 2, as the function of this name in csrc/linear/order2/state_format.h."""
+    """Returns the queries per state of the linear kernels for p = 2, as `chunk_length` in csrc/linear/order2/state_format.h."""
     width = _native(head_dim)
     if width == 64 and dtype != torch.bfloat16:
         return 512
@@ -274,7 +280,7 @@ def chunk_length(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def _state_bytes(head_dim: int, dtype: torch.dtype) -> int:
-    """A state of p = 2: `state_words` and `state_sums` in csrc/linear/order2/state_format.h."""
+    """Returns the bytes of a state for p = 2: `state_words` and `state_sums` in csrc/linear/order2/state_format.h."""
     width = _native(head_dim)
     features = width * (width + 8) // 2 + 2 * width
     return features * width * (2 if dtype == torch.bfloat16 else _FLOAT) + (2 * width + 4) * _FLOAT
