@@ -1,1 +1,1 @@
-"""Checks that users can run: the float64 definition (`reference`) and the comparison of every path with it (`verify`)."""
+"""Checks for users: the definition of attention (`reference`), and a comparison of every code path with it (`verify`)."""

@@ -1,4 +1,4 @@
-"""The definition, written as plainly as possible: the whole (n, m) matrix in any dtype. For tests and for readers."""
+"""The definition of attention, as simple as possible: the whole (n, m) matrix, in any dtype. For tests and for readers."""
 
 from __future__ import annotations
 
@@ -32,11 +32,18 @@ def naive_attention(
     return_lse: bool = False,
     hold_denominator: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Fastmax attention by its definition, O(n m) time and memory.
+    """Computes Fastmax attention by its definition, in O(n m) time and memory.
 
-    q (b, h, n, d), k (b, hk, m, d), v (b, hk, m, dv) -> (b, h, n, dv), and with `return_lse` the logarithms of the sums of
-    weights (b, h, n); or all of them 3-d, (b * h, n, d). The arguments mean what they mean in `fastmax.fastmax_attention`.
-    `hold_denominator` treats the sums of weights as constants, which changes only the gradients.
+    Args:
+        q: (b, h, n, d), or 3-d (b * h, n, d).
+        k: (b, hk, m, d).
+        v: (b, hk, m, dv).
+        hold_denominator: whether the sums of weights are constants to autograd. This changes the gradients only.
+
+    The other arguments are those of `fastmax.fastmax_attention`.
+
+    Returns:
+        o (b, h, n, dv), or 3-d like q; with `return_lse` also the log of the sums of weights (b, h, n), or (b * h, n).
     """
     if q.dim() == 3:
         batch = 1 if attention_mask is None else attention_mask.shape[0]
@@ -62,8 +69,8 @@ def naive_attention(
     s = s / temperature
     f = a0 + a1 * s + (a2 * s * s if p == 2 else 0.0)
     visible = visible_pairs(q, k, causal=causal, attention_mask=attention_mask, log_decay=log_decay, cu_seqlens=cu_seqlens)
-    near = in_window(q, k, exact_window) if exact_window else None
-    w, shift = weights(s, f, visible, near=near, decay=decay_between(q, log_decay))
+    local = in_window(q, k, exact_window) if exact_window else None
+    w, shift = weights(s, f, visible, local=local, decay=decay_between(q, log_decay))
     z = w.sum(-1, keepdim=True)
     o = torch.where(z == 0, 0.0, (w @ v) / torch.where(z == 0, 1.0, z.detach() if hold_denominator else z))
     o = o if drop_noise is None else (1.0 + dropout * drop_noise) * o
@@ -73,9 +80,11 @@ def naive_attention(
 def normalized(
     x: Tensor, normalize: bool | str, lim: float, takes_part: Tensor | None = None, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Rows of x (b, h, tokens, d) in the ball of radius `lim`: `"token"` shortens each longer row, `"sequence"` or True scales
-    all rows of a sequence so that its longest has length `lim`. Rows that `takes_part`, bool (b, tokens), leaves out do not
-    count for the longest."""
+    """Returns the rows of x (b, h, tokens, d) scaled into the ball of radius `lim`.
+
+    `"token"` scales each longer row to length `lim`. `"sequence"` or True scales all rows of a sequence by the same factor, so
+    that its longest row has length `lim`; rows for which `takes_part`, bool (b, tokens), is False do not count.
+    """
     if normalize is False:
         return x
     length = (x * x).sum(-1, keepdim=True).sqrt()
@@ -95,7 +104,7 @@ def normalized(
 
 
 def sinusoidal_rows(n: int, m: int, d: int) -> Tensor:
-    """The sinusoidal rpe matrix (n + m - 1, d) in float64, element by element."""
+    """Returns the sinusoidal rpe matrix (n + m - 1, d) in float64, computed element by element."""
     rows = []
     for row in range(n + m - 1):
         t = m - 1 - row  # (i + m - n) - j with row = j - i + n - 1
@@ -116,7 +125,10 @@ def naive_softmax_attention(
     window: int | tuple[int, int] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention by its definition: output and log-sum-exp as `fastmax.flash_attention` returns them, 4-d."""
+    """Computes softmax attention by its definition, for 4-d q, k and v.
+
+    Returns output and log-sum-exp, as `fastmax.flash_attention` does.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     s = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.mT)
     visible = visible_pairs(
@@ -132,37 +144,37 @@ def naive_softmax_attention(
 
 
 def weights(
-    s: Tensor, f: Tensor, visible: Tensor, *, near: Tensor | None = None, decay: Tensor | None = None
+    s: Tensor, f: Tensor, visible: Tensor, *, local: Tensor | None = None, decay: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Weights divided by exp(shift), and the shift (b, h, n, 1): f, or exp(s) where `near`, times exp(decay) where visible.
+    """Returns the weights divided by exp(shift), and the shift (b, h, n, 1).
 
-    The shift is the largest logarithm of a weight in the row where there are exponentials, a constant to autograd, and 0
-    where there are none.
+    The weight of a visible pair is f, or exp(s) where `local` is True, times exp(decay). With `local` the shift is the largest
+    log of a weight in the row, a constant to autograd, so that no exponential overflows. Otherwise it is 0.
     """
-    if near is None:
+    if local is None:
         w = torch.where(visible, f, 0.0)
         return w if decay is None else w * torch.where(visible, decay, 0.0).exp().to(w.dtype), torch.zeros_like(w[..., :1])
-    logarithm = torch.where(near, s, f.abs().log()).detach()
+    logarithm = torch.where(local, s, f.abs().log()).detach()
     logarithm = logarithm if decay is None else logarithm + decay.detach()
     shift = torch.where(visible, logarithm, float("-inf")).amax(-1, keepdim=True)
     shift = torch.where(shift.isfinite(), shift, 0.0)
-    # What is not visible could overflow, and infinity times a gradient of 0 is NaN: it is left out before the exponential.
-    exponent = torch.where(near, s, 0.0) - shift + (0.0 if decay is None else decay)
+    # The exponential of a hidden pair could overflow, and infinity times a gradient of 0 is NaN: mask before the exponential.
+    exponent = torch.where(local, s, 0.0) - shift + (0.0 if decay is None else decay)
     factor = torch.where(visible, exponent, float("-inf")).exp().to(s.dtype)
-    return factor * torch.where(near, 1.0, f), shift
+    return factor * torch.where(local, 1.0, f), shift
 
 
 def log_of_sums(z: Tensor, shift: Tensor) -> Tensor:
-    """Logarithms (b, h, n) of the sums z exp(shift), both (b, h, n, 1); -inf where z is 0. fp32, or fp64 for fp64."""
+    """Returns log(z exp(shift)) (b, h, n) for z and shift (b, h, n, 1), and -inf where z is 0. fp32, or fp64 for fp64."""
     z, shift = (x if x.dtype == torch.float64 else x.float() for x in (z, shift))
     return torch.where(z == 0, float("-inf"), shift + torch.where(z == 0, 1.0, z).log()).squeeze(-1)
 
 
 def decay_between(q: Tensor, log_decay: Tensor | None) -> Tensor | None:
-    """(b, hk, m) -> (b, h, n, m): the sum of the log decays of the tokens after key j up to query i's own.
+    """Returns, for each pair (b, h, n, m), the sum of the log decays (b, hk, m) of the tokens after key j up to query i's own.
 
-    -inf counts as 0 here (`visible_pairs` hides what it resets), and so do values above 0, with gradient 0. With a NaN the sum
-    is NaN. Each is a sum of its own, so that none is the difference of two large ones.
+    -inf counts as 0 here, because `visible_pairs` hides the keys before it. Values above 0 count as 0, with gradient 0. A NaN
+    makes the sum NaN. Every sum is computed separately, so none is the difference of two large ones.
     """
     if log_decay is None:
         return None
@@ -185,7 +197,7 @@ def visible_pairs(
     cu_seqlens: Tensor | None = None,
     window: int | tuple[int, int] | None = None,
 ) -> Tensor:
-    """True where query i sees key j, to be broadcast to (b, h, n, m)."""
+    """Returns True where query i sees key j, in a shape that broadcasts to (b, h, n, m)."""
     i, j = _positions(q, k)
     at = i + k.shape[2] - q.shape[2]
     visible = (j <= at) if causal else torch.ones_like(j <= i)
@@ -196,7 +208,7 @@ def visible_pairs(
         visible = visible & (sequence[:, None] == sequence[None, :])
     if attention_mask is not None:
         visible = visible & attention_mask[:, None, None, :]
-    if log_decay is not None:  # -inf: no token from here on sees those before
+    if log_decay is not None:  # -inf: this token and later ones do not see earlier ones
         forgotten = (log_decay == float("-inf")).cumsum(-1)
         forgotten = forgotten.repeat_interleave(q.shape[1] // log_decay.shape[1], dim=1)
         visible = visible & (forgotten[:, :, k.shape[2] - q.shape[2] :, None] == forgotten[:, :, None, :])
@@ -204,7 +216,10 @@ def visible_pairs(
 
 
 def in_window(q: Tensor, k: Tensor, window: int | tuple[int, int]) -> Tensor:
-    """(n, m), True where key j is at most (left, right) tokens before and after query i; an int w is (w - 1, w - 1)."""
+    """Returns a mask (n, m), True where key j is at most `left` tokens before and at most `right` tokens after query i.
+
+    `window` is (left, right), or an int w for (w - 1, w - 1). -1 is no bound.
+    """
     left, right = (window - 1, window - 1) if isinstance(window, int) else window
     i, j = _positions(q, k)
     at = i + k.shape[2] - q.shape[2]
@@ -217,11 +232,11 @@ def in_window(q: Tensor, k: Tensor, window: int | tuple[int, int]) -> Tensor:
 
 
 def sequence_of_token(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """(tokens,): the number of each token's packed sequence."""
+    """Returns the index of each token's packed sequence, (tokens,)."""
     token = torch.arange(tokens, device=cu_seqlens.device)
     return (token[:, None] >= cu_seqlens[None, 1:]).sum(-1)
 
 
 def _positions(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """i (n, 1) and j (1, m)."""
+    """Returns the query indices i (n, 1) and the key indices j (1, m)."""
     return torch.arange(q.shape[2], device=q.device)[:, None], torch.arange(k.shape[2], device=q.device)[None, :]

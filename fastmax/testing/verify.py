@@ -1,12 +1,11 @@
-"""`python -m fastmax.testing.verify [--device cuda]`: the custom gradient against autograd against the definition in float64.
+"""`python -m fastmax.testing.verify [--device cuda]` compares the custom gradient and autograd with the definition in float64.
 
-Prints a table of relative errors (Frobenius norm) of the output and of every gradient; the exit status is 1 when one of them
-is larger than allowed. Allowed is twice the error that the definition itself makes in plain PyTorch at the same precision,
-plus a rounding floor.
+It prints a table of the relative errors (Frobenius norm) of the output and of every gradient. The exit status is 1 if an error
+is above its limit: twice the error of the definition in plain PyTorch at the same precision, plus a rounding floor.
 
-`--random N` checks N configurations drawn at random in place of the table and prints the worst error of each kind. On a GPU
-each of them must also give the same bits when it runs twice on memory full of NaN. `--hopper` brings them to what the Hopper
-kernels cover, fails where other kernels run, and says which ones did; `--processes P` shares them among P processes.
+`--random N` checks N random configurations in place of the table, and prints the worst error of each kind. On a GPU each
+configuration runs twice on memory full of NaN and must give the same bits. `--hopper` changes the configurations to ones that
+the Hopper kernels cover, fails if other kernels run, and prints the kernels. `--processes P` shares the work among P processes.
 """
 
 from __future__ import annotations
@@ -35,37 +34,41 @@ from fastmax.functional import fastmax_attention, flash_attention
 from fastmax.ops import extension
 from fastmax.testing.reference import naive_attention, naive_softmax_attention
 
-# Added to twice the plain error, so that a case which the plain formula happens to get exactly right is not held to zero.
+# Added to twice the error of the plain formula, which may be 0 by chance.
 FLOOR = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-6, torch.bfloat16: 1e-6}
 
-# No random configuration is held to less than this: one rounding of an output to its dtype, which plain PyTorch escapes where
-# few numbers are summed; for TF32 one of each operand of two products, since cuBLAS takes no TF32 for the smallest; for float64
-# another order of summation, since nothing more exact is there to compare with.
+# Smallest limit for a random configuration. For half types: one rounding of an output to its dtype, which plain PyTorch avoids
+# where few numbers are summed. For TF32: one rounding of each operand of two products, because cuBLAS does not use TF32 for the
+# smallest sizes. For float64: another order of summation, because the definition is not more exact.
 ROUNDING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "tf32": 2.0**-8, "float32": 1e-6, "float64": 1e-12}
-# A float32 log-sum of size L is off by up to 2^-24 L, and so is every weight exp(s - L) made of it, in the backward of softmax
-# and in the merge of an exact window; plain PyTorch, whose sums are relative to the largest score, has no such numbers. What
-# weights lose for each unit of the largest log-sum, by dtype; where products are TF32, scores themselves lose more.
+# Relative error of weights per unit of the largest log-sum, by dtype. A float32 log-sum L has an error of up to 2^-24 L, and so
+# has every weight exp(s - L) that is computed from it, in the backward of softmax and in the merge of an exact window. Plain
+# PyTorch has no such numbers: its sums are relative to the largest score. With TF32 products the scores have larger errors.
 ROUNDING_OF_LOG_SUM = {dtype: 2.0**-53 if dtype == torch.float64 else 2.0**-24 for dtype in FLOOR}
-# The linear algorithm adds up features that cancel (docs/algorithm.md): roundings of terms this much larger than f are nothing.
+# The linear algorithm sums features that cancel (docs/algorithm.md). Terms up to this many times f do not raise the limit.
 CANCELLATION = 16.0
-# Of what FASTMAX_DEBUG prints, the operators of attention, and not what prepares their inputs.
+# Matches the calls of attention operators in the output of FASTMAX_DEBUG, and not those that prepare their inputs.
 ATTENTION_CALL = re.compile(r"^fastmax::(\w+): [\w ]+, (\w+): b \d.*, head_dim ", re.MULTILINE)
-# From this error on the plain formula is no standard: sums or weights left the range of float16. Then so many roundings are.
+# From this error on, the plain formula gives no limit: sums or weights left the range of float16. The limit is then this number
+# of roundings.
 PLAIN_FAILED = 0.1
 ROUNDINGS_WHERE_PLAIN_FAILED = 8
 
 
 class Case(NamedTuple):
-    """One configuration: sizes and dtype of random q, k, v, and options of `fastmax_attention`.
+    """A configuration: sizes and dtype of random q, k and v, and options of `fastmax_attention`.
 
-    `softmax=True` checks `flash_attention` and its log-sum-exp in its place.
-
-    `padding=True` hides some keys of every sequence, and all keys of the first; `noise=True` passes a `drop_noise`;
-    `rpe=True` passes a random `rpe_matrix`; `decay=True` a `log_decay` with heads that forget fast and slowly and tokens that
-    forget nothing or everything; `sequences` is the number of packed sequences (0: no `cu_seqlens`), some without a token.
-    `layout` is a key of `LAYOUTS`. `magnitude` multiplies q and k; None scales their rows to lengths below 0.9 instead, so
-    that |q.k| < 1. `positive=True` takes the absolute values of q and k, so that scores are positive. `precision` is what
-    `torch.set_float32_matmul_precision` takes.
+    Attributes:
+        layout: memory layout, one of `LAYOUTS`.
+        padding: passes an `attention_mask` that hides some keys of every sequence, and all keys of the first.
+        noise: passes a `drop_noise`.
+        rpe: passes a random `rpe_matrix`.
+        decay: passes a `log_decay`, with fast and slow decays by head, and tokens without decay or with a reset.
+        sequences: number of packed sequences, of which some may be empty; 0: no `cu_seqlens`.
+        magnitude: factor of q and k. None: their rows are scaled to lengths below 0.9 instead, so that |q.k| < 1.
+        precision: argument of `torch.set_float32_matmul_precision`.
+        softmax: checks `flash_attention` and its log-sum-exp instead.
+        positive: takes the absolute values of q and k, so that scores are positive.
     """
 
     name: str
@@ -98,12 +101,12 @@ class Case(NamedTuple):
 
     @property
     def operator(self) -> tuple[str, str]:
-        """What the table of random configurations tells apart."""
+        """The kind of operator, by which the table of random configurations is divided."""
         return ("softmax", "") if self.softmax else (self.options["algorithm"], f"p={self.options['p']}")
 
 
 class Errors(NamedTuple):
-    """Relative errors against float64 of one tensor (`"o"`, `"lse"`, or the name of an input for its gradient)."""
+    """Relative errors of one tensor against float64; `tensor` is "o", "lse", or the name of an input for its gradient."""
 
     tensor: str
     custom: float
@@ -112,12 +115,13 @@ class Errors(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """False for NaN too."""
+        """Whether both errors are within the limit; False if one is NaN."""
         return self.custom <= self.allowed and self.autograd <= self.allowed
 
 
 def cases() -> list[Case]:
-    """The table: each row is there for the code path in its name. 300 tokens are more than one chunk and not a multiple."""
+    """Returns the configurations of the table, each for the code path in its name. 300 tokens are more than a chunk, and no
+    multiple of it."""
     options = {"causal": True, "temperature": 32**0.5}
     ball = {"normalize": "token", "temperature": 2.0}  # keeps 1 + s positive, which p = 1 needs
     table = [
@@ -182,9 +186,10 @@ def run(
     dtype: torch.dtype | None = None,
     poison: bool = False,
 ) -> dict[str, Tensor]:
-    """Outputs and gradients of `function` on the tensors cast to dtype; the loss is a fixed random projection of the outputs.
+    """Returns the outputs and gradients of `function` for the tensors cast to `dtype`, by name.
 
-    `poison` fills free device memory with NaN before the forward and before the backward.
+    The loss is a fixed random projection of the outputs. `poison` fills free device memory with NaN before the forward and
+    before the backward.
     """
     q, v = tensors["q"], tensors["v"]
     dtype = dtype or q.dtype
@@ -212,16 +217,18 @@ def _softmax(**arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def implementation(softmax: bool) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
-    """What is checked: `fastmax_attention`, or `flash_attention` with its log-sum-exp."""
+    """Returns the function to check: `fastmax_attention`, or `flash_attention` with its log-sum-exp."""
     return _softmax if softmax else fastmax_attention
 
 
 def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = None, softmax: bool = False) -> list[Errors]:
-    """Errors of the outputs and of the gradient of each floating-point input.
+    """Returns the errors of the outputs and of the gradient of each floating-point input.
 
-    `tensors` holds q, k, v (4-d) and, when wanted, `rpe_matrix`, `drop_noise`, `attention_mask`, `log_decay`, `cu_seqlens`;
-    `options` the other arguments of `fastmax_attention` (or `flash_attention`), `use_custom_gradient` excepted. `rounding` is
-    the least that is allowed, and what replaces a plain error that is no standard (see ROUNDING).
+    Args:
+        tensors: q, k, v (4-d), and optionally `rpe_matrix`, `drop_noise`, `attention_mask`, `log_decay` and `cu_seqlens`.
+        options: the other arguments of `fastmax_attention` (or `flash_attention`), without `use_custom_gradient`.
+        rounding: the smallest limit (see ROUNDING). It also determines the limit where the plain formula failed.
+        softmax: whether to check `flash_attention`.
     """
     q = tensors["q"]
     plain_options = {name: value for name, value in options.items() if name != "algorithm"}
@@ -236,8 +243,8 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
     longest = tensors["v"].double().norm(dim=-1).max().item() if tensors["v"].numel() else 1.0
 
     def size(name: str) -> float:
-        """What errors are relative to: the norm, or where little or nothing is left of the terms grad_o . v that cancel (few
-        keys, or a value that is zero but for rounding), those terms."""
+        """Returns the size that errors are relative to: the norm of the tensor, or if the terms grad_o . v cancel nearly
+        completely (few keys, or an exact value of zero) the size of those terms."""
         norm = exact[name][exact[name].isfinite()].norm().item()
         if norm <= 1e-10 * natural:
             return max(natural * longest, 1.0)
@@ -245,11 +252,11 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
 
     def error(result: dict[str, Tensor], name: str) -> float:
         x, y = result[name].double(), exact[name]
-        return torch.where(x == y, 0.0, x - y).norm().item() / size(name)  # a log-sum-exp of no keys is -inf in both
+        return torch.where(x == y, 0.0, x - y).norm().item() / size(name)  # both are -inf if there is no key
 
     def allowed(name: str) -> float:
         plain_error = error(plain, name)
-        dtype = torch.finfo(q.dtype)  # numbers below its normal range are rounded to multiples of the least of them
+        dtype = torch.finfo(q.dtype)  # subnormal numbers are rounded to multiples of the smallest one
         more = 0.5 * dtype.smallest_normal * dtype.eps * math.sqrt(exact[name].numel()) / size(name)
         if name != "lse":
             more += of_log_sums
@@ -264,10 +271,10 @@ def measure(tensors: dict[str, Tensor], options: dict, rounding: float | None = 
 
 
 def lost_to_rounded_outputs(tensors: dict[str, Tensor], options: dict, softmax: bool, o: Tensor) -> dict[str, float]:
-    """By how much gradients of a half dtype are off, in the Frobenius norm, since o is saved in it.
+    """Returns the error of the gradients, by name, that results from saving o in a half dtype; Frobenius norm.
 
-    What a rounding of a row of o changes grad_o . o by enters the gradients as a gradient of the row's log of the sum of
-    weights does; where one key has nearly all of the weight it is what is left of them.
+    A rounding error of a row of o changes grad_o . o. This change acts on the gradients like a gradient of the row's log-sum of
+    weights. If one key has nearly all of the weight, the true gradient is nearly zero and the error dominates.
     """
     dtype = tensors["q"].dtype
     if dtype not in (torch.float16, torch.bfloat16) or not o.numel():
@@ -284,14 +291,14 @@ def lost_to_rounded_outputs(tensors: dict[str, Tensor], options: dict, softmax: 
 
 
 def rounding_of_scores(q: Tensor) -> float:
-    """By how much of itself a score that is exponentiated, or the log of a sum, is off."""
+    """Returns the relative error of a score in an exponential, or of the log of a sum."""
     if q.is_cuda and q.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 2.0**-11
     return ROUNDING_OF_LOG_SUM[q.dtype]
 
 
 def largest_log_sum(tensors: dict[str, Tensor], options: dict, softmax: bool) -> float:
-    """The largest magnitude of a row's log of the sum of exp(s) and f(s), by definition; 0 where nothing is exponentiated."""
+    """Returns the largest magnitude of a row's log-sum of weights, by definition; 0 if no weight is an exponential."""
     if not softmax and not options.get("exact_window"):
         return 0.0
     wide = {name: x.double() if x.is_floating_point() else x for name, x in tensors.items()}
@@ -302,17 +309,20 @@ def largest_log_sum(tensors: dict[str, Tensor], options: dict, softmax: bool) ->
 
 
 def token_major(x: Tensor) -> Tensor:
-    """(b, h, n, d) as a view of (b, n, h, d)."""
+    """Returns x (b, h, n, d) in the memory layout (b, n, h, d)."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def unaligned(x: Tensor) -> Tensor:
-    """Columns cut out of a wider tensor: rows that start at no multiple of 16 bytes."""
+    """Returns x as columns of a wider tensor, whose rows do not start at multiples of 16 bytes."""
     return torch.nn.functional.pad(x, (1, 2))[..., 1:-2]
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """Slices of one (b, n, h + 2 hk, d), or of two where n != m, as projections of a model leave them; needs d == dv."""
+    """Returns q, k and v as slices of one tensor (b, n, h + 2 hk, d), or of two if n != m, as in a model's projections.
+
+    Needs d == dv.
+    """
     together = [(q, k, v)] if q.shape[2] == k.shape[2] else [(q,), (k, v)]
     slices = []
     for part in together:
@@ -325,7 +335,7 @@ LAYOUTS = ("contiguous", "token-major", "packed", "unaligned")
 
 
 def random_tensors(case: Case, device: torch.device | str, seed: int = 0) -> dict[str, Tensor]:
-    """The tensors of a case, for `measure`; the same on one kind of device."""
+    """Returns the tensors of a case, for `measure`. They are the same on all devices of one kind."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -370,9 +380,9 @@ def random_tensors(case: Case, device: torch.device | str, seed: int = 0) -> dic
 
 
 def _random_decay(case: Case, generator: torch.Generator) -> Tensor:
-    """(batch, kv heads, keys) of half-lives from one token to 10,000, among them tokens that forget nothing or everything.
+    """Returns decays (batch, kv heads, keys) with half-lives from one to 10,000 tokens. Some tokens have no decay or a reset.
 
-    Beside a padding mask none resets more than exp(-5), so that no query is left with keys whose weights are all 0 in float32.
+    With padding the strongest decay is exp(-5): otherwise the keys that remain visible could all have weight 0 in float32.
     """
     shape, device = (case.batch, case.kv_heads, case.keys), generator.device
     rate = math.log(2.0) * 10.0 ** (-4.0 * torch.rand(*shape[:2], 1, generator=generator, dtype=torch.float64, device=device))
@@ -388,7 +398,7 @@ def _random_decay(case: Case, generator: torch.Generator) -> Tensor:
 
 
 class Limits(NamedTuple):
-    """Of a random configuration: (query, key) pairs of all heads, elements of a tensor, head dims, tokens."""
+    """Limits of a random configuration: (query, key) pairs of all heads, elements of a tensor, head dim, tokens."""
 
     pairs: int
     elements: int
@@ -396,14 +406,14 @@ class Limits(NamedTuple):
     tokens: int
 
 
-# The definition holds every weight in float64 several times over: 2**22 of them are 32 MB.
+# The definition has several float64 tensors with all weights: 2**22 of them are 32 MB.
 _LIMITS = {"cpu": Limits(2**16, 2**16, 40, 1100)}
 _OTHER_DEVICES = Limits(2**22, 2**22, 256, 4200)
-_MIN_ROWS = 128  # fewer queries or keys in all would make the plain error a matter of luck
+_MIN_ROWS = 128  # with fewer queries or keys in total, the plain error would vary by chance
 
 
 def random_case(index: int, seed: int, device: torch.device | str) -> Case:
-    """Configuration number `index`, drawn from `seed + index`."""
+    """Returns configuration number `index`, drawn with the seed `seed + index`."""
     device = torch.device(device)
     draw = random.Random(seed + index)
     limits = _LIMITS.get(device.type, _OTHER_DEVICES)
@@ -412,11 +422,11 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         return draw.random() < probability
 
     def between(low: float, high: float) -> float:
-        """Log-distributed."""
+        """Draws from a log-uniform distribution."""
         return math.exp(draw.uniform(math.log(low), math.log(high)))
 
     def tokens() -> int:
-        if chance(0.4):  # around the kernels' tiles and chunks
+        if chance(0.4):  # near the sizes of the kernels' tiles and chunks
             return min(
                 limits.tokens,
                 draw.choice((16, 32, 64, 128, 256, 512, 1024, 2048)) * draw.choice((1, 1, 3)) + draw.choice((-1, 0, 1)),
@@ -427,7 +437,7 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         native = [d for d in (16, 32, 64, 96, 128, 256) if d <= limits.head_dim]
         if chance(0.6):
             return draw.choice(native)
-        return round(between(1, limits.head_dim)) | chance(0.5)  # an odd one in half of the cases at least
+        return round(between(1, limits.head_dim)) | chance(0.5)  # odd in at least half of the cases
 
     causal, p = chance(0.6), draw.choice((1, 2))
     algorithm = draw.choice(("quadratic", "linear", "linear", "auto"))
@@ -441,7 +451,7 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
     group, hk = (1, 1) if chance(0.3) else (draw.choice((1, 1, 2, 3, 4)), draw.choice((1, 1, 2, 3, 5)))
     h = group * hk
     pairs = limits.pairs // h
-    if sinusoidal:  # the definition writes out a row of the rpe matrix for every pair
+    if sinusoidal:  # the definition has a row of the rpe matrix for every pair
         d, pairs = min(d, 64), pairs // 16
     n, m = tokens(), tokens()
     if chance(0.5):
@@ -452,14 +462,14 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         longest = math.isqrt(pairs)
         square = draw.randint(longest // 2, longest)
         n, m = (square, square) if n == m else (max(1, min(n, pairs // m)), m)
-    # d * d: autograd's side keeps a chunk's features, d (d + 1) / 2 a row.
+    # d * d: autograd saves the features of a chunk, d (d + 1) / 2 per row.
     most = max(1, min(pairs // (n * m), limits.elements // (h * max(n, m) * max(d, dv, d * d // 64))))
     b = max(min(most, draw.choice((1, 1, 2, 3, 8))), math.ceil(_MIN_ROWS / (h * n)), math.ceil(_MIN_ROWS / (hk * m)))
 
     options: dict = {"causal": causal, "p": p, "algorithm": algorithm}
     magnitude: float | None = None if p == 1 else 1.0
     normalize = draw.choice((False, False, False, False, True, "sequence", "token"))
-    reach = 0.81  # of q.k where magnitude is None
+    reach = 0.81  # largest |q.k| if magnitude is None
     if normalize:
         options |= {"normalize": normalize, "lim": round(draw.uniform(0.3, 0.9) if p == 1 else draw.uniform(0.3, 3.0), 3)}
     if sinusoidal:
@@ -469,7 +479,8 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         options["temperature"] = reach * between(1.0, 4.0)
     else:
         options["temperature"] = between(0.5, 2.0) * (1.0 if normalize else math.sqrt(d))
-        # Scores of 25: f of hundreds. Not for the linear algorithm, whose features cancel where |q||k| is large and f is not.
+        # Scores of 25, so f is in the hundreds. Not for the linear algorithm: its features cancel where |q||k| is large and f
+        # is not.
         if algorithm == "quadratic" and not normalize and chance(0.3):
             magnitude = 5.0
     if chance(0.4):
@@ -483,7 +494,7 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
     layout = draw.choice(LAYOUTS if d == dv else [x for x in LAYOUTS if x != "packed"])
     padding = chance(0.25)
     positive = p == 2 and not sinusoidal and chance(0.25)
-    if positive:  # f may have real roots, or no square: it is positive where scores are
+    if positive:  # f may have real roots, or no quadratic term: it is positive for positive scores
         a0, a2 = draw.uniform(1.0, 2.0), draw.choice((0.0, draw.uniform(0.0, 0.5)))
         options |= {"a0": round(a0, 3), "a1": round(draw.uniform(1.0, 2.0) * math.sqrt(4.0 * a0 * max(a2, 0.25)), 3)}
         options["a2"] = round(a2, 3)
@@ -501,7 +512,7 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
         options = {"causal": causal, "scale": round(1.0 / options["temperature"], 3)}
         noise = positive = False
         if chance(0.6):
-            # Two keys at least: the gradient of one key's score is 0, and what is measured would be its rounding.
+            # At least two keys: with one, the gradient of its score is 0, and only rounding would be measured.
             size = max(2, window())
             options["window"] = draw.choice((size, (-1, 0), (size, 0), (size, window()), (size, -1)))
     else:
@@ -517,9 +528,9 @@ def random_case(index: int, seed: int, device: torch.device | str) -> Case:
 
 
 def for_hopper(case: Case) -> Case | None:
-    """A random configuration brought to what the Hopper kernels cover (docs/cuda.md); None where it is too far from that.
+    """Returns the configuration, changed so that the Hopper kernels cover it (docs/cuda.md); None if it differs too much.
 
-    It keeps the algorithm that its scores were drawn for: of large ones the linear algorithm's features cancel.
+    The algorithm stays the one that the scores were drawn for: with large scores the features of the linear algorithm cancel.
     """
     options, width = case.options, max(case.head_dim, case.value_dim)
     if case.rpe or options.get("rpe_matrix") or options.get("exact_window") or width > 128:
@@ -527,10 +538,10 @@ def for_hopper(case: Case) -> Case | None:
     if not case.softmax:
         of_order1 = options["causal"] and not (case.padding or case.decay or case.sequences)
         is_linear = options["algorithm"] == "linear" and (options["p"] == 2 or of_order1)
-        if is_linear and (64 < width <= 96 or (options["p"] == 1 and width <= 32)):  # not those of the linear kernels
+        if is_linear and (64 < width <= 96 or (options["p"] == 1 and width <= 32)):  # widths without a linear kernel
             wider = case.head_dim + 32
             if not options.get("normalize"):
-                temperature = options["temperature"] * math.sqrt(wider / case.head_dim)  # so that scores stay as large
+                temperature = options["temperature"] * math.sqrt(wider / case.head_dim)  # keeps the size of the scores
                 options = options | {"temperature": round(temperature, 3)}
             case = case._replace(head_dim=wider, value_dim=case.value_dim + 32)
         options = options | {"algorithm": "linear" if is_linear else "quadratic"}
@@ -538,16 +549,16 @@ def for_hopper(case: Case) -> Case | None:
 
 
 def hopper_indices(count: int, seed: int, device: torch.device | str) -> list[int]:
-    """The first `count` configurations of a seed that can be brought to Hopper."""
+    """Returns the indices of the first `count` configurations of a seed that `for_hopper` accepts."""
     brought = (index for index in itertools.count() if for_hopper(random_case(index, seed, device)) is not None)
     return list(itertools.islice(brought, count))
 
 
 @contextmanager
 def kernels_taken() -> Iterator[set[str]]:
-    """Gathers the kernels of the calls inside, like "backward: quadratic_sm90", from what the library prints.
+    """Yields a set that at the end holds the kernels of the calls inside, such as "backward: quadratic_sm90".
 
-    stderr is a file meanwhile; what others wrote to it follows at the end.
+    The library prints them to stderr, which is redirected to a file meanwhile. All other output to stderr follows at the end.
     """
     taken: set[str] = set()
     with tempfile.TemporaryFile("w+", errors="replace") as file:
@@ -580,21 +591,21 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 @contextmanager
 def advice_ignored() -> Iterator[None]:
-    """Without the warnings about options: configurations are chosen, and their tensors drawn, for f to be positive."""
+    """Suppresses the warnings about options. The configurations and their tensors are such that f is positive."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fastmax: ", RuntimeWarning)
         yield
 
 
 def poison_free_memory(device: torch.device) -> None:
-    """Fills every block that torch's CUDA allocator has free for the current stream with bytes that are NaN in any float dtype.
+    """Fills all free blocks of torch's CUDA allocator for the current stream with bytes that are NaN in every float dtype.
 
-    torch's own `fill_uninitialized_memory` acts where a tensor is made; this acts on the memory itself, whoever allocates it.
-    Each block is asked for by its exact size, which makes the allocator hand out that block.
+    torch's `fill_uninitialized_memory` fills tensors that PyTorch creates. This function fills the memory itself, whichever
+    code allocates it next. A request of exactly the size of a block makes the allocator return that block.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
-    small = 2**20  # larger requests are served from segments of their own
+    small = 2**20  # larger requests come from segments of their own
     blocks = []
     for segment in torch.cuda.memory_snapshot():
         if segment["device"] != index or segment["stream"] != stream or tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
@@ -606,13 +617,14 @@ def poison_free_memory(device: torch.device) -> None:
                 blocks.append(block["size"])
             else:
                 blocks += [small] * (block["size"] // small) + [block["size"] % small]
-    # The largest first: a smaller request could otherwise be cut from a larger block.
+    # Largest first: otherwise the allocator could split a larger block for a smaller request.
     held = [torch.empty(size, dtype=torch.uint8, device=device).fill_(255) for size in sorted(blocks, reverse=True) if size > 0]
     del held
 
 
 def cancellation(tensors: dict[str, Tensor], options: dict) -> float:
-    """How much larger than f(q.k), for typical rows, the terms are that the linear algorithm adds up to it; 1 for quadratic."""
+    """Returns how many times larger the terms that the linear algorithm sums are than f(q.k), for typical rows. 1 for the
+    quadratic algorithm."""
     options = {"algorithm": "auto", "p": 2, "temperature": 1.0, "lim": 1.0} | options
     if options["algorithm"] == "quadratic":
         return 1.0
@@ -628,7 +640,7 @@ def cancellation(tensors: dict[str, Tensor], options: dict) -> float:
 
 
 def difference(x: Tensor, other: Tensor) -> str:
-    """Where two tensors of a shape differ, by the first and last index of every dimension, and how much."""
+    """Describes the difference of two tensors: first and last index of each dimension, and the largest difference."""
     differs = x != other
     at, change = differs.nonzero(), (x.double() - other.double())[differs].abs().max().item()
     first, last = at.amin(0).tolist(), at.amax(0).tolist()
@@ -636,14 +648,17 @@ def difference(x: Tensor, other: Tensor) -> str:
 
 
 class Outcome(NamedTuple):
-    """Of a random configuration: the largest error of the custom gradient as a share of what is allowed, and what is wrong."""
+    """The result of a random configuration: the largest error of the custom gradient over its limit, and all faults."""
 
     share: float
     wrong: list[str]
 
 
 def check(case: Case, device: torch.device | str, seed: int) -> Outcome:
-    """One configuration against float64 and, on a GPU, against itself on poisoned memory. `seed` draws the tensors."""
+    """Checks a configuration against float64 and, on a GPU, against a second run on poisoned memory.
+
+    `seed` draws the tensors.
+    """
     device = torch.device(device)
     with matmul_precision(case.precision), advice_ignored():
         tensors = random_tensors(case, device, seed)
@@ -673,7 +688,7 @@ def check(case: Case, device: torch.device | str, seed: int) -> Outcome:
 
 
 def check_random(index: int, seed: int, device: str, hopper: bool) -> tuple[Case, Outcome, set[str]]:
-    """Configuration number `index`, and with `hopper` the kernels that it took."""
+    """Checks configuration number `index`; returns it, the result, and with `hopper` the kernels that ran."""
     case = random_case(index, seed, device)
     if not hopper:
         return case, check(case, device, seed + index), set()
@@ -688,18 +703,18 @@ def check_random(index: int, seed: int, device: str, hopper: bool) -> tuple[Case
 
 
 def outcomes(check_index: Callable, indices: Sequence[int], processes: int) -> Iterator:
-    """`check_index` of each, in order."""
+    """Yields `check_index` of each index, in order."""
     if processes == 1:
         yield from map(check_index, indices)
         return
     threads = max(1, torch.get_num_threads() // processes)
-    context = multiprocessing.get_context("spawn")  # CUDA does not live through a fork
+    context = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
     with ProcessPoolExecutor(processes, context, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
         yield from pool.map(check_index, indices)
 
 
 def run_random(indices: Sequence[int], seed: int, device: str, hopper: bool = False, processes: int = 1) -> int:
-    """Checks configurations, prints failures as they come and a table at the end; the number of failures."""
+    """Checks configurations, prints each failure and a table at the end; returns the number of failures."""
     worst: dict[tuple[str, str, str], tuple[float, int]] = {}
     kernels: Counter[str] = Counter()
     failed = 0
@@ -729,14 +744,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="run the configurations of the table whose name contains this")
-    parser.add_argument("--random", type=int, metavar="N", help="check N random configurations in place of the table")
-    parser.add_argument("--only-index", type=int, metavar="I", help="check the random configuration number I alone")
+    parser.add_argument("--only", default="", help="run only the configurations of the table whose name contains this")
+    parser.add_argument("--random", type=int, metavar="N", help="check N random configurations instead of the table")
+    parser.add_argument("--only-index", type=int, metavar="I", help="check only random configuration number I")
+    parser.add_argument("--hopper", action="store_true", help="random configurations that the Hopper kernels must run")
     parser.add_argument(
-        "--hopper", action="store_true", help="random configurations for the Hopper kernels, which must take them"
-    )
-    parser.add_argument(
-        "--processes", type=int, default=1, metavar="P", help="that share the random configurations (default 1)"
+        "--processes", type=int, default=1, metavar="P", help="processes that share the random configurations (default 1)"
     )
     args = parser.parse_args(arguments)
     if args.processes < 1:
