@@ -1,10 +1,10 @@
 """Build entry point; all metadata is in pyproject.toml.
 
-Builds the CUDA kernels of csrc/ into fastmax/libfastmax.so where nvcc, ninja and PyTorch's headers are there (so install with
---no-build-isolation), and says so and installs the pure-Python library where they are not.
+Builds the CUDA kernels of csrc/ into fastmax/libfastmax.so. This needs nvcc, ninja and PyTorch's headers, so install with
+--no-build-isolation. If something is missing, a message says so, and the pure-Python library is installed.
 
-    FASTMAX_BUILD_CUDA=0|1   never build the kernels | fail when they cannot be built
-    FASTMAX_CUDA_ARCHS=90    architectures to build for; default: all that csrc/build.py lists
+    FASTMAX_BUILD_CUDA=0|1   0: never build the kernels; 1: fail if they cannot be built
+    FASTMAX_CUDA_ARCHS=90    architectures to build for (default: all in csrc/build.py)
 """
 
 import importlib.util
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def load_build():
-    """csrc/build.py as a module; it is not part of the package."""
+    """Returns csrc/build.py as a module. It is not part of the package."""
     spec = importlib.util.spec_from_file_location("fastmax_csrc_build", ROOT / "csrc" / "build.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -29,7 +29,7 @@ def load_build():
 
 
 class BuildKernels(build_ext):
-    """One library with no Python symbols, named without the interpreter's tag."""
+    """Builds one library without Python symbols, whose name has no tag of an interpreter."""
 
     def get_ext_filename(self, fullname):
         return str(Path(*fullname.split(".")).with_suffix(".so"))
@@ -42,7 +42,7 @@ class BuildKernels(build_ext):
 
 
 class TagWheel(bdist_wheel):
-    """One wheel for every Python."""
+    """Tags the wheel for every version of Python."""
 
     def get_tag(self):
         _, _, platform = super().get_tag()

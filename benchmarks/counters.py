@@ -1,9 +1,9 @@
 """Utilization of each kernel, by hardware counters: `python -m benchmarks.counters [--only TEXT] [--out CSV]`.
 
-Runs cases of `benchmarks.profile --bare` under Nsight Compute (`ncu` on the PATH, with the permission to read counters). Beside
-the time of each kernel are the shares of it in which tensor cores, DRAM, the L2 cache and issue slots are busy, and its floor:
-the work that benchmarks/roofline.py predicts, at the rate of a large matrix product or of a copy, whichever takes longer. ncu
-runs a kernel several times, alone, with empty caches, at the current clocks.
+Runs cases of `benchmarks.profile --bare` under Nsight Compute (`ncu` on the PATH, with permission to read counters). For each
+kernel it prints the time, and the shares of the time in which tensor cores, DRAM, the L2 cache and issue slots are busy. It
+also prints the floor of the time: the work that benchmarks/roofline.py predicts, at the rate of a large matrix product or of a
+copy, whichever takes longer. ncu runs each kernel several times, alone, with empty caches, at the current clocks.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Kernel:
     name: str
     launches: int
     ms: float
-    shares: dict[str, float]  # of 1, by time
+    shares: dict[str, float]  # fractions, averaged over the launches by time
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose suite and label contain this")
+    parser.add_argument("--only", default="", help="run the cases whose suite and label contain this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--commit", default="")
     options = parser.parse_args(arguments)
@@ -103,14 +103,14 @@ def measured(suite: str, case: Case, provider: str) -> list[dict]:
 
 
 def by_kernel(text: str) -> list[Kernel]:
-    """Kernels in the CSV that ncu prints after other output, the longest first."""
+    """Returns the kernels in the CSV that ncu prints after other output, longest first."""
     lines = text.splitlines()
     begin = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
         raise RuntimeError(f"ncu counted nothing:\n{text[-2000:]}")
     launches: dict[str, list[tuple[float, dict[str, float]]]] = {}
-    for row in list(csv.DictReader(lines[begin:]))[1:]:  # the first one has the units
-        ms = number(row[SECONDS]) / 1e6  # of nanoseconds
+    for row in list(csv.DictReader(lines[begin:]))[1:]:  # the first row holds the units
+        ms = number(row[SECONDS]) / 1e6  # from nanoseconds
         shares = {name: number(row[metric]) / 100 for name, metric in SHARES.items()}
         launches.setdefault(row["Kernel Name"], []).append((ms, shares))
     found = []
@@ -122,11 +122,11 @@ def by_kernel(text: str) -> list[Kernel]:
 
 
 def number(text: str) -> float:
-    return float(text.replace(",", ""))  # 188,448
+    return float(text.replace(",", ""))  # for example 188,448
 
 
 def floor_ms(name: str, case: Case, p: int | None) -> float | None:
-    """Least time of a kernel's launches in one forward and backward."""
+    """Returns the least time of a kernel's launches in one forward and backward; None if its work is unknown."""
     work = roofline.work(name, case, p, "fwd+bwd")
     if work is None:
         return None
@@ -134,7 +134,7 @@ def floor_ms(name: str, case: Case, p: int | None) -> float | None:
 
 
 def short(name: str) -> str:
-    """A kernel's name without namespaces, arguments and casts of template arguments."""
+    """Returns a kernel's name without namespaces, arguments, and casts of template arguments."""
     without_arguments = re.sub(r"\([^()]*\)$", "", name)
     return re.sub(r"^void |fastmax::|<unnamed>::|\([\w: ]+\)(?=\w)", "", without_arguments)
 

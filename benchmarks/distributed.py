@@ -1,11 +1,11 @@
 """Attention over several GPUs: `torchrun --nproc-per-node 2 -m benchmarks.distributed [--only TEXT] [--out CSV]`.
 
-Weak scaling: every rank holds the same number of tokens, and the time of forward + backward over all ranks is set beside that
-of one rank's tokens alone, which every rank measures in turn with it. Times are those of the slowest rank. In the note: bytes
-that a rank received, counted at PyTorch's dispatcher, and equal to the formula. `--device cpu` runs small sizes by gloo.
+Weak scaling: every rank holds the same number of tokens. The time of forward + backward over all ranks is compared with that
+of one rank's tokens alone; every rank measures both in turn. Times are those of the slowest rank. The note has the bytes that
+a rank received, counted at PyTorch's dispatcher and equal to the formula. `--device cpu` runs small sizes with gloo.
 
-On one GPU, without torchrun, `--compute-only` measures each of two ranks (or of as many as are given) in turn, without the
-others and with messages that take no time.
+On one GPU, without torchrun, `--compute-only [RANKS]` measures each rank in turn, without the others and with messages that
+take no time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ CASES = {
         Case(65536, 64, decay=True, exact_window=256),
         Case(65536, 64, heads=16, algorithm="softmax", at_least=0.90),
         Case(65536, 64, heads=16, algorithm="quadratic"),
-        Case(2**20, 64, heads=16, mode="memory"),  # of one GPU; of several, together
+        Case(2**20, 64, heads=16, mode="memory"),  # on one GPU; on several, tokens of all together
     ),
     "cpu": (
         Case(2048, 32, heads=2, dtype="fp32"),
@@ -85,7 +85,7 @@ CASES = {
 
 
 def attend(case: Case, tensors: dict[str, Tensor], layout: Layout | None) -> Tensor:
-    """Attention over one rank's tokens, or with a layout over those of all ranks."""
+    """Computes attention over one rank's tokens, or with a layout over those of all ranks."""
     over_ranks = {} if layout is None else {"layout": layout}
     options = {"causal": True, "log_decay": tensors.get("log_decay")} | over_ranks
     q, k, v = (tensors[name] for name in "qkv")
@@ -125,7 +125,7 @@ def check(case: Case, device: torch.device) -> None:
 
 @contextmanager
 def together(device: torch.device):
-    """Ranks begin at the same time."""
+    """Lets all ranks begin at the same time."""
     dist.all_reduce(torch.zeros(1, device=device))
     yield
 
@@ -197,13 +197,13 @@ def _peak(call: Call, device: torch.device) -> Spread:
 
 
 def _bytes(case: Case, layout: Layout, rank: int) -> int:
-    """Bytes received in forward and backward, by formula."""
+    """Returns the bytes received in forward and backward, by formula."""
     sizes = {"kv_heads": case.heads, "head_dim": case.head_dim, "dtype": DTYPES[case.dtype], "exact_window": case.exact_window}
     return sum(exchanged_bytes(layout, rank, **sizes, algorithm=case.algorithm, log_decay=case.decay))
 
 
 def _work(case: Case, world: int) -> int:
-    """Work of a rank over that of its tokens alone: softmax and the quadratic algorithm see all tokens."""
+    """Returns the work of a rank over that of its tokens alone: softmax and the quadratic algorithm see all tokens."""
     return 1 if case.algorithm == "linear" else world
 
 
@@ -215,7 +215,7 @@ def _row(case: Case, tokens: int, provider: str, x: Spread) -> Row:
 
 
 def _slowest(x: Spread, device: torch.device) -> Spread:
-    """The time of the slowest rank."""
+    """Returns the times of the slowest rank."""
     numbers = torch.tensor(x[:3], dtype=torch.float64, device=device)
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return Spread(*numbers.tolist(), x.samples)
@@ -223,10 +223,10 @@ def _slowest(x: Spread, device: torch.device) -> Spread:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose label contains this")
+    parser.add_argument("--only", default="", help="run the cases whose label contains this")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--device", choices=CASES, default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--compute-only", type=int, nargs="?", const=2, default=0, metavar="RANKS", help="2 if not said")
+    parser.add_argument("--compute-only", type=int, nargs="?", const=2, default=0, metavar="RANKS", help="default: 2")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
@@ -241,7 +241,7 @@ def main() -> int:
     # All ranks take the same number of rounds.
     protocol = Protocol(dropped=3, rounds=options.rounds, seconds=0.0)
     suite = "ranks alone" if alone else "distributed"
-    text = protocol.text(device, checked=not alone)  # alone there is nothing to compare
+    text = protocol.text(device, checked=not alone)  # without other ranks nothing is checked
     constant = {"suite": suite, "protocol": text} | report.environment(device, options.commit)
     rows: list[Row] = []
     if first:

@@ -1,8 +1,8 @@
-"""Messages between ranks, counted or replaced.
+"""Counts or replaces messages between ranks.
 
-`Received` counts the bytes that collectives bring. `carried_by` sends the messages of `fastmax.distributed` by another carrier
-than torch.distributed. `as_rank` runs one rank of several without the others; messages take no time. In place of a message from
-another rank it receives a copy of its own, or zeros where it sends none, so that kernels work on tensors of the right size.
+`Received` counts the bytes that collectives receive. `carried_by` replaces the collectives of torch.distributed that
+`fastmax.distributed` calls. `as_rank` runs one rank of several without the others, with messages that take no time. The rank
+receives a copy of its own message in place of another rank's, or zeros where it sends none. Its tensors have the right sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastmax.distributed import attention, communication, states
 
 
 class Received(TorchDispatchMode):
-    """Counts the bytes that collectives bring from other ranks, at PyTorch's dispatcher."""
+    """Counts the bytes that collectives receive from other ranks, at PyTorch's dispatcher."""
 
     def __init__(self, group: dist.ProcessGroup):
         super().__init__()
@@ -45,7 +45,7 @@ class Received(TorchDispatchMode):
 
 @contextmanager
 def carried_by(carrier):
-    """Sends messages by `carrier`, which has `all_gather`, `all_to_all_single` and `batch_isend_irecv` of torch.distributed.
+    """Sends messages with `carrier`, which has `all_gather`, `all_to_all_single` and `batch_isend_irecv` of torch.distributed.
 
     Any other collective raises AttributeError.
     """
@@ -62,12 +62,12 @@ def carried_by(carrier):
 
 @contextmanager
 def as_rank(rank: int, world: int):
-    """This process is rank `rank` of `world` ranks with equal lengths and equal arguments."""
+    """Makes this process rank `rank` of `world` ranks with equal lengths and equal arguments."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401, registers "fake", the backend of groups without messages
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world)
     agreed = mock.patch.object(attention, "check_consistency", lambda group, options, tokens: (tokens,) * world)
-    # Buffers whose content no other rank would read are read by this one, so they must hold numbers.
+    # This rank reads buffers that are not written when other ranks do not need them. They must hold numbers.
     like = states._like
     unread = mock.patch.object(states, "_like", lambda *of_call: _numbers(like(*of_call)))
     try:
@@ -106,7 +106,7 @@ class Copied:
 
 
 class _Copies:
-    """The carrier of a rank without others."""
+    """The carrier for a rank without others."""
 
     @staticmethod
     def all_gather(out: Tensor, x: Tensor, group: dist.ProcessGroup, async_op: bool) -> Copied:
@@ -118,7 +118,7 @@ class _Copies:
 
     @staticmethod
     def batch_isend_irecv(ops: list[dist.P2POp]) -> list[Copied]:
-        """At most one tensor is sent."""
+        """Copies the tensor that is sent, at most one, to those that are received."""
         sent = [op.tensor for op in ops if op.op is dist.isend]
         into = [op.tensor for op in ops if op.op is dist.irecv]
         return [Copied((out, sent[0] if sent else out[:0]) for out in into)]

@@ -1,7 +1,7 @@
-"""Attention of other libraries, and softmax attention written out, called as their current releases ask for it.
+"""Calls attention of other libraries, for their current releases, and softmax attention without fused kernels.
 
-Everything takes and returns (b, h, n, d) as the rest does. Libraries are imported when they are called: one that is not there
-is a note in the table (`missing`), no error. All of them: `pip install fla-core retention cupy-cuda13x`, with Triton.
+All functions take and return (b, h, n, d). Libraries are imported when they are called. A library that is not installed is a
+note in the table (`missing`), not an error. `pip install fla-core retention cupy-cuda13x`, with Triton, installs all.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-POWER_CHUNK = 1024  # tokens between two states of power retention: what its authors measure with
+POWER_CHUNK = 1024  # tokens between two states of power retention, as in its authors' measurements
 
 
 def missing(name: str) -> str:
-    """ "" if the name (module.attribute) can be imported, else why not."""
+    """Returns "" if the name (module.attribute) can be imported, else the reason."""
     module, _, attribute = name.rpartition(".")
     try:
         found = importlib.import_module(module)
@@ -27,7 +27,10 @@ def missing(name: str) -> str:
 
 
 def fla(name: str, **options) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """An operator of flash-linear-attention (0.6), which takes (b, n, h, d) and returns (output, state) or the output."""
+    """Returns a function that calls an operator of flash-linear-attention (0.6).
+
+    The operator takes (b, n, h, d) and returns (output, state) or the output.
+    """
     module, _, attribute = name.rpartition(".")
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -39,14 +42,14 @@ def fla(name: str, **options) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def power_retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Power retention of degree 2 without gates (retention 1.0), which takes (b, n, h, d) and scales q.k by 1 / sqrt(d)."""
+    """Computes power retention of degree 2 without gates (retention 1.0). It takes (b, n, h, d), scales q.k by 1 / sqrt(d)."""
     function = importlib.import_module("retention").power_retention
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     return function(q, k, v, deg=2, chunk_size=POWER_CHUNK).transpose(1, 2)
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Softmax attention as written in books: the (n, n) matrix in memory, autograd behind it."""
+    """Computes softmax attention by its formula: the (n, n) matrix is in memory, and autograd computes the backward."""
     scores = (q * scale) @ k.mT
     if causal:
         scores.masked_fill_(_hidden(torch, scores.shape[-1], device=q.device), float("-inf"))
@@ -54,7 +57,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor
 
 
 def array_attention(library: str) -> Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]:
-    """`plain` in the operations of "cupy" or "numpy", its backward written out."""
+    """Returns `plain` in the operations of "cupy" or "numpy", with an explicit backward."""
     return lambda *arguments: _ArrayAttention.apply(*arguments, library)
 
 
@@ -89,7 +92,7 @@ class _ArrayAttention(torch.autograd.Function):
 
 
 def _hidden(xp, n: int, **options):
-    """(n, n), True where the key comes after the query."""
+    """Returns a mask (n, n), True where the key comes after the query."""
     rows = xp.arange(n, **options)
     return rows > rows[:, None]
 
@@ -100,8 +103,11 @@ def _array(xp, x: Tensor):
 
 @contextmanager
 def _array_library(name: str):
-    """The module, for CuPy on PyTorch's current stream and out of PyTorch's memory: neither waits for the other, and the peaks
-    of both are counted in one place. Entered in the forward and in the backward, which run in different threads."""
+    """Yields the module. CuPy then uses PyTorch's current stream and PyTorch's allocator.
+
+    So neither waits for the other, and one peak counts the memory of both. The forward and the backward each enter the context,
+    because they run in different threads.
+    """
     xp = importlib.import_module(name)
     if name != "cupy":
         yield xp

@@ -29,7 +29,7 @@ WARMUP = 3
 
 @dataclass(frozen=True)
 class Line:
-    """One kernel, or on a CPU one operator, in one iteration: all of its launches together."""
+    """All launches of one kernel, or on a CPU of one operator, in one iteration."""
 
     name: str
     launches: float
@@ -47,16 +47,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     profiled = [name for name, suite in SUITES.items() if suite.workload in ("attention", "train")]
     parser.add_argument("suite", choices=profiled, metavar="SUITE", help=", ".join(profiled))
-    parser.add_argument("--only", default="", help="the first case whose label contains this")
-    parser.add_argument("--provider", help="of the case (default: its first)")
-    parser.add_argument("--mode", choices=("fwd", "fwd+bwd"), help="of attention (default: fwd+bwd if the case has it)")
-    parser.add_argument("--device", help="cuda if the suite has cases for it and there is one, else cpu")
-    parser.add_argument("--iterations", type=int, default=5, help="profiled, after 3 that are not (default 5)")
-    parser.add_argument("--rows", type=int, default=20, help="of the table (default 20)")
+    parser.add_argument("--only", default="", help="profile the first case whose label contains this")
+    parser.add_argument("--provider", help="provider of the case (default: its first)")
+    parser.add_argument("--mode", choices=("fwd", "fwd+bwd"), help="for attention (default: fwd+bwd if the case has it)")
+    parser.add_argument("--device", help="default: cuda if there is a GPU and a case for it, else cpu")
+    parser.add_argument("--iterations", type=int, default=5, help="profiled iterations, after 3 that are not (default 5)")
+    parser.add_argument("--rows", type=int, default=20, help="rows of the table (default 20)")
     parser.add_argument("--trace", type=Path, help="write a Chrome trace here (chrome://tracing, ui.perfetto.dev)")
-    parser.add_argument(
-        "--bare", action="store_true", help="only call it, for Nsight and compute-sanitizer: no profiler, no table"
-    )
+    parser.add_argument("--bare", action="store_true", help="run without profiler and table, for Nsight and compute-sanitizer")
     options = parser.parse_args(arguments)
 
     suite = SUITES[options.suite]
@@ -105,7 +103,7 @@ def prepare(case: Case, name: str, mode: str, device: torch.device) -> Call:
 
 
 def repeat(call: Call, iterations: int, device: torch.device) -> None:
-    """Each in a range "iteration" of the profiler, or of NVTX under Nsight."""
+    """Runs iterations, each in a range "iteration" of the profiler, or of NVTX under Nsight."""
     for _ in range(iterations):
         with record_function("iteration"):
             call.function()
@@ -114,7 +112,10 @@ def repeat(call: Call, iterations: int, device: torch.device) -> None:
 
 
 def bare(call: Call, iterations: int, device: torch.device) -> int:
-    """Between cudaProfilerStart and cudaProfilerStop, which hold for every thread: autograd's launches the backward."""
+    """Runs iterations between cudaProfilerStart and cudaProfilerStop, which apply to all threads.
+
+    The backward is launched by autograd's thread.
+    """
     if device.type != "cuda":
         repeat(call, iterations, device)
         return 0
@@ -126,7 +127,7 @@ def bare(call: Call, iterations: int, device: torch.device) -> int:
 def profiled_lines(
     call: Call, case: Case, name: str, mode: str, device: torch.device, iterations: int, trace: Path | None
 ) -> list[Line]:
-    """By time, the longest first."""
+    """Profiles iterations; returns the kernels or operators, longest first."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda, acc_events=True) as profiler:
         repeat(call, iterations, device)
@@ -134,10 +135,10 @@ def profiled_lines(
         trace.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(trace))
 
-    spent: dict[str, tuple[float, int]] = {}  # microseconds on the device (on a CPU without callees), and launches
+    spent: dict[str, tuple[float, int]] = {}  # name -> microseconds on the device (on a CPU without callees), and launches
     for event in profiler.events():
         if event.is_user_annotation or (event.device_type == torch.autograd.DeviceType.CUDA) != cuda:
-            continue  # a range that somebody named covers kernels that are counted themselves
+            continue  # a named range covers kernels that have events of their own
         us = event.time_range.elapsed_us() if cuda else event.self_cpu_time_total
         before = spent.get(event.name, (0.0, 0))
         spent[event.name] = before[0] + us, before[1] + 1

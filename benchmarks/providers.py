@@ -1,7 +1,7 @@
-"""Providers: what computes attention of q, k and v in a benchmark, and the definition that it is checked against.
+"""Providers: the functions of q, k and v that are measured, each with the definition that it is checked against.
 
-The weight function of a provider defines its result. Output and gradients are compared with it before anything is timed. Calls
-into other libraries are in benchmarks/peers.py.
+The weight function of a provider defines its result. Output and gradients are compared with the definition before anything is
+timed. Calls into other libraries are in benchmarks/peers.py.
 """
 
 from __future__ import annotations
@@ -24,39 +24,41 @@ from benchmarks.registry import LAYERS, Case
 
 @dataclass(frozen=True)
 class Pairs:
-    """Some queries of some heads with all keys: arguments of a weight besides the product q.k."""
+    """The arguments of a weight function besides the product q.k, for some queries of some heads with all keys."""
 
     case: Case
-    heads: Tensor  # (heads,), those of the first batch entry first
+    heads: Tensor  # (heads,), indices; those of the first batch entry come first
     distance: Tensor  # (rows, n), i - j
-    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # of `Provider.tensors`; floating ones in float64, (heads, n)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)  # from `Provider.tensors`; floating ones float64 (heads, n)
 
 
 @dataclass(frozen=True)
 class Provider:
     name: str
-    call: Callable[..., Tensor]  # of q, k, v, the case, and `tensors` by their names
-    weight: Callable[[Tensor, Pairs], Tensor]  # unnormalised attention weight of a product q.k, in float64
+    call: Callable[..., Tensor]  # arguments: q, k, v, the case, and `tensors` by name
+    weight: Callable[[Tensor, Pairs], Tensor]  # unnormalised attention weight for a product q.k, in float64
     arithmetic: Callable[[Case], tuple[str, int] | None]  # algorithm and p, for the floor; None: no floor is known
-    context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, outside of what is timed
-    normalized: bool = True  # the weights of a row are divided by their sum
+    context: Callable[[], AbstractContextManager] = nullcontext  # entered around calls, before timing starts
+    normalized: bool = True  # whether the weights of a row are divided by their sum
     rows: Callable[[Tensor, Case], Tensor] = lambda x, case: x  # applied to q and to k, in float64, before their product
-    # Further arguments: (batch, heads, n) with a gradient, or integers. The same at each call.
+    # Further arguments, (batch, heads, n) with a gradient, or integers. They are the same in each call.
     tensors: Callable[[Case, torch.device], dict[str, Tensor]] = lambda case, device: {}
-    missing: Callable[[], str] = str  # why it cannot run on this machine, "" if it can
-    foreign: bool = False  # of another library: an unsupported case does not fail the run
-    note: str = ""  # shown with its numbers, if it computes another function
+    missing: Callable[[], str] = str  # the reason why it cannot run on this machine, "" if it can
+    foreign: bool = False  # whether it is of another library: then an unsupported case does not fail the run
+    note: str = ""  # shown with its numbers; says which function it computes if that is another one
 
 
 def score_options(case: Case, p: int | None) -> dict[str, object]:
-    """Options of `fastmax_attention`. p = 1 is as `FastmaxSelfAttention` has it: rows in the unit ball keep 1 + s positive."""
+    """Returns options of `fastmax_attention`. For p = 1 they are those of `FastmaxSelfAttention`: rows in the unit ball keep
+    1 + s positive."""
     if p == 1:
         return {"normalize": "token", "lim": 1.0, "temperature": 1.1}
     return {"temperature": case.head_dim**0.5}
 
 
 def unbounded_options(case: Case, p: int | None) -> dict[str, object]:
-    """p = 1 without normalisation. a0 = 8 keeps 8 + s positive on the inputs used, on others a denominator can vanish."""
+    """Returns options for p = 1 without normalisation. a0 = 8 keeps 8 + s positive on these inputs; on others a denominator can
+    vanish."""
     return {"temperature": case.head_dim**0.5, "a0": 8.0}
 
 
@@ -70,10 +72,14 @@ def fastmax_provider(
     factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
     **options,
 ) -> Provider:
-    """A provider that calls `fastmax_attention`.
+    """Returns a provider that calls `fastmax_attention`.
 
-    `p` and `algorithm` replace the case's. `exact_window`: use the case's window. `score`: options of the scores, by case and
-    p. `factor`: a factor of the weights.
+    Args:
+        p, algorithm: replace those of the case.
+        exact_window: whether to use the case's window.
+        score: function of the case and p that returns options of the scores.
+        factor: function that returns a factor of the weights.
+        options: further fields of `Provider`.
     """
 
     def call(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
@@ -97,7 +103,8 @@ def fastmax_provider(
 
 
 def softmax_provider(name: str, call: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor], **options) -> Provider:
-    """Softmax attention, `call(q, k, v, scale, causal)`: another function than fastmax; the comparison is of cost."""
+    """Returns a provider of softmax attention, `call(q, k, v, scale, causal)`. This is another function than fastmax: the
+    comparison is of cost."""
 
     def weight(product: Tensor, pairs: Pairs) -> Tensor:
         return (product / pairs.case.head_dim**0.5).exp()
@@ -109,7 +116,7 @@ def softmax_provider(name: str, call: Callable[[Tensor, Tensor, Tensor, float, b
 
 
 def sdpa_provider(name: str, backend: SDPBackend | None = None) -> Provider:
-    """PyTorch's."""
+    """Returns a provider of PyTorch's softmax attention."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
@@ -118,7 +125,8 @@ def sdpa_provider(name: str, backend: SDPBackend | None = None) -> Provider:
 
 
 def cupy_provider() -> Provider:
-    """CuPy's matrix products have no bfloat16; float16 has as many bytes and the same speed."""
+    """Returns a provider of softmax attention in CuPy. Its matrix products have no bfloat16: it converts to float16, which has
+    the same size and speed."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
         dtype = torch.float16 if q.dtype == torch.bfloat16 else q.dtype
@@ -137,7 +145,10 @@ def peer_provider(
     factor: Callable[[Pairs], Tensor | float] = lambda pairs: 1.0,
     **options,
 ) -> Provider:
-    """An operator whose weights are `of_score(q.k / sqrt(d))` times a factor."""
+    """Returns a provider for an operator whose weights are `of_score(q.k / sqrt(d))` times a factor.
+
+    `needs`: the name (module.attribute) that must be importable.
+    """
 
     def weight(product: Tensor, pairs: Pairs) -> Tensor:
         return of_score(product / pairs.case.head_dim**0.5) * factor(pairs)
@@ -154,7 +165,7 @@ def fla_provider(name: str, operator: str, of_score: Callable[[Tensor], Tensor],
 
 
 def layer_provider(name: str) -> Provider:
-    """A layer of `benchmarks.learn`, measured as part of a model alone."""
+    """Returns a provider for a layer of `benchmarks.learn`, which is measured only as part of a model."""
 
     def no_operator(*_: object, **__: object) -> Tensor:
         raise RuntimeError(f"{name} is a layer of a model: it has no function of q, k and v")
@@ -167,20 +178,20 @@ def _taylor(s: Tensor) -> Tensor:
 
 
 def _retention_decay(pairs: Pairs) -> Tensor:
-    """(1 - 2^(-5 - head))^distance."""
+    """Returns the factor (1 - 2^(-5 - head))^distance of the weights."""
     head = (pairs.heads % pairs.case.heads).double()
     return (1 - 2.0 ** (-5.0 - head))[:, None, None] ** pairs.distance.clamp(min=0)
 
 
 def _log_decay(case: Case, device: torch.device) -> dict[str, Tensor]:
-    """Decays like those of a gate; the median is 3.4% per token."""
+    """Returns decays like those of a gate; the median decay is 3.4% per token."""
     generator = torch.Generator(device).manual_seed(case.tokens)
     x = torch.randn(case.batch, case.heads, case.tokens, generator=generator, device=device)
     return {"log_decay": -0.05 * F.softplus(x)}
 
 
 def _decayed(pairs: Pairs) -> Tensor:
-    """exp of the sum of decays over tokens j + 1 to i."""
+    """Returns the exponential of the sum of decays over tokens j + 1 to i."""
     sums = pairs.tensors["log_decay"].cumsum(-1)
     rows = pairs.distance[:, 0]  # i - 0
     between = sums[:, rows, None] - sums[:, None, :]
@@ -207,7 +218,7 @@ def _same_sequence(pairs: Pairs) -> Tensor:
 
 
 def _batch_of_sequences(q: Tensor, k: Tensor, v: Tensor, case: Case, **tensors: Tensor) -> Tensor:
-    """Sequences of equal lengths as entries of a batch; of token-major tensors that is a view."""
+    """Computes attention of packed sequences of equal lengths as a batch; for token-major tensors the batch is a view."""
     shape = (case.sequences, case.tokens // case.sequences, case.heads, case.head_dim)
     o = PROVIDERS["fastmax"].call(*(x.transpose(1, 2).reshape(shape).transpose(1, 2) for x in (q, k, v)), case)
     return o.transpose(1, 2).reshape(1, case.tokens, case.heads, case.head_dim).transpose(1, 2)
@@ -259,10 +270,10 @@ PROVIDERS = {
         softmax_provider("plain", peers.plain, note="the (n, n) matrix is in memory"),
         softmax_provider("plain_numpy", peers.array_attention("numpy")),
         cupy_provider(),
-        # fastmax's p = 2 at temperature sqrt(d): the same function, but for a 1e-6 in the denominator.
+        # The same function as fastmax with p = 2 at temperature sqrt(d), except for 1e-6 in the denominator.
         fla_provider("fla_based", "fla.ops.based.parallel_based", _taylor, "same function as p = 2, quadratic algorithm"),
         fla_provider("fla_based_chunk", "fla.ops.based.fused_chunk_based", _taylor, "same function as p = 2, head_dim to 16"),
-        # Its `normalize=True` divides by sums that vanish on these inputs.
+        # With `normalize=True` it would divide by sums that vanish on these inputs.
         peer_provider(
             "fla_linear",
             peers.fla("fla.ops.linear_attn.chunk_linear_attn", normalize=False),

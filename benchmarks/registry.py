@@ -1,6 +1,6 @@
-"""Cases and suites: which sizes are measured, with which providers, and the project's targets there.
+"""Cases and suites: the sizes that are measured, the providers, and the project's targets.
 
-A suite is a list of cases for each kind of device. A case is one size with its modes, providers and targets. To add a
+A suite is a list of cases for each type of device. A case is one size with its modes, providers and targets. To add a
 benchmark, add a case or a suite here. Providers are in benchmarks/providers.py.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-# tf32 is float32 tensors with torch.set_float32_matmul_precision("high"), fp32 the same with "highest".
+# tf32: float32 tensors with torch.set_float32_matmul_precision("high"); fp32: with "highest".
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Modes and their units.
@@ -21,7 +21,7 @@ DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, 
 #   host           CPU time of one forward + backward (decode: of one step) while the device is busy
 #   step           device time of one recurrent step
 #   train          device time of one training step
-#   sustained ...  time per call of calls back to back, host included: of fwd, fwd+bwd or train
+#   sustained ...  time per call in a loop without pauses, host included; followed by fwd, fwd+bwd or train
 SUSTAINED = "sustained "
 UNITS = {"fwd": "ms", "fwd+bwd": "ms", "memory": "MiB", "host": "us", "step": "us", "train": "ms"}
 UNITS |= {SUSTAINED + mode: UNITS[mode] for mode in ("fwd", "fwd+bwd", "train")}
@@ -29,7 +29,7 @@ UNITS |= {SUSTAINED + mode: UNITS[mode] for mode in ("fwd", "fwd+bwd", "train")}
 
 @dataclass(frozen=True)
 class AtMost:
-    """A target: at most `value`, in the mode's unit or as a multiple of the peer's number."""
+    """A target: at most `value`, in the mode's unit, or with `of_peer` as a multiple of the peer's number."""
 
     value: float
     of_peer: bool = False
@@ -37,9 +37,9 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Case:
-    """One size. `p` and `algorithm` are None where each provider has its own; the first provider is ours.
+    """One size. `p` and `algorithm` are None if each provider has its own. The first provider is fastmax.
 
-    Rows of a softmax are `batch`, their width is `tokens`. A training step has `batch` sequences and heads * head_dim channels.
+    A softmax of rows has `batch` rows of width `tokens`. A training step has `batch` sequences and heads * head_dim channels.
     """
 
     batch: int
@@ -52,14 +52,14 @@ class Case:
     causal: bool = True
     modes: tuple[str, ...] = ("fwd", "fwd+bwd")
     providers: tuple[str, ...] = ("fastmax", "sdpa")
-    peer: str = ""  # the provider that "of_peer" compares with
-    targets: Mapping[str, AtMost] = field(default_factory=dict)  # by mode, for the first `judged` providers
+    peer: str = ""  # the provider that others are compared with
+    targets: Mapping[str, AtMost] = field(default_factory=dict)  # mode -> target of the first `judged` providers
     judged: int = 1
     title: str = ""  # first words of the label
-    window: int = 0  # for providers with a window
-    sequences: int = 0  # for providers of packed sequences
+    window: int = 0  # window of the providers that have one
+    sequences: int = 0  # number of sequences, for providers of packed sequences
     token_major: bool = False  # memory layout (b, n, h, d) of q, k and v, as a model's projections give
-    published: Mapping[str, str] = field(default_factory=dict)  # by provider: a published measurement, verbatim
+    published: Mapping[str, str] = field(default_factory=dict)  # provider -> a published measurement, verbatim
 
     def label(self) -> str:
         if self.heads == self.head_dim == 1:  # rows
@@ -74,8 +74,8 @@ class Suite:
     what: str
     cases: Mapping[str, tuple[Case, ...]]  # by device type
     workload: str = "attention"  # key of WORKLOADS
-    limit_s: float = math.inf  # a provider is skipped at an n where a call is expected to take longer
-    rounds: int = 5  # least number of rounds, unless the command line sets it
+    limit_s: float = math.inf  # a provider is skipped if a call is expected to take longer
+    rounds: int = 5  # least number of rounds; the command line can change it
     report: str = ""  # key of REPORTS in benchmarks/report.py, printed at the end
     figure: str = ""  # key of FIGURES in benchmarks/report.py
 
@@ -93,7 +93,8 @@ def _milliseconds(forward: float, both: float) -> dict[str, AtMost]:
 
 
 def _h200_cases() -> tuple[Case, ...]:
-    """The TF32 row is causal, as the row of the ancestor that took 2000 ms on this GPU was."""
+    """Returns the cases with targets on an H200. The TF32 case is causal, as in the first Fastmax implementation, which took
+    2000 ms for it on this GPU."""
     times = ("fwd", "fwd+bwd", SUSTAINED + "fwd", SUSTAINED + "fwd+bwd")
     bf16 = {"dtype": "bf16", "providers": ("fastmax", "sdpa_cudnn", "sdpa_flash"), "peer": "sdpa_cudnn", "modes": times}
     long = _milliseconds(5.5, 20) | {"memory": AtMost(1.35, of_peer=True)}
@@ -125,7 +126,8 @@ def _h200_cases() -> tuple[Case, ...]:
 
 
 def _crossover_cases(dtypes: tuple[str, ...], tokens: Mapping[tuple[int, int], tuple[int, ...]], budget: int, heads: int):
-    """`tokens` by (p, head_dim). Batches fill up to `budget` tokens, so that a short sequence occupies the device too."""
+    """Returns cases of both algorithms. `tokens`: (p, head_dim) -> sizes. A batch has up to `budget` tokens, so that short
+    sequences occupy the device too."""
     return tuple(
         Case(
             *(max(1, budget // n), heads, n, d, p, None, dtype),
@@ -147,7 +149,8 @@ _CUDA_CROSSOVER = {
 }
 _CUDA_CROSSOVER_FP32 = {key: sizes[:4] for key, sizes in _CUDA_CROSSOVER.items()} | {(2, 128): (4096, 8192, 16384, 32768)}
 
-# RTX A6000, forward, fp32, from the README of github.com/armingerami/fastmax: (heads, tokens, head_dim): custom, PyTorch.
+# Published in the README of github.com/armingerami/fastmax: RTX A6000, forward, fp32. (heads, tokens, head_dim) -> times of its
+# custom kernels and of PyTorch operations.
 _PUBLISHED = {
     (8, 1000, 32): ("0.11 s", "0.08 s"),
     (8, 10000, 32): ("1.09 s", "1.26 s"),
@@ -161,9 +164,11 @@ _PUBLISHED = {
 
 
 def _olmo2_cases(tokens: tuple[int, ...], dtype: str, providers: tuple[str, ...], peer: str) -> tuple[Case, ...]:
-    """32 heads of 128 stand for the 7B model, 64 for the larger ones, with a key/value head for each query head. As published,
-    the 7B has 32 of both, the 32B has 40 query and 8 key/value heads, and there is no 70B (the Llama 2 of that size has 64 and
-    8). Times are linear in query heads; fewer key/value heads save part of their bytes and, for fastmax, of the states.
+    """Returns cases of OLMo 2's attention layers.
+
+    32 heads of 128 stand for the 7B model and 64 for larger ones, with a key/value head for each query head. The published 7B
+    has 32 of both, the 32B has 40 query heads and 8 key/value heads, and there is no 70B (Llama 2 70B has 64 and 8). Times are
+    linear in the number of query heads. Fewer key/value heads save part of the bytes and, for fastmax, of the states.
     """
     return tuple(
         Case(
@@ -186,7 +191,7 @@ def _peers_cases(head_dim: int, tokens: tuple[int, ...], dtype: str, providers: 
 
 
 def _softmax_cases(dtypes: tuple[str, ...], shapes: Mapping[tuple[int, int], bool], providers: tuple[str, ...]):
-    """`shapes`: rows and width -> whether the project asks for a speed there."""
+    """Returns cases of softmax of rows. `shapes`: (rows, width) -> whether the case has a target."""
     within = {"fwd": AtMost(1.2, of_peer=True)}
     return tuple(
         Case(
@@ -206,7 +211,7 @@ def _softmax_cases(dtypes: tuple[str, ...], shapes: Mapping[tuple[int, int], boo
 def _option_case(
     title: str, size: tuple[int, int, int, int], providers: tuple[str, str], at_most: float, mode: str = "fwd+bwd", **options
 ) -> Case:
-    """The cost of an option of the operator: the first provider over the second."""
+    """Returns a case for the cost of an option of the operator: the first provider has it, the second does not."""
     options = {"p": 2, "algorithm": "linear", "dtype": "bf16"} | options
     modes = (mode, SUSTAINED + mode)
     targets = dict.fromkeys(modes, AtMost(at_most, of_peer=True))
@@ -214,7 +219,7 @@ def _option_case(
 
 
 def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
-    """The window of 1024 keys has 1/32 of the pairs of 65536 causal tokens."""
+    """Returns the cases of options. The window of 1024 keys has 1/32 of the pairs of 65536 causal tokens."""
     return (
         _option_case("log_decay", size, ("fastmax_decay", "fastmax"), 1.10),
         _option_case("log_decay", (8, 32, 4096, 64), ("fastmax_decay", "fastmax"), 1.15, algorithm="quadratic"),
@@ -244,7 +249,7 @@ def _option_cases(size: tuple[int, int, int, int]) -> tuple[Case, ...]:
     )
 
 
-# 2^24 to 2^26 numbers.
+# (rows, width), of 2^24 to 2^26 elements -> whether the case has a target
 _SOFTMAX_SHAPES = {(4096, 4096): True, (1024, 65536): True} | {(2 ** (26 - e), 2**e): False for e in (7, 9, 10, 11, 14, 17, 20)}
 
 
@@ -366,7 +371,7 @@ SUITES = {
         limit_s=1.5,
         figure="scaling",
     ),
-    # The published numbers do not say whether a mask was on; the script in that repository has it off. Both are measured.
+    # It is not published whether a mask was on; the script in that repository has it off. Both are measured.
     "ancestor": Suite(
         "the sizes of the first Fastmax implementation, forward: kernels and PyTorch operations",
         {
@@ -422,7 +427,7 @@ SUITES = {
     "peers": Suite(
         "other linear attentions, each checked against its own definition; notes say where that is another function",
         {
-            # fla_based is quadratic in n and stops at the limit; fla_based_chunk takes head dims up to 16.
+            # fla_based is quadratic in n and skipped above the limit; fla_based_chunk takes head dims up to 16.
             "cuda": tuple(
                 case
                 for d in (64, 128)
@@ -449,7 +454,7 @@ SUITES = {
         },
         workload="softmax",
     ),
-    # 32768 tokens a step, or one longer sequence. bf16 autocast, weights in fp32; cross entropy by chunks (training.py).
+    # 32768 tokens per step, or one longer sequence. bf16 autocast, weights in fp32; the loss is computed in chunks.
     "train": Suite(
         "one training step (forward, backward, AdamW) of a GPT with 124M parameters over its context",
         {
@@ -478,7 +483,7 @@ SUITES = {
         rounds=3,
         figure="training",
     ),
-    # 32768 bytes a step, or one longer sequence, in bf16 by autocast.
+    # 32768 bytes per step, or one longer sequence. bf16 autocast.
     "layer": Suite(
         "one training step of the GPT of docs/quality.md with 25M parameters, by attention layer, over its context",
         {

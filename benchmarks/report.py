@@ -1,4 +1,4 @@
-"""Reports rows: as text, as CSV, as figures and as crossings of two algorithms; describes the environment."""
+"""Reports rows as text, as CSV, as figures, and as crossings of two algorithms. Describes the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fastmax import fastmax_attention
 from fastmax.eager import planner
 from fastmax.ops import extension
 
-Row = dict[str, object]  # of a table: cells by column
+Row = dict[str, object]  # a row of a table: column -> cell
 
 COLUMNS = (
     *("suite", "case", "batch", "heads", "tokens", "head_dim", "p", "algorithm", "dtype", "causal"),
@@ -30,6 +30,7 @@ COLUMNS = (
 
 
 def environment(device: torch.device, commit: str) -> dict[str, str]:
+    """Returns the columns that describe the machine and the software."""
     described = {"torch": torch.__version__, "python": platform.python_version(), "commit": commit or _commit()}
     if device.type != "cuda":
         return {"device": f"{_processor()}, {torch.get_num_threads()} threads"} | described
@@ -52,7 +53,7 @@ def write_csv(rows: list[Row], path: Path) -> None:
 
 
 def read_csv(path: Path) -> list[Row]:
-    """Reads a CSV of `write_csv`, numbers as numbers. Empty cells are left out."""
+    """Reads a CSV of `write_csv`. Numbers are converted, empty cells are left out."""
     numbers = dict.fromkeys(("batch", "heads", "tokens", "head_dim"), int)
     numbers |= dict.fromkeys(("median", "of_peer", "target", "of_floor", "gb_per_s"), float)
     with path.open(newline="") as file:
@@ -66,6 +67,7 @@ HEADER = (
 
 
 def line(row: Row) -> str:
+    """Returns a row as a line of text below HEADER."""
     start = f"{row['case']:<44}{row['mode']:<18}{row['provider']:<21}"
     if "median" not in row:
         return start + f" {row['note']}"
@@ -84,8 +86,11 @@ def line(row: Row) -> str:
 
 
 def crossing(slow: dict[int, float], fast: dict[int, float]) -> float | None:
-    """The n from which on `fast` (the one that grows more slowly) takes less time, between two sizes by a straight line in
-    log(time ratio) over log n; the first n if it is less there already, None if it never is."""
+    """Returns the n from which on `fast`, whose time grows more slowly, takes less time than `slow`.
+
+    Between two sizes log(time ratio) is interpolated linearly over log n. The result is the first n if `fast` takes less time
+    there already, and None if it never does.
+    """
     sizes = sorted(slow.keys() & fast.keys())
     ahead = [math.log(fast[n] / slow[n]) for n in sizes]
     if not sizes or ahead[-1] >= 0:
@@ -98,9 +103,9 @@ def crossing(slow: dict[int, float], fast: dict[int, float]) -> float | None:
 
 
 def chosen_crossing(device: torch.device, dtype: str, p: int, heads: int, d: int, longest: int) -> int | None:
-    """The first n for which algorithm="auto" is the linear one, None if that is beyond `longest`.
+    """Returns the first n for which algorithm="auto" chooses the linear algorithm; None if it is above `longest`.
 
-    On CUDA it is found by looking: both algorithms are bitwise reproducible, so the output of "auto" is that of one of them.
+    On CUDA outputs are compared: both algorithms are bitwise reproducible, so the output of "auto" equals that of one of them.
     """
 
     def is_linear(n: int) -> bool:
@@ -127,7 +132,7 @@ def chosen_crossing(device: torch.device, dtype: str, p: int, heads: int, d: int
 
 
 def crossings(rows: list[Row], device: torch.device) -> list[str]:
-    """The n from which linear is faster than quadratic, as measured and as the planner chooses."""
+    """Returns lines with the n from which linear is faster than quadratic, as measured and as "auto" chooses."""
     times: dict[tuple, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         if "median" in row and row["mode"] == "fwd+bwd":
@@ -149,8 +154,11 @@ def crossings(rows: list[Row], device: torch.device) -> list[str]:
 
 
 def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
-    """Time and memory over n, a column for each head dim. A ring marks where fastmax overtakes the fastest softmax, the dotted
-    line where algorithm="auto" turns from quadratic to linear (p = 2)."""
+    """Draws time and memory over n, with a column for each head dim.
+
+    A ring marks where fastmax becomes faster than the fastest softmax. The dotted line marks where algorithm="auto" changes
+    from quadratic to linear (p = 2).
+    """
     curves: dict[tuple, dict[int, float]] = defaultdict(dict)
     for row in rows:
         if "median" in row:
@@ -188,7 +196,7 @@ def scaling(rows: list[Row], path: Path, device: torch.device | None) -> None:
 
 
 def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
-    """Time over n by provider: a row for each mode, a column for each (heads, head_dim)."""
+    """Draws time over n by provider, with a row for each mode and a column for each (heads, head_dim)."""
     sizes = sorted({(row["heads"], row["head_dim"]) for row in rows})
     modes = list(dict.fromkeys(row["mode"] for row in rows if row["unit"] == "ms"))
     names = _providers(rows)
@@ -203,7 +211,7 @@ def times(rows: list[Row], path: Path, device: torch.device | None) -> None:
 
 
 def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
-    """Tokens a second of a training step over the context. Memory is a sentence: its lines would lie on each other."""
+    """Draws the tokens per second of a training step over the context. Memory is text, because its lines would coincide."""
 
     def tokens_per_s(row: Row) -> float:
         return row["batch"] * row["tokens"] / row["median"] * 1e3
@@ -217,25 +225,25 @@ def training(rows: list[Row], path: Path, device: torch.device | None) -> None:
 
 
 def _where(rows: list[Row]) -> str:
-    """The device and the commits of the rows."""
+    """Returns the device and the commits of the rows."""
     commits = dict.fromkeys(row["commit"] for row in rows if "commit" in row)
     return f"{rows[0].get('device', '')}, measured at {', '.join(commits)}"
 
 
 def memory_spread(rows: list[Row]) -> float:
-    """How much more memory the largest provider takes than the smallest, as a fraction, at the context where that is most."""
+    """Returns the largest relative difference in memory between two providers at the same context, as a fraction."""
     peaks = _curves(rows, _providers(rows), "memory", lambda row: row["median"]).values()
     at = [[points[n] for points in peaks if n in points] for n in {n for points in peaks for n in points}]
     return max(max(values) / min(values) for values in at) - 1
 
 
 def _providers(rows: list[Row]) -> list[str]:
-    """Names, in the order of the rows."""
+    """Returns the names of the providers, in the order of the rows."""
     return list(dict.fromkeys(row["provider"] for row in rows))
 
 
 def _curves(rows: list[Row], names: list[str], mode: str, value: Callable[[Row], float]) -> dict[str, dict[int, float]]:
-    """provider -> n -> value"""
+    """Returns curves: provider -> n -> value."""
     curves: dict[str, dict[int, float]] = {name: {} for name in names}
     for row in rows:
         if "median" in row and row["mode"] == mode:
@@ -244,7 +252,7 @@ def _curves(rows: list[Row], names: list[str], mode: str, value: Callable[[Row],
 
 
 def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
-    """Log-log; a provider keeps its colour where it, or another, has no points."""
+    """Draws curves on log-log axes. A provider has the same colour everywhere, also if it or another has no points."""
     from matplotlib.ticker import LogLocator
 
     for i, (name, points) in enumerate(curves.items()):
@@ -255,7 +263,7 @@ def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
     shown = sizes[:: -(-len(sizes) // 6)] if sizes else []
     axis.set_xticks(shown, [_short(n) for n in shown])
     low, high = axis.get_ylim()
-    if high < 100 * low:  # powers of ten alone may leave an axis without a number
+    if high < 100 * low:  # with powers of ten alone the axis could have no label
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter(lambda y, _: f"{y:g}" if y < 1e4 else f"{y / 1e3:g} k")
     axis.minorticks_off()
@@ -263,7 +271,7 @@ def _draw(axis, curves: Mapping[str, Mapping[int, float]], label: str) -> None:
 
 
 def _short(n: int) -> str:
-    """512, 16k, 1M"""
+    """Returns a short form of a number of tokens, such as 512, 16k or 1M."""
     for unit, name in ((2**20, "M"), (2**10, "k")):
         if n >= unit and n % unit == 0:
             return f"{n // unit}{name}"
@@ -272,7 +280,7 @@ def _short(n: int) -> str:
 
 @contextmanager
 def _figure(rows: int, columns: int, path: Path, width: float = 4.2):
-    """A figure and its axes, written to `path` when the block has drawn them."""
+    """Yields a figure and its axes, and writes the figure to `path` at the end of the block."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""The least time that a call or a kernel can take: floating-point operations and bytes, over rates measured on an H200.
+"""The least time that a call or a kernel can take: floating-point operations and bytes, divided by rates measured on an H200.
 
-This is a model, not a measurement. A multiply-add counts as two operations, and the masked half of a causal product is left
-out. Every operand is read once and every result is written once; Nsight Compute's DRAM counters show what is read again. The
+This is a model, not a measurement. A multiply-add counts as two operations, and the masked half of a causal product does not
+count. Every operand is read once and every result is written once; Nsight Compute's DRAM counters show repeated reads. The
 products of this project's kernels are those of docs/cuda.md.
 """
 
@@ -18,7 +18,7 @@ from fastmax.traffic import chunk_length
 
 COPY = 4.25e12  # bytes/s, read plus written
 MATMUL = {"bf16": 780e12, "fp16": 780e12, "tf32": 400e12, "fp32": 400e12 / 3}  # flop/s; fp32 is three TF32 products
-BACKWARD = 2.5  # times the forward's flop: five products, or five passes over the features, instead of two
+BACKWARD = 2.5  # flop of the backward over the forward's: five products, or five passes over the features, instead of two
 
 # Queries per state of the linear kernels in bf16, p = 2: a longer chunk trades state traffic for flop.
 CHUNK = {d: chunk_length(d, torch.bfloat16) for d in (32, 64, 96, 128)}
@@ -26,7 +26,7 @@ CHUNK_P1 = 128
 
 
 def attention_ms(case: Case, algorithm: str, p: int, mode: str) -> float:
-    """Floor of "fwd" or "fwd+bwd". For "auto" the smaller of both algorithms."""
+    """Returns the floor of "fwd" or "fwd+bwd". For "auto" it is the smaller one of both algorithms."""
     if algorithm == "auto":
         return min(attention_ms(case, choice, p, mode) for choice in ("quadratic", "linear"))
     d, rows = case.head_dim, case.batch * case.heads * case.tokens
@@ -45,11 +45,11 @@ def attention_ms(case: Case, algorithm: str, p: int, mode: str) -> float:
         return 1e3 * rows * max(flop / MATMUL[case.dtype], (tensors * size * d + states * snapshots) / COPY)
 
     forward = ms(flop, tensors=4, states=1)  # q, k, v, o
-    return forward if mode == "fwd" else forward + ms(BACKWARD * flop, tensors=8, states=2)  # those, and a gradient for each
+    return forward if mode == "fwd" else forward + ms(BACKWARD * flop, tensors=8, states=2)  # the same and their gradients
 
 
 def copy_ms(moved: int) -> float:
-    """`moved` counts bytes read and bytes written."""
+    """Returns the time of moving `moved` bytes, read and written together."""
     return 1e3 * moved / COPY
 
 
@@ -58,26 +58,29 @@ class Sizes(NamedTuple):
 
     rows: int
     head_dim: int
-    tensor: float  # bytes of q, of k, of v, of o
-    summed: float  # bytes of those rows of k, or of v, that states of p = 2 are sums of
+    tensor: float  # bytes of one of q, k, v and o
+    summed: float  # bytes of the rows of k, or of v, that are added to states (p = 2)
     product: float  # flop of one product with an (n, n) matrix
-    state: float  # flop of adding all rows to the states of p = 2, or of reading them
-    own_chunk: float  # flop of one product with an own, causal chunk
-    snapshots: float  # bytes of all states of p = 2
-    state1: float  # the same of p = 1
+    state: float  # flop of adding all rows to states (p = 2), or of reading states
+    own_chunk: float  # flop of one product of causal pairs within chunks
+    snapshots: float  # bytes of all states (p = 2)
+    state1: float  # flop of adding all rows to states (p = 1), or of reading states
 
 
 class Work(NamedTuple):
+    """Work of a kernel; None: not modelled."""
+
     flop: float | None
     bytes: float | None
 
 
 def sizes(case: Case) -> Sizes:
+    """Returns the sizes of a case."""
     rows, d = case.batch * case.heads * case.tokens, case.head_dim
     native = max(32, d)  # head_dim 16 runs as 32
     chunk = CHUNK.get(native, case.tokens)
-    chunks = max(0, -(-case.tokens // chunk) - 1) if case.causal else 1  # with a state before them
-    share = chunks * chunk / case.tokens if case.causal else 1.0  # of the rows in a state, and about of those that read one
+    chunks = max(0, -(-case.tokens // chunk) - 1) if case.causal else 1  # those with a state before them
+    share = chunks * chunk / case.tokens if case.causal else 1.0  # of the rows added to a state, or that read one (about)
     return Sizes(
         rows,
         d,
@@ -91,8 +94,8 @@ def sizes(case: Case) -> Sizes:
     )
 
 
-# Name of a kernel -> work of all its launches in one forward, and in one backward (None: it is not there). z, e and their like
-# are 4 bytes a row.
+# Name of a kernel (pattern) -> work of all its launches in one forward, and in one backward (None: it does not run). z, e and
+# similar numbers are 4 bytes per row.
 _Passes = tuple[Callable[[Sizes], Work] | None, Callable[[Sizes], Work] | None]
 _QUADRATIC: dict[str, _Passes] = {
     r"quadratic_fwd\w*_kernel|flash_fwd\w*_kernel|sdpa.*fprop": (
@@ -101,20 +104,20 @@ _QUADRATIC: dict[str, _Passes] = {
     ),
     r"quadratic_bwd_kv(_pair)?_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_q(_pair)?_kernel": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
-    # Beside it what is added to grad_q in fp32 is another 4 bytes an element and block of keys, in L2 (not counted).
+    # Not counted: additions to grad_q in fp32, in L2, another 4 bytes per element and block of keys.
     r"quadratic_fused_bwd(_narrow)?_sm90_kernel": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 16 * s.rows)),
     r"quadratic_round_grad_q_sm90_kernel": (None, lambda s: Work(None, 3 * s.tensor)),  # fp32 sums to results
     r"quadratic_bwd_sm90_kernel<.*, \(?(bool\))?(false|0)>": (None, lambda s: Work(3 * s.product, 5 * s.tensor + 16 * s.rows)),
     r"quadratic_bwd_sm90_kernel": (None, lambda s: Work(4 * s.product, 6 * s.tensor + 16 * s.rows)),  # owns keys
-    # Of q and k together, with a factor for each row.
+    # For q and k together, with a factor for each row.
     r"normalize_tokens_kernel": (lambda s: Work(None, 4 * s.tensor + 8 * s.rows), None),
     r"normalize_tokens_backward_kernel": (None, lambda s: Work(None, 6 * s.tensor + 8 * s.rows)),
     r"merge_kernel": (lambda s: Work(None, 3 * s.tensor + 16 * s.rows), None),
     r"row_score_kernel": (None, lambda s: Work(None, 2 * s.tensor + 20 * s.rows)),
     r"flash_bwd_dq_dk_dv\w*_kernel|sdpa.*bprop": (None, lambda s: Work(5 * s.product, 7 * s.tensor + 8 * s.rows)),
 }
-# p = 2. The backward sums two kinds of states (k with v, q with g), reads one for grad_v, and takes grad_q and grad_k.
-# Where there are few heads, rows are added to states twice (docs/cuda.md), which is not counted.
+# p = 2. The backward computes two kinds of states (of k and v, of q and g), reads one for grad_v, and computes grad_q and
+# grad_k. With few heads, rows are added to states twice (docs/cuda.md), which is not counted.
 _LINEAR: dict[str, _Passes] = {
     r"linear_state(_sm90)?_kernel": (
         lambda s: Work(s.state, 2 * s.summed + s.snapshots),
@@ -128,7 +131,8 @@ _LINEAR: dict[str, _Passes] = {
         None,
         lambda s: Work(2 * (s.state + 3 * s.own_chunk), 2 * (5 * s.tensor + s.snapshots + 4 * s.rows)),
     ),
-    # On Hopper: o, and of head dim 128 grad_v; grad_q (0), grad_k (1), or grad_k and grad_v (2) from one load of the states.
+    # On Hopper. Read: o, and for head dim 128 grad_v. Gradients: grad_q (0), grad_k (1), or with one load of the states grad_k
+    # and grad_v (2).
     r"linear_read_sm90_kernel<\d+, (\(bool\))?(false|0)\b": (
         lambda s: Work(s.state + 2 * s.own_chunk, 4 * s.tensor + s.snapshots + 4 * s.rows),
         None,
@@ -147,13 +151,13 @@ _LINEAR: dict[str, _Passes] = {
     ),
     r"linear_prepare_kernel": (None, lambda s: Work(None, 3 * s.tensor + 8 * s.rows)),
 }
-# p = 1: states only, without the products of rows with their own step. Parts are summed where few heads leave room for them.
+# p = 1: states only, without the products within a step. With few heads, sums over parts of the sequence are computed too.
 _LINEAR1: dict[str, _Passes] = {
     r"linear1_walk_kernel": (
         lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
         lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows),
     ),
-    # On Hopper: o (0), grad_q with g made on the way (1), grad_k and grad_v (2). Every block of a group makes the states.
+    # On Hopper: o (0), grad_q and g (1), grad_k and grad_v (2). Every block of a group computes the states.
     r"linear1_walk_sm90_kernel<\d+, [^,]*\)0\b": (lambda s: Work(2 * s.state1, 4 * s.tensor + 4 * s.rows), None),
     r"linear1_walk_sm90_kernel<\d+, [^,]*\)1\b": (None, lambda s: Work(2 * s.state1, 5 * s.tensor + 12 * s.rows)),
     r"linear1_walk_sm90_kernel<\d+, [^,]*\)2\b": (None, lambda s: Work(3 * s.state1, 6 * s.tensor + 8 * s.rows)),
@@ -167,12 +171,13 @@ _LINEAR1: dict[str, _Passes] = {
 
 
 def work(name: str, case: Case, p: int | None, mode: str) -> Work | None:
-    """Work of all launches of a kernel in one call of mode "fwd", "fwd+bwd" or "train" (per layer).
+    """Returns the work of all launches of a kernel in one call of mode "fwd", "fwd+bwd" or "train" (per layer).
 
-    None for unknown kernels, and for linear ones in dtypes and head dims whose states have another layout.
+    None for unknown kernels, and for linear kernels in dtypes and head dims whose states have another layout.
 
     Args:
-        p: degree of the polynomial; 2 for softmax, None for the attention of other libraries.
+        name: name of the kernel.
+        p: degree of the polynomial; 2 for softmax, None for attention of other libraries.
     """
     if p is None:
         return None

@@ -1,11 +1,12 @@
 """Measures the cases of a suite: `python -m benchmarks.run SUITE [--only TEXT] [--out CSV] [--figure IMAGE]`.
 
 All providers of a case run in one process on the same random inputs. First their outputs and gradients are compared with the
-definition in float64; a wrong provider is not timed, and the exit status is 1. Then they take turns, the first rounds are
-dropped, and the median with the 20th and 80th percentile is shown. A mode that begins with "sustained" is the time per call of
-calls back to back, as in training. "of peer" is a provider's number over the peer's: below 1 is faster, or smaller. "of floor"
-is the time over the least time on an H200 (benchmarks/roofline.py). SDPA computes softmax attention, another function: the
-comparison is of cost. A note says which function another library computes, or that it is not installed, fails or is too slow.
+definition in float64. A wrong provider is not timed, and the exit status is 1. Then the providers take turns; the first rounds
+are dropped. The table shows the median, the 20th and the 80th percentile. A mode that begins with "sustained" is the time per
+call in a loop without pauses, as in training. "of peer" is a provider's number over the peer's: below 1 is faster, or smaller.
+"of floor" is the time over the least time on an H200 (benchmarks/roofline.py). SDPA computes softmax attention, another
+function: the comparison is of cost. A note says which function another library computes, or that it is not installed, fails or
+is too slow.
 
 suites:
 """
@@ -33,16 +34,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__ + suites, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES, metavar="SUITE")
     parser.add_argument("--only", default="", help="run the cases whose first column contains this")
-    parser.add_argument("--without", action="append", default=[], metavar="PROVIDER", help="leave it out; may be repeated")
+    parser.add_argument("--without", action="append", default=[], metavar="PROVIDER", help="leave this out; may be repeated")
     parser.add_argument("--out", type=Path, help="write the rows here as CSV")
     parser.add_argument("--figure", type=Path, help="write the suite's figure here, if it has one (needs matplotlib)")
-    parser.add_argument("--rows", type=Path, help="measure nothing: draw the figure from this CSV")
-    parser.add_argument("--device", help="cuda if the suite has cases for it and there is one, else cpu")
-    parser.add_argument("--rounds", type=int, help="kept at least (default: the suite's, 5 or 3)")
-    parser.add_argument("--dropped", type=int, default=3, help="first rounds left out (default 3)")
-    parser.add_argument("--seconds", type=float, help="repeat short cases for so long (default: cpu 4, cuda 0.3)")
-    parser.add_argument("--sustained", type=float, default=1.0, help="seconds of a loop of calls back to back (default 1)")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
+    parser.add_argument("--rows", type=Path, help="draw the figure from this CSV and measure nothing")
+    parser.add_argument("--device", help="default: cuda if there is a GPU and a case for it, else cpu")
+    parser.add_argument("--rounds", type=int, help="least number of rounds that count (default: the suite's, 5 or 3)")
+    parser.add_argument("--dropped", type=int, default=3, help="number of first rounds that do not count (default 3)")
+    parser.add_argument("--seconds", type=float, help="time for which short cases are repeated (default: cpu 4, cuda 0.3)")
+    parser.add_argument("--sustained", type=float, default=1.0, help="seconds of a loop of calls without pauses (default 1)")
+    parser.add_argument("--commit", default="", help="commit to record (default: git's)")
     options = parser.parse_args(arguments)
 
     suite = SUITES[options.suite]
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     seconds = options.seconds if options.seconds is not None else 0.3 if device.type == "cuda" else 4.0
     protocol = Protocol(options.dropped, options.rounds or suite.rounds, seconds, sustained=options.sustained)
 
-    # p = 1 is timed on inputs that keep f positive, which the checks of the outputs confirm; the settings alone do not.
+    # p = 1 is timed on inputs that keep f positive; the checks of the outputs confirm it. The settings alone do not ensure it.
     warnings.filterwarnings("ignore", message="fastmax: f", category=RuntimeWarning)
     constant = {"suite": options.suite, "protocol": protocol.text(device)} | report.environment(device, options.commit)
     for key, value in constant.items():
@@ -77,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(row | constant)
             print(report.line(row), flush=True)
         if options.out:
-            report.write_csv(rows, options.out)  # after each case: what is measured stays when a later one is interrupted
+            report.write_csv(rows, options.out)  # after each case, so that an interruption loses no earlier case
     if suite.report:
         print("\n".join(report.REPORTS[suite.report](rows, device)))
     if options.figure:
@@ -90,13 +91,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _is_fault(row: Row) -> bool:
-    """A wrong result, or fastmax failing; what others wrote and does not take a case is none."""
+    """Returns whether a row shows a wrong result or a failure of fastmax. Another library may fail on a case."""
     foreign = row["provider"] in PROVIDERS and PROVIDERS[row["provider"]].foreign
     return row["note"].startswith("refused") or (row["note"].startswith("failed") and not foreign)
 
 
 def _too_long(rows: list[Row], case: Case, suite: Suite) -> dict[str, str]:
-    """Providers whose time at the sizes so far says that a call of this case takes longer than the suite's limit."""
+    """Returns providers to skip, and why: their times at smaller sizes predict a call longer than the suite's limit."""
     skip = {}
     for name in case.providers if math.isfinite(suite.limit_s) else ():
         series = (name, case.heads, case.head_dim, case.dtype)
@@ -109,7 +110,7 @@ def _too_long(rows: list[Row], case: Case, suite: Suite) -> dict[str, str]:
             absent = [row["note"] for row in same if row["note"].startswith("not installed")]
             skip[name] = absent[0] if absent else "not run: it did not run at a smaller n"
             continue
-        longest: dict[int, float] = {}  # of the modes, by n
+        longest: dict[int, float] = {}  # n -> largest time of all modes
         for row in same:
             longest[row["tokens"]] = max(row["median"], longest.get(row["tokens"], 0.0))
         if len(longest) > 1:

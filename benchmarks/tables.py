@@ -1,6 +1,6 @@
-"""Writes measured numbers into README.md and docs/: `python -m benchmarks.tables`; `--check` says what is out of date.
+"""Writes measured numbers into README.md and docs/: `python -m benchmarks.tables`; `--check` reports pages out of date.
 
-A page holds the name of a table or of a value between marks. The text between them is rewritten from the CSVs of
+A page has pairs of marks, of which the first names a table or a value. The text between them is rewritten from the CSVs in
 benchmarks/results/ and docs/figures/:
 
     <!-- table: train -->
@@ -9,8 +9,8 @@ benchmarks/results/ and docs/figures/:
 
     memory is the same within <!-- value: train-memory -->0.3%<!-- end -->
 
-(A value's mark must not begin a line: in Markdown it would begin a block.) `BLOCKS`, at the end of this file, has the function
-of each name. A function raises an error, rather than leaves a blank, if a CSV does not have the rows that it needs.
+(The mark of a value must not be at the beginning of a line, where it begins a block in Markdown.) `BLOCKS`, at the end of this
+file, maps each name to a function. It raises an error if a CSV does not have the rows that it needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Results:
         self._rows: dict[str, list[Row]] = {}
 
     def rows(self, suite: str, **equal: object) -> list[Row]:
-        """Measured rows of a suite with these values; at least one."""
+        """Returns the measured rows of a suite with these values; at least one."""
         if suite not in self._rows:
             self._rows[suite] = report.read_csv(self.root / f"benchmarks/results/{suite}.csv")
         found = [row for row in self._rows[suite] if "median" in row and all(row.get(k) == x for k, x in equal.items())]
@@ -66,7 +66,7 @@ class Results:
         return self.row(suite, **equal)["median"]
 
     def pair(self, suite: str, sustained: bool = False, **equal: object) -> tuple[float, float]:
-        """Times of forward and of forward + backward, of single calls or of calls back to back."""
+        """Returns the times of forward and of forward + backward, of single calls or sustained."""
         start = SUSTAINED if sustained else ""
         forward, forward_backward = (self.median(suite, mode=start + mode, **equal) for mode in ("fwd", "fwd+bwd"))
         return forward, forward_backward
@@ -75,7 +75,7 @@ class Results:
         return list(dict.fromkeys(row["case"] for row in self.rows(suite, **equal)))
 
     def plain(self, path: str) -> list[dict[str, str]]:
-        """Rows of a CSV that was not written by a suite."""
+        """Returns the rows of a CSV that was not written by a suite."""
         with (self.root / path).open(newline="") as file:
             found = list(csv.DictReader(file))
         if not found:
@@ -87,17 +87,17 @@ class Results:
 
 
 def number(x: float) -> str:
-    """Three digits: 0.256, 4.47, 17.1, 141, 1166."""
+    """Formats a number with three digits: 0.256, 4.47, 17.1, 141, 1166."""
     return f"{x:.0f}" if abs(x) >= 99.95 else f"{x:#.3g}"
 
 
 def gain(x: float) -> str:
-    """Two digits: 0.66, 1.7, 24."""
+    """Formats a ratio with two digits: 0.66, 1.7, 24."""
     return f"{x:.0f}" if x >= 9.95 else f"{x:.1f}" if x >= 0.995 else f"{x:.2f}"
 
 
 def measured_at(rows: Iterable[Row]) -> str:
-    """A line below a table: device, PyTorch version and commits of its rows."""
+    """Returns the line below a table: device, PyTorch version and commits of its rows."""
     rows = list(rows)
     facts = {key: list(dict.fromkeys(row[key] for row in rows)) for key in ("device", "torch", "commit")}
     device = " and ".join(dict.fromkeys(name.partition(",")[0] for name in facts["device"]))
@@ -110,13 +110,13 @@ def both(pair: Iterable[float]) -> str:
 
 
 def rounded(n: float) -> str:
-    """Two digits, for a length between two measured ones: 2600, 11000."""
+    """Formats a length between two measured ones with two digits: 2600, 11000."""
     digits = 10 ** (math.floor(math.log10(n)) - 1)
     return str(int(round(n / digits) * digits))
 
 
 def table(header: Iterable[str], lines: Iterable[Iterable[str]], measured: Iterable[Row] = ()) -> str:
-    """A Markdown table; the line below it says where and when `measured` were measured."""
+    """Returns a Markdown table. The line below it has device and commits of the rows `measured`."""
     header = list(header)
     lines = [header, ["---"] * len(header), *lines]
     if wrong := [line for line in lines if len(line) != len(header)]:
@@ -126,12 +126,12 @@ def table(header: Iterable[str], lines: Iterable[Iterable[str]], measured: Itera
 
 
 def size(case: str) -> str:
-    """`(8, 32, 4096, 64)` of a case's label."""
+    """Returns the size in a case's label, such as `(8, 32, 4096, 64)`."""
     return re.search(r"\([\d,]+\)", case).group().replace(",", ", ")
 
 
 def by_columns(rows: Iterable, columns: dict[str, Callable[..., str]], measured: Iterable[Row] = ()) -> str:
-    """A Markdown table with a line for each of `rows`. `columns` maps a header to the function that makes a cell of a row."""
+    """Returns a Markdown table with a line for each row. `columns` maps a header to a function from a row to a cell."""
     return table(columns, ([cell(row) for cell in columns.values()] for row in rows), measured)
 
 
@@ -143,7 +143,7 @@ def missed(row: Row) -> str:
 
 
 def _fastest(rows: Iterable[Row]) -> dict[int, float]:
-    """n -> the smallest time."""
+    """Returns n -> the smallest time."""
     times: dict[int, float] = {}
     for row in rows:
         times[row["tokens"]] = min(row["median"], times.get(row["tokens"], math.inf))
@@ -151,12 +151,12 @@ def _fastest(rows: Iterable[Row]) -> dict[int, float]:
 
 
 def _fastest_softmax(results: Results, suite: str, **equal: object) -> dict[int, float]:
-    """n -> time of the fastest of PyTorch's backends."""
+    """Returns n -> the time of PyTorch's fastest backend."""
     return _fastest(row for row in results.rows(suite, **equal) if row["provider"].startswith("sdpa"))
 
 
 def _overtakes(results: Results, suite: str, provider: str, **equal: object) -> str:
-    """The n from which a provider is faster than softmax."""
+    """Returns the n from which a provider is faster than softmax."""
     softmax = _fastest_softmax(results, suite, **equal)
     n = report.crossing(softmax, _fastest(results.rows(suite, provider=provider, **equal)))
     if n is None:
@@ -165,18 +165,18 @@ def _overtakes(results: Results, suite: str, provider: str, **equal: object) -> 
 
 
 def _state_bytes(d: int, p: int) -> int:
-    """Size of the state of one key/value head."""
-    state = fastmax.decoding.init_state(1, 1, d, p=p, a0=2.0, normalize="token")  # settings with which p = 1 is positive
+    """Returns the size of the state of one key/value head."""
+    state = fastmax.decoding.init_state(1, 1, d, p=p, a0=2.0, normalize="token")  # with these settings p = 1 is positive
     return sum(x.numel() * x.element_size() for x in (state.values, state.weights))
 
 
 def _steps(results: Results, *providers: str, **same) -> dict[int, float]:
-    """Microseconds of a step by the tokens of context, of the fastest of the providers."""
+    """Returns tokens of context -> microseconds of a step, for the fastest of the providers."""
     return _fastest(row for name in providers for row in results.rows("decode", provider=name, mode="step", **same))
 
 
 def _work_of_rank(row: Row) -> int:
-    """Work of one of two ranks over that of its tokens alone: softmax and the quadratic algorithm see all tokens."""
+    """Returns the work of one of two ranks over that of its tokens alone. All but the linear algorithm see all tokens."""
     return 1 if row["algorithm"] == "linear" else 2
 
 
@@ -184,7 +184,7 @@ def _work_of_rank(row: Row) -> int:
 
 
 def break_even(results: Results) -> str:
-    """The n from which attention's forward + backward is faster than softmax's; how many tokens of a cache a state weighs."""
+    """The n from which forward + backward is faster than softmax, and the size of a state in tokens of a key/value cache."""
 
     def line(d: int) -> list[str]:
         measured = [_overtakes(results, "scaling", f"fastmax_p{p}", head_dim=d, mode="fwd+bwd") for p in (2, 1)]
@@ -203,7 +203,7 @@ def train_break_even(results: Results) -> str:
 
 
 def attention(results: Results) -> str:
-    """Fastmax and the fastest softmax, the largest gain first: calls back to back, and single calls after a pause."""
+    """Fastmax and the fastest softmax, largest gain first: sustained, and single calls after a pause."""
     lines = []
     for case in results.cases("cuda", dtype="bf16", provider="fastmax", mode="fwd+bwd"):
         row = results.row("cuda", case=case, provider="fastmax", mode="fwd+bwd")
@@ -228,7 +228,7 @@ def attention_of_65536(results: Results) -> str:
 
 
 def cuda(results: Results) -> str:
-    """Every case with its aim and its floor; bold where the aim is missed."""
+    """Every case with its aim and its floor. Times that miss the aim are bold."""
 
     def rows(case: str) -> list[Row]:
         found = results.rows("cuda", case=case, provider="fastmax")
@@ -277,7 +277,7 @@ def crossover(results: Results) -> str:
 
 
 def decode_rate(results: Results) -> str:
-    """Share of the copy rate with enough heads to fill the device."""
+    """The rate of a step over that of a copy, with enough heads to fill the device."""
     rates = [
         1e9 * row["gb_per_s"] / COPY
         for row in results.rows("decode", provider="fastmax", tokens=1, mode="step")
@@ -294,7 +294,7 @@ def decode_gain(results: Results) -> str:
 
 
 def decode_context(results: Results) -> str:
-    """Steps of Fastmax and of the faster softmax with a cache of 16k tokens and more."""
+    """Steps of Fastmax, and of the faster softmax with a cache of at least 16k tokens."""
     lines, buffered = [], results.rows("decode", provider="fastmax_buffered", mode="step")
     shown = [n for n in dict.fromkeys(row["tokens"] for row in buffered) if n >= 16384]
     for d, batch, heads in dict.fromkeys((row["head_dim"], row["batch"], row["heads"]) for row in buffered):
@@ -308,7 +308,7 @@ def decode_context(results: Results) -> str:
 
 
 def ancestor(results: Results) -> str:
-    """Forwards of the first implementation's largest sizes, in fp32 and TF32."""
+    """Forward at the largest sizes of the first Fastmax implementation, in fp32 and TF32."""
     columns = (("tf32", "fastmax"), ("fp32", "fastmax"), ("fp32", "fastmax_autograd"))
     lines = []
     for first in results.rows("ancestor", dtype="tf32", provider="fastmax", causal="True", heads=16, tokens=10000):
@@ -372,7 +372,7 @@ def cpu(results: Results) -> str:
 
 
 def options(results: Results) -> str:
-    """The cost of each option in calls back to back: rows with a target against their peer."""
+    """The sustained cost of each option: rows with a target, compared with their peer."""
 
     def mode(row: Row) -> str:
         return row["mode"].removeprefix(SUSTAINED)
@@ -427,7 +427,7 @@ def layer_cost(results: Results) -> str:
 
 
 def auto_on_the_cpu(results: Results) -> str:
-    """The n from which on the planner takes the linear algorithm."""
+    """The n from which on the planner chooses the linear algorithm."""
     sizes = ((2, 32), (2, 64), (2, 128), (1, 64))
     found = (report.chosen_crossing(torch.device("cpu"), "fp32", p, 1, d, longest=2**17) for p, d in sizes)
     *first, last = (f"above {2**17}" if n is None else rounded(n) for n in found)
@@ -438,7 +438,7 @@ def auto_on_the_cpu(results: Results) -> str:
 
 
 def distributed(results: Results) -> str:
-    """One GPU alone and two GPUs, with as many tokens on each."""
+    """One GPU and two GPUs, with the same number of tokens on each."""
 
     def at_least(row: Row) -> str:
         return f"{_work_of_rank(row) / row['target']:.0%}{missed(row)}" if "target" in row else ""
@@ -473,12 +473,12 @@ def distributed_memory(results: Results) -> str:
     return ", ".join(f"{row['median'] / 1024:.1f} GiB {named[row['provider']]}" for row in rows)
 
 
-# Bytes a second that a GPU receives: one 400 Gb/s link; NVLink inside a machine, of 450 GB/s each way, as messages reach it.
+# Bytes per second that a GPU receives: one 400 Gb/s link; NVLink within a machine, as far as messages reach its 450 GB/s.
 _LINKS = {"50 GB/s": 50e9, "300 GB/s": 300e9}
 
 
 def exchange(results: Results) -> str:
-    """The exchange of a layer's states on many GPUs over the time of its attention."""
+    """The time of exchanging a layer's states between GPUs, and its ratio to the time of attention."""
     case = "log_decay bf16 p=2 linear (1,32,65536,64)"
     row = results.row("options", case=case, provider="fastmax", mode=SUSTAINED + "fwd+bwd")
     heads, tokens, d, ms = row["heads"], row["tokens"], row["head_dim"], row["median"]
@@ -504,7 +504,7 @@ def ring_hides(results: Results) -> str:
     pairs = row["batch"] * row["heads"] * row["tokens"] ** 2 / 2
     least = []
     for rate in _LINKS.values():
-        # A step has n^2 / 2 pairs a head; k and v in bf16, backward also their gradients in fp32.
+        # A step has n^2 / 2 pairs per head. It sends k and v in bf16, in the backward also their gradients in fp32.
         sides = ((forward, 2 * 2), (both - forward, 2 * (2 + 4)))
         n = max(size * row["head_dim"] / rate / (ms * 1e-3 / pairs / 2) for ms, size in sides)
         least.append(f"{rounded(n)} at {rate / 1e9:.0f} GB/s")
@@ -529,7 +529,7 @@ def char_lm(results: Results) -> str:
 
 
 def char_lm_texts(results: Results) -> str:
-    """Fastmax and softmax with the same parts on several texts, each seed paired with itself."""
+    """Fastmax and softmax with the same parts on several texts. Differences are between runs with the same seed."""
     rows = results.plain("docs/figures/char_lm_texts.csv")
     lines = []
     for name in dict.fromkeys(row["text"] for row in rows):
@@ -550,7 +550,7 @@ def char_lm_seeds(results: Results) -> str:
 
 
 def _char_lm_ends(results: Results) -> dict[str, list[dict[str, str]]]:
-    """The last row of every seed, by run."""
+    """Returns run -> the last row of every seed."""
     rows = results.plain("docs/figures/char_lm.csv")
     steps = max(int(row["step"]) for row in rows)
     ends = {}
@@ -565,7 +565,7 @@ def _mean(rows: list[dict[str, str]], key: str) -> float:
 
 
 def char_lm_difference(first: str, second: str, results: Results) -> str:
-    """Difference of the validation losses at the end."""
+    """The difference of the final validation losses."""
     ends = _char_lm_ends(results)
     return _in_words(_mean(ends[first], "val") - _mean(ends[second], "val"))
 
@@ -575,12 +575,12 @@ def _in_words(difference: float) -> str:
 
 
 def learned_gap(variant: str, other: str, setting: str, results: Results) -> str:
-    """Difference of the losses after equal steps, the mean over the seeds that both have."""
+    """The difference of the losses after equal steps, averaged over the seeds that both have."""
     return _in_words(above(pages.rows_of("equal-steps", setting, results.root), variant, other, measure="loss"))
 
 
 def global_keys_gain(results: Results) -> str:
-    """How far the loss of p = 2 with all parts is below that of softmax within the window."""
+    """The difference between the loss of softmax within the window and that of p = 2 with all parts."""
     found = pages.rows_of("ablation", "25M", results.root)
     whole, last = (above(found, "softmax_near", "p2_all", measure=measure) for measure in ("loss", "last_quarter"))
     return f"{whole:.3f} nats per byte, and {last:.3f} in the last quarter of a window"
@@ -595,7 +595,7 @@ def conversion_swapped(results: Results) -> str:
 
 
 def conversion_ends(results: Results) -> str:
-    """Losses above that of the softmax model with the same fine-tuning: all layers swapped, three of four swapped."""
+    """The losses with all layers swapped and with three of four, minus that of the softmax model after the same fine-tuning."""
     found = pages.rows_of("conversion", "25M", results.root)
     softmax, every, hybrid = (
         spread(found, variant=name, measure="finetuned").mean for name in ("softmax", "window_decay", "hybrid")
@@ -653,7 +653,7 @@ def flash(results: Results) -> str:
 
 
 def flash_range(results: Results) -> str:
-    """Time of `flash_attention` over that of the fastest of PyTorch's backends."""
+    """The time of `flash_attention` over that of PyTorch's fastest backend."""
     ratios = []
     for row in results.rows("flash", provider="fastmax_flash"):
         (softmax,) = _fastest_softmax(results, "flash", case=row["case"], mode=row["mode"]).values()
@@ -690,7 +690,7 @@ def traffic(results: Results) -> str:
 
 
 def traffic_formula(results: Results) -> str:
-    """MiB of one head's forward at d = 128 in bf16."""
+    """MiB that the forward of one head moves at d = 128 in bf16."""
     options: dict[str, dict] = {
         "standard": {"algorithm": "standard"},
         "flash, 128 queries a block, no cache": {"block_size": 128},
@@ -714,7 +714,7 @@ def cpu_device(results: Results) -> str:
 
 # ---- pages
 
-# Name of a mark in a page -> the function that writes its text.
+# Name in a mark of a page -> function that returns its text.
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "break-even": break_even,
     "train-break-even": train_break_even,
@@ -776,7 +776,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
 
 
 def rewritten(text: str, results: Results) -> str:
-    """The page with every marked block written anew."""
+    """Returns the page with every marked block rewritten."""
     if text.count("<!-- table:") + text.count("<!-- value:") != len(_MARKED.findall(text)):
         raise ValueError("a mark is not of the form <!-- table: NAME -->...<!-- end --> (or value)")
 
@@ -795,7 +795,7 @@ def rewritten(text: str, results: Results) -> str:
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is out of date")
     options = parser.parse_args(arguments)
     results, stale = Results(root), 0
     for path in (path for pattern in PAGES for path in sorted(root.glob(pattern))):

@@ -1,6 +1,6 @@
-"""Measures time on a device, time on the host and peak memory.
+"""Measures time on a device, time on the host, and peak memory.
 
-Calls that are compared take turns, so that a change in the machine's speed meets all of them; the first rounds are dropped.
+Calls that are compared take turns, so that a change of the machine's speed affects all of them. The first rounds are dropped.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FLUSHES = 8  # of the cache before each call
-QUEUED = 50  # calls in flight while the host is timed: below the 1024 launches at which the driver blocks the host
-SEGMENTS = 10  # of a sustained measurement
-WARM_SHARE = 0.3  # of a sustained measurement, before it: clocks and temperature settle
+FLUSHES = 8  # flushes of the cache before each call
+QUEUED = 50  # calls queued while the host is timed: fewer than the 1024 launches at which the driver blocks the host
+SEGMENTS = 10  # segments of a sustained measurement
+WARM_SHARE = 0.3  # unmeasured time before a sustained measurement, as a share of it: clocks and temperature settle
 
 
 class Call(NamedTuple):
     function: Callable[[], object]
-    context: Callable[[], AbstractContextManager] = nullcontext  # entered outside of what is timed
+    context: Callable[[], AbstractContextManager] = nullcontext  # entered before timing starts
 
 
 @dataclass(frozen=True)
 class Protocol:
     dropped: int = 3
-    rounds: int = 5  # kept at least
-    seconds: float = 4.0  # short calls are repeated until the kept rounds took so long together
+    rounds: int = 5  # least number of rounds that count
+    seconds: float = 4.0  # rounds are repeated until they took this long together
     max_rounds: int = 100
-    sustained: float = 1.0  # seconds that a loop without pauses is measured for
+    sustained: float = 1.0  # seconds of a sustained measurement
 
     def text(self, device: torch.device, checked: bool = True) -> str:
         clock = "CUDA events, L2 flushed before each call" if device.type == "cuda" else "perf_counter"
@@ -59,13 +59,13 @@ def spread(samples: list[float]) -> Spread:
 
 
 def device_ms(calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:
-    """Milliseconds that each call keeps the device busy (CPU: until it returns)."""
+    """Returns the milliseconds that each call keeps the device busy (CPU: until it returns)."""
     one_round = _cuda_round if device.type == "cuda" else _cpu_round
     return _take_turns(lambda: one_round(calls, device), protocol, seconds_per_unit=1e-3)
 
 
 def sustained_ms(calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:
-    """Milliseconds per call, host time included, in a loop without pauses or cache flushes, as in training.
+    """Returns the milliseconds per call, host time included, in a loop without pauses or cache flushes, as in training.
 
     Each call has a loop of its own, at least `protocol.sustained` seconds long. The spread is that of the loop's segments.
     """
@@ -97,7 +97,7 @@ def _sustained(call: Call, device: torch.device, seconds: float) -> Spread:
 
 
 def host_us(calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:
-    """Microseconds of CPU time a call, without waiting for the device."""
+    """Returns the microseconds of CPU time per call, without waiting for the device."""
 
     def one_round() -> list[float]:
         times = []
@@ -115,7 +115,7 @@ def host_us(calls: list[Call], device: torch.device, protocol: Protocol) -> list
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:
-    """Peak memory of the call above what was allocated before it."""
+    """Returns the peak memory of the call, in addition to what was allocated before it."""
     with call.context():
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -124,9 +124,9 @@ def peak_bytes(call: Call, device: torch.device) -> int:
             call.function()
             torch.cuda.synchronize(device)
             return torch.cuda.max_memory_allocated(device) - before
-        # What earlier calls freed must not stay in the process, or this one would reuse it unseen.
+        # Returns freed memory to the system. Otherwise the call could reuse it, and it would not be counted.
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # starts VmHWM anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before = _status_bytes("VmRSS")
         call.function()
         return _status_bytes("VmHWM") - before
@@ -157,8 +157,8 @@ def _cuda_round(calls: list[Call], device: torch.device) -> list[float]:
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in calls]
     for (function, context), (start, stop) in zip(calls, events, strict=True):
         with context():
-            # Empties the cache of inputs, and keeps the device busy (about 1 ms on an H200) until the host has queued the call
-            # behind it: else the host's time before the first launch, and between forward and backward, would count.
+            # Removes the inputs from the cache. It also keeps the device busy (about 1 ms on an H200) until the host has queued
+            # the call. Otherwise the host's time before the first launch, and between forward and backward, would count.
             for _ in range(FLUSHES):
                 _flush_buffer(device).zero_()
             start.record()

@@ -18,7 +18,7 @@ from torch import nn
 import fastmax
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--steps", type=int, default=600, help="of training with softmax")
+parser.add_argument("--steps", type=int, default=600, help="training steps with softmax")
 parser.add_argument("--finetune-steps", type=int, default=100)
 args = parser.parse_args()
 

@@ -56,7 +56,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--n-embd", type=int)
     parser.add_argument("--attention", choices=("fastmax", "softmax"), default="fastmax")
     parser.add_argument("--every", type=int, default=0, help="softmax in every EVERY-th layer; 0: in none")
-    parser.add_argument("--parts", type=part, nargs="+", default=[], metavar="NAME=VALUE", help="of FastmaxSelfAttention")
+    parser.add_argument(
+        "--parts", type=part, nargs="+", default=[], metavar="NAME=VALUE", help="keywords of FastmaxSelfAttention"
+    )
     parser.add_argument("--without", choices=PLAIN, nargs="+", default=[], help="parts of the layer to switch off")
 
 

@@ -1,14 +1,14 @@
-"""How well fastmax learns, beside softmax and others: `python -m benchmarks.learn EXPERIMENT`.
+"""Compares how well models learn with fastmax, softmax and other attention: `python -m benchmarks.learn EXPERIMENT`.
 
-An experiment is a list of runs (a variant, a setting, a learning rate, a seed), each done once: its rows go into
-OUT/EXPERIMENT.csv when it ends, and where they are there it is skipped. So the same command goes on where it was stopped, and
-several of them, on GPUs that CUDA_VISIBLE_DEVICES gives them, share the work.
+An experiment is a list of runs (a variant, a setting, a learning rate, a seed). A run writes its rows into OUT/EXPERIMENT.csv
+when it ends, and is skipped if they are there already. The same command therefore resumes an experiment that was stopped, and
+several commands at a time, each with its GPU (CUDA_VISIBLE_DEVICES), share the work:
 
     CUDA_VISIBLE_DEVICES=0 python -m benchmarks.learn equal-steps --budget 540 &
     CUDA_VISIBLE_DEVICES=1 python -m benchmarks.learn equal-steps --budget 540 &
 
-`collect --from FOLDER` adds the runs that another machine did to those of OUT. `figures` draws what is in OUT into
-docs/figures/; then `python -m benchmarks.tables` writes the tables of docs/quality.md.
+`collect --from FOLDER` adds the runs of another machine to those in OUT. `figures` draws figures of the results in OUT into
+docs/figures/. Then `python -m benchmarks.tables` writes the tables of docs/quality.md.
 
 experiments:
 """
@@ -44,20 +44,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__ + known, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("experiment", choices=[*EXPERIMENTS, "collect", "figures"], metavar="EXPERIMENT")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", action="append", metavar="VARIANT", help="may be repeated")
-    parser.add_argument("--setting", help="the runs of this setting alone")
+    parser.add_argument("--only", action="append", metavar="VARIANT", help="run this variant; may be repeated")
+    parser.add_argument("--setting", help="run this setting only")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="begin no run that would not end")
-    parser.add_argument("--jobs", type=int, default=1, help="so many processes side by side on the device")
-    parser.add_argument("--no-compile", action="store_true", help="language models without torch.compile")
-    parser.add_argument("--no-graphs", action="store_true", help="recall without CUDA graphs")
-    parser.add_argument("--steps", type=int, help="in place of the setting's, also of its seconds: to try things out")
-    parser.add_argument("--time", type=float, metavar="SECONDS", help="of training, in equal-time")
-    parser.add_argument("--data", type=Path, default=DATA, help="one file of bytes")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="of the CSVs")
-    parser.add_argument("--from", type=Path, dest="source", metavar="FOLDER", help="of CSVs, for collect")
-    parser.add_argument("--commit", default="", help="where there is no git to ask")
-    parser.add_argument("--list", action="store_true", help="name the runs and do none")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="skip runs that would end later")
+    parser.add_argument("--jobs", type=int, default=1, help="number of processes that share the device")
+    parser.add_argument("--no-compile", action="store_true", help="run language models without torch.compile")
+    parser.add_argument("--no-graphs", action="store_true", help="run recall without CUDA graphs")
+    parser.add_argument("--steps", type=int, help="replaces the setting's steps or seconds, for trials")
+    parser.add_argument("--time", type=float, metavar="SECONDS", help="time of training, for equal-time")
+    parser.add_argument("--data", type=Path, default=DATA, help="text to train on, one file")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory of the CSVs")
+    parser.add_argument("--from", type=Path, dest="source", metavar="FOLDER", help="directory of the CSVs to collect")
+    parser.add_argument("--commit", default="", help="commit to record (default: git's)")
+    parser.add_argument("--list", action="store_true", help="list the runs and exit")
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
 

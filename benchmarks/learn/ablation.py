@@ -1,4 +1,4 @@
-"""Ablation: the layer with all its parts, and with each of them left out alone."""
+"""Ablation: the layer with all its parts, and without each of them in turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversion: a trained softmax model, its attention exchanged for Fastmax by `fastmax.convert`; the loss after each step."""
+"""Conversion: `fastmax.convert` swaps the attention of a trained softmax model; the loss after each stage."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import parameters
 from fastmax import convert
 
-TEACHER = "softmax"  # of equal_steps
-LEARNING_RATE = 3e-4  # of the fine-tuning
+TEACHER = "softmax"  # variant of the softmax model, which is trained as in equal_steps
+LEARNING_RATE = 3e-4  # of fine-tuning
 FIT_BATCHES, TRANSFER_STEPS, FINETUNE_STEPS = 4, 100, 300
-HALF_LIVES = 8.0  # contexts, of the slowest new gate
+HALF_LIVES = 8.0  # longest half-life of new decay gates, in contexts
 
 
 @dataclass(frozen=True)
 class Conversion:
     title: str
-    swap: dict | None = field(default_factory=dict)  # keywords of convert.swap beside the window; None: softmax stays
-    fit: bool = True  # the polynomial
-    transfer: tuple[str, ...] | None = ()  # trained then: what is new, and what is named so; None: nothing
-    rate: float = 1e-2  # of the transfer
+    swap: dict | None = field(default_factory=dict)  # keywords of convert.swap besides the window; None: no swap
+    fit: bool = True  # whether the polynomial is fitted
+    # Attention transfer trains new parameters, and those whose names end like this; None: no transfer.
+    transfer: tuple[str, ...] | None = ()
+    rate: float = 1e-2  # learning rate of the transfer
 
 
 NORMS = ("q_norm.weight", "k_norm.weight")
@@ -52,7 +53,10 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
-    """ "before", "swapped", "fitted", "transferred" and "finetuned": the loss then, `at` so many steps after the swap."""
+    """Yields rows of the loss after each stage, "before", "swapped", "fitted", "transferred" and "finetuned".
+
+    `at` is the number of steps since the swap.
+    """
     setting, conversion = equal_steps.SETTINGS[run.setting], VARIANTS[run.variant]
     train_data, held_out, described = data.on_device(place.data, place.device)
     validation = data.validation_windows(held_out, setting.context, setting.batch, setting.final)
@@ -72,7 +76,7 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
         return (draw(None)._asdict() for _ in range(count))
 
     def train(function: Callable, *args, **options) -> None:
-        with training.autocast(place.device, setting.bf16):  # which no row is given within
+        with training.autocast(place.device, setting.bf16):  # rows are yielded outside of autocast
             function(gpt, *args, **options)
 
     yield row("before", 0)
@@ -98,14 +102,14 @@ def execute(run: Run, place: Place) -> Iterator[Row]:
 
 
 def named(gpt: model.GPT, endings: tuple[str, ...]) -> list[str]:
-    """Parameters of the layers that were exchanged whose names end so."""
+    """Returns the parameters of swapped layers whose names have one of these endings."""
     exchanged = [name for name, layer in gpt.named_modules() if getattr(layer, "attention", "") == "fastmax"]
     parameters_of = {f"{name}.{own}" for name in exchanged for own, _ in gpt.get_submodule(name).named_parameters()}
     return sorted(name for name in parameters_of if name.endswith(endings))
 
 
 def trained_teacher(setting: language.Setting, seed: int, place: Place) -> model.GPT:
-    """Trained by whoever needs it first, and kept beside the data."""
+    """Returns the trained softmax model. The first process that needs it trains it and saves it beside the data."""
     *_, described = data.on_device(place.data, place.device)
     path = teacher_path(setting, seed, place, described)
     gpt = language.make(TEACHER, setting, seed, Place(place.device, place.data, False, False))
@@ -121,7 +125,7 @@ def trained_teacher(setting: language.Setting, seed: int, place: Place) -> model
 
 
 def teacher_path(setting: language.Setting, seed: int, place: Place, described: str) -> Path:
-    steps, digest = place.steps or setting.steps, described.split()[-1]  # a teacher of another text is another teacher
+    steps, digest = place.steps or setting.steps, described.split()[-1]  # another text gives another teacher
     return place.data.with_name(f"{place.data.stem}-{digest}-{TEACHER}-{setting.n_embd}-{steps}-{seed}.pt")
 
 

@@ -1,4 +1,4 @@
-"""The text of the language-model experiments, and batches of it that are made on the device."""
+"""The text of the language-model experiments. Batches are drawn on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VALIDATION_SEED = 0
 
 
 def load(path: Path) -> Tensor:
-    """(N,) uint8: the file's bytes. Where there is none it is written from the Python sources of this interpreter."""
+    """Returns the bytes of the file, uint8 (N,). A missing file is written from the Python sources of this interpreter."""
     with rows.locked(path, "data", wait=True):
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -30,13 +30,13 @@ def load(path: Path) -> Tensor:
 
 @lru_cache(maxsize=1)
 def on_device(path: Path, device: torch.device) -> tuple[Tensor, Tensor, str]:
-    """Training and validation bytes on the device, and what a row says of them."""
+    """Returns training and validation bytes on the device, and their description for the rows."""
     data = load(path)
     described = f"{len(data) / 1e6:.1f} MB, {hashlib.sha256(data.numpy()).hexdigest()[:8]}"
     return *(part.to(device) for part in text.split(data)), described
 
 
-Edit = Callable[[Tensor, torch.Generator], Tensor]  # of windows (B, T + 1)
+Edit = Callable[[Tensor, torch.Generator], Tensor]  # changes windows (B, T + 1)
 
 
 def unchanged(window: Tensor, drawn: torch.Generator) -> Tensor:
@@ -44,7 +44,7 @@ def unchanged(window: Tensor, drawn: torch.Generator) -> Tensor:
 
 
 def windows(data: Tensor, context: int, batch: int, drawn: torch.Generator, edit: Edit = unchanged) -> text.Batch:
-    """Windows at random places; the generator is on the device of data, and nothing is copied from the host."""
+    """Returns windows from random positions. The generator is on the device of the data; nothing is copied from the host."""
     if len(data) <= context:
         raise SystemExit(f"{len(data)} bytes of text are too few for a context of {context}")
     start = torch.randint(len(data) - context, (batch, 1), generator=drawn, device=data.device)
@@ -57,7 +57,7 @@ def generator(device: torch.device, seed: int) -> torch.Generator:
 
 
 def validation_windows(data: Tensor, context: int, batch: int, count: int, edit: Edit = unchanged) -> list[text.Batch]:
-    """`count` windows, the same for every run, in batches of at most `batch`."""
+    """Returns `count` windows, the same in every run, in batches of at most `batch`."""
     tokens, targets, _ = windows(data, context, count, generator(data.device, VALIDATION_SEED), edit)
     return [text.Batch(*parts) for parts in zip(tokens.split(batch), targets.split(batch), strict=True)]
 
@@ -65,6 +65,9 @@ def validation_windows(data: Tensor, context: int, batch: int, count: int, edit:
 def training_windows(
     data: Tensor, context: int, batch: int, seed: int, edit: Edit = unchanged
 ) -> Callable[[torch.Generator], text.Batch]:
-    """For `training.Trainer`, whose generator is on the host and left aside. Every variant of a seed sees the same windows."""
+    """Returns a function that draws batches, for `training.Trainer`. Variants with the same seed see the same windows.
+
+    The function ignores the generator of the `Trainer`, which is on the host.
+    """
     drawn = generator(data.device, seed)
     return lambda _: windows(data, context, batch, drawn, edit)

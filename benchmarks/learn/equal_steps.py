@@ -1,4 +1,4 @@
-"""Equal steps: the same tokens in the same order for every variant, and what each has learned from them."""
+"""Equal steps: the loss of every variant after training on the same tokens in the same order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.learn.variants import VARIANTS
 
 SETTINGS = {
     "25M": Setting(n_layer=8, n_head=8, n_embd=512, context=1024, batch=32, steps=1000, lr=2e-3, window=128, bf16=True),
-    # Windows are short, and so is the exact one: with 128 every token would see all others exactly
+    # The exact window is short like the context: with 128 all keys would be local
     "0.8M": Setting(
         n_layer=4,
         n_head=4,

@@ -1,4 +1,4 @@
-"""Equal time: what is learned in as many seconds of training on long context, by softmax at PyTorch's speed too."""
+"""Equal time: the loss after the same time of training on long contexts, with softmax also by PyTorch's fastest kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SECONDS = 60.0
 LONG = replace(
     equal_steps.SETTINGS["25M"],
     context=16384,
-    batch=4,  # 65536 tokens a step, here and below
-    steps=100_000,  # more than there is time for
+    batch=4,  # 65536 tokens per step, here and below
+    steps=100_000,  # more than fit into the time
     seconds=SECONDS,
     rows=100_000 // 20,  # one every 20 steps
-    warmup_share=0.1,  # in steps it would be half of the time of the slowest, and a tenth of that of the fastest
+    warmup_share=0.1,  # a number of steps would be half of the slowest variant's time and a tenth of the fastest's
     validation=16,
     final=64,
 )
@@ -31,7 +31,7 @@ SETTINGS = {
     "64k, 124M": replace(
         LONG, n_layer=12, n_head=12, n_embd=768, context=65536, batch=1, validation=2, final=8, lr=6e-4, rows=100_000 // 10
     ),
-    # For trying out where there is no GPU
+    # For trials without a GPU
     "256": replace(LONG, n_layer=4, n_head=2, n_embd=64, context=256, window=16, bf16=False, final=16),
 }
 COMPARED = ("softmax_sdpa", "p2_all", "softmax_parts_sdpa", "hybrid", "softmax_parts")

@@ -1,9 +1,9 @@
-"""Modules of examples/, which is a folder of scripts and no package."""
+"""Imports modules of examples/, which is a folder of scripts and not a package."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # before what else is named text or model
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))  # before other modules named text or model
 try:
     import model
     import text

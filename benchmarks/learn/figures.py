@@ -1,4 +1,4 @@
-"""Figures of what the CSVs hold: `python -m benchmarks.learn figures`."""
+"""Draws figures of the results: `python -m benchmarks.learn figures`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _save(figure, path: Path) -> None:
 
 
 def _panels(settings: list[str], sharey: bool = False):
-    """A figure with axes side by side, one for each setting."""
+    """Returns a figure with axes side by side, one for each setting, and the axes by setting."""
     import matplotlib.pyplot as plt
 
     size = (5.2 * len(settings), 4.0)
@@ -52,7 +52,7 @@ def _panels(settings: list[str], sharey: bool = False):
 
 
 def _lines(found: list[Row], measure: str, against: str, x: str, y: str, log: bool = False):
-    """A line for each variant."""
+    """Draws a line for each variant."""
     styles = _styles(in_order(found, TITLES))
     figure, axes = _panels(values(found, "setting"))
     for setting, axis in axes.items():
@@ -66,7 +66,7 @@ def _lines(found: list[Row], measure: str, against: str, x: str, y: str, log: bo
 
 
 def _styles(titles: dict[str, str]) -> dict[str, dict]:
-    """Variant -> how its line looks, in every panel: a colour, and dashes where there are no more colours."""
+    """Returns variant -> style of its line in all panels: a colour, with dashes after ten colours."""
     own = {"marker": ".", "markersize": 4, "linewidth": 1.2}
     return {
         name: own | {"label": title, "color": f"C{i % 10}", "linestyle": ("-", "--", ":")[i // 10]}
@@ -75,7 +75,7 @@ def _styles(titles: dict[str, str]) -> dict[str, dict]:
 
 
 def _with_legend(figure):
-    """One legend for all panels, below them."""
+    """Adds one legend for all panels below them."""
     lines = {line.get_label(): line for axis in figure.axes for line in axis.get_lines()}
     columns = 2 * len(figure.axes)
     width, height = figure.get_size_inches()
@@ -85,7 +85,7 @@ def _with_legend(figure):
 
 
 def _zoomed(figure, found: list[Row], measure: str):
-    """The first losses, from ln(256) down, would leave no room for the differences."""
+    """Limits the axes of losses. With the first losses, from ln(256) down, differences would be invisible."""
     for axis, setting in zip(figure.axes, values(found, "setting"), strict=True):
         losses = sorted(row["value"] for row in where(found, setting=setting, measure=measure))
         lowest, middle = losses[0], losses[len(losses) // 2]
@@ -133,7 +133,7 @@ def recall(found: list[Row]):
     return _with_legend(figure)
 
 
-# The name of an image, the experiment whose rows it shows
+# Name of an image -> the experiment whose rows it shows, and the function that draws it
 DRAWN: dict[str, tuple[str, Callable]] = {
     "equal_steps": ("equal-steps", equal_steps),
     "equal_time": ("equal-time", equal_time),

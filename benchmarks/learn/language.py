@@ -1,4 +1,4 @@
-"""A GPT on bytes of Python sources: what the experiments on language models have in common."""
+"""Trains a GPT on bytes of Python sources: code that the experiments on language models share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Place
 from benchmarks.learn.variants import VARIANTS, fastest_softmax, make_gpt, parameters
 
-BUCKETS = 32  # of positions
+BUCKETS = 32  # ranges of positions whose losses are averaged
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Setting:
     steps: int
     lr: float
     window: int
-    seconds: float | None = None  # of training, where these are equal and not the steps
+    seconds: float | None = None  # time of training, in experiments with equal time instead of equal steps
     warmup: int = 100  # steps
-    warmup_share: float | None = None  # of the training, in place of steps
+    warmup_share: float | None = None  # fraction of the training, replaces `warmup`
     rows: int = 20
-    validation: int = 256  # windows whose loss is that of a row
-    final: int = 1024  # windows whose loss is that of the trained model
+    validation: int = 256  # windows for the validation loss during training
+    final: int = 1024  # windows for the loss of the trained model
     bf16: bool = False
 
     def recipe(self, place: Place) -> training.Recipe:
@@ -62,13 +62,13 @@ def make(variant: str, setting: Setting, seed: int, place: Place) -> model.GPT:
 
 
 def compile_blocks(gpt: model.GPT) -> None:
-    """Block by block: they are alike, so that the compiler works once for all of them."""
+    """Compiles block by block. The blocks are alike, so the compiler compiles one."""
     for block in gpt.blocks:
         block.compile()
 
 
 def train(gpt: nn.Module, setting: Setting, seed: int, place: Place, edit: data.Edit = data.unchanged) -> list[Row]:
-    """Rows of losses at some steps, "train" and "val", and of the trained model: those of `trained_losses`."""
+    """Trains the model; returns rows of "train" and "val" losses by step, and the rows of `trained_losses`."""
     train_data, held_out, described = data.on_device(place.data, place.device)
     validation = data.validation_windows(held_out, setting.context, setting.batch, setting.validation, edit)
     batches = data.training_windows(train_data, setting.context, setting.batch, seed, edit)
@@ -85,9 +85,12 @@ def train(gpt: nn.Module, setting: Setting, seed: int, place: Place, edit: data.
 
 
 def trained_losses(gpt: nn.Module, batches: list[text.Batch], bf16: bool) -> Iterator[Row]:
-    """ "position": the loss of each of BUCKETS stretches of a window, `at` its end; "loss" and "last_quarter": that of the
-    whole window and of its last quarter, `at` its length."""
-    losses, _ = training.evaluate_by_position(gpt, batches, bf16)  # as many tokens at each position
+    """Yields rows of the losses of a trained model.
+
+    "position" is the loss in each of BUCKETS ranges of positions, `at` the end of the range. "loss" and "last_quarter" are the
+    losses of the whole window and of its last quarter, `at` the length of the window.
+    """
+    losses, _ = training.evaluate_by_position(gpt, batches, bf16)  # every position has the same number of tokens
     for part in losses.tensor_split(min(BUCKETS, len(losses))):
         yield {"measure": "position", "at": part.storage_offset() + len(part), "value": part.mean().item()}
     yield {"measure": "last_quarter", "at": len(losses), "value": losses[-len(losses) // 4 :].mean().item()}

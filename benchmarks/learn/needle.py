@@ -1,10 +1,11 @@
 """Needle: one fact, a key and its value, in 4k to 128k tokens of text, for a model trained on 8k.
 
-A fact is the line `@key=value`, six letters each. It stands twice in a text, and nothing but the first tells what the value in
-the second is. In training there are many facts in a window, at random distances; in a test there is one, whose second line ends
-the text. What counts is that all letters of its value are the likeliest ones: what generating greedily would give.
+A fact is the line `@key=value`, of six letters each. It occurs twice in a text; the value in the second line can only be known
+from the first. A training window has many facts, at random distances. A test text has one, whose second line ends the text. A
+fact is found if every letter of its value is the model's most likely one, as in greedy generation.
 
-A model learns to copy on short windows, then to do so across long ones: on these alone it does not in as many steps.
+A model first learns to copy on short windows, then across long ones. With long windows alone it does not learn it in as many
+steps.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ from benchmarks.learn.variants import fastest_softmax
 
 LETTERS = 6
 LINE = len("\n@") + LETTERS + len("=") + LETTERS + len("\n")
-VALUE = slice(-1 - LETTERS, -1)  # of a line, and of a text that ends with one
+VALUE = slice(-1 - LETTERS, -1)  # the value in a line, or in a text that ends with a line
 TEST_SEED = 1
 
 
 @dataclass(frozen=True)
 class Setting:
-    short: language.Setting  # of the windows that are trained on first
+    short: language.Setting  # for the first training, on short windows
     model: language.Setting
-    facts: int  # in a window of the model's context; in a short one as many for its length
-    lengths: tuple[int, ...]
-    texts: int  # of a length; fewer where they are longer than `test_tokens` together
+    facts: int  # facts in a window of the model's context; short windows have as many per token
+    lengths: tuple[int, ...]  # of test texts
+    texts: int  # test texts per length; fewer if together they are longer than `test_tokens`
     test_tokens: int
 
 
-# Where there is no GPU
+# For trials without a GPU
 TRIED = language.Setting(
     n_layer=4, n_head=2, n_embd=64, context=128, batch=8, steps=200, lr=3e-3, window=16, validation=16, final=16
 )
 SETTINGS = {
     "25M": Setting(
-        replace(equal_steps.SETTINGS["25M"], rows=1, validation=32, final=32),  # of which only the counts are read
+        replace(equal_steps.SETTINGS["25M"], rows=1, validation=32, final=32),  # only its counts are used
         replace(
             equal_steps.SETTINGS["25M"], context=8192, batch=8, steps=300, lr=1e-3, warmup=30, rows=10, validation=32, final=64
         ),
@@ -67,14 +68,14 @@ COMPARED = ("p2_all", "softmax_sdpa", "hybrid", "softmax_parts", "p2_window")
 
 
 def lines(count: int, facts: int, drawn: torch.Generator) -> Tensor:
-    """(count, facts, LINE) bytes."""
+    """Returns random lines of facts, bytes (count, facts, LINE)."""
     sentence = torch.tensor(list(b"\n@" + b"?" * LETTERS + b"=" + b"?" * LETTERS + b"\n"), device=drawn.device)
     letters = torch.randint(ord("a"), ord("z") + 1, (count, facts, LINE), generator=drawn, device=drawn.device)
     return torch.where(sentence == ord("?"), letters, sentence)
 
 
 def with_facts(window: Tensor, drawn: torch.Generator, facts: int) -> Tensor:
-    """Windows (B, T + 1) with so many facts written over them, each at two of the places that multiples of LINE are."""
+    """Writes facts into windows (B, T + 1), each at two random multiples of LINE; returns the windows."""
     count, places = len(window), (window.shape[1] - 1) // LINE
     order = torch.rand(count, places, generator=drawn, device=window.device).argsort(1)[:, : 2 * facts]
     where = (order * LINE).unsqueeze(-1) + torch.arange(LINE, device=window.device)
@@ -83,7 +84,7 @@ def with_facts(window: Tensor, drawn: torch.Generator, facts: int) -> Tensor:
 
 
 def with_question(window: Tensor, drawn: torch.Generator) -> Tensor:
-    """Texts (B, T + 1) with one fact, whose second line is the last there is; the first anywhere before."""
+    """Writes a fact into texts (B, T + 1): once at a random position, and once at the end; returns the texts."""
     count, length = window.shape[0], window.shape[1] - 1
     (fact,) = lines(count, 1, drawn).unbind(1)
     last = length - LINE
@@ -96,8 +97,8 @@ def with_question(window: Tensor, drawn: torch.Generator) -> Tensor:
 
 @torch.no_grad()
 def found(gpt: nn.Module, texts: Tensor, bf16: bool) -> Tensor:
-    """(B, LETTERS) bool: whether the letters of the values at the end of texts (B, T) are what the model expects there."""
-    eager = torch.compiler.set_stance("force_eager")  # every length would be compiled anew
+    """Returns whether the model predicts the letters of the value at the end of each text (B, T): bool (B, LETTERS)."""
+    eager = torch.compiler.set_stance("force_eager")  # each length would be compiled separately
     with training.autocast(texts.device, bf16), fastest_softmax(), eager:
         logits = gpt(texts)
     expected = logits[:, VALUE.start - 1 : VALUE.stop - 1].argmax(-1)
@@ -105,10 +106,10 @@ def found(gpt: nn.Module, texts: Tensor, bf16: bool) -> Tensor:
 
 
 def train(gpt: nn.Module, setting: Setting, seed: int, place: Place) -> list[Row]:
-    """Rows of the training on the model's context, which count what came before."""
+    """Trains on short windows, then on the model's context; returns the rows of the latter, with counts of both."""
     few = setting.facts * setting.short.context // setting.model.context
     before = language.train(gpt, setting.short, seed, place, partial(with_facts, facts=few))[-1]
-    torch.compiler.reset()  # windows of another length are another program, not one for all lengths
+    torch.compiler.reset()  # compiles windows of another length separately, without dynamic shapes
     trained = language.train(gpt, setting.model, seed, place, partial(with_facts, facts=setting.facts))
     counted = [row | {name: row[name] + before[name] for name in COUNTS} for row in trained]
     return [row | {"at": row["step"]} if row["measure"] in ("train", "val") else row for row in counted]
@@ -120,7 +121,7 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
-    """Rows of `language.train`, and for each length percent of facts ("needle") and of their letters ("letters") found."""
+    """Yields the rows of `train`, and for each length the percentages of facts ("needle") and letters ("letters") found."""
     setting = SETTINGS[run.setting]
     gpt = language.make(run.variant, setting.model, run.seed, place)
     trained = train(gpt, setting, run.seed, place)

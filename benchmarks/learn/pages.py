@@ -1,4 +1,4 @@
-"""The tables of docs/quality.md: each experiment's rows as Markdown. A section of which there is no CSV yet says so."""
+"""Makes the tables of docs/quality.md from the rows of the experiments. A section without a CSV says so."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from benchmarks.learn.rows import Row
 from benchmarks.learn.variants import VARIANTS
 
 FOLDER = "benchmarks/results/learn"
-SAME_TIME = 1.1  # times as many seconds, at most: a run ends with the step that is running
+SAME_TIME = 1.1  # largest ratio of the times of two runs: a run ends with the step that is running
 TITLES = {name: variant.title for name, variant in VARIANTS.items()}
 CONVERSIONS = {name: variant.title for name, variant in conversion.VARIANTS.items()}
 
-Lines = Iterator[list[str]]  # the first is the header
-Table = Callable[[list[Row]], Lines]  # of the rows of one setting
+Lines = Iterator[list[str]]  # lines of a table; the first is the header
+Table = Callable[[list[Row]], Lines]  # makes a table of the rows of one setting
 
 
 def million(n: float) -> str:
@@ -96,7 +96,7 @@ def conversions(found: list[Row]) -> Lines:
         yield [title, *("" if mean is None else f"{mean:.4f}" for mean in means)]
 
 
-# The name of an experiment, and the figures under its tables with what they show
+# Name of an experiment -> its table, and the figures below it: name -> alternative text
 TABLES: dict[str, tuple[Table, dict[str, str]]] = {
     "equal-steps": (equal_steps, {"equal_steps": "validation loss by step"}),
     "equal-time": (equal_time, {"equal_time": "loss by seconds of training", "equal_time_position": "loss by position"}),
@@ -108,14 +108,15 @@ TABLES: dict[str, tuple[Table, dict[str, str]]] = {
 
 
 def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]]], str]) -> str:
-    """
+    """Returns the section of an experiment in Markdown.
+
     Args:
-        name: of an experiment.
-        root: of the working tree.
+        name: name of the experiment.
+        root: root of the working tree.
         as_table: (header, lines) -> Markdown.
 
     Raises:
-        LookupError: the CSV is there and has not what the table shows, or has runs of one setting that cannot be compared.
+        LookupError: the CSV lacks rows that the table needs, or has runs of one setting that cannot be compared.
     """
     path = root / FOLDER / f"{name}.csv"
     if not path.exists():
@@ -134,23 +135,23 @@ def section(name: str, root: Path, as_table: Callable[[list[str], list[list[str]
 
 
 def rows_of(name: str, setting: str, root: Path) -> list[Row]:
-    """Rows of an experiment in a setting."""
+    """Returns the rows of an experiment in a setting."""
     return where(rows.read(root / FOLDER / f"{name}.csv"), setting=setting)
 
 
 def losses(name: str, setting: str, root: Path) -> dict[str, float]:
-    """Variant -> loss of the trained model, the mean over its seeds."""
+    """Returns variant -> loss of the trained model, averaged over its seeds."""
     found = where(rows_of(name, setting, root), measure="loss")
     return {variant: spread(found, variant=variant).mean for variant in values(found, "variant")}
 
 
 def commits(name: str, setting: str, root: Path) -> str:
-    """Commits at which the runs of an experiment in a setting were measured."""
+    """Returns the commits at which the runs of an experiment in a setting were measured."""
     return ", ".join(sorted(values(rows_of(name, setting, root), "commit")))
 
 
 def conditions(found: list[Row]) -> str:
-    """Seeds, text, device, PyTorch and commits, as the rows have them."""
+    """Returns a sentence with the seeds, text, device, PyTorch version and commits of the rows."""
     seeds = sorted(values(found, "seed"))
     facts = [f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"]
     text = values([row for row in found if "data" in row], "data")

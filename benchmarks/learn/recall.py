@@ -1,8 +1,8 @@
 """Recall: multi-query associative recall in the setting of Arora et al. 2023 ("Zoology", arXiv:2312.04927).
 
-A sequence states pairs of a key and a value, then asks for the values of all keys, each at a place that their power law
-chooses; what lies between is noise. Vocabulary 8192, half of it keys. Two layers of one head, no MLP, no positions but the
-layer's convolution. The learning rate is swept on a log scale.
+A sequence states pairs of a key and a value, then asks for the values of all keys, at positions drawn from the paper's power
+law; the other tokens are random. The vocabulary has 8192 tokens, half of which are keys. The model has two layers of one head,
+no MLP, and no positions except those from the layer's convolution. The learning rate is swept on a log scale.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from benchmarks.learn.rows import Row
 from benchmarks.learn.runner import Experiment, Place, Run
 from benchmarks.learn.variants import parameters
 
-POWER = 0.01  # of the law of the places
-EAGER_ROUNDS = 2  # through all sizes before graphs are captured: libraries choose kernels, AdamW makes its moments
+POWER = 0.01  # of the power law of positions
+EAGER_ROUNDS = 2  # rounds of all sizes before graphs are captured: libraries select kernels, AdamW creates its moments
 TEST_SEED = 0
 
 
@@ -45,7 +45,7 @@ class Setting:
 SETTINGS = {
     "width 64": Setting(64),
     "width 128": Setting(128),
-    # For trying out where there is no GPU
+    # For trials without a GPU
     "width 32": Setting(
         32,
         vocab=64,
@@ -60,7 +60,7 @@ SETTINGS = {
 }
 LEARNING_RATES = (10**-3.0, 10**-2.5, 10**-2.0)
 
-# Of FastmaxSelfAttention. An exact window of 32 reaches over an eighth of the longest sequences that are trained on.
+# Keywords of FastmaxSelfAttention. An exact window of 32 covers an eighth of the longest training sequences.
 NEITHER = {"decay": False, "output_norm": False}
 VARIANTS = {
     "softmax": {"attention": "softmax"} | NEITHER,
@@ -94,12 +94,15 @@ TITLES = {
 
 class Batch(NamedTuple):
     tokens: Tensor  # (B, T) int64
-    places: Tensor  # (B, pairs) int64, of the keys that are asked for
-    answers: Tensor  # (B, pairs) int64, which is not the token after a place
+    places: Tensor  # (B, pairs) int64, positions of the keys that are asked for
+    answers: Tensor  # (B, pairs) int64, their values; the tokens after these positions are random
 
 
 def make_batch(sequences: int, tokens: int, pairs: int, vocab: int, device: torch.device) -> Batch:
-    """Keys are distinct within a sequence, and values are; from the device's default generator, which graphs can replay."""
+    """Draws a batch from the device's default generator, which works in CUDA graphs.
+
+    The keys of a sequence are distinct, and so are the values.
+    """
     stated = 2 * pairs
     slots = (tokens - stated) // 2
     if slots < pairs or pairs >= vocab // 2:
@@ -110,7 +113,7 @@ def make_batch(sequences: int, tokens: int, pairs: int, vocab: int, device: torc
 
     keys = 1 + distinct(vocab // 2 - 1)
     values = vocab // 2 + distinct(vocab // 2)
-    # The largest of log-probabilities with Gumbel noise are a sample without replacement
+    # The indices of the largest log-probabilities with Gumbel noise are a sample without replacement
     log_odds = (POWER - 1) * torch.arange(1, slots + 1, device=device).log()
     noise = -torch.empty(sequences, slots, device=device).exponential_().log()
     places = stated + 2 * (log_odds + noise).topk(pairs).indices
@@ -132,7 +135,7 @@ class Recall(nn.Module):
         )
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Logits (B, pairs, vocab) at the places."""
+        """Returns the logits (B, pairs, vocab) at the positions `places`."""
         x = self.embedding(tokens)
         for norm, layer in zip(self.norms, self.layers, strict=False):
             x = x + layer(norm(x))
@@ -141,7 +144,7 @@ class Recall(nn.Module):
 
 
 class Trainer:
-    """Batches of one size after the other. Nothing is copied between host and device, so that a step is one CUDA graph."""
+    """Trains a `Recall` on batches of each size in turn. A step is one CUDA graph, without copies to or from the host."""
 
     def __init__(self, model: Recall, setting: Setting, lr: float, steps: int, graphs: bool):
         self.model, self.setting, self.steps, self.graphs = model, setting, steps, graphs
@@ -153,10 +156,10 @@ class Trainer:
         on_gpu = self.device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, betas=self.recipe.betas, fused=on_gpu, capturable=on_gpu)
         self.losses = torch.zeros(steps, device=self.device)
-        self.done = torch.zeros((), dtype=torch.int64, device=self.device)  # steps
+        self.done = torch.zeros((), dtype=torch.int64, device=self.device)  # steps done
 
     def run(self) -> float:
-        """Trains; the loss of the last tenth of the steps."""
+        """Trains; returns the mean loss of the last tenth of the steps."""
         sizes = [self._step_of(*size) for size in self.setting.train]
         with side_stream(self.device) if self.graphs else nullcontext():
             for step in range(self.steps):
@@ -183,7 +186,7 @@ class Trainer:
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Work that is captured must not have run on the default stream."""
+    """Runs the block on another stream: work to be captured must not have run on the default stream."""
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
@@ -192,7 +195,7 @@ def side_stream(device: torch.device) -> Iterator[None]:
 
 
 def captured(function: Callable[[], None]) -> Callable[[], None]:
-    """The function as a CUDA graph, which was called before; capturing does not run it."""
+    """Returns a function, which must have been called before, as a CUDA graph. Capturing does not run it."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
@@ -201,7 +204,7 @@ def captured(function: Callable[[], None]) -> Callable[[], None]:
 
 @torch.no_grad()
 def accuracy(model: Recall, setting: Setting, tokens: int, pairs: int, device: torch.device) -> float:
-    """Percent of the answers, on sequences that are the same for every run."""
+    """Returns the percentage of correct answers, on sequences that are the same in every run."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(TEST_SEED)
         right, chunk = [], max(1, setting.batch_tokens // tokens)
@@ -218,11 +221,11 @@ def runs(device: torch.device) -> list[Run]:
 
 
 def execute(run: Run, place: Place) -> Iterator[Row]:
-    """ "accuracy" `at` a number of pairs, of the tests; "train" at the last step."""
+    """Yields rows of "accuracy" in the tests, `at` a number of pairs, and of the final "train" loss, `at` the last step."""
     setting = SETTINGS[run.setting]
     torch.manual_seed(run.seed)
     model = Recall(setting, VARIANTS[run.variant]).to(place.device)
-    torch.manual_seed(run.seed)  # the same sequences for every variant, whatever its weights drew
+    torch.manual_seed(run.seed)  # the same sequences for every variant, however many numbers its weights drew
     steps = place.steps or setting.steps
     began = time.perf_counter()
     loss = Trainer(model, setting, run.lr, steps, place.graphs).run()

@@ -1,4 +1,4 @@
-"""Statistics of an experiment's rows: variants over seeds, learning rates and steps."""
+"""Statistics over the rows of an experiment: by variant, seed, learning rate and step."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def where(rows: Iterable[Row], **equal: object) -> list[Row]:
 
 
 def values(rows: Iterable[Row], key: str) -> list:
-    """Distinct values of a column, in the order of the rows."""
+    """Returns the distinct values of a column, in the order of the rows."""
     return list(dict.fromkeys(row[key] for row in rows))
 
 
 def in_order(rows: list[Row], titles: dict[str, str]) -> dict[str, str]:
-    """Titles of the variants that have rows, in the order of the titles."""
+    """Returns variant -> title for the variants that have rows, in the order of the titles."""
     measured = set(values(rows, "variant"))
     if unknown := measured - set(titles):
         raise LookupError(f"rows of variants that are not known: {', '.join(sorted(unknown))}")
@@ -34,13 +34,13 @@ def in_order(rows: list[Row], titles: dict[str, str]) -> dict[str, str]:
 
 
 def spread(rows: list[Row], **equal: object) -> Spread:
-    """Spread of the values of these rows, one per seed."""
+    """Returns mean and range of the values of these rows, one per seed."""
     numbers = list(seed_values(rows, **equal).values())
     return Spread(fmean(numbers), min(numbers), max(numbers), len(numbers))
 
 
 def above(rows: list[Row], variant: str, other: str, **equal: object) -> float:
-    """Mean difference of two variants over the seeds that both have."""
+    """Returns the difference of two variants, averaged over the seeds that both have."""
     own, others = (seed_values(rows, variant=name, **equal) for name in (variant, other))
     if not (seeds := own.keys() & others.keys()):
         raise LookupError(f"{variant} and {other} have no seed in common")
@@ -48,7 +48,7 @@ def above(rows: list[Row], variant: str, other: str, **equal: object) -> float:
 
 
 def seed_values(rows: list[Row], **equal: object) -> dict[int, float]:
-    """Seed to value, one row of each."""
+    """Returns seed -> value. There must be one row for each seed."""
     found = where(rows, **equal)
     if not found or len(set(values(found, "seed"))) != len(found):
         raise LookupError(f"one row of each seed is meant by {equal}, got {len(found)} rows")
@@ -56,7 +56,7 @@ def seed_values(rows: list[Row], **equal: object) -> dict[int, float]:
 
 
 def curve(rows: list[Row], against: str, **equal: object) -> tuple[list[float], list[float]]:
-    """Means over the seeds of `against` and of the value, at each `at` that all of them have."""
+    """Returns means over the seeds of column `against` and of the value, for each `at` that all seeds have."""
     found = where(rows, **equal)
     seeds, points = len(values(found, "seed")), []
     for at in sorted(values(found, "at")):
@@ -67,15 +67,15 @@ def curve(rows: list[Row], against: str, **equal: object) -> tuple[list[float], 
 
 
 def best_rate(rows: list[Row], variant: str, setting: str) -> float:
-    """The learning rate with the highest mean accuracy over the tests and the seeds."""
+    """Returns the learning rate with the highest mean accuracy over tests and seeds."""
     found = where(rows, variant=variant, setting=setting, measure="accuracy")
     return max(values(found, "lr"), key=lambda lr: fmean(row["value"] for row in where(found, lr=lr)))
 
 
 def seconds_to_reach(rows: list[Row], variant: str, other: str) -> float | None:
-    """Seconds of training until a variant reaches the other's last validation loss.
+    """Returns the seconds of training until a variant reaches the other's last validation loss.
 
-    The mean over the seeds that both have; None if a seed does not reach it.
+    It is the mean over the seeds that both have; None if a seed does not reach the loss.
     """
     reached = []
     for seed in sorted(set(values(where(rows, variant=variant), "seed")) & set(values(where(rows, variant=other), "seed"))):

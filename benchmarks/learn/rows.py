@@ -1,8 +1,8 @@
-"""The rows of an experiment: a CSV in which every number has a row, written a whole run at a time.
+"""The rows of an experiment: a CSV with one row per number, to which a run adds all of its rows at once.
 
-A run is known by `variant`, `setting`, `lr` and `seed`. Each of its rows is a `value` of a `measure` (a loss, a percentage)
-`at` something (a step, a position, a number of tokens), after so many steps, tokens and seconds of training; `wall` is what the
-run took with all else.
+A run is identified by `variant`, `setting`, `lr` and `seed`. Each of its rows has the `value` of a `measure` (a loss, a
+percentage) `at` a step, a position or a number of tokens, and the steps, tokens and seconds of training until then. `wall` is
+the time of the whole run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = (*KEY, "measure", *_RESULT, "data", "device", "kernels", "torch", "com
 
 
 def read(path: Path) -> list[Row]:
-    """Numbers as numbers; a cell that was left out stays out. [] where there is no file."""
+    """Reads a CSV; [] if there is no file. Numbers are converted, empty cells are left out."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
@@ -32,12 +32,12 @@ def read(path: Path) -> list[Row]:
 
 
 def key(row: Row) -> tuple:
-    """Key of the run that a row belongs to."""
+    """Returns the key of the run that a row belongs to."""
     return tuple(row[name] for name in KEY)
 
 
 def append(path: Path, new: list[Row]) -> None:
-    """All of them or, where the process dies, none; other processes may do the same."""
+    """Adds rows to a CSV: all, or none if the process dies. Several processes may add rows at a time."""
     if unknown := {key for row in new for key in row} - set(COLUMNS):
         raise ValueError(f"rows have the columns {', '.join(COLUMNS)}, got {', '.join(sorted(unknown))}")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def append(path: Path, new: list[Row]) -> None:
 
 
 def collect(source: Path, target: Path) -> int:
-    """Adds to the CSVs of `target` the runs that those of the same name in `source` have besides; how many runs that were."""
+    """Adds to the CSVs in `target` the runs that only the CSVs of the same name in `source` have; returns their number."""
     added = 0
     for path in sorted(source.glob("*.csv")):
         known = {key(row) for row in read(target / path.name)}
@@ -63,7 +63,7 @@ def collect(source: Path, target: Path) -> int:
 
 @contextmanager
 def locked(path: Path, name: str, wait: bool) -> Iterator[bool]:
-    """Whether this process holds the lock `name` of a path. It ends with the process, however that ends."""
+    """Locks `name` of a path; yields whether this process got the lock. The lock is released even if the process dies."""
     folder = Path(tempfile.gettempdir()) / f"fastmax-learn-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     digest = hashlib.sha256(f"{path.resolve()} {name}".encode()).hexdigest()[:24]

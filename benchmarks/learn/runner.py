@@ -1,4 +1,4 @@
-"""Runs what an experiment consists of: each run once, whoever asks for it and however often."""
+"""Performs the runs of an experiment, each only once, even if several processes perform them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.learn.rows import Row
 
 @dataclass(frozen=True)
 class Run:
-    """One training, independent of all others. Its `seconds` are what it took on an H200, until a run has told better."""
+    """One training, independent of all others. `seconds` is its time on an H200, used until a run of it was measured."""
 
     variant: str
     setting: str
@@ -38,28 +38,28 @@ class Place:
     """Device, text and options of a run."""
 
     device: torch.device
-    data: Path  # one file of bytes, made where it is not there
-    compile: bool  # blocks of language models through torch.compile
-    graphs: bool  # small models through CUDA graphs
-    steps: int | None = None  # in place of the setting's; for trying things out
-    time: float | None = None  # seconds of training in place of the setting's, where these are equal
+    data: Path  # one file of bytes; written if it does not exist
+    compile: bool  # whether blocks of language models are compiled
+    graphs: bool  # whether small models are trained with CUDA graphs
+    steps: int | None = None  # replaces the setting's steps, for trials
+    time: float | None = None  # replaces the setting's seconds of training, in experiments with equal time
 
 
 @dataclass(frozen=True)
 class Experiment:
     what: str
-    runs: Callable[[torch.device], list[Run]]  # of one seed, numbered 1; the most important first
-    execute: Callable[[Run, Place], Iterable[Row]]  # rows without what `perform` adds
-    missing: Callable[[Run], str] = lambda run: ""  # why a run cannot be done here, "" if it can
+    runs: Callable[[torch.device], list[Run]]  # returns the runs with seed 1, the most important first
+    execute: Callable[[Run, Place], Iterable[Row]]  # performs a run; its rows lack the columns that `perform` adds
+    missing: Callable[[Run], str] = lambda run: ""  # returns why a run is impossible here, "" if it is possible
 
 
 def perform(
     experiment: Experiment, runs: list[Run], place: Place, path: Path, *, budget: float = float("inf"), commit: str = ""
 ) -> int:
-    """Does the runs whose rows are not in the CSV yet, and are not being done by another process; returns how many failed.
+    """Performs the runs that are neither in the CSV nor performed by another process; returns how many failed.
 
-    A run that would not end within `budget` seconds from now is not begun. How long one takes is known from those that ended,
-    of the same variant and setting; else it is what the run says, and no less than the longest of the same setting.
+    A run that is not expected to end within `budget` seconds from now is skipped. The expected time is the longest of earlier
+    runs of the same variant and setting; if there are none, the larger of `run.seconds` and the longest time in the setting.
     """
     began, failed, left = time.monotonic(), 0, 0
     environment = {key: x for key, x in report.environment(place.device, commit).items() if key in rows.COLUMNS}
@@ -85,7 +85,7 @@ def perform(
                 failed += 1
                 continue
             finally:
-                torch.compiler.reset()  # the next model is another
+                torch.compiler.reset()  # the next run has another model
                 if place.device.type == "cuda":
                     torch.cuda.empty_cache()
             constant = dict(zip(rows.KEY, run.key, strict=True)) | {"wall": round(time.monotonic() - start, 1)} | environment
@@ -102,6 +102,6 @@ def expected_seconds(run: Run, known: list[Row]) -> float:
 
 
 def summary(found: list[Row]) -> str:
-    """The last row of each measure."""
+    """Returns a text with the last row of each measure."""
     last = {row["measure"]: row for row in found}
     return ", ".join(f"{name} at {row['at']} {row['value']:.4g}" for name, row in last.items())

@@ -1,4 +1,4 @@
-"""Variants that are compared: attention layers of the examples' GPT, as data."""
+"""The variants that are compared: attention layers of the examples' GPT."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ PLAIN = {"decay": False, "output_norm": False, "conv": 0, "output_gate": False}
 class Variant:
     title: str
     attention: str = "fastmax"
-    parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; what is not here is as it is by default
-    window: bool = True  # an exact window, where the attention is fastmax
-    near: bool = False  # softmax sees the keys of this window alone
-    wide: bool = False  # half as many heads, twice as wide
-    every: int = 0  # of GPTConfig
-    sdpa: bool = False  # softmax through PyTorch's kernels, which know no decays
-    fla: str = ""  # a layer of flash-linear-attention in the place of ours
+    parts: dict = field(default_factory=dict)  # keywords of FastmaxSelfAttention; others have their defaults
+    window: bool = True  # whether fastmax has an exact window
+    near: bool = False  # whether softmax sees only the keys within the window
+    wide: bool = False  # whether there are half as many heads, each twice as wide
+    every: int = 0  # as in GPTConfig
+    sdpa: bool = False  # whether PyTorch's kernels compute softmax; they have no decays
+    fla: str = ""  # name of a layer of flash-linear-attention, which replaces FastmaxSelfAttention
     fla_options: dict = field(default_factory=dict)
-    every_other: bool = False  # of the layers is softmax within the window, with rotary positions, from the first on
-    tuning: float = 0.0  # seconds before the first step, the first time on a machine: Triton tries its kernels out
-    as_large_as: str = ""  # a variant whose model has as many weights, within SAME_SIZE
+    every_other: bool = False  # whether layers 0, 2, ... are softmax within the window, with rotary positions
+    tuning: float = 0.0  # seconds of Triton's autotuning before the first step, once per machine
+    as_large_as: str = ""  # a variant whose model has the same number of weights, within SAME_SIZE
 
     @property
     def missing(self) -> str:
@@ -40,7 +40,7 @@ class Variant:
 
     @property
     def compiles(self) -> bool:
-        return not self.fla  # its Triton kernels come with code around them that was not written for the compiler
+        return not self.fla  # the code around its Triton kernels is not written for the compiler
 
 
 VARIANTS = {
@@ -54,7 +54,7 @@ VARIANTS = {
     "hybrid": Variant("p = 2, all parts; softmax in every fourth layer", every=4, as_large_as="p2_all"),
     "p2_wide": Variant("p = 2, all parts, half as many heads", wide=True, as_large_as="p2_all"),
     "softmax_wide": Variant("softmax, same parts, half as many heads", "softmax", wide=True, as_large_as="p2_all"),
-    # All parts but one; without far keys, of which the polynomial is
+    # All parts except one. Without global keys there is no polynomial: this is softmax within the window.
     "softmax_near": Variant("without far keys: softmax within the window", "softmax", near=True, as_large_as="p2_all"),
     "p2_without_decay": Variant("without decay", parts={"decay": False}),
     "p2_without_window": Variant("without exact window", window=False),
@@ -63,10 +63,10 @@ VARIANTS = {
     "p2_without_gate": Variant("without output gate", parts={"output_gate": False}),
     "p2_without_qk_norm": Variant("without norm of q and k", parts={"qk_norm": False}),
     "p2_without_rope": Variant("without rotary positions", parts={"rope": False}),
-    # Softmax at PyTorch's speed
+    # Softmax by PyTorch's kernels
     "softmax_sdpa": Variant("softmax (SDPA)", "softmax", PLAIN, sdpa=True),
     "softmax_parts_sdpa": Variant("softmax, same parts but decay (SDPA)", "softmax", {"decay": False}, sdpa=True),
-    # 5 width^2 weights a layer, as p2_all has, at the authors' proportions: values twice as wide as keys
+    # 5 width^2 weights per layer, as in p2_all, with the authors' proportions: values are twice as wide as keys
     "fla_gla": Variant(
         "GLA (FLA)",
         fla="GatedLinearAttention",
@@ -81,9 +81,9 @@ VARIANTS = {
         tuning=225.0,
         as_large_as="p2_all",
     ),
-    # 4 width^2, as p2 has: it has no gate. Its polynomial is that of p = 2, of heads of 64, at softmax's scale, of q and k as
-    # projected. The layer knows no positions: alone it learns little more than which bytes there were. Based (Arora et al.,
-    # 2024, arXiv:2402.18668) is such layers between softmax within a window, which sees the order.
+    # 4 width^2 weights per layer, as in p2: it has no gate. Its polynomial is that of p = 2 with heads of 64, softmax's scale,
+    # and q and k as projected. The layer has no positions, so alone it learns little more than the frequencies of bytes. Based
+    # (Arora et al., 2024, arXiv:2402.18668) alternates such layers with softmax within a window, which has positions.
     "fla_based_window": Variant(
         "Based, every other layer softmax within the window (FLA)",
         fla="BasedLinearAttention",
@@ -95,13 +95,15 @@ VARIANTS = {
 
 
 def make_gpt(variant: Variant, window: int, **sizes) -> model.GPT:
-    """
+    """Returns the GPT of a variant.
+
     Args:
-        window: the exact window of the variants that have one.
-        sizes: of GPTConfig.
+        variant: the variant.
+        window: the window of variants that have one.
+        sizes: keywords of GPTConfig.
 
     Raises:
-        ValueError: it has not as many weights as the variant that it is `as_large_as`.
+        ValueError: the number of weights differs from that of the variant `as_large_as`.
     """
     gpt = _make_gpt(variant, window, sizes)
     if variant.as_large_as:
@@ -136,8 +138,10 @@ def parameters(module: nn.Module) -> int:
 
 
 class SDPASelfAttention(fastmax.FastmaxSelfAttention):
-    """The layer with softmax through `scaled_dot_product_attention`: the same function without decays, and the fastest softmax
-    there is. Weights, and what surrounds attention, are the layer's own."""
+    """FastmaxSelfAttention whose softmax is computed by `scaled_dot_product_attention`, the fastest softmax available.
+
+    It has no decays. Weights and everything around attention are those of FastmaxSelfAttention.
+    """
 
     def __init__(self, *sizes: int, **options):
         super().__init__(*sizes, **options)
@@ -152,8 +156,11 @@ class SDPASelfAttention(fastmax.FastmaxSelfAttention):
 
 
 class FLALayer(nn.Module):
-    """A layer of flash-linear-attention. Its matrices begin as those of the GPT around it, their biases at 0, as in FLA's
-    models; what else there is (convolutions, decays) as the layer made it."""
+    """A layer of flash-linear-attention.
+
+    Its matrices are initialised as those of the GPT around it, its biases with 0, as in FLA's models. Other parameters
+    (convolutions, decays) keep the layer's initialisation.
+    """
 
     def __init__(self, variant: Variant, config: model.GPTConfig):
         super().__init__()
@@ -175,7 +182,7 @@ class FLALayer(nn.Module):
 
 
 def fastest_softmax() -> object:
-    """A context in which `scaled_dot_product_attention` takes cuDNN's kernel where there is one, else FlashAttention."""
+    """Returns a context in which `scaled_dot_product_attention` prefers cuDNN's kernel, then FlashAttention."""
     backend = torch.nn.attention.SDPBackend
     order = [backend.CUDNN_ATTENTION, backend.FLASH_ATTENTION, backend.EFFICIENT_ATTENTION, backend.MATH]
     return torch.nn.attention.sdpa_kernel(order, set_priority=True)

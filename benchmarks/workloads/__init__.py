@@ -1,4 +1,4 @@
-"""Measures one case: inputs, check, times. `Suite.workload` names the function; it returns rows of the table."""
+"""Functions that measure one case: inputs, check, times. `Suite.workload` names the function; it returns rows of the table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Attention of q, k and v, checked against the definition in float64 before it is timed.
+"""Measures attention of q, k and v, after a check against the definition in float64.
 
-Memory of the check grows with n, not n^2: it looks at a random sample of query rows of some heads. The gradients of k and v sum
-over all queries; to compare them whole, a second backward gets an output gradient that is zero except in those rows.
+The memory of the check grows with n, not with n^2, because it compares a random sample of query rows of some heads. The
+gradients of k and v are sums over all queries; for them a second backward has an output gradient that is zero outside the
+sample.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_HEADS = 64
 
 
 def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
-    """Returns one row for each provider and mode. `skip`: providers that are left out, and why."""
+    """Returns one row for each provider and mode. `skip`: provider that is left out -> the reason."""
     with precision(case.dtype):
         try:
             q, k, v, grad_o = inputs(case, device)
@@ -53,7 +54,7 @@ def measure_attention(case: Case, device: torch.device, protocol: Protocol, skip
 
 
 def inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
-    """q, k, v and the output's gradient, standard normal."""
+    """Returns q, k, v and the output's gradient, standard normal."""
     generator = torch.Generator(device).manual_seed(case.tokens)
     inner = (case.tokens, case.heads) if case.token_major else (case.heads, case.tokens)
     shape = (case.batch, *inner, case.head_dim)
@@ -62,7 +63,7 @@ def inputs(case: Case, device: torch.device) -> tuple[Tensor, ...]:
 
 
 def attention_calls(case: Case, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor) -> tuple[Callable[[Provider], Call], ...]:
-    """Returns two functions that make the call of a provider: forward, and forward with backward."""
+    """Returns two functions from a provider to its call: forward, and forward + backward."""
     no_gradients = torch.no_grad()
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
@@ -92,7 +93,7 @@ def _extras(case: Case, mode: str, provider: Provider, median: float, device: to
 
 
 def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_o: Tensor | None) -> tuple[float, object]:
-    """Returns the errors of the output and of the gradients, the largest of them ("" without grad_o).
+    """Returns the error of the output, and the largest error of a gradient ("" without grad_o).
 
     Raises:
         WrongResult: an error is above its limit, or a result is not finite.
@@ -101,8 +102,8 @@ def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_
     at_once = min(MAX_SCORES // (ROWS * case.tokens), 2 * MAX_SCORES // (case.tokens * case.head_dim))
     count = max(1, min(case.batch * case.heads, MAX_HEADS, at_once))
     heads = torch.randperm(case.batch * case.heads, generator=generator)[:count].to(q.device)
-    # The last row is always there, the first one is not: its output is a hundred times larger than that of late rows and would
-    # hide their errors, and its gradient is exactly zero.
+    # The last row is always in the sample, the first one is not: its output is a hundred times larger than that of late rows
+    # and would hide their errors, and its gradient is exactly zero.
     rows = torch.randint(case.tokens, (ROWS - 1,), generator=generator)
     rows = torch.cat([rows, torch.tensor([case.tokens - 1])]).unique().to(q.device)
     picked = heads[:, None], rows
@@ -131,7 +132,7 @@ def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_
     del o, grads, whole
 
     sparse = torch.zeros_like(grad_o)
-    batch, head = heads[:, None] // case.heads, heads[:, None] % case.heads  # flatten would copy what is not head-major
+    batch, head = heads[:, None] // case.heads, heads[:, None] % case.heads  # flatten would copy other layouts
     sparse[batch, head, rows] = grad_o[batch, head, rows]
     grads = torch.autograd.grad(_call(provider, case, leaves, tensors), list(leaves.values()), sparse)
     pairs = {
@@ -142,9 +143,9 @@ def check(provider: Provider, case: Case, q: Tensor, k: Tensor, v: Tensor, grad_
 
 
 def _call(provider: Provider, case: Case, given: dict[str, Tensor], tensors: dict[str, Tensor]) -> Tensor:
-    """Calls the provider; entries of `given`, which have gradients, replace those of `tensors`."""
+    """Calls the provider. Entries of `given`, which have gradients, replace those of `tensors`."""
     q, k, v, *_ = given.values()
-    if q.is_cuda:  # unwritten elements are NaN: the allocator reuses freed memory
+    if q.is_cuda:  # makes unwritten elements NaN, because the allocator reuses freed memory
         poison = [torch.full_like(q, float("nan")) for _ in range(4)]
         del poison
     with provider.context():
@@ -177,7 +178,7 @@ def _compare(provider: Provider, case: Case, pairs: dict[str, tuple[Tensor, Tens
         norm = expected.norm().item()
         difference = (got.double() - expected).norm().item()
         limit = LIMITS[case.dtype] * {"o": 1, "grad_log_decay": 4}.get(name, 2)
-        # Half a unit of the last place of numbers too small for the dtype's full precision (fp16 gradients at long n).
+        # Half a unit in the last place of subnormal numbers (fp16 gradients at large n).
         tiny = torch.finfo(got.dtype).smallest_normal * torch.finfo(got.dtype).eps / 2 * expected.numel() ** 0.5
         if not difference <= limit * norm + tiny:
             error = difference / norm if norm else difference

@@ -1,4 +1,4 @@
-"""Parts that all workloads share: preparing providers, rows of the table, precision and bandwidth."""
+"""Code that all workloads share: preparing providers, rows of the table, precision and bandwidth."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from benchmarks.registry import SUSTAINED, UNITS, Case
 from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol, Spread
 
-# Relative Frobenius error of the output. Gradients may have twice that, and that of log_decay four times, because it is the
-# difference of two sums over all tokens. About three times the error of the kernels (bf16: 2.6e-3) and of PyTorch's operators
-# (bf16: 4e-3).
+# Largest relative Frobenius error of the output: about three times that of the kernels (bf16: 2.6e-3) and of PyTorch's
+# operators (bf16: 4e-3). The limit for gradients is twice this. For the gradient of log_decay, a difference of two sums over
+# all tokens, it is four times this.
 LIMITS = {"fp32": 2e-5, "tf32": 3e-3, "fp16": 3e-3, "bf16": 1e-2}
 
 T = TypeVar("T")
@@ -27,9 +27,9 @@ class WrongResult(RuntimeError):
 
 
 def prepare(case: Case, skip: Mapping[str, str], make: Callable[[str], T]) -> tuple[dict[str, T], dict[str, str]]:
-    """Returns the result of `make` for each provider that can be timed, and a note for each provider ("" for those).
+    """Returns the result of `make` for each provider that can be timed, and a note for each provider.
 
-    `skip`: providers that are left out, and why.
+    The note of a provider that can be timed is "". `skip`: provider that is left out -> the reason.
     """
     made: dict[str, T] = {}
     notes = {name: skip.get(name) or (PROVIDERS[name].missing() if name in PROVIDERS else "") for name in case.providers}
@@ -42,7 +42,7 @@ def prepare(case: Case, skip: Mapping[str, str], make: Callable[[str], T]) -> tu
             torch.cuda.empty_cache()
             notes[name] = "out of memory"
         except Exception as error:
-            # A backend raises RuntimeError for a case that it does not support, other libraries raise anything.
+            # A backend raises RuntimeError for unsupported cases. Other libraries raise any exception.
             if not isinstance(error, RuntimeError) and not (name in PROVIDERS and PROVIDERS[name].foreign):
                 raise
             notes[name] = failure(error)
@@ -54,7 +54,7 @@ def failure(error: Exception) -> str:
 
 
 def times(mode: str, calls: list[Call], device: torch.device, protocol: Protocol) -> list[Spread]:
-    """Times the calls as the mode asks."""
+    """Returns the times of the calls, measured by the method of the mode."""
     if not calls:
         return []
     if mode == "host":
@@ -63,13 +63,13 @@ def times(mode: str, calls: list[Call], device: torch.device, protocol: Protocol
 
 
 def peak_mib(call: Call, device: torch.device, resident_bytes: int) -> Spread:
-    """Peak memory of a call, with what is allocated before and after it."""
+    """Returns the peak memory of a call, including the resident bytes that are allocated before and after it."""
     peak = (timing.peak_bytes(call, device) + resident_bytes) / 2**20
     return Spread(peak, peak, peak, 1)
 
 
 def make_row(case: Case, mode: str, name: str, results: Mapping[str, Spread], note: str, device: torch.device) -> Row:
-    """The row of a provider; without a result it has the note alone."""
+    """Returns the row of a provider. Without a result it has no numbers, only the note."""
     row: Row = {
         **{"case": case.label(), "batch": case.batch, "heads": case.heads, "tokens": case.tokens, "head_dim": case.head_dim},
         **{"p": case.p, "algorithm": case.algorithm, "dtype": case.dtype, "causal": case.causal, "mode": mode},
@@ -90,7 +90,7 @@ def make_row(case: Case, mode: str, name: str, results: Mapping[str, Spread], no
 
 
 def bandwidth(bytes_moved: float, ms: float, device: torch.device) -> Row:
-    """Cells of a memory-bound call."""
+    """Returns the cells of a memory-bound call: rate and floor."""
     return {"gb_per_s": bytes_moved / ms / 1e6} | above_floor(ms, lambda: roofline.copy_ms(bytes_moved), device)
 
 
@@ -116,10 +116,10 @@ def precision(dtype: str):
 
 
 def _sm_mhz(device: torch.device) -> object:
-    """The clock right after a measurement; needs nvidia-ml-py."""
+    """Returns the clock right after a measurement, "" if it is unknown. Needs nvidia-ml-py."""
     if device.type != "cuda":
         return ""
     try:
         return torch.cuda.clock_rate(device)
-    except Exception:  # NVML has errors of its own, and a missing clock must not end a run
+    except Exception:  # NVML has its own exceptions, and a missing clock must not end a run
         return ""

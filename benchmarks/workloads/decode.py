@@ -1,4 +1,4 @@
-"""One step of generation: passes over many states or caches by provider, and the check against float64."""
+"""Measures a step of generation: passes over many states or caches, after a check against float64."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ NAMES = (*FASTMAX, *SOFTMAX, "copy")
 
 @dataclass(frozen=True)
 class Pass:
-    """Consecutive steps; none finds its state or keys in the device's cache."""
+    """Consecutive steps with different states or keys, so that none is in the device's cache."""
 
     function: Callable[[], None]
     steps: int
-    bytes_of_step: float  # read and written, on average
-    one: Callable[[], object] | None = None  # a single step, whose host time is measured
+    bytes_of_step: float  # bytes that a step reads and writes, on average
+    one: Callable[[], object] | None = None  # a single step, for the host time
     context: Callable[[], AbstractContextManager] = nullcontext
 
 
 @torch.no_grad()
 def measure_decode(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
-    """A step, from states or caches that together exceed the device's cache.
+    """Measures a step, with states or key/value caches that together exceed the device's cache.
 
-    On CUDA the steps of a pass are replayed as a graph, so that "step" excludes host time. "host" measures it.
+    On CUDA the steps of a pass are one graph, so mode "step" excludes host time. Mode "host" measures it.
     """
     with precision(case.dtype):
         errors: dict[str, float] = {}
@@ -77,7 +77,7 @@ def _host_us(passes: Mapping[str, Pass], device: torch.device, protocol: Protoco
 
 
 def _step_us(passes: Mapping[str, Pass], notes: dict[str, str], device: torch.device, protocol: Protocol) -> dict[str, Spread]:
-    """Microseconds of a step. A pass that fails as a graph gets a note."""
+    """Returns the microseconds of a step. A pass that cannot be captured as a graph gets a note."""
     calls = {}
     for name, x in passes.items():
         try:
@@ -93,7 +93,12 @@ def _step_us(passes: Mapping[str, Pass], notes: dict[str, str], device: torch.de
 
 
 def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, caches: list[tuple[Tensor, Tensor]]) -> Pass:
-    """The pass of a provider. `cache_bytes`: size of the device's cache. `caches`: keys and values, filled where needed."""
+    """Returns the pass of a provider.
+
+    Args:
+        cache_bytes: size of the device's cache.
+        caches: keys and values that softmax providers share; missing ones are added.
+    """
     if name in SOFTMAX:
         return _softmax(name, case, device, cache_bytes, caches)
     state, tokens = _state(case, device, FLUSH_INTERVAL if name == "fastmax_buffered" else 1)
@@ -111,14 +116,14 @@ def make_pass(name: str, case: Case, device: torch.device, cache_bytes: int, cac
     token = tuple(x[:, :, -1:] for x in tokens)
     if name == "fastmax":
         states = [state.clone() for _ in range(count)]
-        new_states: list[State] = []  # kept, so that each step writes memory of its own
+        new_states: list[State] = []  # keeps the results alive, so that each step writes to different memory
 
         def new_state() -> None:
             new_states[:] = [fastmax.decoding.step(*token, x)[1] for x in states]
 
         return Pass(new_state, count, 2 * bytes_of_state, partial(fastmax.decoding.step, *token, state))
     rounds, rate = 1, 2.0
-    if name == "fastmax_buffered":  # each state folds once in so many steps: one in so many, or each once, within a pass
+    if name == "fastmax_buffered":  # in a pass one state in FLUSH_INTERVAL flushes, or each state once
         rounds, rate = (1 if count >= FLUSH_INTERVAL else FLUSH_INTERVAL), 1 + 1 / FLUSH_INTERVAL
         count = math.ceil(count / FLUSH_INTERVAL) * FLUSH_INTERVAL if rounds == 1 else count
     states = [state.clone() for _ in range(count)]

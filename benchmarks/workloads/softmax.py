@@ -1,4 +1,4 @@
-"""Softmax of rows."""
+"""Measures softmax of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.report import Row
 from benchmarks.timing import Call, Protocol
 from benchmarks.workloads.common import LIMITS, WrongResult, bandwidth, make_row, prepare
 
-# As `torch.softmax(x, -1)`.
+# Name of a provider -> a function that computes `torch.softmax(x, -1)`.
 ROW_SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax_online": lambda x: torch.ops.fastmax.softmax(x, "online"),
     "softmax_safe": lambda x: torch.ops.fastmax.softmax(x, "safe"),
@@ -24,9 +24,9 @@ ROW_SOFTMAX: dict[str, Callable[[Tensor], Tensor]] = {
 
 @torch.no_grad()
 def measure_softmax(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
-    """Softmax of `case.batch` rows, `case.tokens` wide."""
+    """Measures softmax of `case.batch` rows of width `case.tokens`."""
     generator = torch.Generator(device).manual_seed(case.tokens)
-    # Without its maximum subtracted, a row around 100 overflows.
+    # Values around 100 overflow unless the maximum of the row is subtracted.
     x = 3 * torch.randn((case.batch, case.tokens), generator=generator, device=device) + 100
     x = x.to(DTYPES[case.dtype])
     errors, notes = checked(case, x, skip)
@@ -40,13 +40,17 @@ def measure_softmax(case: Case, device: torch.device, protocol: Protocol, skip: 
 
 
 def checked(case: Case, x: Tensor, skip: Mapping[str, str]) -> tuple[dict[str, float], dict[str, str]]:
-    """Errors and notes by provider."""
+    """Returns the errors and the notes, by provider."""
     expected = x.double().softmax(-1)
     return prepare(case, skip, lambda name: check_rows(name, case, ROW_SOFTMAX[name](x), expected))
 
 
 def check_rows(name: str, case: Case, got: Tensor, expected: Tensor) -> float:
-    """The largest relative error of a row."""
+    """Returns the largest relative error of a row.
+
+    Raises:
+        WrongResult: the error is above the limit.
+    """
     error = ((got.double() - expected).norm(dim=-1) / expected.norm(dim=-1)).max().item()
     if not error <= LIMITS[case.dtype]:
         raise WrongResult(

@@ -1,11 +1,12 @@
-"""One training step (forward, backward, AdamW) of the examples' GPT, with the attention of a provider.
+"""Measures a training step (forward, backward, AdamW) of the examples' GPT, with the attention of a provider.
 
-The GPT with 124M parameters reads tokens and is not compiled; its attention has none of the layer's parts. The GPT with 25M is
-that of docs/quality.md: it reads bytes, its blocks are compiled, and its attention layers are those of `benchmarks.learn`.
+The GPT with 124M parameters has GPT-2's vocabulary and is not compiled; its attention has none of the layer's optional parts.
+The GPT with 25M is that of docs/quality.md: its tokens are bytes, its blocks are compiled, and its attention layers are those
+of `benchmarks.learn`.
 
-Where the case asks for bf16, it is bf16 by autocast: weights, gradients, moments and the residual stream are fp32. Activations
-are kept, not recomputed: about 60 GiB at 131072 tokens. The model computes its loss in chunks and recomputes the logits of each
-in its backward: 131072 x 50304 of them in fp32 would be 25 GiB, and their gradient as much.
+With bf16 the step runs under autocast: weights, gradients, moments and the residual stream are fp32. Activations are saved, not
+recomputed: about 60 GiB at 131072 tokens. The model computes its loss in chunks, and the backward recomputes the logits of each
+chunk: 131072 x 50304 logits in fp32 would be 25 GiB, and their gradient as much.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ ATTENTION = {
 
 
 def measure_train(case: Case, device: torch.device, protocol: Protocol, skip: Mapping[str, str]) -> list[Row]:
-    """Steps on one batch of random tokens."""
-    torch.compiler.reset()  # models of other cases count towards the compiler's limit of versions of a block
+    """Measures steps on one batch of random tokens."""
+    torch.compiler.reset()  # models of earlier cases count towards the compiler's limit of versions of a block
     with precision(case.dtype):
         steps, notes = prepare(case, skip, lambda name: checked(case, PROVIDERS[name], device))
         calls = [Call(step, PROVIDERS[name].context) for name, step in steps.items()]
@@ -78,7 +79,7 @@ def gpt_25m(case: Case, name: str, device: torch.device) -> nn.Module:
     return gpt
 
 
-MODELS = {"GPT 124M": gpt_124m, "GPT 25M": gpt_25m}  # by the case's title
+MODELS = {"GPT 124M": gpt_124m, "GPT 25M": gpt_25m}  # title of a case -> its model
 
 
 class Step:
@@ -86,7 +87,7 @@ class Step:
 
     def __init__(self, case: Case, name: str, device: torch.device):
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
-            torch.manual_seed(0)  # every provider starts from the same weights
+            torch.manual_seed(0)  # the same weights for all providers
             self.model = MODELS[case.title](case, name, device)
             self.vocab = self.model.config.vocab_size
             self.tokens, self.targets = torch.randint(self.vocab, (2, case.batch, case.tokens))
@@ -112,20 +113,20 @@ class Step:
 
 
 def checked(case: Case, provider: Provider, device: torch.device) -> Step:
-    """Returns a step whose gradients were checked once.
+    """Returns a step after checking its gradients once.
 
     Raises:
         WrongResult: the first loss is not near ln(vocabulary), or a gradient is not finite.
     """
     step = Step(case, provider.name, device)
     check(step, case, provider)
-    step.optimizer.step()  # makes its state, so that the memory of a later step does not contain it
+    step.optimizer.step()  # creates the optimizer's state, so that the peak of a later step does not include its creation
     step.optimizer.zero_grad()
     return step
 
 
 def check(step: Step, case: Case, provider: Provider) -> float:
-    """Returns the loss. Its gradients stay in the model."""
+    """Checks the first loss and its gradients, which stay in the model; returns the loss."""
     with provider.context():
         loss = step.gradients().item()
     if not abs(loss - math.log(step.vocab)) < LOSS_MARGIN:
