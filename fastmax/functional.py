@@ -43,7 +43,7 @@ def fastmax_attention(
     return_lse: bool = False,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Polynomial-kernel attention: softmax attention with `f(s) = a0 + a1 s + a2 s^2` in place of `exp(s)`.
+    """Computes polynomial-kernel attention: softmax attention with `f(s) = a0 + a1 s + a2 s^2` in place of `exp(s)`.
 
         s_ij = q_i . k_j / temperature
         o_i  = sum_j f(s_ij) v_j / sum_j f(s_ij)         over the keys j that query i sees
@@ -163,7 +163,7 @@ def flash_attention(
     cu_seqlens: Tensor | None = None,
     **others: object,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact softmax attention in O(n) memory, the baseline for `fastmax_attention`.
+    """Computes exact softmax attention in O(n) memory, the baseline for `fastmax_attention`.
 
         s_ij = scale * q_i . k_j
         o_i  = sum_j exp(s_ij) v_j / sum_j exp(s_ij)     over the keys j that query i sees

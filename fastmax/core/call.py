@@ -69,16 +69,16 @@ class Call(NamedTuple):
     attention_mask: Annotated[Tensor | None, Accompanying("b m", torch.bool, of_global_keys=True)] = None
     # Standard normal noise. The output is multiplied by 1 + dropout * drop_noise. A constant to autograd.
     drop_noise: Annotated[Tensor | None, Accompanying("b h n dv")] = None
-    # Relative positions: query i sees key j as k_j + row j - i + n - 1. There are n + m - 1 rows, one for each distance.
+    # Relative positions: for query i, row j - i + n - 1 is added to k_j. There are n + m - 1 rows, one for each distance.
     rpe_matrix: Annotated[Tensor | None, Accompanying("distance d", differentiable=True)] = None
     # Log of the decay at each token: the weight of key j for query i is multiplied by exp of the sum over tokens j + 1 to
     # pos(i). Finite and <= 0, or NaN: `fastmax.prepare.bounds` turns -inf into a bound in `k_start`.
     log_decay: Annotated[Tensor | None, Accompanying("b hk m", differentiable=True, of_global_keys=True)] = None
-    # First key that each query may see: keys j < k_start[i] are hidden. Must not decrease with i. It holds the beginnings of
-    # packed sequences and the tokens whose log_decay is -inf. -1: the keys in the state too, if the call continues from one.
+    # First key that each query may see: keys j < k_start[i] are hidden. Must not decrease with i. It encodes where packed
+    # sequences begin and where log_decay is -inf. -1: in a call that continues from a state, the state is visible too.
     k_start: Annotated[Tensor | None, Accompanying("b hk n", torch.int32, of_global_keys=True)] = None
-    # End of the keys that each query may see: keys j >= k_end[i] are hidden. Must not decrease with i. It holds the ends of
-    # packed sequences in calls that are not causal.
+    # End of the keys that each query may see: keys j >= k_end[i] are hidden. Must not decrease with i. It encodes where packed
+    # sequences end, in calls that are not causal.
     k_end: Annotated[Tensor | None, Accompanying("b hk n", torch.int32)] = None
 
     @property
