@@ -716,7 +716,7 @@ def test_a_state_of_nan_is_forgotten(form):
         fastmax.decoding.init_state(1, 2, 4, 3, dtype=torch.float64),
         log_decay=log_decay[..., :2],
     )
-    assert state.values.isnan().all() and state.weights.isnan().all()
+    assert state.kv_state.isnan().all() and state.k_sum.isnan().all()
     o, state = form(q[:, :, 2:3], k[:, :, 2:3], v[:, :, 2:3], state, log_decay=log_decay[..., 2:3])
     torch.testing.assert_close(o, expected[:, :, 2:3])
     torch.testing.assert_close(

@@ -37,7 +37,7 @@ def check_tokens(
         raise ValueError(f"q, k and v must be 4-d (batch, heads, tokens, head_dim), got {q.dim()} dimensions")
     if q.shape[1] == 0:
         raise ValueError(f"q must have at least one head, got shape {tuple(q.shape)}")
-    batch, heads, rows, value_dim = state.values.shape
+    batch, heads, rows, value_dim = state.kv_state.shape
     validation.check_cu_seqlens(cu_seqlens, q, k)
     if cu_seqlens is not None and cu_seqlens.shape[0] != batch + 1:
         raise ValueError(
@@ -52,15 +52,15 @@ def check_tokens(
         raise ValueError(f"v must have the state's value_dim {value_dim}, got {v.shape[3]}")
     if q.dtype != state.dtype:
         raise TypeError(f"q, k and v must have the state's dtype {state.dtype}, got {q.dtype}")
-    if q.device != state.values.device:
-        raise ValueError(f"q, k and v must be on the state's device {state.values.device}, got {q.device}")
+    if q.device != state.kv_state.device:
+        raise ValueError(f"q, k and v must be on the state's device {state.kv_state.device}, got {q.device}")
     width = width_of_keys(state.head_dim, state.positions is not None)
     shape = (batch, heads, eager.state_rows(width, state.score.order))
     wide = eager.compute_dtype(state.dtype)
-    if state.weights.shape != shape or rows != shape[2] or not state.values.dtype == state.weights.dtype == wide:
+    if state.k_sum.shape != shape or rows != shape[2] or not state.kv_state.dtype == state.k_sum.dtype == wide:
         raise ValueError(
-            f"state must have values {(*shape, value_dim)} and weights {shape} of {wide} for its options, got "
-            f"{tuple(state.values.shape)} of {state.values.dtype} and {tuple(state.weights.shape)} of {state.weights.dtype}"
+            f"state must have kv_state {(*shape, value_dim)} and k_sum {shape} of {wide} for its options, got "
+            f"{tuple(state.kv_state.shape)} of {state.kv_state.dtype} and {tuple(state.k_sum.shape)} of {state.k_sum.dtype}"
         )
     places = state.exact_window + (state.flush_interval if state.flush_interval > 1 else 0)
     _check_window(state, (batch, heads, places), width, value_dim)

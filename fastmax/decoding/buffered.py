@@ -31,14 +31,14 @@ def flushed(state: DecodeState) -> DecodeState:
     keys, tokens, mask, decays = (x[:, :, :count] for x in near)
     mask, decays = mask & is_buffered, torch.where(is_buffered, decays, 0.0)
     # Each head as a batch entry of its own, as each has a mask of its own; keys in the place of queries.
-    keys, tokens, decays, values, weights = (
-        x.flatten(0, 1).unsqueeze(1) for x in (keys, tokens, decays, state.values, state.weights)
+    keys, tokens, decays, kv_state, k_sum = (
+        x.flatten(0, 1).unsqueeze(1) for x in (keys, tokens, decays, state.kv_state, state.k_sum)
     )
     call = with_bounds(Call(state.score, causal=True, attention_mask=mask.flatten(0, 1)), keys, keys, decays, continues=True)
-    _, _, values, weights = ops.prefill(keys, keys, tokens, call, values, weights)
+    _, _, kv_state, k_sum = ops.prefill(keys, keys, tokens, call, kv_state, k_sum)
     changes = {
-        "values": values.view_as(state.values),
-        "weights": weights.view_as(state.weights),
+        "kv_state": kv_state.view_as(state.kv_state),
+        "k_sum": k_sum.view_as(state.k_sum),
         "flush_interval": 1,
         "buffered": None,
     }
@@ -54,10 +54,10 @@ def with_buffer(state: DecodeState, flush_interval: int) -> DecodeState:
     """Returns a `flushed` state with an empty buffer of so many tokens."""
     if flush_interval == 1:
         return state
-    b, heads, window = *state.weights.shape[:2], state.exact_window
+    b, heads, window = *state.k_sum.shape[:2], state.exact_window
     near = _kept(state)
     if window == 0:
-        like, width = state.values, width_of_keys(state.head_dim, state.positions is not None)
+        like, width = state.kv_state, width_of_keys(state.head_dim, state.positions is not None)
         near = (
             like.new_zeros(b, heads, 0, width, dtype=state.dtype),
             like.new_zeros(b, heads, 0, like.shape[3], dtype=state.dtype),

@@ -67,18 +67,18 @@ def init_state(
     validation.warn_if_vanishing(score, kind, lim, rpe_matrix is not None)
     width = width_of_keys(head_dim, rpe_matrix is not None)
     rows = eager.state_rows(width, score.order)
-    values = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
+    kv_state = torch.zeros(batch, kv_heads, rows, value_dim, dtype=eager.compute_dtype(dtype), device=device)
     positions = None if rpe_matrix is None else torch.zeros(batch, dtype=torch.int64, device=device)
-    state = DecodeState(values, values.new_zeros(values.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
+    state = DecodeState(kv_state, kv_state.new_zeros(kv_state.shape[:3]), 0, dtype, head_dim, score, kind, lim, positions)
     if exact_window == 0:
         return with_buffer(state, flush_interval)
     places = (batch, kv_heads, exact_window)
     state = replace(
         state,
         exact_window=exact_window,
-        local_keys=values.new_zeros(*places, width, dtype=dtype),
-        local_values=values.new_zeros(*places, value_dim, dtype=dtype),
-        local_mask=values.new_zeros(batch, exact_window, dtype=torch.bool),
-        local_decays=values.new_zeros(places),
+        local_keys=kv_state.new_zeros(*places, width, dtype=dtype),
+        local_values=kv_state.new_zeros(*places, value_dim, dtype=dtype),
+        local_mask=kv_state.new_zeros(batch, exact_window, dtype=torch.bool),
+        local_decays=kv_state.new_zeros(places),
     )
     return with_buffer(state, flush_interval)

@@ -105,10 +105,10 @@ def _prefill(q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None
     q, k = prepare_after(q, tokens.keys, state, use_custom_gradient=True)
     tokens = tokens._replace(keys=k)
     if state.exact_window > 0:
-        o, values, weights, tokens = prefill_window(q, joined(state, tokens), state, count)
+        o, kv_state, k_sum, tokens = prefill_window(q, joined(state, tokens), state, count)
     else:
         tokens = tokens.without_masked()
         call = Call(state.score, causal=True, attention_mask=tokens.mask)
         call = with_bounds(call, q, tokens.keys, tokens.decays, continues=True)
-        o, _, values, weights = ops.prefill(q, tokens.keys, tokens.values, call, state.values, state.weights)
-    return o, advanced(state, n, values, weights, tokens, count)
+        o, _, kv_state, k_sum = ops.prefill(q, tokens.keys, tokens.values, call, state.kv_state, state.k_sum)
+    return o, advanced(state, n, kv_state, k_sum, tokens, count)

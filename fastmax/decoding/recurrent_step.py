@@ -59,13 +59,13 @@ def _step(q: Tensor, tokens: Tokens, state: DecodeState) -> tuple[Tensor, Decode
     q, k = _prepare_token(q, tokens.keys, state)
     joins = tokens.mask
     tokens, token = _joining(tokens._replace(keys=k), state)
-    o, values, weights = ops.decode_step(
-        q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score
+    o, kv_state, k_sum = ops.decode_step(
+        q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, state.score
     )
     if state.exact_window > 0:
-        o = _with_local_keys(q, o, weights, tokens, state)
+        o = _with_local_keys(q, o, k_sum, tokens, state)
         tokens = tokens.last(1, state.exact_window, _count(joins))
-    return o, advanced(state, 1, values, weights, tokens, _count(joins))
+    return o, advanced(state, 1, kv_state, k_sum, tokens, _count(joins))
 
 
 def step_(
@@ -108,9 +108,9 @@ def step_(
         if state.exact_window > 0:
             ops.refuse_to_record(q, k, v, log_decay, *state.tensors().values())
         tokens, token = _joining(Tokens(k, v, attention_mask, log_decay), state)
-        o = ops.decode_step_(q, token.keys, token.values, state.values, state.weights, token.mask, token.decays, state.score)
+        o = ops.decode_step_(q, token.keys, token.values, state.kv_state, state.k_sum, token.mask, token.decays, state.score)
         if state.exact_window > 0:
-            o = _with_local_keys(q, o, state.weights, tokens, state)
+            o = _with_local_keys(q, o, state.k_sum, tokens, state)
             near = tokens.last(1, state.exact_window, _count(attention_mask))
             for x, new in zip(kept(state), near, strict=True):
                 x.copy_(new)
@@ -120,9 +120,9 @@ def step_(
 
 def _buffered_step_(q: Tensor, token: Tokens, state: DecodeState) -> Tensor:
     q, k = _prepare_token(q, token.keys, state)
-    decays = token.decays if token.decays is None else token.decays.to(state.weights.dtype)
+    decays = token.decays if token.decays is None else token.decays.to(state.k_sum.dtype)
     token = token._replace(keys=k, decays=decays)
-    sums = state.values, state.weights
+    sums = state.kv_state, state.k_sum
     o = ops.buffered_step_(q, token, sums, kept(state), state.buffered, state.exact_window, state.score)
     if token.mask is not None:
         assert state.buffered is not None  # `check_token` saw it
@@ -147,7 +147,7 @@ def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
     this one, where there is no window."""
     if state.exact_window == 0:
         token = token.without_masked_decays()
-        decays = token.decays if token.decays is None else token.decays.to(state.weights.dtype)
+        decays = token.decays if token.decays is None else token.decays.to(state.k_sum.dtype)
         return token, token._replace(decays=decays)
     tokens = joined(state, token)
     leaving = tokens.slice(0, 1)
@@ -157,9 +157,9 @@ def _joining(token: Tokens, state: DecodeState) -> tuple[Tokens, Tokens]:
     return tokens, leaving
 
 
-def _with_local_keys(q: Tensor, o: Tensor, weights: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
-    """`o` and `weights` are of a step with the token that leaves the window, the first of these."""
-    lse = log_of_sums(eager.sums_of_weights(q, weights, state.score))
+def _with_local_keys(q: Tensor, o: Tensor, k_sum: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
+    """`o` and `k_sum` are of a step with the token that leaves the window, the first of these."""
+    lse = log_of_sums(eager.sums_of_weights(q, k_sum, state.score))
     between = eager.sum_of_decays(tokens.slice(1, state.exact_window).decays)
     return with_local_keys(q, o, lse, between, tokens, state)
 

@@ -23,7 +23,7 @@ def width_of_keys(head_dim: int, sinusoidal: bool) -> int:
 class DecodeState(BatchState):
     """Sums over the tokens seen so far, and the options they were made with; from `fastmax.decoding.init_state`.
 
-    `values` (b, hk, features, dv) and `weights` (b, hk, features) are float32, or float64 for float64 tokens; the features are
+    `kv_state` (b, hk, features, dv) and `k_sum` (b, hk, features) are float32, or float64 for float64 tokens; the features are
     `1`, `k_a` and `k_a k_b` for `a <= b`, in that order (`1 + d` of them for p = 1). With a sinusoidal rpe_matrix d counts the
     appended channels, and `positions` (b,) int64 is where the next token stands. `tokens` counts what was passed, padding too,
     in packed sequences of all of them together; of states that `cat` joins it is the largest.
@@ -41,8 +41,8 @@ class DecodeState(BatchState):
     states are equal only where they are the same object.
     """
 
-    values: Tensor
-    weights: Tensor
+    kv_state: Tensor
+    k_sum: Tensor
     tokens: int
     dtype: torch.dtype  # of q, k and v
     head_dim: int  # of q and k as the caller passes them
@@ -69,7 +69,7 @@ class DecodeState(BatchState):
     @property
     def device(self) -> torch.device:
         """Of the tensors."""
-        return self.values.device
+        return self.kv_state.device
 
     @classmethod
     def _cat(cls, states: Sequence[DecodeState]) -> DecodeState:
@@ -93,7 +93,7 @@ class DecodeState(BatchState):
 
     def __repr__(self) -> str:
         options = {name: f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else x for name, x in self.tensors().items()}
-        if isinstance(self.values, Tensor):
+        if isinstance(self.kv_state, Tensor):
             options["device"] = self.device
         options |= {"tokens": self.tokens, "dtype": self.dtype, "head_dim": self.head_dim, "p": self.score.order}
         options |= {"temperature": f"{1.0 / self.score.scale:g}"}

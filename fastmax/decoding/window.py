@@ -78,7 +78,7 @@ def joined(state: DecodeState, tokens: Tokens) -> Tokens:
 def prefill(
     q: Tensor, tokens: Tokens, state: DecodeState, count: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tokens]:
-    """Output of n queries, the new values and weights, and the tokens to keep; `tokens` are `joined`. With a `count`, (b,),
+    """Output of n queries, the new kv_state and k_sum, and the tokens to keep; `tokens` are `joined`. With a `count`, (b,),
     only so many of the n are there, and outputs of the others mean nothing."""
     n, window = q.shape[2], state.exact_window
     leaving = tokens.slice(0, n)
@@ -89,9 +89,9 @@ def prefill(
         leaves = torch.arange(n, device=q.device) < count.unsqueeze(-1)
         decays = torch.where(leaves.unsqueeze(1), far.log_decay, 0.0)
         far = far._replace(attention_mask=leaving.mask & leaves, log_decay=decays)
-    o, z, values, weights = ops.prefill(q, leaving.keys, leaving.values, far, state.values, state.weights)
+    o, z, kv_state, k_sum = ops.prefill(q, leaving.keys, leaving.values, far, state.kv_state, state.k_sum)
     o = with_local_keys(q, o, log_of_sums(z), between, tokens, state)
-    return o, values, weights, tokens.last(n, window, count)
+    return o, kv_state, k_sum, tokens.last(n, window, count)
 
 
 def with_local_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: Tokens, state: DecodeState) -> Tensor:
@@ -116,10 +116,10 @@ def with_local_keys(q: Tensor, o: Tensor, lse: Tensor, between: Tensor, tokens: 
 
 
 def advanced(
-    state: DecodeState, n: int, values: Tensor, weights: Tensor, tokens: Tokens, count: Tensor | None = None
+    state: DecodeState, n: int, kv_state: Tensor, k_sum: Tensor, tokens: Tokens, count: Tensor | None = None
 ) -> DecodeState:
     """The state after n tokens, or as many as `count` (b,); `tokens` are the last ones, where it keeps some."""
-    changes = {"values": values, "weights": weights, "tokens": state.tokens + n}
+    changes = {"kv_state": kv_state, "k_sum": k_sum, "tokens": state.tokens + n}
     if state.positions is not None:
         changes["positions"] = state.positions + (n if count is None else count)
     if state.exact_window > 0:  # copies, not views of all tokens

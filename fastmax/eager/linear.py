@@ -62,9 +62,9 @@ def empty_state(blocks: int, d: int, channels: int, order: int, like: Tensor) ->
     return State(zeros(1, channels), zeros(d, channels), second, zeros(1, 1), zeros(1, d), moment2)
 
 
-def unpack_state(values: Tensor, weights: Tensor, d: int, order: int) -> State:
-    """The state from its rows 1, x_a, x_a x_b (a <= b): values (B, rows, c), weights (B, rows). Copies."""
-    rows = torch.cat([values, weights.unsqueeze(-1)], dim=-1)
+def unpack_state(kv_state: Tensor, k_sum: Tensor, d: int, order: int) -> State:
+    """The state from its rows 1, x_a, x_a x_b (a <= b): kv_state (B, rows, c), k_sum (B, rows). Copies."""
+    rows = torch.cat([kv_state, k_sum.unsqueeze(-1)], dim=-1)
     pad = padded_head_dim(d) - d
     zeroth, first, pairs = rows.split([1, d, rows.shape[1] - d - 1], dim=1)
     first = F.pad(first, (0, 0, 0, pad))
@@ -77,14 +77,14 @@ def unpack_state(values: Tensor, weights: Tensor, d: int, order: int) -> State:
 
 
 def pack_state(state: State, d: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `unpack_state`: values (B, rows, c) and weights (B, rows)."""
-    values = [state.zeroth, state.first[:, :d]]
-    weights = [state.moment0.squeeze(1), state.moment1.squeeze(1)[:, :d]]
+    """The inverse of `unpack_state`: kv_state (B, rows, c) and k_sum (B, rows)."""
+    kv_state = [state.zeroth, state.first[:, :d]]
+    k_sum = [state.moment0.squeeze(1), state.moment1.squeeze(1)[:, :d]]
     if state.second is not None:
         a, b = torch.triu_indices(d, d, device=state.second.device)
-        values.append(fold_pairs(state.second, d))
-        weights.append(state.moment2[:, a, b])
-    return torch.cat(values, dim=1), torch.cat(weights, dim=1)
+        kv_state.append(fold_pairs(state.second, d))
+        k_sum.append(state.moment2[:, a, b])
+    return torch.cat(kv_state, dim=1), torch.cat(k_sum, dim=1)
 
 
 def _absorb(state: State, x: Tensor, y: Tensor, weight: Tensor | None, workspace: Workspace | None) -> State:

@@ -14,54 +14,54 @@ def decode_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
     score: Score,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (b, h, 1, dv) in q's dtype, and the new values (b, hk, features, dv) and weights (b, hk, features), contiguous.
+    """Output (b, h, 1, dv) in q's dtype, and the new kv_state (b, hk, features, dv) and k_sum (b, hk, features), contiguous.
 
     q (b, h, 1, d), k (b, hk, 1, d), v (b, hk, 1, dv); features as in `DecodeState`; mask bool (b, 1); log_decay
     (b, hk, 1), by which the state fades before the token joins, whether or not it does.
     """
-    key, v = _joining(k, v, mask, values.dtype, score)
+    key, v = _joining(k, v, mask, kv_state.dtype, score)
     if log_decay is not None:
-        factor = _factor_of_state(log_decay, weights)
-        weights, values = (torch.where(x == 0, 0.0, x * y) for x, y in ((factor, weights), (factor.unsqueeze(-1), values)))
-    values = torch.addcmul(values.contiguous(), key.unsqueeze(-1), v)
-    weights = weights.contiguous() + key
-    return _read(q, values, weights, score), values, weights
+        factor = _factor_of_state(log_decay, k_sum)
+        k_sum, kv_state = (torch.where(x == 0, 0.0, x * y) for x, y in ((factor, k_sum), (factor.unsqueeze(-1), kv_state)))
+    kv_state = torch.addcmul(kv_state.contiguous(), key.unsqueeze(-1), v)
+    k_sum = k_sum.contiguous() + key
+    return _read(q, kv_state, k_sum, score), kv_state, k_sum
 
 
 def decode_step_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
     score: Score,
 ) -> Tensor:
-    """The output of `decode_step`; the new values and weights take the place of the old ones."""
-    key, v = _joining(k, v, mask, values.dtype, score)
+    """The output of `decode_step`; the new kv_state and k_sum take the place of the old ones."""
+    key, v = _joining(k, v, mask, kv_state.dtype, score)
     if log_decay is not None:
-        factor = _factor_of_state(log_decay, weights)
+        factor = _factor_of_state(log_decay, k_sum)
         vanishes = not is_at_hand(factor) or bool((factor == 0).any())
-        for x, y in ((factor, weights), (factor.unsqueeze(-1), values)):
+        for x, y in ((factor, k_sum), (factor.unsqueeze(-1), kv_state)):
             y.mul_(x)
             if vanishes:  # a pass over the state, for what is not finite in it
                 y.masked_fill_(x == 0, 0.0)
-    values.addcmul_(key.unsqueeze(-1), v)
-    weights.add_(key)
-    return _read(q, values, weights, score)
+    kv_state.addcmul_(key.unsqueeze(-1), v)
+    k_sum.add_(key)
+    return _read(q, kv_state, k_sum, score)
 
 
-def _factor_of_state(log_decay: Tensor, weights: Tensor) -> Tensor:
+def _factor_of_state(log_decay: Tensor, k_sum: Tensor) -> Tensor:
     """(b, hk, 1), of the state before the token: NaN for a decay of NaN, unless there is no key in the state. A state of NaN
     stays NaN until a decay of -inf."""
-    keys = weights[..., :1]  # a count of them, which decays
+    keys = k_sum[..., :1]  # a count of them, which decays
     factor = not_above_zero(log_decay).exp()
     factor = torch.where(keys.isnan() & (log_decay > -torch.inf), torch.nan, factor)
     return torch.where(log_decay.isnan() & (keys == 0), 1.0, factor)
@@ -75,9 +75,9 @@ def _joining(k: Tensor, v: Tensor, mask: Tensor | None, dtype: torch.dtype, scor
     return key if mask is None else key * mask.unsqueeze(-1), v.to(dtype)
 
 
-def sums_of_weights(q: Tensor, weights: Tensor, score: Score) -> Tensor:
-    """(b, h, 1): what the output of a token's queries was divided by; `weights` of the state after it."""
-    return (query_features(q, weights, score) @ weights.unsqueeze(-1)).flatten(1, 2)
+def sums_of_weights(q: Tensor, k_sum: Tensor, score: Score) -> Tensor:
+    """(b, h, 1): what the output of a token's queries was divided by; `k_sum` of the state after it."""
+    return (query_features(q, k_sum, score) @ k_sum.unsqueeze(-1)).flatten(1, 2)
 
 
 def softmax_step(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, decays: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -113,17 +113,17 @@ def softmax_of(s: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     return (w @ values) * reciprocal(z), (base + log_of_sums(z)).squeeze(-1)
 
 
-def _read(q: Tensor, values: Tensor, weights: Tensor, score: Score) -> Tensor:
-    query = query_features(q, weights, score)
-    o = quotient(query @ values, query @ weights.unsqueeze(-1))
+def _read(q: Tensor, kv_state: Tensor, k_sum: Tensor, score: Score) -> Tensor:
+    query = query_features(q, k_sum, score)
+    o = quotient(query @ kv_state, query @ k_sum.unsqueeze(-1))
     return o.flatten(1, 2).unsqueeze(2).to(q.dtype)
 
 
-def query_features(q: Tensor, weights: Tensor, score: Score) -> Tensor:
+def query_features(q: Tensor, k_sum: Tensor, score: Score) -> Tensor:
     """(b, h, 1, d) -> (b, hk, group, features), with what f makes of each."""
-    query = distinct_features(score.scale * q.squeeze(2).to(weights.dtype), score.order)
+    query = distinct_features(score.scale * q.squeeze(2).to(k_sum.dtype), score.order)
     query = query * coefficients(q.shape[-1], score, query)
-    return query.unflatten(1, (weights.shape[1], -1))
+    return query.unflatten(1, (k_sum.shape[1], -1))
 
 
 def distinct_features(x: Tensor, order: int) -> Tensor:

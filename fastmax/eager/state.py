@@ -1,6 +1,6 @@
 """Causal attention between recurrent states by the linear algorithm: the forward, the analytic backward, and their parts.
 
-A state is a pair of tensors as in `fastmax.decoding.DecodeState`: values (b, hk, features, dv) and weights (b, hk, features).
+A state is a pair of tensors as in `fastmax.decoding.DecodeState`: kv_state (b, hk, features, dv) and k_sum (b, hk, features).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fastmax.eager.workspace import Workspace
 
 
 class States(NamedTuple):
-    """The states around a call, as its backward takes them; each is a pair of values and weights."""
+    """The states around a call, as its backward takes them; each is a pair of kv_state and k_sum."""
 
     given: tuple[Tensor, Tensor]  # before the first token
     new: tuple[Tensor | None, Tensor | None]  # after the last token; read for the gradient of log_decay alone
@@ -47,33 +47,33 @@ class StateGradients(NamedTuple):
 
     inputs: InputGradients
     log_decay: Tensor | None  # None for a call without decays
-    state: tuple[Tensor, Tensor]  # of the given values and weights
+    state: tuple[Tensor, Tensor]  # of the given kv_state and k_sum
 
 
 def zero_state(k: Tensor, v: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    """Return the values and weights before any token."""
+    """Return the kv_state and k_sum before any token."""
     b, hk, _, d = k.shape
     features = state_rows(d, order)
-    weights = k.new_zeros(b, hk, features, dtype=compute_dtype(k.dtype))
-    return weights.new_zeros(b, hk, features, v.shape[3]), weights
+    k_sum = k.new_zeros(b, hk, features, dtype=compute_dtype(k.dtype))
+    return k_sum.new_zeros(b, hk, features, v.shape[3]), k_sum
 
 
 def forward_from_state(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, values: Tensor, weights: Tensor
+    q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor, k_sum: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the output and denominators of n tokens that continue from a state, and the new values and weights."""
+    """Return the output and denominators of n tokens that continue from a state, and the new kv_state and k_sum."""
     (b, _, n, d), (_, hk, _, dv) = q.shape, v.shape
     if b == 0 or n == 0:
-        return empty_like_layout(q, dv), values.new_empty(q.shape[:3]), values, weights
+        return empty_like_layout(q, dv), kv_state.new_empty(q.shape[:3]), kv_state, k_sum
     order = call.score.order
     plan = linear_plan_of(q, k, v, call)._replace(heads=b * hk)
-    recorded = recording(q, k, v, values, weights, call.log_decay)
-    workspace = None if recorded else Workspace(values.dtype, q.device)
-    ops = operands(q, k, v, call, state=weights[..., 0])
-    if call.log_decay is not None and may_hold_nan(weights[..., 0]):  # `ops.decay` makes the queries NaN that read it
-        values, weights = _filled((values, weights), weights[..., 0].isnan(), 0.0)
+    recorded = recording(q, k, v, kv_state, k_sum, call.log_decay)
+    workspace = None if recorded else Workspace(kv_state.dtype, q.device)
+    ops = operands(q, k, v, call, state=k_sum[..., 0])
+    if call.log_decay is not None and may_hold_nan(k_sum[..., 0]):  # `ops.decay` makes the queries NaN that read it
+        kv_state, k_sum = _filled((kv_state, k_sum), k_sum[..., 0].isnan(), 0.0)
     output = RecordedOutput(ops, finish_of(call))
-    state = linear.unpack_state(values.flatten(0, 1), weights.flatten(0, 1), d, order)
+    state = linear.unpack_state(kv_state.flatten(0, 1), k_sum.flatten(0, 1), d, order)
     state = linear.forward(ops, plan, output, workspace, state)
     state = _with_nan_of_decays(ops, tuple(x.unflatten(0, (b, hk)) for x in linear.pack_state(state, d)))
     return *output.join(q), *state
@@ -132,29 +132,29 @@ def _backward_of_group_(
 
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the values and weights after a causal call of these keys that starts from zeros."""
-    values, weights = zero_state(k, v, call.score.order)
-    workspace, d = Workspace(values.dtype, k.device), k.shape[3]
+    """Return the kv_state and k_sum after a causal call of these keys that starts from zeros."""
+    kv_state, k_sum = zero_state(k, v, call.score.order)
+    workspace, d = Workspace(kv_state.dtype, k.device), k.shape[3]
     for group, plan, ops in _groups(k, k, v, call):
         state = linear.pack_state(linear.state_of_keys(ops, plan, workspace), d)
         state = _with_nan_of_decays(ops, tuple(x.unflatten(0, ops.k.shape[:2]) for x in state))
-        _write_state((values, weights), group, state)
-    return values, weights
+        _write_state((kv_state, k_sum), group, state)
+    return kv_state, k_sum
 
 
 def state_of_queries(g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the given values and weights for a new state without gradients."""
-    values, weights = zero_state(k, v, call.score.order)
-    workspace, d = Workspace(values.dtype, k.device), k.shape[3]
-    factors = coefficients(d, _divisors(call.score, values.dtype), values)
+    """Return the gradients of the given kv_state and k_sum for a new state without gradients."""
+    kv_state, k_sum = zero_state(k, v, call.score.order)
+    workspace, d = Workspace(kv_state.dtype, k.device), k.shape[3]
+    factors = coefficients(d, _divisors(call.score, kv_state.dtype), kv_state)
     for group, plan, ops in _groups(q, k, v, call):
         state = linear.state_of_queries(ops, plan, _given_terms(ops, g, e, k.shape[1], group), workspace)
-        _write_state((values, weights), group, linear.pack_state(state, d))
-    return values.mul_(factors.unsqueeze(-1)), weights.mul_(factors)
+        _write_state((kv_state, k_sum), group, linear.pack_state(state, d))
+    return kv_state.mul_(factors.unsqueeze(-1)), k_sum.mul_(factors)
 
 
 def sums_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of g for values of a dtype: float32 in place of float16, whose range is too small."""
+    """Return the dtype of g for tokens of a dtype: float32 in place of float16, whose range is too small."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
@@ -237,8 +237,8 @@ def _given_terms(ops: Operands, g: Tensor, e: Tensor, kv_heads: int, group: Grou
 
 def _filled(state: tuple[Tensor, Tensor], where: Tensor, x: float) -> tuple[Tensor, Tensor]:
     """Return a state filled with x in the heads `where` (b, hk) selects."""
-    values, weights = state
-    return torch.where(where[..., None, None], x, values), torch.where(where[..., None], x, weights)
+    kv_state, k_sum = state
+    return torch.where(where[..., None, None], x, kv_state), torch.where(where[..., None], x, k_sum)
 
 
 def _with_nan_of_decays(ops: Operands, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -257,7 +257,7 @@ def _pairs_of_state(state: tuple[Tensor | None, Tensor | None], grads: tuple[Ten
 
 
 def _write_state(out: tuple[Tensor, Tensor], group: Group, state: tuple[Tensor, Tensor]) -> None:
-    """Copy the values and weights of a head group into those of all heads."""
+    """Copy the kv_state and k_sum of a head group into those of all heads."""
     for whole, x in zip(out, state, strict=True):
         of_group = whole[group]
         of_group.copy_(x.view_as(of_group))

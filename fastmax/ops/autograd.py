@@ -76,22 +76,22 @@ class Prefill(NamedTuple):
     backward: torch._ops.OpOverload
 
     def save(self, ctx, inputs: tuple, output: tuple) -> None:
-        last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, values and weights
+        last = 5 + len(CONTINUED.tensor_names)  # q, k, v, the call's tensors, kv_state and k_sum
         (o, z, *state), ctx.options = output, inputs[last:]
         # Only the gradient of log_decay needs the new state.
         state = (None, None) if self._tensors(inputs[3:])["log_decay"] is None else state
         ctx.save_for_backward(*inputs[:3], o, z, *state, *inputs[3:last])
         ctx.set_materialize_grads(False)
 
-    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_values, grad_weights) -> tuple[Tensor | None, ...]:
+    def gradients(self, saved: tuple, options: tuple, grad_o, grad_z, grad_kv_state, grad_k_sum) -> tuple[Tensor | None, ...]:
         """Returns the gradients of q, k, v, the call's tensors, and the state."""
-        if grad_o is None and grad_z is None and grad_values is None and grad_weights is None:
+        if grad_o is None and grad_z is None and grad_kv_state is None and grad_k_sum is None:
             return (None,) * (5 + len(CONTINUED.tensor_names))
         if grad_o is None:
             grad_o = torch.zeros_like(saved[3])
-        *results, of_values, of_weights = self.backward(grad_o, grad_z, grad_values, grad_weights, *saved, *options)
+        *results, of_kv_state, of_k_sum = self.backward(grad_o, grad_z, grad_kv_state, grad_k_sum, *saved, *options)
         tensors = tuple(self._tensors(saved[7:]).values())
-        return *CONTINUED.of_inputs(CONTINUED.gradients(results), tensors), of_values, of_weights
+        return *CONTINUED.of_inputs(CONTINUED.gradients(results), tensors), of_kv_state, of_k_sum
 
     @staticmethod
     def _tensors(arguments: tuple) -> dict[str, Tensor | None]:

@@ -123,7 +123,7 @@ def check_tokens_of_state(q: Tensor, k: Tensor) -> None:
 
 
 def check_state(q: Tensor, k: Tensor, v: Tensor, order: int, **state: Tensor) -> None:
-    """Checks values and weights, given by their names, of a prefill whose q, k and v were checked."""
+    """Checks kv_state and k_sum, given by their names, of a prefill whose q, k and v were checked."""
     check_tokens_of_state(q, k)
     b, hk, _, d = k.shape
     rows = state_rows(d, order)
@@ -160,23 +160,23 @@ def check_pairs(q: Tensor, k: Tensor, log_decay: Tensor | None, pairs: Tensor | 
     _check_tensor("pairs_of_states", pairs_of_states, (*k.shape[:2], 2), torch.float64, q)
 
 
-def check_kept(k: Tensor, kept: Tensor) -> None:
+def check_saved(k: Tensor, saved: Tensor) -> None:
     """Checks that there are no saved intermediate states: PyTorch operations cannot continue from them."""
-    if kept.dtype != torch.uint8 or kept.dim() != 3 or kept.shape[:2] != k.shape[:2]:
-        raise ValueError(f"kept must be contiguous uint8 (b, hk, bytes), got {kept.dtype} {tuple(kept.shape)}")
-    if kept.numel() > 0:
+    if saved.dtype != torch.uint8 or saved.dim() != 3 or saved.shape[:2] != k.shape[:2]:
+        raise ValueError(f"saved must be contiguous uint8 (b, hk, bytes), got {saved.dtype} {tuple(saved.shape)}")
+    if saved.numel() > 0:
         raise ValueError(
-            f"kept must be what state_of_keys or state_of_queries kept of the same tokens, 0 bytes, got {kept.numel()}"
+            f"saved must be what state_of_keys or state_of_queries saved of the same tokens, 0 bytes, got {saved.numel()}"
         )
 
 
 def check_states(q: Tensor, states: States, log_decay: Tensor | None) -> None:
     """Checks the states of a prefill's gradient; the given state was checked."""
     for prefix, tensors in (("new_", states.new), ("grad_new_", states.grads)):
-        for name, x, given in zip(("values", "weights"), tensors, states.given, strict=True):
+        for name, x, given in zip(("kv_state", "k_sum"), tensors, states.given, strict=True):
             _check_tensor(prefix + name, x, given.shape, given.dtype, q)
     if log_decay is not None and any(x is not None for x in states.grads) and any(x is None for x in states.new):
-        raise ValueError("the gradient of log_decay needs new_values and new_weights beside their gradients")
+        raise ValueError("the gradient of log_decay needs new_kv_state and new_k_sum beside their gradients")
 
 
 def check_results(q: Tensor, v: Tensor, **tensors: Tensor | None) -> None:

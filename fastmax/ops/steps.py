@@ -20,8 +20,8 @@ def decode_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
     score: Score,
@@ -32,9 +32,9 @@ def decode_step(
         log_decay: (b, hk, 1), in the dtype of the state; values above 0 count as 0.
 
     Returns:
-        The output, and the new values and weights.
+        The output, and the new kv_state and k_sum.
     """
-    tensors = (q, k, v, values, weights, mask, log_decay)
+    tensors = (q, k, v, kv_state, k_sum, mask, log_decay)
     if eager.differentiating(*tensors):
         return eager.decode_step(*tensors, score)
     if torch.compiler.is_compiling():
@@ -48,19 +48,19 @@ def decode_step_(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    values: Tensor,
-    weights: Tensor,
+    kv_state: Tensor,
+    k_sum: Tensor,
     mask: Tensor | None,
     log_decay: Tensor | None,
     score: Score,
 ) -> Tensor:
-    """Computes `decode_step` in place: writes to `values` and `weights`, which are contiguous and overlap nothing else. Returns
+    """Computes `decode_step` in place: writes to `kv_state` and `k_sum`, which are contiguous and overlap nothing else. Returns
     the output.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
-    return _in_place(_DECODE_STEP_, (q, k, v, values, weights, mask, log_decay), (values, weights), score)
+    return _in_place(_DECODE_STEP_, (q, k, v, kv_state, k_sum, mask, log_decay), (kv_state, k_sum), score)
 
 
 def buffered_step_(
@@ -108,32 +108,32 @@ def refuse_to_record(*tensors: Tensor | None) -> None:
 _TOKEN = "Tensor? attention_mask, Tensor? log_decay"
 
 
-def _decode_step(q, k, v, values, weights, mask, log_decay, *score):
+def _decode_step(q, k, v, kv_state, k_sum, mask, log_decay, *score):
     with without_autocast(q):
-        return eager.decode_step(q, k, v, values, weights, mask, log_decay, Score(*score))
+        return eager.decode_step(q, k, v, kv_state, k_sum, mask, log_decay, Score(*score))
 
 
-def _fake_decode_step(q, k, v, values, weights, *arguments):
-    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (values, weights))
+def _fake_decode_step(q, k, v, kv_state, k_sum, *arguments):
+    state = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (kv_state, k_sum))
     return q.new_empty(*q.shape[:-1], v.shape[-1]), *state
 
 
-def _decode_step_flops(q, k, v, values, *arguments, out_val=None) -> int:
-    return count_step(q, values)
+def _decode_step_flops(q, k, v, kv_state, *arguments, out_val=None) -> int:
+    return count_step(q, kv_state)
 
 
 _DECODE_STEP = register(
-    f"decode_step(Tensor q, Tensor k, Tensor v, Tensor values, Tensor weights, {_TOKEN}, {SCORE}) "
-    "-> (Tensor o, Tensor new_values, Tensor new_weights)",
+    f"decode_step(Tensor q, Tensor k, Tensor v, Tensor kv_state, Tensor k_sum, {_TOKEN}, {SCORE}) "
+    "-> (Tensor o, Tensor new_kv_state, Tensor new_k_sum)",
     _decode_step,
     _fake_decode_step,
     flops=_decode_step_flops,
 )
 
 
-def _decode_step_(q, k, v, values, weights, mask, log_decay, *score):
+def _decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, *score):
     with without_autocast(q):
-        return eager.decode_step_(q, k, v, values, weights, mask, log_decay, Score(*score))
+        return eager.decode_step_(q, k, v, kv_state, k_sum, mask, log_decay, Score(*score))
 
 
 def _fake_step_(q, k, v, *arguments):
@@ -141,7 +141,7 @@ def _fake_step_(q, k, v, *arguments):
 
 
 _DECODE_STEP_ = register(
-    f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, {_TOKEN}, {SCORE}) -> (Tensor o)",
+    f"decode_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, {_TOKEN}, {SCORE}) -> (Tensor o)",
     _decode_step_,
     _fake_step_,
     flops=_decode_step_flops,
@@ -153,8 +153,8 @@ def _buffered_step_(
     q,
     k,
     v,
-    values,
-    weights,
+    kv_state,
+    k_sum,
     local_keys,
     local_values,
     local_mask,
@@ -167,17 +167,17 @@ def _buffered_step_(
 ):
     kept = local_keys, local_values, local_mask, local_decays
     with without_autocast(q):
-        return eager.buffered_step_(q, k, v, values, weights, *kept, buffered, mask, log_decay, exact_window, Score(*score))
+        return eager.buffered_step_(q, k, v, kv_state, k_sum, *kept, buffered, mask, log_decay, exact_window, Score(*score))
 
 
-def _buffered_step_flops(q, k, v, values, weights, local_keys, *arguments, out_val=None) -> int:
+def _buffered_step_flops(q, k, v, kv_state, k_sum, local_keys, *arguments, out_val=None) -> int:
     """Counts a step of the sums, which every token joins in the end, and the products with the tokens that are kept."""
     (b, h, _, d), places = q.shape, local_keys.shape[2]
-    return count_step(q, values) + 2 * b * h * places * (d + v.shape[3])
+    return count_step(q, kv_state) + 2 * b * h * places * (d + v.shape[3])
 
 
 _BUFFERED_STEP_ = register(
-    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) values, Tensor(b!) weights, Tensor(c!) local_keys, "
+    "buffered_step_(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_state, Tensor(b!) k_sum, Tensor(c!) local_keys, "
     "Tensor(d!) local_values, Tensor(e!) local_mask, Tensor(f!) local_decays, Tensor(g!) buffered, "
     f"{_TOKEN}, int exact_window, {SCORE}) -> (Tensor o)",
     _buffered_step_,
