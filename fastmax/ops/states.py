@@ -1,4 +1,8 @@
-"""`prefill`, its gradient, and both in pieces: `state_of_keys`, `prefill_saved_` and their like."""
+"""`prefill`, its gradient, and both in pieces for callers that exchange states between the pieces.
+
+prefill           state_of_keys, prefill_saved_
+prefill_backward  gradients_of_sums, state_of_queries, prefill_backward_of_queries, prefill_backward_of_keys_
+"""
 
 from __future__ import annotations
 
@@ -33,10 +37,10 @@ def prefill(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Computes causal attention of n tokens that continue from a state; see `fastmax.decoding`. Arguments are 4-d and checked.
 
-    Transforms of torch.func and forward mode see PyTorch operations.
+    In transforms of torch.func and in forward mode it consists of PyTorch operations.
 
     Returns:
-        The output, the denominators (b, h, n), and the kv_state and k_sum of the state after the tokens.
+        The output, the denominators (b, h, n), and kv_state and k_sum after the tokens.
     """
     if eager.is_transformed():
         return eager.forward_from_state(q, k, v, call, kv_state, k_sum)
@@ -54,7 +58,7 @@ def prefill_backward(
     kv_state: Tensor,
     k_sum: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Computes the gradients of `prefill` for callers that get the gradient of the new state from elsewhere. Not recorded.
+    """Computes the gradients of `prefill`, for callers that receive the gradient of the new state themselves. Not recorded.
 
     Args:
         grads: gradients of the results of `prefill`.
@@ -68,11 +72,11 @@ def prefill_backward(
 
 
 def state_of_keys(k: Tensor, v: Tensor, call: Call, keep: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the state of these keys alone: the one that `prefill` from a state of zeros ends in. Not recorded.
+    """Computes the state after `prefill` of these keys from a state of zeros. Not recorded.
 
     Returns:
-        kv_state, k_sum, and saved intermediate states for `prefill_saved_`, uint8 (b, hk, bytes): 0 bytes without `keep`, or
-        if no kernel saves them.
+        kv_state, k_sum, and saved intermediate states for `prefill_saved_`, uint8 (b, hk, bytes). These are 0 bytes without
+        `keep`, or if no kernel saves them.
     """
     tensors, options = CONTINUED.flatten(call, allow_tf32_of(k))
     return extension.call(_STATE_OF_KEYS, k, v, *tensors, *options, keep)
@@ -104,10 +108,10 @@ def gradients_of_sums(grad_o: Tensor, grad_z: Tensor | None, o: Tensor, z: Tenso
 def state_of_queries(
     g: Tensor, e: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call, keep: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the gradients of kv_state and k_sum of `prefill` if the new state has no gradient. Not recorded.
+    """Computes the gradients of kv_state and k_sum of `prefill` for a new state whose gradients are zero. Not recorded.
 
     Returns:
-        Gradients of kv_state and of k_sum, and saved intermediate states for `prefill_backward_of_keys_`, as `state_of_keys`.
+        Gradients of kv_state and k_sum, and intermediate states for `prefill_backward_of_keys_`, saved as by `state_of_keys`.
     """
     tensors, options = _UNMASKED.flatten(call, allow_tf32_of(q))
     return extension.call(_STATE_OF_QUERIES, g, e, q, k, v, *tensors, *options, keep)
@@ -123,7 +127,7 @@ def prefill_backward_of_queries(
     kv_state: Tensor | None,
     k_sum: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes the gradient of q of `prefill`, which does not depend on later tokens. Not recorded.
+    """Computes the gradient of q of `prefill`, which does not depend on the gradient of the new state. Not recorded.
 
     Args:
         kv_state, k_sum: the given state; None: zeros.
@@ -162,12 +166,12 @@ def prefill_backward_of_keys_(
 
 
 def _parse(arguments: Sequence, count: int, signature: Signature = CONTINUED) -> tuple[Call, tuple, tuple]:
-    """Returns the call, the `count` arguments between its tensors and its options, and those behind its options."""
+    """Returns the call, the `count` arguments between its tensors and its options, and the arguments after its options."""
     tensors = len(signature.tensor_names)
-    behind = tensors + count + len(Score._fields) + 1
-    between, options = arguments[tensors : tensors + count], arguments[tensors + count : behind]
+    end = tensors + count + len(Score._fields) + 1
+    between, options = arguments[tensors : tensors + count], arguments[tensors + count : end]
     call = signature.call((*arguments[:tensors], *options))._replace(causal=True)
-    return call, tuple(between), tuple(arguments[behind:])
+    return call, tuple(between), tuple(arguments[end:])
 
 
 # ---- prefill
@@ -182,7 +186,7 @@ def _prefill_from(q: Tensor, k: Tensor, v: Tensor, call: Call, kv_state: Tensor,
     _check_prefill(q, k, v, call, kv_state, k_sum)
     with without_autocast(q):
         o, z, *state = eager.forward_from_state(q, k, v, call, kv_state, k_sum)
-    if q.numel() == 0:  # operators return no tensor that they were given
+    if q.numel() == 0:  # operators must not return their arguments
         state = (x.clone(memory_format=torch.contiguous_format) for x in state)
     return o, z, *state
 
@@ -199,14 +203,14 @@ def _fake_prefill(q, k, v, *arguments):
 
 
 def _products(q: Tensor, v: Tensor, call: Call, passes: int, of_pair: int) -> int:
-    """Counts the products of `passes` heads of tokens with states, and `of_pair` products for each pair within a chunk."""
+    """Counts the products of `passes` heads of tokens with states, and `of_pair` products for each intra-chunk pair."""
     (b, h, n, d), dv = q.shape, v.shape[3]
     states = count_states(b, passes * n, eager.state_rows(d, call.score.order), dv)
     return states + 2 * b * h * of_pair * pairs_within_chunks(n)
 
 
 def _prefill_flops(q, k, v, *arguments, out_val=None) -> int:
-    """Every token is added to a state and reads one."""
+    """Counts a product with a state for every key, which is added to it, and for every query, which reads it."""
     return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], q.shape[3] + v.shape[3])
 
 
@@ -236,7 +240,7 @@ def _fake_prefill_backward(
 def _prefill_backward_flops(
     grad_o, grad_z, grad_kv_state, grad_k_sum, q, k, v, o, z, new_kv_state, new_k_sum, *arguments, out_val=None
 ) -> int:
-    """Five passes through states, of keys, then of queries: every token is added, and reads."""
+    """Counts two products with states for every query and three for every key."""
     passes = 2 * q.shape[1] + 3 * k.shape[1]
     return _products(q, v, _parse(arguments, 2)[0], passes, 3 * q.shape[3] + 2 * v.shape[3])
 
@@ -279,7 +283,7 @@ def _given_state(kv_state_name, k_sum_name, kv_state, k_sum, k, v, p):
 def _fake_state_of_tokens(k: Tensor, v: Tensor, call: Call, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = eager.state_rows(k.shape[3], call.score.order)
     kv_state = k.new_empty(*k.shape[:2], rows, v.shape[3], dtype=eager.compute_dtype(k.dtype))
-    saved = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # known to the library alone
+    saved = torch.library.get_ctx().new_dynamic_size() if keep and k.is_cuda else 0  # only the library knows the size
     return kv_state, kv_state.new_empty(kv_state.shape[:3]), k.new_empty(*k.shape[:2], saved, dtype=torch.uint8)
 
 
@@ -296,7 +300,7 @@ def _fake_state_of_keys(k, v, *arguments):
 
 
 def _state_of_keys_flops(k, v, *arguments, out_val=None) -> int:
-    """Every token is added to a state."""
+    """Counts a product with a state for every key."""
     return _products(k, v, _parse(arguments, 0)[0], k.shape[1], 0)
 
 
@@ -321,7 +325,7 @@ def _fake_prefill_saved_(q, k, v, *arguments):
 
 
 def _prefill_saved_flops(q, k, v, *arguments, out_val=None) -> int:
-    """As for `prefill`, without adding keys whose states were saved."""
+    """Counts as for `prefill`, without the products of the keys if their states were saved."""
     call, (_, _, saved), _ = _parse(arguments, 3)
     passes = q.shape[1] if saved.numel() > 0 else k.shape[1] + q.shape[1]
     return _products(q, v, call, passes, q.shape[3] + v.shape[3])
@@ -373,7 +377,7 @@ def _fake_state_of_queries(g, e, q, k, v, *arguments):
 
 
 def _state_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
-    """As for keys, for every query head."""
+    """Counts a product with a state for every query."""
     return _products(q, v, _parse(arguments, 0, _UNMASKED)[0], q.shape[1], 0)
 
 
@@ -402,7 +406,7 @@ def _fake_prefill_backward_of_queries(g, e, q, k, v, *arguments):
 
 
 def _prefill_backward_of_queries_flops(g, e, q, k, v, *arguments, out_val=None) -> int:
-    """The part of `prefill_backward` that adds keys and reads queries: three of five products for a pair."""
+    """Counts a product with a state for every key and query, and three of the five products of an intra-chunk pair."""
     return _products(q, v, _parse(arguments, 2)[0], k.shape[1] + q.shape[1], 2 * q.shape[3] + v.shape[3])
 
 
@@ -435,7 +439,7 @@ def _fake_prefill_backward_of_keys_(g, e, grad_kv_state, grad_k_sum, q, k, v, *a
 
 
 def _prefill_backward_of_keys_flops(g, e, grad_kv_state, grad_k_sum, q, k, v, *arguments, out_val=None) -> int:
-    """The rest of `prefill_backward`, without adding queries whose states were saved."""
+    """Counts the rest of `prefill_backward`, without the products of the queries if their states were saved."""
     call, (_, _, saved), _ = _parse(arguments, 3)
     passes = 2 * k.shape[1] if saved.numel() > 0 else 2 * k.shape[1] + q.shape[1]
     return _products(q, v, call, passes, q.shape[3] + v.shape[3])

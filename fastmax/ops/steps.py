@@ -29,7 +29,7 @@ def decode_step(
     """Computes one recurrent step of 4-d, checked arguments; see `fastmax.decoding`.
 
     Args:
-        log_decay: (b, hk, 1), in the dtype of the state; values above 0 count as 0.
+        log_decay: (b, hk, 1), in the dtype of the state; decays above 0 count as 0.
 
     Returns:
         The output, and the new kv_state and k_sum.
@@ -54,8 +54,9 @@ def decode_step_(
     log_decay: Tensor | None,
     score: Score,
 ) -> Tensor:
-    """Computes `decode_step` in place: writes to `kv_state` and `k_sum`, which are contiguous and overlap nothing else. Returns
-    the output.
+    """Computes `decode_step` in place: overwrites kv_state and k_sum, and returns the output.
+
+    kv_state and k_sum are contiguous and overlap no other argument.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
@@ -67,7 +68,7 @@ def buffered_step_(
     q: Tensor,
     token: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
     sums: tuple[Tensor, Tensor],
-    kept: tuple[Tensor, Tensor, Tensor, Tensor],
+    local: tuple[Tensor, Tensor, Tensor, Tensor],
     buffered: Tensor,
     exact_window: int,
     score: Score,
@@ -75,29 +76,32 @@ def buffered_step_(
     """Computes a step in place, on a state with a buffer of tokens; see `fastmax.decoding`. Returns the output.
 
     Args:
-        token, kept: keys, values, mask and decays of the new token, and of the tokens that the state keeps. 4-d, checked;
-            decays are in the dtype of the sums.
+        token: k, v, attention_mask and log_decay of the new token.
+        sums: kv_state and k_sum.
+        local: the `local_` tensors of the state. Arguments are 4-d and checked; decays are in the dtype of the sums.
 
     Raises:
         RuntimeError: a gradient would have to be recorded.
     """
     k, v, mask, log_decay = token
-    written = (*sums, *kept, buffered)
+    written = (*sums, *local, buffered)
     return _in_place(_BUFFERED_STEP_, (q, k, v, *written, mask, log_decay), written, (exact_window, *score))
 
 
 def _in_place(operator: Callable, tensors: tuple[Tensor | None, ...], written: tuple[Tensor, ...], options: tuple) -> Tensor:
+    """Calls an operator that overwrites the tensors `written`; returns the output."""
     refuse_to_record(*tensors)
     if torch.compiler.is_compiling():
         return operator(*tensors, *options)
     if tensors[0].is_cuda:
         extension.warn_if_unused(tensors[0].device)
     torch.autograd.graph.increment_version(written)
-    with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers, whose work is done above
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # skips the registered wrappers; the lines above do their work
         return extension.call(operator, *tensors, *options)
 
 
 def refuse_to_record(*tensors: Tensor | None) -> None:
+    """Raises an error if autograd records operations on these tensors."""
     if eager.differentiating(*tensors):
         raise RuntimeError(
             "fastmax.decoding.step_ writes over the state that a gradient would need: use fastmax.decoding.step, "
@@ -165,13 +169,13 @@ def _buffered_step_(
     exact_window,
     *score,
 ):
-    kept = local_keys, local_values, local_mask, local_decays
+    local = local_keys, local_values, local_mask, local_decays
     with without_autocast(q):
-        return eager.buffered_step_(q, k, v, kv_state, k_sum, *kept, buffered, mask, log_decay, exact_window, Score(*score))
+        return eager.buffered_step_(q, k, v, kv_state, k_sum, *local, buffered, mask, log_decay, exact_window, Score(*score))
 
 
 def _buffered_step_flops(q, k, v, kv_state, k_sum, local_keys, *arguments, out_val=None) -> int:
-    """Counts a step of the sums, which every token joins in the end, and the products with the tokens that are kept."""
+    """Counts a step of the sums, to which every token is added at some time, and the products with the local tokens."""
     (b, h, _, d), places = q.shape, local_keys.shape[2]
     return count_step(q, kv_state) + 2 * b * h * places * (d + v.shape[3])
 
